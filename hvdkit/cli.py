@@ -1,0 +1,79 @@
+"""The command line: a table of commands, each imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+import hvdkit
+
+COMMANDS = {
+    "install": ("hvdkit.install.cli:install", "Build Horovod for the frameworks found here and install it."),
+    "doctor": ("hvdkit.doctor.cli:doctor", "Say what is installed, what does not fit together and how to fix it."),
+    "launch": ("hvdkit.launch.cli:launch", "Start a training script on N processes."),
+}
+
+
+class LazyGroup(click.Group):
+    """A click group whose commands are imported when they are called, so that ``--help`` stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), function)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{module}:{function} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hvdkit.__version__, prog_name="hvdkit")
+def hvdkit_command() -> None:
+    """The eight steps of data-parallel training with Horovod, and the tools around them.
+
+    \b
+    A new machine:   hvdkit install && hvdkit doctor
+    A first job:     hvdkit launch -n 2 -- python examples/pytorch/cnn.py
+
+    Every command has its own --help with an example. Exit status: 0 success, 1 what was checked failed,
+    2 bad usage; `launch` passes on the exit status of the first process that failed.
+    """
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit; a user's mistake is one sentence on stderr, never a stack trace."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """Run one command line and return its exit status."""
+    try:
+        status: Any = hvdkit_command.main(args=argv, prog_name="hvdkit", standalone_mode=False)
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "hvdkit"
+        return _fail(f"{error.format_message().rstrip('.')} (see '{where} --help').", 2)
+    except click.exceptions.Abort:
+        return _fail("Interrupted.", 130)
+    except hvdkit.HvdkitError as error:
+        return _fail(str(error), error.exit_code)
+    return status if isinstance(status, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    click.echo(f"hvdkit: {message}", err=True)
+    return status
+
+
+if __name__ == "__main__":
+    main()

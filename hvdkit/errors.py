@@ -1,0 +1,72 @@
+"""The exceptions of hvdkit.
+
+::
+
+    HvdkitError
+    ├── InvalidArgumentError (ValueError)       a value that cannot be right; exit 2
+    ├── MissingFrameworkError (ImportError)     an adapter without its framework or without Horovod
+    ├── LauncherError                           the launcher's environment is incomplete or unreadable
+    │   └── TopologyMismatchError               the launcher and Horovod disagree about rank or size
+    ├── AgreementError                          the ranks hold different values
+    ├── CheckpointError                         nothing valid to load, or nothing could be written
+    ├── DataError                               a data set cannot be used
+    │   ├── DataNotFoundError (FileNotFoundError)
+    │   └── CorruptDataError
+    ├── InstallError                            Horovod could not be built or installed
+    └── LaunchError                             the processes could not be started
+
+Every message says what was received, what was expected and the fix. ``exit_code`` is what the command line
+exits with: 2 for bad usage, 1 for everything else.
+"""
+
+
+class HvdkitError(Exception):
+    """Base of every error that hvdkit raises on purpose."""
+
+    exit_code = 1
+
+
+class InvalidArgumentError(HvdkitError, ValueError):
+    """A value that cannot be right, whatever the job; found before any work is done."""
+
+    exit_code = 2
+
+
+class MissingFrameworkError(HvdkitError, ImportError):
+    """An adapter was imported without its framework or without Horovod; the message names the command that helps."""
+
+
+class LauncherError(HvdkitError):
+    """The launcher's environment variables are incomplete or cannot be read."""
+
+
+class TopologyMismatchError(LauncherError):
+    """The launcher started one job and Horovod sees another (rank or size differ)."""
+
+
+class AgreementError(HvdkitError):
+    """Ranks that must hold the same values hold different ones; raised on every rank."""
+
+
+class CheckpointError(HvdkitError):
+    """No valid checkpoint to load, or one could not be written; earlier ones are intact."""
+
+
+class DataError(HvdkitError):
+    """A data set cannot be used."""
+
+
+class DataNotFoundError(DataError, FileNotFoundError):
+    """The files of a data set are not where they were looked for."""
+
+
+class CorruptDataError(DataError):
+    """A file of a data set is there and is not what it should be."""
+
+
+class InstallError(HvdkitError):
+    """Horovod could not be built or installed; the environment is as it was before."""
+
+
+class LaunchError(HvdkitError):
+    """The processes of a job could not be started."""

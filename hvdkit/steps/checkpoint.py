@@ -1,0 +1,243 @@
+"""Step 6: checkpoints that are complete or absent, whatever happens while they are written.
+
+A checkpoint is a directory ``step-0000000100`` below the one given. Its files are written to a temporary directory
+beside it, flushed to disk, listed with their size and SHA-256 in ``manifest.json``, and the whole is renamed in one
+step. A second save of the same step gets a revision (``step-0000000100-r1``) and so never opens a window without a
+valid one. Which process may write is the caller's business; the adapters let only the root do it.
+
+Source of the protocol: write, fsync, rename, fsync the directory: Pillai et al., OSDI 2014, section 2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import CheckpointError, InvalidArgumentError
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{10,})(?:-r(\d+))?")
+_TEMPORARY = ".writing-"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A complete checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        step: optimizer steps completed when it was written.
+        metadata: what the caller stored beside the files (JSON values).
+        skipped: newer checkpoints that were not valid, each "name: reason".
+    """
+
+    path: Path
+    step: int
+    metadata: dict[str, Any]
+    skipped: tuple[str, ...] = field(default=())
+
+
+class CheckpointDirectory:
+    """The checkpoints of one training run.
+
+    Args:
+        directory: where they live; made on the first save.
+        keep: how many of the newest valid ones stay, >= 1.
+    Raises:
+        InvalidArgumentError: keep < 1, or the directory is a file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+            raise InvalidArgumentError(f"keep must be an integer >= 1, got {keep!r}.")
+        self.directory = Path(directory)
+        self.keep = keep
+        if self.directory.exists() and not self.directory.is_dir():
+            raise InvalidArgumentError(f"the checkpoint directory {self.directory} is a file; give a directory.")
+
+    def save(self, step: int, write: Callable[[Path], None], metadata: dict[str, Any] | None = None) -> Saved:
+        """Write one checkpoint: ``write`` puts its files into the directory that it is given.
+
+        Args:
+            step: optimizer steps completed, >= 0.
+            write: called once with an empty directory; may make sub-directories, not links.
+            metadata: JSON values that go into the manifest.
+        Returns:
+            The checkpoint, complete and on disk.
+        Raises:
+            InvalidArgumentError: a bad step, or metadata that is not JSON.
+            CheckpointError: it could not be written (full disk, no permission, ...); earlier ones are intact.
+        """
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise InvalidArgumentError(f"step must be an integer >= 0, got {step!r}.")
+        metadata = _plain_json(metadata or {})
+        temporary: Path | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.directory))
+            write(temporary)
+            self._seal(temporary, step, metadata)
+            final = self._free_name(step)
+            temporary.rename(final)
+            _fsync(self.directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"could not write the checkpoint of step {step} in {self.directory}: {error.strerror or error}; free some "
+                "space or give a directory that can be written (earlier checkpoints are intact)."
+            ) from error
+        finally:
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+        self.prune()
+        return Saved(final, step, metadata)
+
+    def latest(self) -> Saved | None:
+        """The newest valid checkpoint, verified; None when there is none at all.
+
+        Raises:
+            CheckpointError: there are checkpoints, but not one of them is valid.
+        """
+        skipped: list[str] = []
+        for path in self._newest_first():
+            try:
+                manifest = verify(path)
+            except CheckpointError as error:
+                skipped.append(f"{path.name}: {error}")
+                continue
+            return Saved(path, manifest["step"], manifest["metadata"], tuple(skipped))
+        if skipped:
+            raise CheckpointError(f"no valid checkpoint in {self.directory}: {'; '.join(skipped)}")
+        return None
+
+    def prune(self) -> list[Path]:
+        """Remove all but the newest ``keep`` valid checkpoints and what interrupted writes left; returns what went.
+
+        A damaged checkpoint is left in place, for whoever wants to know, until ``keep`` newer valid ones exist.
+        """
+        removed: list[Path] = []
+        valid = 0
+        for path in self._newest_first():
+            if valid >= self.keep:
+                shutil.rmtree(path)
+                removed.append(path)
+            elif (path / MANIFEST).is_file():
+                valid += 1
+        for path in self.directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+        return removed
+
+    def _newest_first(self) -> list[Path]:
+        found: list[tuple[int, int, Path]] = []
+        if self.directory.is_dir():
+            for path in self.directory.iterdir():
+                match = _NAME.fullmatch(path.name)
+                if match and path.is_dir():
+                    found.append((int(match[1]), int(match[2] or 0), path))
+        return [path for *_, path in sorted(found, reverse=True)]
+
+    def _free_name(self, step: int) -> Path:
+        name = f"step-{step:010d}"
+        revisions = [
+            int(match[2] or 0)
+            for path in self._newest_first()
+            if (match := _NAME.fullmatch(path.name)) and int(match[1]) == step
+        ]
+        return self.directory / (f"{name}-r{max(revisions) + 1}" if revisions else name)
+
+    def _seal(self, temporary: Path, step: int, metadata: dict[str, Any]) -> None:
+        temporary.chmod(0o755)
+        files = {}
+        for path in _files(temporary):
+            _fsync(path)
+            files[path.relative_to(temporary).as_posix()] = {"sha256": _sha256(path), "size": path.stat().st_size}
+        for path in temporary.rglob("*"):
+            if path.is_dir():
+                _fsync(path)
+        manifest = {"format": 1, "step": step, "files": files, "metadata": metadata}
+        target = temporary / MANIFEST
+        target.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        _fsync(target)
+        _fsync(temporary)
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest and return the manifest.
+
+    Raises:
+        CheckpointError: the manifest is missing or unreadable, or a file is missing, of another size or content.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    _check_form(manifest)
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{name} is missing")
+        size = file.stat().st_size
+        if size != expected["size"]:
+            raise CheckpointError(f"{name} has {size} bytes, {expected['size']} were written")
+        if _sha256(file) != expected["sha256"]:
+            raise CheckpointError(f"{name} has another SHA-256 than when it was written")
+    return dict(manifest)
+
+
+def _check_form(manifest: Any) -> None:
+    well_formed = (
+        isinstance(manifest, dict)
+        and isinstance(manifest.get("step"), int)
+        and isinstance(manifest.get("metadata"), dict)
+        and isinstance(manifest.get("files"), dict)
+        and all(
+            isinstance(entry, dict) and {"sha256", "size"} <= entry.keys() and _inside(name)
+            for name, entry in manifest["files"].items()
+        )
+    )
+    if not well_formed:
+        raise CheckpointError(f"{MANIFEST} is not one of hvdkit's")
+    if manifest.get("format") != 1:
+        raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')!r}, this version reads 1")
+
+
+def _inside(name: str) -> bool:
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _plain_json(metadata: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(json.loads(json.dumps(metadata, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"checkpoint metadata must be JSON values: {error}.") from error
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink():
+            raise CheckpointError(f"{path.name} is a link; a checkpoint holds plain files only.")
+        if path.is_file():
+            yield path
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""Step 2: one accelerator for each process, or its share of the CPU cores."""
+
+from __future__ import annotations
+
+import os
+
+from hvdkit.errors import InvalidArgumentError, LauncherError
+
+
+def device_index(local_rank: int, visible: int) -> int:
+    """Index of the accelerator that this process uses, among those it can see.
+
+    Args:
+        local_rank: rank among the processes of this host.
+        visible: number of accelerators that this process can see, > 0. A launcher that binds one accelerator to
+            each process (``srun --gpus-per-task=1``, PALS ``--gpu-bind``) makes exactly one visible: index 0.
+    Raises:
+        InvalidArgumentError: a negative local rank, or no visible device.
+        LauncherError: more processes on this host than devices.
+    """
+    if local_rank < 0:
+        raise InvalidArgumentError(f"local_rank must be >= 0, got {local_rank}.")
+    if visible < 1:
+        raise InvalidArgumentError(f"visible must be at least 1 device, got {visible}; without one, train on the CPU.")
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise LauncherError(
+            f"local rank {local_rank} has no accelerator of its own: this host shows {visible}; start at "
+            f"most {visible} processes per host (--ppn), or bind one device to each process (CUDA_VISIBLE_DEVICES)."
+        )
+    return local_rank
+
+
+def cpu_threads(local_size: int, cores: int | None = None) -> int:
+    """Compute threads for one process, so that the processes of a host share its cores: at least 1.
+
+    Args:
+        local_size: processes on this host, > 0.
+        cores: cores that this process may run on; default: its CPU affinity. A launcher that binds each process to
+            cores of its own has divided them already, see ``cores_are_shared``.
+    """
+    if local_size < 1:
+        raise InvalidArgumentError(f"local_size must be at least 1, got {local_size}.")
+    usable = len(os.sched_getaffinity(0)) if cores is None else cores
+    return max(1, usable // local_size)
+
+
+def cores_are_shared(usable: int, installed: int | None) -> bool:
+    """Whether a process that may run on ``usable`` of ``installed`` cores shares them with the host's other ranks."""
+    return installed is None or usable >= installed

@@ -1,0 +1,147 @@
+"""Step 1: which launcher started this process, read from its environment variables.
+
+A launcher is a row in ``LAUNCHERS``. Rank and size always come from one row. The order is the order of nesting,
+innermost first: what a program starts inside a batch job sets variables beside those of the job, so that
+``horovodrun`` and ``torchrun`` stand before MPI, and MPI before Slurm (Open MPI starts its daemons with ``srun``,
+whose variables the ranks inherit). A row counts as found when all variables of ``markers`` are set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hvdkit.errors import LauncherError
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Names of the environment variables that a launcher sets for each process.
+
+    Attributes:
+        name: as users say it.
+        markers: variables that prove that this launcher started the process.
+        rank, size, local_rank, local_size: names to read, the first that is set; () where it sets none.
+        proves: a further condition on the environment, or None.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    proves: Callable[[Mapping[str, str]], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launcher's environment says of this process; None where it says nothing."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+
+
+_FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
+
+
+def _inside_srun(environ: Mapping[str, str]) -> bool:
+    """Whether this is a task of an ``srun`` step.
+
+    The body of an ``sbatch`` script has SLURM_PROCID=0 and SLURM_NTASKS=N too and is no rank; only steps have a
+    step id below the numbers reserved for the batch, extern and interactive steps (slurm/slurm.h).
+    """
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_SLURM_STEP
+
+
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "horovodrun",
+        markers=("HOROVOD_RANK",),
+        rank=("HOROVOD_RANK",),
+        size=("HOROVOD_SIZE",),
+        local_rank=("HOROVOD_LOCAL_RANK",),
+        local_size=("HOROVOD_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "torchrun",
+        markers=("TORCHELASTIC_RUN_ID",),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+    ),
+    Launcher(
+        "Open MPI",
+        markers=("OMPI_COMM_WORLD_RANK",),
+        rank=("OMPI_COMM_WORLD_RANK",),
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "MPICH",
+        markers=("PMI_RANK", "MPI_LOCALRANKID"),
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID",),
+        local_size=("MPI_LOCALNRANKS",),
+    ),
+    Launcher(
+        "srun",
+        markers=("SLURM_PROCID",),
+        rank=("SLURM_PROCID",),
+        # SLURM_NTASKS is what the job asked for; a step of fewer tasks (srun -n 2) has its own count.
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        local_size=("SLURM_NTASKS_PER_NODE",),
+        proves=_inside_srun,
+    ),
+)
+
+
+def detect(environ: Mapping[str, str]) -> Launched | None:
+    """What started this process, by its environment; None for a single process without a launcher.
+
+    Args:
+        environ: the process environment, ``os.environ`` or a recorded one.
+    Raises:
+        LauncherError: a launcher was found but its rank or size is missing, not a number or out of range. An unset
+            rank never becomes rank 0.
+    """
+    for row in LAUNCHERS:
+        if all(name in environ for name in row.markers) and (row.proves is None or row.proves(environ)):
+            return _read(row, environ)
+    return None
+
+
+def _read(row: Launcher, environ: Mapping[str, str]) -> Launched:
+    rank, size = _number(row, row.rank, environ), _number(row, row.size, environ)
+    if rank is None or size is None:
+        missing = " or ".join(row.rank if rank is None else row.size)
+        known = ", ".join(launcher.name for launcher in LAUNCHERS)
+        raise LauncherError(
+            f"{row.name} started this process ({row.markers[0]} is set) but {missing} is not set, so its rank is "
+            f"unknown; pass the launcher's whole environment on, or unset {row.markers[0]} (launchers known: {known})."
+        )
+    if not 0 <= rank < size:
+        raise LauncherError(
+            f"{row.name}: rank must be in 0 .. size-1, got {row.rank[0]}={rank} with a size of {size}; "
+            "variables of two jobs are mixed in this environment."
+        )
+    local_rank, local_size = _number(row, row.local_rank, environ), _number(row, row.local_size, environ)
+    return Launched(row.name, rank, size, local_rank, local_size)
+
+
+def _number(row: Launcher, names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:
+    for name in names:
+        if name in environ:
+            text = environ[name].strip()
+            if not (text.isascii() and text.isdigit()):
+                raise LauncherError(f"{row.name}: {name} must be a number, got {environ[name]!r}.")
+            return int(text)
+    return None

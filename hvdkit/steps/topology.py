@@ -1,0 +1,86 @@
+"""Step 1: who this process is among the processes of the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdkit.errors import InvalidArgumentError, TopologyMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The place of one process in the job; immutable, the same meaning in every framework.
+
+    Attributes:
+        rank: this process among all, 0 .. size-1; rank 0 is the root.
+        size: number of processes in the job (the world size).
+        local_rank: this process among those on its host, 0 .. local_size-1.
+        local_size: number of processes on this host.
+        cross_rank: this host among the hosts that have a process with this local rank.
+        cross_size: number of those hosts.
+        launcher: what started the processes ("Open MPI", "srun", ...), "none" for a single process.
+    Raises:
+        InvalidArgumentError: a rank that is not below its size, or a negative number.
+    """
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    launcher: str = "none"
+
+    def __post_init__(self) -> None:
+        pairs = (("rank", "size"), ("local_rank", "local_size"), ("cross_rank", "cross_size"))
+        for position, count in pairs:
+            index, total = getattr(self, position), getattr(self, count)
+            for name, value in ((position, index), (count, total)):
+                if not isinstance(value, int) or isinstance(value, bool):
+                    raise InvalidArgumentError(f"{name} must be an integer, got {value!r}.")
+            if not 0 <= index < total:
+                raise InvalidArgumentError(
+                    f"{position} must be in 0 .. {count}-1, got {position}={index}, {count}={total}."
+                )
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this process is rank 0, the one that prints and writes checkpoints."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.size} (local {self.local_rank} of {self.local_size}, launcher {self.launcher})"
+        )
+
+
+def confirm(horovod: Topology, rank: int, size: int, launcher: str, horovod_mpi: str) -> Topology:
+    """Horovod's topology, confirmed against what the launcher said of rank and size.
+
+    Args:
+        horovod: what Horovod says after its ``init``.
+        rank: rank by the launcher's environment.
+        size: number of processes by the launcher's environment.
+        launcher: the launcher's name.
+        horovod_mpi: the library that Horovod communicates through, for the message ("Open MPI 5.0.11", "Gloo").
+    Returns:
+        ``horovod``, unchanged.
+    Raises:
+        TopologyMismatchError: rank or size differ; the message says which MPI is the likely cause.
+    """
+    if (horovod.rank, horovod.size) == (rank, size):
+        return horovod
+    seen = (
+        f"{launcher} started rank {rank} of {size}, but Horovod (over {horovod_mpi}) sees rank {horovod.rank} "
+        f"of {horovod.size}"
+    )
+    if horovod.size == 1:
+        raise TopologyMismatchError(
+            f"{seen}: every process would train alone. {launcher} does not belong to the {horovod_mpi} that Horovod "
+            "was built with; start the job with `hvdkit launch` or that library's own mpirun, or rebuild with "
+            "`hvdkit install --force` after loading the launcher's MPI (`hvdkit doctor` shows both)."
+        )
+    raise TopologyMismatchError(
+        f"{seen}. Two launchers are nested or variables of an outer job were inherited; unset them or start the job "
+        "with `hvdkit launch`."
+    )

@@ -24,7 +24,7 @@ def digest(array: npt.ArrayLike) -> int:
 
 
 def digest_table(arrays: Mapping[str, npt.ArrayLike]) -> Digests:
-    """Digests of named arrays, int64 (len(arrays), 2), in the mapping's order: digest of the name, digest of the value."""
+    """Digests of named arrays, int64 (len(arrays), 2), in the mapping's order: of the name, of the value."""
     rows = [(digest(np.frombuffer(name.encode(), dtype=np.uint8)), digest(value)) for name, value in arrays.items()]
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2)
 

@@ -90,8 +90,8 @@ class CheckpointDirectory:
             _fsync(self.directory)
         except OSError as error:
             raise CheckpointError(
-                f"could not write the checkpoint of step {step} in {self.directory}: {error.strerror or error}; free some "
-                "space or give a directory that can be written (earlier checkpoints are intact)."
+                f"could not write the checkpoint of step {step} in {self.directory}: {error.strerror or error}; free "
+                "some space or give a directory that can be written (earlier checkpoints are intact)."
             ) from error
         finally:
             if temporary is not None:
@@ -118,21 +118,21 @@ class CheckpointDirectory:
         return None
 
     def prune(self) -> list[Path]:
-        """Remove all but the newest ``keep`` valid checkpoints and what interrupted writes left; returns what went.
+        """Remove all but the newest ``keep`` checkpoints and what interrupted writes left; returns what went.
 
-        A damaged checkpoint is left in place, for whoever wants to know, until ``keep`` newer valid ones exist.
+        A directory without a manifest does not count and is left in place, for whoever wants to know, until ``keep``
+        newer checkpoints exist. What goes is renamed first, so that no half-removed one is ever taken for complete.
         """
         removed: list[Path] = []
-        valid = 0
+        kept = 0
         for path in self._newest_first():
-            if valid >= self.keep:
-                shutil.rmtree(path)
+            if kept >= self.keep:
+                path.rename(self.directory / f"{_TEMPORARY}{path.name}")
                 removed.append(path)
             elif (path / MANIFEST).is_file():
-                valid += 1
+                kept += 1
         for path in self.directory.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
+            shutil.rmtree(path)
         return removed
 
     def _newest_first(self) -> list[Path]:

@@ -32,20 +32,25 @@ def device_index(local_rank: int, visible: int) -> int:
     return local_rank
 
 
-def cpu_threads(local_size: int, cores: int | None = None) -> int:
+def cpu_threads(local_size: int, usable: int, installed: int) -> int:
     """Compute threads for one process, so that the processes of a host share its cores: at least 1.
 
     Args:
         local_size: processes on this host, > 0.
-        cores: cores that this process may run on; default: its CPU affinity. A launcher that binds each process to
-            cores of its own has divided them already, see ``cores_are_shared``.
+        usable: cores that this process may run on (its CPU affinity).
+        installed: cores of the host. A launcher that binds each process has divided them already: fewer are usable
+            than installed, and each process takes all that it was given.
+    Raises:
+        InvalidArgumentError: a number below 1.
     """
-    if local_size < 1:
-        raise InvalidArgumentError(f"local_size must be at least 1, got {local_size}.")
-    usable = len(os.sched_getaffinity(0)) if cores is None else cores
-    return max(1, usable // local_size)
+    if min(local_size, usable, installed) < 1:
+        raise InvalidArgumentError(
+            f"local_size, usable and installed must be at least 1, got {local_size}, {usable} and {installed}."
+        )
+    return usable if usable < installed else max(1, usable // local_size)
 
 
-def cores_are_shared(usable: int, installed: int | None) -> bool:
-    """Whether a process that may run on ``usable`` of ``installed`` cores shares them with the host's other ranks."""
-    return installed is None or usable >= installed
+def cpu_threads_here(local_size: int) -> int:
+    """``cpu_threads`` for this process, from its CPU affinity and the cores of this host."""
+    usable = len(os.sched_getaffinity(0))
+    return cpu_threads(local_size, usable, os.cpu_count() or usable)

@@ -1,0 +1,420 @@
+"""The eight steps for PyTorch, over ``horovod.torch``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.steps import device, launchers, learning_rate, topology
+from hvdkit.steps.checkpoint import CheckpointDirectory, Saved
+from hvdkit.steps.epochs import steps_per_epoch
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.mpi_library import loaded_mpi
+from hvdkit.steps.shards import Shard
+from hvdkit.steps.topology import Topology
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingFrameworkError(
+        "hvdkit.torch needs PyTorch, which cannot be imported; run `pip install torch`."
+    ) from error
+try:
+    import horovod.torch as hvd
+except ImportError as error:
+    raise MissingFrameworkError(
+        f"hvdkit.torch needs Horovod built for PyTorch {torch.__version__}, and importing it failed ({error}); run "
+        "`hvdkit install`, or `hvdkit doctor` for the reason."
+    ) from error
+if not hasattr(hvd, "init"):
+    raise MissingFrameworkError(
+        "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
+    )
+
+from hvdkit import torch_state
+
+__all__ = [
+    "Checkpoints",
+    "Topology",
+    "average_metrics",
+    "broadcast_state",
+    "check_agreement",
+    "distribute",
+    "fit",
+    "init",
+    "pin_device",
+    "scale_lr",
+    "shard",
+    "steps_per_epoch",
+    "warmup",
+]
+
+
+# 1 ------------------------------------------------------------------------------------------------------------------
+
+
+def init() -> Topology:
+    """Start Horovod and say who this process is (step 1). Without a launcher: a job of one process.
+
+    Raises:
+        LauncherError: the launcher's environment is incomplete.
+        TopologyMismatchError: the launcher and Horovod disagree about rank or size.
+    """
+    launched = launchers.detect(os.environ)
+    hvd.init()
+    world = Topology(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        cross_rank=hvd.cross_rank(),
+        cross_size=hvd.cross_size(),
+        launcher=launched.launcher if launched else "none",
+    )
+    if launched is None:
+        return world
+    library = (loaded_mpi() or "MPI") if hvd.mpi_enabled() else "Gloo"
+    return topology.confirm(world, launched.rank, launched.size, launched.launcher, library)
+
+
+# 2 ------------------------------------------------------------------------------------------------------------------
+
+
+def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) -> torch.device:
+    """Give this process one GPU, or its share of the CPU cores (step 2).
+
+    Args:
+        world: the job; ``local_rank`` and ``local_size`` are used.
+        kind: "auto" (a GPU where PyTorch sees one), "gpu" or "cpu".
+        threads: compute threads on the CPU; default: OMP_NUM_THREADS, else the usable cores divided by the ranks here.
+    Returns:
+        The device, already current (``torch.cuda.set_device``).
+    Raises:
+        InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where PyTorch sees none.
+        LauncherError: more processes on this host than GPUs.
+    """
+    if kind not in ("auto", "gpu", "cpu"):
+        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
+    if threads is not None and threads < 1:
+        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "gpu" and visible == 0:
+        raise InvalidArgumentError(
+            "a GPU was asked for, but PyTorch sees none; use kind='cpu', or check CUDA_VISIBLE_DEVICES and "
+            "`hvdkit doctor`."
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(device.cpu_threads_here(world.local_size))
+    if visible == 0 or kind == "cpu":
+        return torch.device("cpu")
+    pinned = torch.device("cuda", device.device_index(world.local_rank, visible))
+    torch.cuda.set_device(pinned)
+    return pinned
+
+
+# 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------
+
+
+def warmup(
+    optimizer: torch.optim.Optimizer,
+    world: Topology,
+    steps_per_epoch: int,
+    epochs: float = 5,
+    rule: str = "linear",
+    after: Callable[[int], float] | None = None,
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Gradual warmup from the base learning rate to the scaled one (step 3); call ``.step()`` after every step.
+
+    Args:
+        optimizer: its learning rates are the scaled ones, from ``scale_lr`` with the same rule.
+        world: the job; only ``size`` is used.
+        steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
+        epochs: length of the warmup in epochs; 0 is none.
+        rule: the rule that scaled the rate: "linear", "sqrt" or "none".
+        after: multiplier by the number of steps since the end of the warmup, for a decay that follows it.
+    Raises:
+        InvalidArgumentError: a number out of range or an unknown rule.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    """
+    factor = learning_rate.scale_factor(world.size, rule)
+    length = learning_rate.warmup_steps(epochs, steps_per_epoch)
+
+    def multiplier(step: int) -> float:
+        if after is not None and step >= length:
+            return after(step - length)
+        return learning_rate.warmup_multiplier(step, length, factor)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
+
+
+# 4 ------------------------------------------------------------------------------------------------------------------
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    op: str = "average",
+    compression: str = "none",
+    backward_passes_per_step: int = 1,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> torch.optim.Optimizer:
+    """An optimizer whose ``step`` uses the mean of all ranks' gradients (step 4).
+
+    Gradients travel while ``loss.backward()`` still computes others. To clip, call ``optimizer.synchronize()``, clip,
+    and ``with optimizer.skip_synchronize(): optimizer.step()``.
+
+    Args:
+        optimizer: any ``torch.optim`` optimizer; what it has learned so far (its state) is kept.
+        model: names the gradients; must hold every parameter of the optimizer.
+        op, compression, backward_passes_per_step, gradient_predivide_factor: see ``GradientOptions``. As PyTorch
+            accumulates, the gradients of several passes are summed: divide the loss by their number for a mean.
+        groups: number of groups, or lists of parameters, that are reduced together.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: reduce only over these ranks (``horovod.torch.ProcessSet``); default: all.
+    Raises:
+        InvalidArgumentError: bad options, an optimizer distributed twice, or parameters that are not in the model.
+    """
+    options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
+    if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__:
+        raise InvalidArgumentError(
+            "this optimizer is distributed already; call distribute once, its gradients are averaged."
+        )
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in owned]
+    if len(named) < len(owned):
+        raise InvalidArgumentError(
+            f"the optimizer holds {len(owned)} parameters, {len(named)} of them in the model; make the optimizer from "
+            "this model's parameters(), after moving the model to its device."
+        )
+    distributed = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=named,
+        compression=hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none,
+        backward_passes_per_step=options.backward_passes_per_step,
+        op={"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[options.op],
+        gradient_predivide_factor=options.gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=hvd.global_process_set if process_set is None else process_set,
+    )
+    # Horovod makes a new optimizer from the parameter groups alone: defaults and state would be lost.
+    distributed.defaults = optimizer.defaults
+    distributed.state.update(optimizer.state)
+    return cast(torch.optim.Optimizer, distributed)
+
+
+# 5 ------------------------------------------------------------------------------------------------------------------
+
+
+def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
+    """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
+
+    Args:
+        model: parameters and buffers are overwritten on all ranks but the root.
+        optimizer: its whole state (slots, step counters, learning rates) is overwritten too. An optimizer that has
+            not stepped has no state yet; unlike Horovod's own function this one does not take a step to make it, so
+            that the first step is the same as a single process's.
+        root: rank to copy from.
+    Raises:
+        InvalidArgumentError: a root that is not a rank, or lazy parameters that have no shape yet.
+        AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
+    """
+    if not 0 <= root < hvd.size():
+        raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
+    tensors = torch_state.model_tensors(model)
+    torch_state.require_same_layout(tensors)
+    torch_state.broadcast_tensors(tensors.values(), root)
+    if optimizer is not None:
+        torch_state.broadcast_optimizer(optimizer, root)
+
+
+# 6 ------------------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """Checkpoints that only the root writes and that every rank restores alike (step 6).
+
+    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
+
+    Args:
+        directory: where they live, on a file system that the root can write.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
+        self._directory = CheckpointDirectory(directory, keep)
+
+    def save(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, **metadata: Any
+    ) -> Saved:
+        """Write model and optimizer as the checkpoint of ``step``; returns when it is complete on disk.
+
+        Args:
+            step: optimizer steps completed.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``epoch=3``.
+        Raises:
+            InvalidArgumentError: a bad step, or metadata that is not JSON.
+            CheckpointError: it could not be written; earlier checkpoints are intact.
+        """
+
+        def write(directory: Path) -> None:
+            try:
+                torch.save(model.state_dict(), directory / "model.pt")
+                if optimizer is not None:
+                    torch.save(optimizer.state_dict(), directory / "optimizer.pt")
+            except RuntimeError as error:  # PyTorch's writer turns a full disk into one
+                raise OSError(str(error).splitlines()[0]) from error
+
+        facts = {"framework": "torch", "torch": str(torch.__version__), "size": hvd.size(), **metadata}
+        return cast(Saved, torch_state.on_root(lambda: self._directory.save(step, write, facts)))
+
+    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Saved | None:
+        """Load the newest valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+
+        Returns:
+            Where it was, its step and metadata, and which newer ones were skipped and why.
+        Raises:
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model or optimizer.
+        """
+
+        def load() -> Saved | None:
+            saved = self._directory.latest()
+            if saved is not None:
+                torch_state.load_into(saved.path / "model.pt", model)
+                if optimizer is not None:
+                    torch_state.load_into(saved.path / "optimizer.pt", optimizer)
+            return saved
+
+        saved = cast("Saved | None", torch_state.on_root(load))
+        if saved is not None:
+            broadcast_state(model, optimizer)
+        return saved
+
+
+# 7 ------------------------------------------------------------------------------------------------------------------
+
+
+def shard(
+    dataset: torch.utils.data.Dataset[Any],
+    world: Topology,
+    batch_size: int,
+    *,
+    remainder: str = "drop",
+    shuffle: bool = True,
+    seed: int = 0,
+    **loader_options: Any,
+) -> torch_state.ShardedLoader:
+    """A ``DataLoader`` over this rank's part of the data set (step 7).
+
+    Args:
+        dataset: map-style, with a length; the same on every rank.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+            each batch is ``(x, y, w)``, w float64 (m,): multiply the per-sample loss with it before ``.mean()``.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+        seed: of the order, the same on every rank.
+        loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+    Raises:
+        InvalidArgumentError: a data set without length, or bad numbers.
+    """
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
+        raise InvalidArgumentError(
+            f"shard needs a map-style data set with a length, got {type(dataset).__name__}; give every rank its own "
+            "stream instead."
+        )
+    taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
+    if taken:
+        raise InvalidArgumentError(f"shard decides {', '.join(sorted(taken))} itself; leave it out of the options.")
+    share = Shard(len(dataset), world, batch_size, remainder, shuffle, seed)
+    return torch_state.ShardedLoader(dataset, share, **loader_options)
+
+
+# 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
+
+
+def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, float]:
+    """The mean of each metric over all ranks, the same on every rank.
+
+    Args:
+        metrics: by name, a number (every rank counts the same) or a pair (sum, count), which gives sum of sums / sum
+            of counts: exact whatever each rank saw. The same names on every rank.
+        world: the job.
+    Raises:
+        InvalidArgumentError: a value that is neither, or a total count of 0.
+        AgreementError: the ranks give different names; raised on every rank.
+    """
+    return torch_state.average(metrics, world)
+
+
+def check_agreement(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world: Topology) -> None:
+    """Check that all ranks hold bit-identical parameters, buffers and optimizer state.
+
+    Raises:
+        AgreementError: on every rank; names the first differing tensor, the ranks on each side and, where the
+            layouts match, the largest difference.
+    """
+    if world.size > 1:
+        torch_state.check_agreement(model, optimizer)
+
+
+def fit(
+    model: torch.nn.Module,
+    make_optimizer: Callable[[Iterator[torch.nn.Parameter], float], torch.optim.Optimizer],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    train_set: torch.utils.data.Dataset[Any],
+    *,
+    epochs: int,
+    batch_size: int,
+    base_lr: float,
+    warmup_epochs: float = 0,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    kind: str = "auto",
+    seed: int = 0,
+) -> list[dict[str, float]]:
+    """The eight steps in one call: train ``model`` on all ranks; returns the mean loss of each epoch.
+
+    Args:
+        make_optimizer: from parameters and the scaled learning rate, for example ``torch.optim.SGD``.
+        loss: mean loss of a batch, from (output, target).
+        train_set: map-style, gives (x, y).
+        epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
+        checkpoint_dir: where to save after each epoch.
+        kind, seed: see ``pin_device`` and ``shard``.
+    Raises:
+        InvalidArgumentError: a number out of range.
+    """
+    world = init()  # 1
+    target = pin_device(world, kind)  # 2
+    model.to(target)
+    optimizer = distribute(make_optimizer(model.parameters(), scale_lr(base_lr, world)), model)  # 3, 4
+    broadcast_state(model, optimizer)  # 5
+    checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir is not None else None  # 6
+    loader = shard(train_set, world, batch_size, seed=seed)  # 7
+    steps = steps_per_epoch(len(train_set), batch_size, world)  # type: ignore[arg-type]  # 8
+    schedule = warmup(optimizer, world, steps, warmup_epochs)
+    history = []
+    for epoch in range(epochs):
+        model.train()
+        total = 0.0
+        for x, y in loader:
+            optimizer.zero_grad()
+            batch_loss = loss(model(x.to(target)), y.to(target))
+            batch_loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            total += batch_loss.item()
+        history.append(average_metrics({"loss": total / steps}, world))
+        if checkpoints is not None:
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, epoch=epoch + 1)
+    return history

@@ -1,0 +1,250 @@
+"""What the ranks of tests/parallel/test_torch.py do; each function returns JSON values."""
+
+import os
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+import hvdkit
+import hvdkit.torch as hk
+
+SAMPLES, FEATURES, BATCH = 53, 6, 4  # 53 is no multiple of any n * BATCH
+
+
+def make_data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    y = (x.sum(dim=1) > 0).long() + (x[:, 0] > 1).long()
+    return torch.utils.data.TensorDataset(x, y)
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def weights(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
+}
+
+
+def train(name: str, global_batch: int, epochs: int = 3, **options: Any) -> dict[str, Any]:
+    """Exact data parallelism: every rank starts with other weights; the root's count."""
+    world = hk.init()
+    model = make_model(seed=world.rank)
+    optimizer = hk.distribute(OPTIMIZERS[name](model.parameters()), model, **options)
+    hk.broadcast_state(model, optimizer)
+    loader = hk.shard(make_data(), world, global_batch // world.size, remainder="exact", seed=3)
+    loss_of = nn.CrossEntropyLoss(reduction="none")
+    steps = 0
+    for _ in range(epochs):
+        for x, y, w in loader:
+            optimizer.zero_grad()
+            (w * loss_of(model(x), y)).mean().backward()
+            optimizer.step()
+            steps += 1
+    hk.check_agreement(model, optimizer, world)
+    return {"weights": weights(model), "steps": steps}
+
+
+def topology() -> dict[str, Any]:
+    world = hk.init()
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "launcher")
+    return {name: getattr(world, name) for name in names}
+
+
+def mismatched(variables: dict[str, str]) -> dict[str, str]:
+    os.environ.update(variables)
+    try:
+        hk.init()
+    except hvdkit.HvdkitError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"error": "none"}
+
+
+def broadcast_after_root_stepped() -> dict[str, Any]:
+    """The root has an optimizer with slots, the others have none; Adam counts its steps in a 0-dimensional tensor."""
+    world = hk.init()
+    model = make_model(seed=world.rank)
+    model.register_buffer("odd", torch.arange(3, dtype=torch.bfloat16) + world.rank)
+    model.register_buffer("transposed", (torch.arange(6.0).reshape(2, 3) * (world.rank + 1)).T)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (world.rank + 1))
+    if world.is_root:
+        model(torch.ones(2, FEATURES, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    optimizer = hk.distribute(optimizer, model)
+    hk.broadcast_state(model, optimizer)
+    hk.check_agreement(model, optimizer, world)
+    slots = next(iter(optimizer.state.values()))
+    return {
+        "weights": weights(model),
+        "odd": model.odd.float().tolist(),
+        "transposed": model.transposed.tolist(),
+        "lr": optimizer.param_groups[0]["lr"],
+        "step": float(slots["step"]),
+        "exp_avg": slots["exp_avg"].reshape(-1).tolist(),
+    }
+
+
+def broadcast_leaves_fresh_optimizer_alone() -> dict[str, Any]:
+    """Horovod's own broadcast_optimizer_state steps with zero gradients, which decays the weights."""
+    hk.init()
+    model = make_model()
+    before = weights(model)
+    optimizer = hk.distribute(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model)
+    hk.broadcast_state(model, optimizer)
+    return {"unchanged": weights(model) == before, "slots": len(optimizer.state)}
+
+
+def agreement(kinds: list[str]) -> list[str]:
+    """For each kind of disagreement, planted on the last rank: the message of check_agreement on this rank."""
+    world = hk.init()
+    return [_disagreement(kind, world) for kind in kinds]
+
+
+def _disagreement(kind: str, world: hvdkit.Topology) -> str:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if world.rank == world.size - 1:
+        if kind == "weight":
+            with torch.no_grad():
+                model[2].weight[1, 3] += 1e-4
+        if kind == "layout":
+            model = nn.Sequential(*model, nn.Linear(3, 3).double())
+        if kind == "lr":
+            optimizer.param_groups[0]["lr"] = 0.2
+    try:
+        hk.check_agreement(model, optimizer, world)
+    except hvdkit.AgreementError as error:
+        return str(error)
+    return ""
+
+
+def broadcast_different_models() -> dict[str, str]:
+    world = hk.init()
+    model = nn.Linear(3, 3 + world.rank)
+    try:
+        hk.broadcast_state(model)
+    except hvdkit.AgreementError as error:
+        return {"message": str(error)}
+    return {"message": ""}
+
+
+def metrics() -> dict[str, Any]:
+    world = hk.init()
+    means = hk.average_metrics({"loss": float(world.rank), "accuracy": (world.rank * 10, 10 + 10 * world.rank)}, world)
+    try:
+        hk.average_metrics({f"loss{world.rank}": 1.0}, world)
+    except hvdkit.AgreementError as error:
+        return {"means": means, "message": str(error)}
+    return {"means": means, "message": ""}
+
+
+def checkpoints(directory: str) -> dict[str, Any]:
+    """Save, train on, restore: every rank is back where it was."""
+    world = hk.init()
+    model = make_model()
+    optimizer = hk.distribute(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    hk.broadcast_state(model, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, FEATURES), float(world.rank + 1), dtype=torch.float64)).pow(2).sum().backward()
+        optimizer.step()
+
+    store = hk.Checkpoints(directory, keep=2)
+    nothing = store.restore(model, optimizer)
+    step()
+    saved = store.save(model, optimizer, step=1, epoch=1)
+    kept = weights(model)
+    step()
+    after_two = weights(model)
+    restored = store.restore(model, optimizer)
+    back = weights(model)
+    step()
+    try:
+        store.restore(nn.Linear(2, 2))
+        other = ""
+    except hvdkit.CheckpointError as error:
+        other = str(error)
+    return {
+        "nothing": nothing is None,
+        "writer": sorted(file.name for file in saved.path.iterdir()),
+        "metadata": restored.metadata,
+        "back": back == kept,
+        "same_again": weights(model) == after_two,
+        "other": other,
+    }
+
+
+def unwritable_checkpoint(directory: str) -> dict[str, str]:
+    hk.init()
+    model = make_model()
+    try:
+        hk.Checkpoints(directory).save(model, step=1)
+    except hvdkit.HvdkitError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"error": "none"}
+
+
+def gradients(variants: list[dict[str, Any]]) -> list[list[float]]:
+    """For each set of options, the gradient that the optimizer applies after rank-dependent backward passes."""
+    world = hk.init()
+    updates = []
+    for options in variants:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=1.0), model, **options)
+        for number in range(options.get("backward_passes_per_step", 1)):
+            model(torch.tensor([[1.0 + world.rank, 10.0 * (number + 1)]])).sum().backward()
+        optimizer.step()
+        updates.append((-model.weight.detach()).reshape(-1).tolist())
+    return updates
+
+
+def process_set_gradients() -> dict[str, Any]:
+    """Ranks 0 and 1 average among themselves; rank 2 is alone."""
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    world = hk.init()
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=1.0), model, process_set=pair)
+    model(torch.tensor([[2.0 + 2.0 * world.rank]])).sum().backward()
+    optimizer.step()
+    return {"update": -model.weight.item()}
+
+
+def mistakes() -> dict[str, str]:
+    hk.init()
+    model = make_model()
+    once = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    found = {}
+    attempts = {
+        "twice": lambda: hk.distribute(once, model),
+        "other model": lambda: hk.distribute(torch.optim.SGD(model.parameters(), lr=0.1), make_model()),
+        "unbuilt": lambda: hk.broadcast_state(nn.LazyLinear(3)),
+        "root": lambda: hk.broadcast_state(model, root=9),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except hvdkit.InvalidArgumentError as error:
+            found[name] = str(error)
+    return found
+
+
+def fit() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    history = hk.fit(
+        model, torch.optim.SGD, nn.CrossEntropyLoss(), make_data(), epochs=4, batch_size=4, base_lr=0.1, warmup_epochs=1
+    )
+    return {"history": history, "weights": weights(model)}

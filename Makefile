@@ -1,0 +1,43 @@
+# make demo   from nothing to CNNs trained by two Horovod processes on real handwritten digits
+# make test   the whole suite, on real ranks
+# make quick  the tests that start no ranks, for the inner loop
+# Each does all its own set-up in .venv; Horovod is compiled once and then comes from the wheel cache.
+
+PYTHON ?= python3
+# CPU builds where the package index offers them under these versions; set FRAMEWORKS for a GPU machine's own.
+FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test quick lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/hvdkit install
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/hvdkit install
+	$(BIN)/python -m pytest tests
+
+quick: $(READY)
+	$(BIN)/python -m pytest tests -m "not parallel"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): setup.cfg pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hvdkit needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(FRAMEWORKS) --editable ".[mpi,examples,report,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,87 @@
+"""The same names, in the same order, in every adapter; and every public name is documented."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import hvdkit
+from hvdkit import errors
+
+PACKAGE = Path(hvdkit.__file__).parent
+ROOT = PACKAGE.parent
+ADAPTERS = [name for name in ("torch", "tensorflow", "keras") if (PACKAGE / f"{name}.py").is_file()]
+STEPS = (
+    "init", "pin_device", "scale_lr", "distribute", "broadcast_state", "Checkpoints", "shard", "steps_per_epoch",
+)  # fmt: skip
+BESIDE = ("warmup", "average_metrics", "check_agreement", "fit")
+
+
+def exported(adapter: str) -> list[str]:
+    """``__all__`` of an adapter, read without importing its framework."""
+    tree = ast.parse((PACKAGE / f"{adapter}.py").read_text())
+    (node,) = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    return list(ast.literal_eval(node.value))
+
+
+def definition_lines(adapter: str) -> dict[str, int]:
+    """Line of each step in an adapter: where it is defined, or where the neutral one is named in a section heading."""
+    text = (PACKAGE / f"{adapter}.py").read_text()
+    lines = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            lines[node.name] = node.lineno
+    for number, line in enumerate(text.splitlines(), start=1):
+        for name in STEPS:
+            if line.startswith("#") and f": {name} is the neutral one" in line:
+                lines.setdefault(name, number)
+    return lines
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_adapter_has_the_eight_steps_in_order(adapter):
+    assert set(STEPS + BESIDE) <= set(exported(adapter))
+    lines = definition_lines(adapter)
+    assert [name for name in sorted(lines, key=lines.__getitem__) if name in STEPS] == list(STEPS)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_fit_is_at_most_forty_lines(adapter):
+    tree = ast.parse((PACKAGE / f"{adapter}.py").read_text())
+    (fit,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "fit"]
+    docstring = fit.body[0]
+    assert fit.end_lineno - fit.lineno + 1 - (docstring.end_lineno - docstring.lineno + 1) <= 40
+
+
+def test_the_error_tree_is_the_one_drawn_in_its_docstring():
+    classes = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+    drawn = {word for line in errors.__doc__.splitlines() for word in line.replace("(", " ").split() if word in classes}
+    assert drawn == set(classes)
+    assert all(issubclass(value, errors.HvdkitError) for value in classes.values())
+    assert set(classes) <= set(hvdkit.__all__)
+
+
+def test_exported_names_exist():
+    assert all(hasattr(hvdkit, name) for name in hvdkit.__all__)
+
+
+def public_definitions() -> list[tuple[str, ast.AST]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                found.append((f"{path.relative_to(PACKAGE)}:{node.name}", node))
+    return found
+
+
+def test_every_public_name_has_a_docstring():
+    assert [name for name, node in public_definitions() if not ast.get_docstring(node)] == []
+
+
+def test_every_module_has_a_docstring():
+    assert [str(path) for path in PACKAGE.rglob("*.py") if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_tests_and_examples_hold_no_packages():
+    assert [path for folder in ("tests", "examples") for path in (ROOT / folder).rglob("__init__.py")] == []

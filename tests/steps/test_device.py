@@ -1,0 +1,40 @@
+"""Step 2: one accelerator for each process."""
+
+import pytest
+
+from hvdkit import InvalidArgumentError, LauncherError
+from hvdkit.steps.device import cpu_threads, device_index
+
+
+def test_each_local_rank_has_its_own_device():
+    assert [device_index(rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_the_one_visible_device_is_index_zero_for_every_local_rank():
+    assert [device_index(rank, 1) for rank in range(4)] == [0, 0, 0, 0]
+
+
+def test_more_ranks_than_devices_is_an_error_with_a_fix():
+    with pytest.raises(LauncherError, match=r"local rank 2 .* shows 2; start at most 2 processes"):
+        device_index(2, 2)
+
+
+@pytest.mark.parametrize(("local_rank", "visible"), [(-1, 2), (0, 0), (0, -1)])
+def test_impossible_numbers_are_refused(local_rank, visible):
+    with pytest.raises(InvalidArgumentError):
+        device_index(local_rank, visible)
+
+
+@pytest.mark.parametrize(
+    ("local_size", "usable", "installed", "threads"),
+    [(1, 8, 8, 8), (4, 8, 8, 2), (3, 8, 8, 2), (4, 2, 2, 1), (4, 16, 64, 16), (4, 1, 64, 1)],
+    ids=["alone", "divided", "rounded down", "at least one", "bound by the launcher", "bound to one core"],
+)
+def test_ranks_share_the_cores_unless_the_launcher_divided_them(local_size, usable, installed, threads):
+    assert cpu_threads(local_size, usable, installed) == threads
+
+
+def test_no_ranks_or_no_cores_is_refused():
+    for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(InvalidArgumentError):
+            cpu_threads(*bad)

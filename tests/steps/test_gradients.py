@@ -1,0 +1,28 @@
+"""Step 4: gradient options are refused before a framework sees them."""
+
+import pytest
+
+from hvdkit import InvalidArgumentError
+from hvdkit.steps.gradients import GradientOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"op": "mean"}, "op must be one of average, sum, adasum, got 'mean'"),
+        ({"compression": "zip"}, "compression must be one of none, fp16"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be an integer >= 1, got 0"),
+        ({"backward_passes_per_step": 1.5}, "got 1.5"),
+        ({"backward_passes_per_step": True}, "got True"),
+        ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor must be a finite number > 0"),
+        ({"gradient_predivide_factor": 2.0, "op": "sum"}, "splits an average, but op is 'sum'"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        GradientOptions(**options)
+
+
+def test_accepted():
+    options = GradientOptions("average", "fp16", 4, 2.0)
+    assert (options.op, options.compression, options.backward_passes_per_step) == ("average", "fp16", 4)

@@ -1,0 +1,133 @@
+"""Steps 7 and 8: shards and steps per epoch."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdkit import InvalidArgumentError, Topology
+from hvdkit.steps.epochs import steps_per_epoch
+from hvdkit.steps.shards import Shard
+
+SIZES = {"n_samples": st.integers(1, 300), "size": st.integers(1, 9), "batch_size": st.integers(1, 40)}
+
+
+def epoch_of(n_samples, size, batch_size, remainder, epoch=0, shuffle=True, seed=0):
+    """Every rank's batches of one epoch: [rank][step]."""
+    return [
+        list(Shard(n_samples, Topology(rank, size), batch_size, remainder, shuffle, seed).batches(epoch))
+        for rank in range(size)
+    ]
+
+
+def samples(ranks):
+    return Counter(int(index) for batches in ranks for batch in batches if batch.weight > 0 for index in batch.indices)
+
+
+@given(**SIZES, epoch=st.integers(0, 5))
+def test_exact_uses_every_sample_once(n_samples, size, batch_size, epoch):
+    ranks = epoch_of(n_samples, size, batch_size, "exact", epoch)
+    assert samples(ranks) == Counter(range(n_samples))
+
+
+@given(**SIZES, epoch=st.integers(0, 5))
+def test_exact_weights_make_the_mean_over_ranks_the_mean_over_the_global_batch(n_samples, size, batch_size, epoch):
+    loss = np.random.default_rng(0).normal(size=n_samples)
+    ranks = epoch_of(n_samples, size, batch_size, "exact", epoch)
+    for step in zip(*ranks, strict=True):
+        mean_over_ranks = np.mean([np.mean(batch.weight * loss[batch.indices]) for batch in step])
+        used = np.concatenate([batch.indices for batch in step if batch.weight > 0])
+        assert mean_over_ranks == pytest.approx(loss[used].mean(), rel=1e-12, abs=1e-12)
+
+
+@given(**SIZES, epoch=st.integers(0, 5))
+def test_drop_is_disjoint_with_full_batches_only(n_samples, size, batch_size, epoch):
+    if n_samples < size * batch_size:
+        with pytest.raises(InvalidArgumentError, match="fewer than one global batch"):
+            epoch_of(n_samples, size, batch_size, "drop", epoch)
+        return
+    ranks = epoch_of(n_samples, size, batch_size, "drop", epoch)
+    used = samples(ranks)
+    assert set(used.values()) == {1}
+    assert n_samples - len(used) < size * batch_size
+    assert {len(batch.indices) for batches in ranks for batch in batches} == {batch_size}
+
+
+@given(**SIZES, epoch=st.integers(0, 5))
+def test_pad_is_complete_with_full_batches_only(n_samples, size, batch_size, epoch):
+    ranks = epoch_of(n_samples, size, batch_size, "pad", epoch)
+    used = samples(ranks)
+    assert set(used) == set(range(n_samples))
+    assert used.total() == steps_per_epoch(n_samples, batch_size, Topology(0, size), "pad") * size * batch_size
+    assert max(used.values()) - min(used.values()) <= 1
+    assert {len(batch.indices) for batches in ranks for batch in batches} == {batch_size}
+
+
+@given(**SIZES, remainder=st.sampled_from(["drop", "pad", "exact"]), epoch=st.integers(0, 3))
+def test_every_rank_takes_the_promised_number_of_steps(n_samples, size, batch_size, remainder, epoch):
+    if remainder == "drop" and n_samples < size * batch_size:
+        return
+    promised = steps_per_epoch(n_samples, batch_size, Topology(0, size), remainder)
+    ranks = epoch_of(n_samples, size, batch_size, remainder, epoch)
+    assert [len(batches) for batches in ranks] == [promised] * size
+    assert all(len(batch.indices) >= 1 for batches in ranks for batch in batches)
+
+
+def test_n_ranks_see_in_each_step_what_one_process_with_the_n_fold_batch_sees():
+    (alone,) = epoch_of(60, 1, 12, "exact", epoch=2)
+    ranks = epoch_of(60, 3, 4, "exact", epoch=2)
+    for whole, parts in zip(alone, zip(*ranks, strict=True), strict=True):
+        assert sorted(whole.indices) == sorted(np.concatenate([part.indices for part in parts]))
+
+
+def test_the_order_changes_each_epoch_and_with_the_seed_and_comes_back():
+    shard = Shard(100, Topology(0, 2), 5)
+    assert not np.array_equal(shard.order(0), shard.order(1))
+    assert not np.array_equal(shard.order(0), Shard(100, Topology(0, 2), 5, seed=1).order(0))
+    assert np.array_equal(shard.order(3), Shard(100, Topology(1, 2), 5).order(3))
+
+
+def test_another_end_is_dropped_each_epoch():
+    dropped = {frozenset(range(10)) - set(samples(epoch_of(10, 1, 4, "drop", epoch))) for epoch in range(10)}
+    assert len(dropped) > 1
+
+
+def test_without_shuffle_the_order_is_the_data_sets():
+    ranks = epoch_of(8, 2, 2, "exact", epoch=7, shuffle=False)
+    assert [[batch.indices.tolist() for batch in batches] for batches in ranks] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_a_rank_without_a_sample_gets_a_filler_of_weight_zero():
+    ranks = epoch_of(5, 4, 1, "exact", shuffle=False)
+    last = [batches[-1] for batches in ranks]
+    assert [batch.weight for batch in last] == [4.0, 0.0, 0.0, 0.0]
+    assert [len(batch.indices) for batch in last] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4), "n_samples must be an integer >= 1, got 0"),
+        ((10, 0), "batch_size must be an integer >= 1, got 0"),
+        ((10, -3), "got -3"),
+        ((10, 2.0), "got 2.0"),
+        ((10, True), "got True"),
+        ((3, 2), "3 samples are fewer than one global batch of 2 x 2 ranks"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        steps_per_epoch(*arguments, Topology(0, 2))
+    with pytest.raises(InvalidArgumentError, match=message):
+        Shard(arguments[0], Topology(0, 2), arguments[1])
+
+
+def test_an_unknown_policy_a_bad_seed_and_a_bad_epoch_are_refused():
+    with pytest.raises(InvalidArgumentError, match="drop, pad, exact, got 'keep'"):
+        steps_per_epoch(10, 2, Topology(0, 2), "keep")
+    with pytest.raises(InvalidArgumentError, match="seed"):
+        Shard(10, Topology(0, 2), 2, seed=-1)
+    with pytest.raises(InvalidArgumentError, match="epoch"):
+        Shard(10, Topology(0, 2), 2).order(-1)

@@ -1,0 +1,67 @@
+"""Step 1: topology and launcher detection."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdkit import InvalidArgumentError, LauncherError, Topology, TopologyMismatchError
+from hvdkit.steps import launchers, topology
+
+RECORDED = json.loads((Path(__file__).parent / "launcher_environments.json").read_text())
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=[case["case"] for case in RECORDED])
+def test_recorded_environments_are_recognised(case):
+    found = launchers.detect(case["environ"])
+    expected = case["expected"]
+    if expected is None:
+        assert found is None
+    else:
+        assert found == launchers.Launched(**expected)
+
+
+def test_a_launcher_without_its_rank_is_an_error_and_never_rank_zero():
+    with pytest.raises(LauncherError, match=r"Open MPI started .* OMPI_COMM_WORLD_SIZE is not set.*known: horovodrun"):
+        launchers.detect({"OMPI_COMM_WORLD_RANK": "0"})
+
+
+@pytest.mark.parametrize("rank", ["", "one", "-1", "1.5", "²"])
+def test_a_rank_that_is_no_number_is_named(rank):
+    with pytest.raises(LauncherError, match="HOROVOD_RANK must be a number"):
+        launchers.detect({"HOROVOD_RANK": rank, "HOROVOD_SIZE": "2"})
+
+
+def test_a_rank_beyond_the_size_is_refused():
+    with pytest.raises(LauncherError, match="OMPI_COMM_WORLD_RANK=4 with a size of 4"):
+        launchers.detect({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"})
+
+
+def test_topology_is_immutable_and_checked():
+    world = Topology(1, 4, 1, 2, 0, 2, "srun")
+    assert not world.is_root and Topology(0, 1).is_root
+    with pytest.raises(AttributeError):
+        world.rank = 0  # type: ignore[misc]
+    for bad in ((4, 4), (-1, 4), (0, 0), (True, 2), (0.0, 1)):
+        with pytest.raises(InvalidArgumentError):
+            Topology(*bad)
+
+
+def test_agreeing_launcher_is_confirmed():
+    world = Topology(1, 4)
+    assert topology.confirm(world, 1, 4, "srun", "Open MPI v5") is world
+
+
+@pytest.mark.parametrize(
+    ("seen", "told", "explains"),
+    [
+        (Topology(0, 1), (2, 4), "every process would train alone"),
+        (Topology(1, 4), (0, 2), "Two launchers are nested"),
+        (Topology(1, 4), (2, 4), "Two launchers are nested"),
+    ],
+)
+def test_disagreement_names_both_sides(seen, told, explains):
+    with pytest.raises(TopologyMismatchError, match=explains) as raised:
+        topology.confirm(seen, *told, "srun", "Open MPI v5.0.11")
+    assert f"srun started rank {told[0]} of {told[1]}" in str(raised.value)
+    assert f"(over Open MPI v5.0.11) sees rank {seen.rank} of {seen.size}" in str(raised.value)

@@ -1,0 +1,23 @@
+"""Image data sets as NumPy arrays, the same for every framework.
+
+Why this room exists: a distributed example needs data before it needs Horovod, and the framework's own loaders
+differ in layout, scaling and download behaviour, and download on every rank. Here one call gives the same float32
+NHWC arrays to PyTorch, TensorFlow and Keras, from scikit-learn's bundled digits (nothing to download), from files
+that the user has, or from one verified download per node.
+
+::
+
+    load(name)                      loading.py     validate, find, read, scale to [0, 1]
+    ├── digits, synthetic           generated.py   no files needed
+    └── mnist, fashion_mnist, cifar10
+        ├── what and from where     sources.py     the table: layouts, sha256, URLs
+        ├── which files are here    locate.py      directory argument, HVDKIT_DATA, XDG_DATA_HOME
+        ├── read them               readers.py (IDX, npz), cifar.py (batches), pickled.py (no code is run)
+        └── fetch them              download.py    one process per node, under a lock, checksum verified
+
+``python -m hvdkit.datasets NAME [--download]`` shows what is there and fetches what is not.
+"""
+
+from hvdkit.datasets.loading import NAMES, Dataset, load
+
+__all__ = ["NAMES", "Dataset", "load"]

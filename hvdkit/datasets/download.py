@@ -1,0 +1,157 @@
+"""Fetch published files once: one process downloads under a lock, the others wait and find the files.
+
+A file appears under its name only when it is complete and its checksum is right.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import http.client
+import logging
+import os
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from hvdkit.datasets.readers import quoted
+from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
+
+TIMEOUT_S = 30.0
+CHUNK_BYTES = 1 << 20
+NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A published file: its name, its sha256 in hexadecimal, and the http(s) URLs that serve it, tried in order."""
+
+    name: str
+    sha256: str
+    urls: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+                raise InvalidArgumentError(f"cannot download {self.name} from {url}: expected an http or https URL")
+
+
+def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) -> None:
+    """Make sure that every file is in a folder, downloading those that are not.
+
+    May be called by every process of a job at once. A file that is already there is not looked at again.
+
+    Args:
+        files: what to download.
+        folder: where to; created when missing, with a file ``.lock`` in it.
+        login_node_command: what to run where there is a network, for the error message.
+    Raises:
+        CorruptDataError: a server sent something else; nothing is kept of it.
+        DataError: no server could be reached, or the folder cannot be written or locked.
+    """
+    if all((folder / file.name).is_file() for file in files):
+        return
+    asked_ns = time.time_ns()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("a+", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _fail_like_the_process_before(lock, asked_ns)
+            try:
+                for file in files:
+                    if not (folder / file.name).is_file():
+                        _download(file, folder, login_node_command)
+            except DataError as error:
+                _leave_word(lock, str(error))
+                raise
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be written or locked ({error.strerror or error}); name another directory or run "
+            f"`{login_node_command}` where it can be"
+        ) from error
+
+
+def _fail_like_the_process_before(lock: IO[str], asked_ns: int) -> None:
+    # Without this, each of 64 ranks on a node without network would wait for its own time-out, one after the other.
+    lock.seek(0)
+    message = lock.read()
+    if message and os.fstat(lock.fileno()).st_mtime_ns >= asked_ns:
+        raise DataError(message)
+
+
+def _leave_word(lock: IO[str], message: str) -> None:
+    lock.truncate(0)
+    lock.write(message)
+    lock.flush()
+    now_ns = time.time_ns()  # a file server's own clock may differ from the one of the processes that compare
+    os.utime(lock.fileno(), ns=(now_ns, now_ns))
+
+
+def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
+    failures = []
+    # The lock keeps other processes of this host away; another host has another name if the lock did not reach it.
+    temporary = folder / f".{file.name}.{socket.gethostname()}.part"
+    try:
+        for url in file.urls:
+            try:
+                received, size = _receive(url, temporary)
+            except NETWORK_ERRORS as error:
+                failures.append(f"{url} ({_reason(error)})")
+                continue
+            if received != file.sha256:
+                raise CorruptDataError(
+                    f"{url} sent a corrupt file ({size} bytes): expected sha256 {file.sha256}, received {received}; "
+                    f"nothing was kept, try again or copy {file.name} to {folder} yourself"
+                )
+            temporary.replace(folder / file.name)
+            return
+    finally:
+        temporary.unlink(missing_ok=True)
+    raise DataError(
+        f"{file.name} could not be downloaded from {' or '.join(failures)}; compute nodes often have no network, so "
+        f"run `{login_node_command}` on the login node first"
+    )
+
+
+def _reason(error: Exception) -> str:
+    # A URLError prints its reason in angle brackets; its subclass HTTPError prints the status code.
+    return quoted(str(error.reason if type(error) is urllib.error.URLError else error)) or type(error).__name__
+
+
+def _receive(url: str, temporary: Path) -> tuple[str, int]:
+    """Write what a URL serves to a file, down to the disk; its sha256 in hexadecimal and its size in bytes."""
+    logger.info("downloading %s", url)
+    digest = hashlib.sha256()
+    with _opener().open(url, timeout=TIMEOUT_S) as response, temporary.open("wb") as file:
+        while chunk := response.read(CHUNK_BYTES):
+            digest.update(chunk)
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        return digest.hexdigest(), file.tell()
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # Not urllib's default opener: that one also opens file: and ftp:, to which a server could redirect.
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.HTTPHandler(),
+        urllib.request.HTTPSHandler(),
+        urllib.request.HTTPRedirectHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.UnknownHandler(),
+    ):
+        opener.add_handler(handler)
+    opener.addheaders = [("User-Agent", "hvdkit")]
+    return opener

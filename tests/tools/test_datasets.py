@@ -1,0 +1,203 @@
+"""`hvdkit.datasets.load` and its command line: names, numbers, the data sets that need no files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hvdkit
+from hvdkit.datasets import NAMES, Dataset, load
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+
+REPOSITORY = str(Path(hvdkit.__file__).parents[1])
+
+
+def assert_contract(data: Dataset) -> None:
+    for images, labels in ((data.x_train, data.y_train), (data.x_test, data.y_test)):
+        assert images.dtype == np.float32
+        assert images.ndim == 4
+        assert images.flags.c_contiguous
+        assert 0.0 <= images.min() <= images.max() <= 1.0
+        assert labels.dtype == np.int64
+        assert labels.shape == (len(images),)
+        assert set(labels.tolist()) <= set(range(data.classes))
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hvdkit.datasets", *arguments],
+        env={**os.environ, "PYTHONPATH": REPOSITORY, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_digits_are_the_default_and_complete() -> None:
+    data = load()
+    assert_contract(data)
+    assert data.name == "digits"
+    assert data.classes == 10
+    assert data.x_train.shape == (1437, 8, 8, 1)
+    assert data.x_test.shape == (360, 8, 8, 1)
+    assert data.x_train.max() == 1.0
+
+
+def test_digits_split_loses_and_repeats_nothing() -> None:
+    from sklearn.datasets import load_digits
+
+    bundled = load_digits()
+    data = load("digits", seed=3)
+    images = np.concatenate([data.x_train, data.x_test]).reshape(1797, 64) * 16
+    labels = np.concatenate([data.y_train, data.y_test])
+    rows = sorted(map(tuple, np.column_stack([images, labels]).tolist()))
+    assert rows == sorted(map(tuple, np.column_stack([bundled.data, bundled.target]).tolist()))
+
+
+def test_digits_split_is_stratified() -> None:
+    data = load("digits")
+    every_class = np.bincount(np.concatenate([data.y_train, data.y_test]))
+    held_out = np.bincount(data.y_test)
+    assert np.all(np.abs(held_out - every_class * 0.2) <= 1)
+
+
+def test_digits_split_depends_on_the_seed_alone() -> None:
+    first, again, other = load("digits", seed=5), load("digits", seed=5), load("digits", seed=6)
+    assert np.array_equal(first.x_train, again.x_train)
+    assert np.array_equal(first.y_test, again.y_test)
+    assert not np.array_equal(first.y_test, other.y_test)
+
+
+def test_digits_without_scikit_learn_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(MissingFrameworkError, match=r'pip install "hvdkit\[examples\]"'):
+        load("digits")
+
+
+@given(
+    n=st.integers(1, 60),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4)),
+    classes=st.integers(2, 12),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=50)
+def test_synthetic_has_the_asked_shape(n: int, shape: tuple[int, int, int], classes: int, seed: int) -> None:
+    data = load("synthetic", n=n, shape=shape, classes=classes, seed=seed)
+    assert_contract(data)
+    assert data.classes == classes
+    assert data.x_train.shape == (n, *shape)
+    assert len(data.x_test) == int(np.ceil(n / 4))
+    counts = np.bincount(data.y_train, minlength=classes)
+    assert counts.max() - counts.min() <= 1
+
+
+def test_synthetic_can_be_learned() -> None:
+    data = load("synthetic")
+    assert data.x_train.shape == (1000, 8, 8, 1)
+    centres = np.stack([data.x_train[data.y_train == label].mean(axis=0) for label in range(data.classes)])
+    distances = ((data.x_test[:, None] - centres[None]) ** 2).sum(axis=(2, 3, 4))
+    assert np.mean(distances.argmin(axis=1) == data.y_test) > 0.95
+
+
+def test_synthetic_depends_on_the_seed_alone() -> None:
+    first, again, other = (load("synthetic", n=50, seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(first.x_train, again.x_train)
+    assert np.array_equal(first.y_test, again.y_test)
+    assert not np.array_equal(first.x_train, other.x_train)
+
+
+def test_synthetic_samples_of_a_class_are_not_copies() -> None:
+    data = load("synthetic", n=40, classes=2)
+    assert len({image.tobytes() for image in (*data.x_train, *data.x_test)}) == 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"n": -1}, "n is -1, expected 1 or more"),
+        ({"n": 0}, "n is 0, expected 1 or more"),
+        ({"n": 2.5}, "n is 2.5, expected a whole number"),
+        ({"n": True}, "n is True, expected a whole number"),
+        ({"classes": 1}, "classes is 1, expected 2 or more"),
+        ({"shape": (8, 8)}, r"shape is \(8, 8\), expected height, width and channels"),
+        ({"shape": 8}, "shape is 8, expected height, width and channels"),
+        ({"shape": (8, 0, 1)}, "shape is 0, expected 1 or more"),
+        ({"seed": -1}, "seed is -1, expected 0 to 4294967295"),
+        ({"seed": 2**32}, "seed is 4294967296, expected 0 to 4294967295"),
+        ({"seed": "a"}, "seed is 'a', expected a whole number"),
+    ],
+)
+def test_wrong_numbers_are_refused(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=sentence):
+        load("synthetic", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", [{"n": 10}, {"shape": (8, 8, 1)}, {"classes": 3}])
+@pytest.mark.parametrize("name", ["digits", "mnist"])
+def test_options_of_synthetic_are_not_silently_ignored(name: str, arguments: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgumentError, match="is for the data set synthetic"):
+        load(name, **arguments)  # type: ignore[arg-type]
+
+
+def test_unknown_name_lists_the_known_and_the_nearest() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        load("fashion-mnist")
+    assert all(name in str(caught.value) for name in NAMES)
+    assert str(caught.value).endswith("did you mean fashion_mnist?")
+    with pytest.raises(InvalidArgumentError) as caught:
+        load("imagenet21k")
+    assert "did you mean" not in str(caught.value)
+
+
+def test_command_describes_a_data_set() -> None:
+    done = command("digits")
+    assert done.returncode == 0, done.stderr
+    assert "10 classes, images 8 x 8 x 1" in done.stdout
+    assert "1437 samples" in done.stdout
+    assert "360 samples" in done.stdout
+
+
+def test_command_help_teaches() -> None:
+    done = command("--help")
+    assert done.returncode == 0
+    for word in ("NAME", "--directory", "--download", "login node", "HVDKIT_DATA", *NAMES):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["mnsit"], 2, "did you mean mnist?"),
+        ([], 2, "Missing argument 'NAME'"),
+        (["digits", "--nope"], 2, "No such option"),
+        (["mnist"], 1, "train-images-idx3-ubyte"),
+    ],
+)
+def test_command_says_a_mistake_in_one_line(tmp_path: Path, arguments: list[str], status: int, sentence: str) -> None:
+    done = command(*arguments, HVDKIT_DATA=str(tmp_path))
+    assert done.returncode == status
+    assert done.stdout == ""
+    assert done.stderr.startswith("hvdkit: ")
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_import_loads_no_framework() -> None:
+    code = (
+        "import sys, hvdkit.datasets; "
+        "print([m for m in ('torch', 'tensorflow', 'keras', 'sklearn', 'horovod') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": REPOSITORY},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"

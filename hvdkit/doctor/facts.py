@@ -1,0 +1,243 @@
+"""What can be known about an environment, as frozen values; nothing here judges.
+
+A package that is not installed, one whose import crashes and one that works are three different facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+"""Import name and display name of the frameworks that Horovod has an extension for."""
+
+PACKAGES = {**FRAMEWORKS, "keras": "Keras", "jax": "JAX", "mpi4py": "mpi4py", "horovod": "Horovod"}
+CONTROLLERS = ("MPI", "Gloo")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an import or a run did not succeed.
+
+    Attributes:
+        how: "raised" an exception, died by a "signal", "exit" (the process ended), "timeout".
+        message: one line.
+        detail: the end of the exception's text or of stderr, at most 2000 characters.
+    """
+
+    how: str
+    message: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A Python package of the environment.
+
+    Attributes:
+        name: import name.
+        present: an import would find it.
+        location: directory or file that would be imported.
+        distribution: name that pip knows it by ("tensorflow-cpu"), None without package metadata.
+        distribution_version: what the package metadata says.
+        version: what the imported module says; None when it is absent or its import failed.
+        failure: why the import failed.
+    """
+
+    name: str
+    present: bool = False
+    location: str | None = None
+    distribution: str | None = None
+    distribution_version: str | None = None
+    version: str | None = None
+    failure: Failure | None = None
+
+    @property
+    def works(self) -> bool:
+        return self.present and self.failure is None
+
+    @property
+    def installed_version(self) -> str | None:
+        """The imported module's version, else that of the metadata."""
+        return self.version or self.distribution_version
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Accelerators as one framework sees them.
+
+    Attributes:
+        build: "CUDA 12.8", "ROCm 6.3", or None for a build without GPU support.
+        gpus: a name for each device.
+    """
+
+    build: str | None = None
+    gpus: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """An MPI library that a process had loaded.
+
+    Attributes:
+        path: real path of the shared library.
+        implementation: "Open MPI", "MPICH", ... (mpi_names.py), or "" when unknown.
+        version: "5.0.11", or "" when unknown.
+    """
+
+    path: str
+    implementation: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Horovod's compiled extension for one framework.
+
+    Attributes:
+        framework: import name.
+        file: the extension for this Python, None when it was not built.
+        other_files: extensions built for another Python.
+        loaded: its import succeeded; then ``built`` and ``mpi`` are known.
+        built: what it was built with, of "MPI", "Gloo", "NCCL", "CUDA", "ROCm", "CCL", "DDL".
+        mpi: the MPI library that its process had loaded.
+        runs: controller ("MPI", "Gloo") -> None when init, size and an allreduce of one process succeeded.
+    """
+
+    framework: str
+    file: str | None = None
+    other_files: tuple[str, ...] = ()
+    loaded: bool = False
+    failure: Failure | None = None
+    built: tuple[str, ...] = ()
+    mpi: MpiLibrary | None = None
+    runs: Mapping[str, Failure | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Build:
+    """One record of what Horovod was built for.
+
+    Attributes:
+        source: the file, as a user would look for it.
+        frameworks: import name -> version at build time.
+        mpi_implementation, mpi_version, mpi_bin: the MPI it was built with, None where the record does not say.
+        python: "cp311", None where the record does not say.
+        by_hvdkit: written by ``hvdkit install``, which adjusts Horovod's source.
+    """
+
+    source: str
+    frameworks: Mapping[str, str]
+    mpi_implementation: str | None = None
+    mpi_version: str | None = None
+    mpi_bin: str | None = None
+    python: str | None = None
+    by_hvdkit: bool = False
+
+
+@dataclass(frozen=True)
+class MpiLauncher:
+    """An ``mpirun`` or ``mpiexec``.
+
+    Attributes:
+        path: as found, not resolved.
+        first_on_path: what a user gets who types the bare name.
+        implementation, version: as in MpiLibrary, "" when unknown.
+    """
+
+    path: str
+    first_on_path: bool
+    implementation: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation or 'an unknown MPI'} {self.version}".strip()
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine, without its name.
+
+    Attributes:
+        cores: CPUs of the machine.
+        affinity: CPUs that this process may run on.
+        cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
+        shm_bytes: free bytes of /dev/shm, None when it does not exist.
+        gpus: accelerators that the kernel's drivers show, whatever the frameworks see.
+        compiler: path of a C++ compiler, None without one.
+        schedulers: job launchers on PATH that can start MPI processes in place of mpirun.
+    """
+
+    platform: str
+    cores: int
+    affinity: int
+    cpu_quota: float | None = None
+    shm_bytes: int | None = None
+    gpus: tuple[str, ...] = ()
+    compiler: str | None = None
+    schedulers: tuple[str, ...] = ()
+
+    @property
+    def usable_cores(self) -> int:
+        """Whole cores that a process can use at the same time, at least 1."""
+        quota = self.affinity if self.cpu_quota is None else int(self.cpu_quota)
+        return max(1, min(self.affinity, quota))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that the checks look at.
+
+    Attributes:
+        python: "3.11.7"; ``python_tag``: "cp311"; ``prefix``: the environment's directory.
+        packages: import name -> package, for every name of PACKAGES; likewise ``tf_keras``, by its import name.
+        tensorflow_keras: version of ``tf.keras``: the Keras that Horovod's own Keras API works on; and why it could
+            not be loaded.
+        keras_backend: "tensorflow", "torch", "jax"; None when Keras was not imported.
+        devices, extensions: framework's import name -> what it sees, Horovod's extension for it.
+        builds: records of what Horovod was built for, hvdkit's own first.
+        build_error: why hvdkit's record could not be read.
+        mpi4py_mpi: the MPI library that mpi4py loads; mpi4py_run: why MPI_Init and an allreduce failed there.
+        mpi_launchers: what PATH has first, then those of the environment and of the build record.
+        environ: the variables that matter to training (HOROVOD_*, OMP_NUM_THREADS, ...) and are set.
+        timeline_problem: why HOROVOD_TIMELINE cannot be written, None when it can or is not set.
+        seconds_allowed: time limit of each probe.
+    """
+
+    python: str
+    python_tag: str
+    prefix: str
+    host: Host
+    packages: Mapping[str, Package]
+    tensorflow_keras: str | None = None
+    tensorflow_keras_failure: Failure | None = None
+    keras_backend: str | None = None
+    devices: Mapping[str, Devices] = field(default_factory=dict)
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
+    builds: tuple[Build, ...] = ()
+    build_error: str | None = None
+    mpi4py_mpi: MpiLibrary | None = None
+    mpi4py_run: Failure | None = None
+    mpi_launchers: tuple[MpiLauncher, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    timeline_problem: str | None = None
+    seconds_allowed: float = 60.0
+
+    @property
+    def horovod(self) -> Package:
+        return self.packages["horovod"]
+
+    def loaded_extensions(self) -> tuple[Extension, ...]:
+        return tuple(extension for extension in self.extensions.values() if extension.loaded)
+
+    def horovod_mpi(self) -> MpiLibrary | None:
+        """The MPI library that Horovod's extensions loaded, that of the first extension that has one."""
+        return next((extension.mpi for extension in self.loaded_extensions() if extension.mpi), None)
+
+    def built_with(self, feature: str) -> bool:
+        """Whether any extension that loads was built with ``feature`` ("MPI", "NCCL", ...)."""
+        return any(feature in extension.built for extension in self.loaded_extensions())

@@ -1,0 +1,372 @@
+"""The doctor's probes against packages that crash, hang, lie and print: each is a fact, none stops the doctor.
+
+The packages are a few lines of Python in an environment that holds nothing else, so that no framework is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+import threading
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdkit.doctor.checks import examine
+from hvdkit.doctor.children import Children, without_host_name
+from hvdkit.doctor.facts import Facts
+from hvdkit.doctor.finding import Finding
+from hvdkit.doctor.probe import gather
+from hvdkit.errors import HvdkitError
+from hvdkit.install.record import SCHEMA, BuildRecord, MpiRecord
+
+HOROVOD_TORCH = """
+import os
+class _Sum: pass
+Sum = _Sum()
+def mpi_built(): return {mpi}
+def gloo_built(): return True
+def nccl_built(): return 0
+def cuda_built(): return False
+rocm_built = ccl_built = ddl_built = cuda_built
+def init(): {init}
+def shutdown(): pass
+def size(): return 1
+def gloo_enabled(): return os.environ["HOROVOD_CONTROLLER"] == "Gloo"
+def mpi_enabled(): return os.environ["HOROVOD_CONTROLLER"] == "MPI"
+def allreduce(tensor, name, op): return tensor
+"""
+TORCH = """
+__version__ = "{version}"
+class version: cuda = None
+class cuda:
+    @staticmethod
+    def is_available(): return False
+class Tensor(list):
+    def numpy(self): return self
+tensor = Tensor
+"""
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Interpreter of an environment without any package."""
+    directory = tmp_path_factory.mktemp("bare")
+    venv.create(directory, with_pip=False, symlinks=True)
+    return str(directory / "bin" / "python")
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Writes packages (name -> source of its __init__.py); returns the environment that finds them."""
+
+    def write(**sources: str) -> dict[str, str]:
+        for name, source in sources.items():
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "__init__.py").write_text(source)
+        return {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    return write
+
+
+def add_horovod(directory: Path, init: str = "pass", mpi: bool = True, metadata: dict[str, str] | None = None) -> None:
+    """A Horovod with an extension for PyTorch, in plain Python."""
+    root = directory / "horovod"
+    (root / "torch").mkdir(parents=True)
+    (root / "__init__.py").write_text('__version__ = "0.28.1"')
+    (root / "torch" / "__init__.py").write_text(HOROVOD_TORCH.format(init=init, mpi=mpi))
+    (root / "torch" / ("mpi_lib_v2" + sysconfig.get_config_var("EXT_SUFFIX"))).touch()
+    (root / "metadata.json").write_text(json.dumps(metadata or {"pytorch": "2.9.0+cpu"}))
+
+
+def add_distribution(directory: Path, name: str, version: str) -> None:
+    """Package metadata as pip leaves it."""
+    info = directory / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def found(facts: Facts) -> dict[str, Finding]:
+    return dict(examine(facts))
+
+
+def test_an_environment_without_anything_gets_the_commands_that_fill_it(bare_python: str, tmp_path: Path) -> None:
+    facts = gather(bare_python, {"PATH": os.environ["PATH"]})
+    findings = found(facts)
+    assert not any(package.present for package in facts.packages.values())
+    assert "pip install torch" in findings["no-framework"].fix
+    assert "hvdkit install" in findings["horovod-missing"].fix
+    assert findings["no-framework"].level == findings["horovod-missing"].level == "error"
+    assert facts.prefix == str(Path(bare_python).parent.parent)
+
+
+def test_a_sound_environment_is_working_and_has_no_error(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path)
+    facts = gather(bare_python, environ)
+    assert facts.packages["torch"].version == "2.9.0+cpu"
+    assert facts.horovod.version == "0.28.1"
+    assert facts.extensions["torch"].built == ("MPI", "Gloo")
+    assert facts.extensions["torch"].runs == {"MPI": None, "Gloo": None}
+    assert not [finding for finding in found(facts).values() if finding.level == "error"]
+
+
+@pytest.mark.parametrize(
+    ("source", "how", "words"),
+    [
+        ("raise ImportError('libfoo.so: undefined symbol: _Zfoo')", "raised", "undefined symbol: _Zfoo"),
+        ("import numpy_that_is_not_here", "raised", "No module named 'numpy_that_is_not_here'"),
+        ("def f(): return (", "raised", "SyntaxError"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal", "SIGSEGV"),
+        ("import os, sys; sys.stderr.write('what(): bad\\n\\n---\\n'); os.abort()", "signal", "SIGABRT: what(): bad"),
+        ("import sys; sys.exit(3)", "raised", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "raised", "KeyboardInterrupt"),
+        ("import os; os._exit(0)", "exit", "exit status 0"),
+        ("import os; os.close(2); os.close(1); os._exit(7)", "exit", "exit status 7"),
+        ("", "raised", "no __version__"),
+    ],
+)
+def test_an_import_that_crashes_is_a_finding_with_its_message(
+    bare_python: str, packages: Callable[..., dict[str, str]], source: str, how: str, words: str
+) -> None:
+    facts = gather(bare_python, packages(torch=source))
+    failure = facts.packages["torch"].failure
+    assert failure is not None
+    assert failure.how == how
+    assert words in failure.message
+    finding = found(facts)["import-torch"]
+    assert finding.level == "error"
+    assert words in finding.what
+    assert "PYTHONPATH" in finding.fix or "pip install" in finding.fix
+
+
+def test_one_crash_does_not_hide_the_others(bare_python: str, packages: Callable[..., dict[str, str]]) -> None:
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    facts = gather(bare_python, packages(torch=crash, tensorflow="1/0", jax='__version__ = "0.5"', horovod=crash))
+    findings = found(facts)
+    assert facts.packages["jax"].version == "0.5"
+    assert {"import-torch", "import-tensorflow", "import-horovod"} <= findings.keys()
+    assert "ZeroDivisionError" in findings["import-tensorflow"].what
+
+
+@pytest.mark.parametrize("crash", ["1/0", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"])
+def test_what_does_not_need_the_crashed_package_is_still_looked_at(
+    bare_python: str, packages: Callable[..., dict[str, str]], crash: str
+) -> None:
+    environ = packages(torch=crash, jax='__version__ = "0.5"')
+    outcomes = Children(bare_python, environ, 60).run(["torch", "torch.extension", "torch.run.Gloo", "jax"])
+    assert outcomes["jax"].value == {"version": "0.5"}
+    assert outcomes.keys() == {"torch", "jax"}
+
+
+def test_the_missing_dependency_is_what_the_fix_installs(
+    bare_python: str, packages: Callable[..., dict[str, str]]
+) -> None:
+    facts = gather(bare_python, packages(horovod="import cloudpickle"))
+    assert "pip install cloudpickle" in found(facts)["import-horovod"].fix
+
+
+def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
+    bare_python: str, packages: Callable[..., dict[str, str]]
+) -> None:
+    environ = packages(torch="import subprocess; subprocess.run(['sleep', '1000'])")
+    outcomes = Children(bare_python, environ, seconds=2).run(["torch", "torch.devices"])
+    failure = outcomes["torch"].failure
+    assert failure is not None
+    assert failure.how == "timeout"
+    assert "2 s" in failure.message
+    assert "torch.devices" not in outcomes
+
+
+def test_stop_ends_a_child_at_once(bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path) -> None:
+    pipe = tmp_path / "started"
+    os.mkfifo(pipe)
+    environ = packages(torch=f"import threading; open({str(pipe)!r}, 'w').close(); threading.Event().wait()")
+    children = Children(bare_python, environ, seconds=600)
+    runner = threading.Thread(target=children.run, args=(["torch", "jax"],))
+    runner.start()
+    pipe.open().close()  # blocks until the import is under way
+    children.stop()
+    runner.join(60)
+    assert not runner.is_alive()
+
+
+def test_what_a_package_prints_is_not_taken_for_an_answer(
+    bare_python: str, packages: Callable[..., dict[str, str]]
+) -> None:
+    noise = """
+import os, sys
+line = '{"stage": "torch", "value": {"version": "6.6.6"}}\\n{"begin": "torch"}\\n\\xff garbage'
+print(line); sys.stderr.write(line); os.write(1, line.encode("latin-1")); os.write(2, line.encode("latin-1"))
+__version__ = "2.9.0"
+"""
+    assert gather(bare_python, packages(torch=noise)).packages["torch"].version == "2.9.0"
+
+
+def test_another_version_than_horovod_was_built_for_is_drift_with_both_versions(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.8.1+cpu"))
+    add_horovod(tmp_path)
+    finding = found(gather(bare_python, environ))["drift-torch"]
+    assert finding.level == "warning"  # it still works
+    assert "2.8.1+cpu" in finding.what
+    assert "2.9.0+cpu" in finding.what
+    assert "hvdkit install --force" in finding.fix
+
+
+def test_drift_is_an_error_when_the_extension_fails(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.8.1+cpu"))
+    add_horovod(tmp_path)
+    (tmp_path / "horovod/torch/__init__.py").write_text("raise ImportError('mpi_lib_v2.so: undefined symbol: _ZN2at')")
+    findings = found(gather(bare_python, environ))
+    assert findings["drift-torch"].level == "error"
+    assert "_ZN2at" in findings["drift-torch"].why
+    assert "extension-torch" not in findings  # one cause, one finding
+
+
+def test_package_metadata_of_another_version_is_drift_too(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path)
+    add_distribution(tmp_path, "torch", "2.8.1")
+    findings = found(gather(bare_python, environ))
+    assert "2.8.1" in findings["drift-torch"].what
+    assert "2.8.1" in findings["two-versions-torch"].what
+
+
+def test_horovod_without_an_extension_for_the_framework(
+    bare_python: str, packages: Callable[..., dict[str, str]]
+) -> None:
+    facts = gather(bare_python, packages(torch=TORCH.format(version="2"), horovod='__version__ = "0.28.1"'))
+    finding = found(facts)["extension-missing-torch"]
+    assert finding.level == "error"  # PyTorch is the only framework
+    assert "hvdkit install --force" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("init", "words"),
+    [
+        ("raise RuntimeError('no interface')", "no interface"),
+        ("os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("global size; size = lambda: 4", "size of its job is 4"),
+        ("global allreduce; allreduce = lambda tensor, name, op: type(tensor)([9, 9])", "gave [9.0, 9.0]"),
+    ],
+)
+def test_working_means_that_an_allreduce_was_done(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path, init: str, words: str
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path, init=init)
+    facts = gather(bare_python, environ)
+    findings = found(facts)
+    for name in ("run-torch-mpi", "run-torch-gloo"):
+        assert findings[name].level == "error"
+        assert words in findings[name].what
+
+
+def test_a_controller_that_was_not_built_is_not_tried(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path, mpi=False)
+    assert gather(bare_python, environ).extensions["torch"].runs == {"Gloo": None}
+
+
+def test_keras_without_its_backend_is_no_crash(bare_python: str, packages: Callable[..., dict[str, str]]) -> None:
+    findings = found(gather(bare_python, packages(torch=TORCH.format(version="2"), keras="import tensorflow")))
+    assert "import-keras" not in findings
+    assert "KERAS_BACKEND" in findings["keras-backend"].fix
+
+
+def test_a_broken_tensorflow_is_not_imported_again_for_keras(
+    bare_python: str, packages: Callable[..., dict[str, str]]
+) -> None:
+    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+    facts = gather(bare_python, packages(tensorflow=crash, keras="import tensorflow"))
+    assert facts.packages["keras"].failure is None
+    assert facts.packages["keras"].version is None
+    assert "import-tensorflow" in found(facts)
+
+
+def test_the_build_record_is_read_with_the_mpirun_it_names(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path)
+    mpirun = tmp_path / "mpi" / "bin" / "mpirun"
+    mpirun.parent.mkdir(parents=True)
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    mpirun.chmod(0o755)
+    record = BuildRecord(
+        schema=SCHEMA,
+        horovod="0.28.1",
+        python="cp311",
+        torch="2.8.0",
+        tensorflow=None,
+        mpi=MpiRecord("Open MPI", "4.1.4", str(mpirun.parent), wheel=False),
+        gloo=True,
+        gpu="none",
+        compiler="g++ 12",
+        adjustments=(),
+        key="0" * 64,
+    )
+    (tmp_path / "horovod" / "hvdkit-build.json").write_text(record.to_json())
+    facts = gather(bare_python, environ)
+    assert facts.builds[0].by_hvdkit
+    assert (str(mpirun), "4.1.4") in [(launcher.path, launcher.version) for launcher in facts.mpi_launchers]
+    findings = found(facts)
+    assert "2.8.0 (hvdkit-build.json)" in findings["drift-torch"].what
+    assert "no-record" not in findings
+
+
+def test_a_damaged_build_record_is_a_finding(
+    bare_python: str, packages: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    environ = packages(torch=TORCH.format(version="2.9.0+cpu"))
+    add_horovod(tmp_path)
+    (tmp_path / "horovod" / "hvdkit-build.json").write_bytes(b"\xff{")
+    (tmp_path / "horovod" / "metadata.json").write_text("[not json")
+    findings = found(gather(bare_python, environ))
+    assert findings["record-unreadable"].level == "warning"
+    assert "drift-torch" not in findings
+
+
+def test_a_probe_is_no_part_of_a_job(bare_python: str) -> None:
+    launched = {
+        "HOROVOD_RANK": "1",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_TIMELINE": "/tmp/never-written.json",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PMIX_NAMESPACE": "n",
+        "PMI_RANK": "1",
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_ID": "0",
+    }
+    kept = {"HOROVOD_GLOO_IFACE": "lo", "OMPI_MCA_btl": "self,tcp", "CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "7"}
+    environ = Children(bare_python, {**launched, **kept}, 60).environ
+    assert not launched.keys() & environ.keys()
+    assert kept.items() <= environ.items()
+
+
+def test_an_interpreter_that_does_not_run_is_one_clear_error(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no such library' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    with pytest.raises(HvdkitError, match="no such library"):
+        gather(str(broken), dict(os.environ))
+    with pytest.raises(HvdkitError, match="cannot be started: No such file"):
+        gather(str(tmp_path / "absent"), dict(os.environ))
+
+
+def test_messages_do_not_carry_the_name_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node-17")
+    assert without_host_name("[node-17:4242] MPI_Init failed") == "[HOST:4242] MPI_Init failed"

@@ -1,0 +1,58 @@
+"""Which rank's end decides how a job ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+KNOCK_ON_MARKS = (b"HorovodInternalError", b"Horovod has been shut down")
+"""What Horovod says in a rank whose peer is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        rank: 0 .. n-1.
+        status: its exit status, or minus the number of the signal that killed it.
+        told: it was told to end, by this launcher or by mpirun, before it ended.
+        knock_on: it wrote that Horovod lost a peer.
+    """
+
+    rank: int
+    status: int
+    told: bool = False
+    knock_on: bool = False
+
+    @property
+    def exit_status(self) -> int:
+        """The status as a shell gives it: 128 + N after signal N."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    def __str__(self) -> str:
+        if self.status >= 0:
+            return f"rank {self.rank} exited with status {self.status}"
+        return f"rank {self.rank} was killed by {signal_name(-self.status)}"
+
+
+def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
+    """The rank that failed first by itself, None if none did.
+
+    Args:
+        ends: in the order in which they happened.
+    Returns:
+        The first failure. A rank that failed because it lost a peer may well be gone before that peer (which still
+        has its libraries to close), so it counts only if nothing else failed.
+    """
+    failures = [end for end in ends if end.status != 0 and not end.told]
+    return min(failures, key=lambda end: end.knock_on, default=None)
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM`` for 15; ``signal 34`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

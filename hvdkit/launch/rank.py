@@ -1,0 +1,192 @@
+"""One rank of a job: starts the command, sends its output and its end to ``hvdkit launch``, ends it when told to.
+
+Run by path in an isolated interpreter (``python -I -S rank.py ADDRESS RANK_VARIABLE COMMAND ...``), so that it starts
+in milliseconds and nothing in the user's directory or environment can get in its way; it therefore imports the
+standard library only.
+
+Frames to ``hvdkit launch``: kind (1 byte), length (4 bytes, big endian), payload. From it: single bytes. The end of
+the connection means the same as STOP, so that the ranks end when ``hvdkit launch`` dies, however it dies.
+"""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+HEADER = struct.Struct("!cI")
+HELLO, STDOUT, STDERR, EXIT = b"H", b"O", b"E", b"X"
+HELLO_PAYLOAD = struct.Struct("!I")
+"""Payload of HELLO: the rank."""
+EXIT_PAYLOAD = struct.Struct("!i?")
+"""Payload of EXIT: exit status, or minus the signal that killed the command; whether it was told to end before."""
+STOP, KILL = b"S", b"K"
+
+STOP_GRACE_S = 3.0
+"""Seconds from SIGTERM to SIGKILL when ``hvdkit launch`` ends the command."""
+LAUNCHER_GRACE_S = 0.6
+"""The same when mpirun does: it kills this process a second after its SIGTERM, and the command must be gone before."""
+
+_CHUNK_BYTES = 65536
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank; the status to exit with is the command's own, or 128 + N when signal N killed it."""
+    address, rank_variable, *command = arguments
+    rank = os.environ.get(rank_variable, "")
+    if not rank.isdigit():
+        sys.stderr.write(f"{rank_variable} must be the rank, got {rank!r}: another launcher started this process.\n")
+        return 1
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect("\0" + address)
+        return _Rank(connection).run(int(rank), command)
+
+
+class _Rank:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._connected = True
+        self._selector = selectors.DefaultSelector()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._outputs: dict[int, bytes] = {}
+        self._told_to_end = False
+        self._kill_at: float | None = None
+
+    def run(self, rank: int, command: list[str]) -> int:
+        self._watch_signals()
+        self._selector.register(self._connection, selectors.EVENT_READ, self._on_order)
+        self._send(HELLO, HELLO_PAYLOAD.pack(rank))
+        try:
+            process = self._start(command)
+        except OSError as error:
+            self._send(STDERR, f"hvdkit launch: {command[0]} cannot be started: {error.strerror}\n".encode())
+            return self._leave(126 if isinstance(error, PermissionError) else 127)
+        while process.poll() is None:
+            self._wait()
+        return self._leave(process.returncode)
+
+    def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        self._process = process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Hydra hands its ranks an open socket (PMI_FD), which has to reach the command.
+            close_fds=False,
+            process_group=0,
+            preexec_fn=_dying_with_parent(),
+        )
+        assert process.stdout is not None and process.stderr is not None  # noqa: S101
+        for pipe, kind in ((process.stdout, STDOUT), (process.stderr, STDERR)):
+            fd = pipe.fileno()
+            os.set_blocking(fd, False)
+            self._outputs[fd] = kind
+            self._selector.register(fd, selectors.EVENT_READ, lambda fd=fd: self._on_output(fd))
+        return process
+
+    def _leave(self, status: int) -> int:
+        """Report the end. A rank that failed stays until ``hvdkit launch`` has seen how the others fare.
+
+        Left at once, the launcher would kill the others at the first exit, and which of several ranks is seen to
+        fail first would be decided by chance.
+        """
+        if status != 0 or self._told_to_end:
+            self._signal_group(signal.SIGKILL)
+        self._kill_at = None
+        for fd in list(self._outputs):
+            while self._on_output(fd):
+                pass
+        self._send(EXIT, EXIT_PAYLOAD.pack(status, self._told_to_end))
+        while status != 0 and not self._told_to_end:
+            self._wait()
+        return status if status >= 0 else 128 - status
+
+    def _wait(self) -> None:
+        timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            key.data()
+        if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            self._kill_at = None
+            self._signal_group(signal.SIGKILL)
+
+    def _on_output(self, fd: int) -> bool:
+        """Pass on what the pipe holds; False when it holds nothing now or is at its end."""
+        try:
+            data = os.read(fd, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._send(self._outputs[fd], data)
+            return True
+        self._selector.unregister(fd)
+        del self._outputs[fd]
+        return False
+
+    def _on_order(self) -> None:
+        try:
+            orders = self._connection.recv(64)
+        except ConnectionError:
+            orders = b""
+        if not orders:
+            self._selector.unregister(self._connection)
+        self._end(0.0 if KILL in orders else STOP_GRACE_S)
+
+    def _on_signals(self) -> None:
+        for number in self._wakeup.recv(64):
+            if number in _ENDING:
+                self._end(LAUNCHER_GRACE_S)
+            elif number in _PASSED_ON:
+                self._signal_group(number)
+
+    def _end(self, grace_s: float) -> None:
+        self._told_to_end = True
+        self._signal_group(signal.SIGTERM)
+        kill_at = time.monotonic() + grace_s
+        self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+
+    def _signal_group(self, number: int) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _send(self, kind: bytes, payload: bytes) -> None:
+        if self._connected:
+            try:
+                self._connection.sendall(HEADER.pack(kind, len(payload)) + payload)
+            except ConnectionError:
+                self._connected = False
+                self._end(STOP_GRACE_S)
+
+    def _watch_signals(self) -> None:
+        self._wakeup, wakeup_end = socket.socketpair()
+        wakeup_end.setblocking(False)
+        signal.set_wakeup_fd(wakeup_end.detach(), warn_on_full_buffer=False)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
+        for number in (signal.SIGCHLD, *_ENDING, *_PASSED_ON):
+            signal.signal(number, lambda *_: None)
+
+
+def _dying_with_parent() -> Callable[[], None]:
+    """What the child runs before the command: have the kernel kill it when this process is killed."""
+    parent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

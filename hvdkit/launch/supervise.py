@@ -1,0 +1,371 @@
+"""Runs a planned job: passes its output on, ends all of it when a part of it fails, says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from hvdkit.errors import LaunchError
+from hvdkit.launch import rank as wire
+from hvdkit.launch.model import Plan
+from hvdkit.launch.outcome import KNOCK_ON_MARKS, RankEnd, first_failure, signal_name
+from hvdkit.launch.output import TaggedOutput
+
+SETTLE_S = 2.0
+"""Seconds from the first failure to ending the job: time for the rank that caused it to be gone too."""
+STOP_S = wire.STOP_GRACE_S + 1.0
+"""Seconds from telling the ranks to end to killing them."""
+LEAVE_S = 1.5
+"""Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM."""
+
+_STDOUT, _STDERR = 1, 2
+_BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_RECEIVE_BYTES = 1 << 18
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def run(plan: Plan, *, tagged: bool = True) -> int:
+    """Run a job to its end.
+
+    Args:
+        plan: what to start.
+        tagged: put ``[rank] `` before each line of output.
+    Returns:
+        0, or the exit status of the first rank that failed (128 + N after signal N); without such a rank that of
+        the launcher; 128 + N when signal N told this process to end the job.
+    Raises:
+        LaunchError: the launcher cannot be started.
+    """
+    with _watched_signals() as signals, contextlib.closing(_listener()) as listener:
+        output = TaggedOutput(tagged, give_up=lambda: signals.interrupted)
+        return _Job(plan, output, signals, listener).run()
+
+
+@dataclass
+class _Peer:
+    """The connection of one rank."""
+
+    connection: socket.socket
+    pid: int
+    rank: int | None = None
+    received: bytearray = field(default_factory=bytearray)
+    knock_on: bool = False
+    ended: bool = False
+
+    def order(self, order: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has just ended by itself
+            self.connection.send(order)
+
+
+class _Job:
+    def __init__(self, plan: Plan, output: TaggedOutput, signals: _Signals, listener: socket.socket) -> None:
+        self._plan = plan
+        self._output: TaggedOutput | None = output  # None when nobody reads it any more
+        self._signals = signals
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._peers: list[_Peer] = []
+        self._started: set[int] = set()
+        self._ends: list[RankEnd] = []
+        self._lost: list[RankEnd] = []
+        self._held = bytearray()
+        self._settling = False
+        self._stopping = False
+        self._signal: int | None = None
+
+    def run(self) -> int:
+        self._launcher = self._start()
+        assert self._launcher.stdout is not None  # noqa: S101
+        self._report_fd = self._launcher.stdout.fileno()
+        os.set_blocking(self._report_fd, False)
+        self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)
+        self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._on_signals)
+        while self._launcher.returncode is None or self._peers:
+            for key, _ in self._selector.select(self._time_left()):
+                key.data()
+            self._run_timers()
+        while self._on_report():
+            pass
+        return self._conclude()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        address = self._listener.getsockname()[1:].decode()
+        wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable)
+        argv = (*self._plan.launcher, *wrapper, *self._plan.command)
+        try:
+            return subprocess.Popen(
+                argv,
+                env=dict(self._plan.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                # The terminal's Ctrl-C is for this process alone; it then ends the job in order.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
+
+    # What happens
+
+    def _on_connections(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._accept(self._listener.accept()[0])
+
+    def _accept(self, connection: socket.socket) -> None:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+        if uid != os.getuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        peer = _Peer(connection, pid)
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
+        if self._stopping:
+            peer.order(wire.STOP)
+
+    def _on_peer(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(_RECEIVE_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._on_peer_gone(peer)
+            return
+        peer.received += data
+        while len(peer.received) >= wire.HEADER.size:
+            kind, length = wire.HEADER.unpack_from(peer.received)
+            end = wire.HEADER.size + length
+            if len(peer.received) < end:
+                return
+            payload = bytes(peer.received[wire.HEADER.size : end])
+            del peer.received[:end]
+            self._on_frame(peer, kind, payload)
+
+    def _on_frame(self, peer: _Peer, kind: bytes, payload: bytes) -> None:
+        if kind == wire.HELLO:
+            (peer.rank,) = wire.HELLO_PAYLOAD.unpack(payload)
+            self._started.add(peer.rank)
+            if len(self._started) == self._plan.n and self._plan.noisy_start:
+                self._held.clear()
+        elif kind == wire.STDOUT:
+            self._show(str(peer.rank), _STDOUT, payload)
+        elif kind == wire.STDERR:
+            peer.knock_on = peer.knock_on or any(mark in payload for mark in KNOCK_ON_MARKS)
+            self._show(str(peer.rank), _STDERR, payload)
+        elif kind == wire.EXIT:
+            status, told = wire.EXIT_PAYLOAD.unpack(payload)
+            self._on_rank_end(peer, status, told)
+
+    def _on_peer_gone(self, peer: _Peer) -> None:
+        if not peer.ended and peer.rank is not None:
+            # The wrapper itself was killed: by Hydra, which so ends a job that called MPI_Abort, or by the user.
+            self._lost.append(RankEnd(peer.rank, -signal.SIGKILL))
+            self._stop_soon()
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._peers.remove(peer)
+        if self._stopping and not self._peers:
+            self._leave_launcher()
+
+    def _on_rank_end(self, peer: _Peer, status: int, told: bool) -> None:
+        peer.ended = True
+        if peer.rank is None:
+            return
+        self._ends.append(RankEnd(peer.rank, status, told, peer.knock_on))
+        for fd in (_STDOUT, _STDERR):
+            self._show(str(peer.rank), fd, None)
+        if first_failure(self._ends) is not None:
+            self._stop_soon()
+
+    def _on_report(self) -> bool:
+        """Take what the launcher itself writes; False when there is nothing now or no more.
+
+        It is held back for a while: after a failure it only repeats at length what the last line of this program
+        says, and some launchers chatter before the ranks run.
+        """
+        try:
+            data = os.read(self._report_fd, _RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            if self._report_fd in self._selector.get_map():
+                self._selector.unregister(self._report_fd)
+            return False
+        self._held += data
+        self._after(SETTLE_S, self._release_report)
+        return True
+
+    def _release_report(self) -> None:
+        starting = self._plan.noisy_start and len(self._started) < self._plan.n
+        if not (starting or self._settling or self._stopping):
+            self._show(self._plan.launcher_name, _STDERR, bytes(self._held))
+            self._held.clear()
+
+    def _on_signals(self) -> None:
+        self._signals.wakeup.recv(64)
+        while self._signals.received:
+            number = self._signals.received.popleft()
+            if number == signal.SIGCHLD:
+                if self._launcher.poll() is not None and self._peers and not self._stopping:
+                    self._stop()
+            elif self._signal is None:
+                self._signal = number
+                self._stop()
+            else:
+                self._kill()
+
+    # Ending the job
+
+    def _stop_soon(self) -> None:
+        """End the job when the rank that caused a failure has had the time to end too."""
+        if len(self._ends) == self._plan.n:
+            self._stop()
+        elif not self._settling:
+            self._settling = True
+            self._after(SETTLE_S, self._stop)
+
+    def _stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        for peer in self._peers:
+            peer.order(wire.STOP)
+        self._after(STOP_S, self._kill)
+        if len(self._started) < self._plan.n:
+            self._signal_launcher(signal.SIGTERM)
+        if not self._peers:
+            self._leave_launcher()
+
+    def _leave_launcher(self) -> None:
+        self._after(LEAVE_S, lambda: self._signal_launcher(signal.SIGTERM))
+        self._after(2 * LEAVE_S, lambda: self._signal_launcher(signal.SIGKILL))
+
+    def _kill(self) -> None:
+        for peer in self._peers:
+            peer.order(wire.KILL)
+        self._after(1.0, self._kill_outright)
+
+    def _kill_outright(self) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(peer.pid, signal.SIGKILL)
+        self._signal_launcher(signal.SIGKILL)
+
+    def _signal_launcher(self, number: int) -> None:
+        if self._launcher.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, number)
+
+    def _conclude(self) -> int:
+        if self._signal is not None:
+            self._say(f"interrupted by {signal_name(self._signal)}; every process was ended.")
+            return 128 + self._signal
+        if self._output is None:
+            return _BROKEN_PIPE_STATUS
+        status = self._launcher.returncode
+        failure = first_failure(self._ends) or (first_failure(self._lost) if status == 0 else None)
+        if failure is not None:
+            self._say(f"{failure}; the job was ended.")
+            return failure.exit_status
+        if status == 0:
+            return 0
+        self._show(self._plan.launcher_name, _STDERR, bytes(self._held))
+        self._show(self._plan.launcher_name, _STDERR, None)
+        when = "" if self._started else " before any rank started"
+        how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
+        self._say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
+        return status if status > 0 else 128 - status
+
+    # Output and time
+
+    def _show(self, source: str, fd: int, data: bytes | None) -> None:
+        """Write the next bytes of a source, or with None what is left of it."""
+        if self._output is None:
+            return
+        try:
+            if data is None:
+                self._output.close(source, fd)
+            else:
+                self._output.feed(source, fd, data)
+        except BrokenPipeError:
+            self._output = None
+            self._stop()
+
+    def _say(self, sentence: str) -> None:
+        if self._output is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._output.say(_STDERR, f"hvdkit launch: {sentence}")
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._timers.append((time.monotonic() + seconds, action))
+
+    def _time_left(self) -> float | None:
+        if not self._timers:
+            return None
+        return max(0.0, min(when for when, _ in self._timers) - time.monotonic())
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        due = [action for when, action in self._timers if when <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
+        for action in due:
+            action()
+
+
+def _listener() -> socket.socket:
+    """A socket in the kernel's abstract namespace: no file to protect or to remove; peers are known by their uid."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0hvdkit-launch-{os.getpid()}-{secrets.token_hex(8)}")
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
+    return listener
+
+
+@dataclass
+class _Signals:
+    """Signals as events of the one loop that sees everything else."""
+
+    wakeup: socket.socket
+    received: deque[int] = field(default_factory=deque)
+    interrupted: bool = False
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler; what follows from the signal is done by the loop."""
+        self.received.append(number)
+        self.interrupted = self.interrupted or number in _ENDING
+
+
+@contextlib.contextmanager
+def _watched_signals() -> Iterator[_Signals]:
+    """Collect signals. One that is ignored stays ignored: ``nohup hvdkit launch ...`` outlives its terminal."""
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        sender.setblocking(False)
+        signals = _Signals(receiver)
+        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        watched = [signal.SIGCHLD, *(number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN)]
+        previous = {number: signal.signal(number, signals.note) for number in watched}
+        try:
+            yield signals
+        finally:
+            signal.set_wakeup_fd(previous_fd)
+            for number, handler in previous.items():
+                signal.signal(number, handler)

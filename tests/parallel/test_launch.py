@@ -1,0 +1,397 @@
+"""``hvdkit launch`` with real ranks, over MPI and over Gloo."""
+
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.parallel
+
+REPOSITORY = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+HAS_MPI = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}") is not None
+HAS_HOROVODRUN = shutil.which("horovodrun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}") is not None
+needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="no mpirun")
+needs_horovodrun = pytest.mark.skipif(not HAS_HOROVODRUN, reason="no horovodrun (`hvdkit install`)")
+LAUNCHERS = [
+    pytest.param("mpirun", marks=needs_mpi),
+    pytest.param("horovodrun", marks=needs_horovodrun),
+]
+
+TIMEOUT_S = 120
+RANK = """
+import os, signal, sys, time
+names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+rank = int(next(os.environ[name] for name in names if name in os.environ))
+"""
+WAIT_FOR_EVER = "\nwhile True: time.sleep(60)\n"
+
+
+def outer_environment() -> dict[str, str]:
+    """This environment as a user's shell has it: no job around it, no settings that the launcher makes itself."""
+    ours = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**environment, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+class Launch:
+    """Runs ``hvdkit launch`` in a directory of its own, on scripts written there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.mark = f"mark-{uuid.uuid4()}"
+        self.environment = outer_environment()
+        self.started: subprocess.Popen[bytes] | None = None
+
+    def script(self, text: str) -> str:
+        (self.directory / "ranks.py").write_text(RANK + text)
+        return "ranks.py"
+
+    def argv(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "hvdkit.cli", "launch", *words, self.mark]
+
+    def run(self, *words: str) -> "subprocess.CompletedProcess[bytes]":
+        return subprocess.run(
+            self.argv(*words), cwd=self.directory, env=self.environment, capture_output=True, timeout=TIMEOUT_S
+        )
+
+    def start(self, *words: str) -> "subprocess.Popen[bytes]":
+        """Start it and wait until both ranks have said that they are ready."""
+        process = subprocess.Popen(
+            self.argv(*words),
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.started = process
+        assert process.stdout is not None
+        missing = {b"[0] ready\n", b"[1] ready\n"}
+        while missing:
+            line = process.stdout.readline()
+            assert line, "the job ended before its ranks were ready"
+            missing.discard(line)
+        return process
+
+    def processes(self) -> list[str]:
+        """Command lines of every living process of this job: launcher, ranks and their children."""
+        found = []
+        for directory in Path("/proc").glob("[0-9]*"):
+            try:
+                command_line = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it has just ended
+            if self.mark in command_line:
+                found.append(command_line)
+        return found
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launcher = Launch(tmp_path)
+    yield launcher
+    if launcher.started is not None and launcher.started.poll() is None:
+        launcher.started.terminate()
+        launcher.started.communicate(timeout=TIMEOUT_S)
+    assert launcher.processes() == [], "processes were left behind"
+
+
+# --- output
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_lines_are_tagged_whole_and_on_the_stream_they_were_written_to(launch, launcher):
+    script = launch.script("""
+for i in range(100):
+    os.write(1, str(rank).encode() * 3000)
+    os.write(1, b"." * 3000 + b"\\n")
+    os.write(2, b"error %d\\n" % i)
+os.write(1, b"\\xff\\xfe\\n")
+os.write(1, b"50%\\r100%\\n")
+os.write(1, b"no line end")
+""")
+    done = launch.run("-n", "2", "--launcher", launcher, script)
+    assert (done.returncode, launch.directory.joinpath("ranks.py").exists()) == (0, True), done.stderr.decode()
+    for rank in (b"0", b"1"):
+        tag = b"[" + rank + b"] "
+        lines = [line for line in re.split(rb"(?<=[\n\r])", done.stdout) if line.startswith(tag)]
+        assert lines[:100] == [tag + rank * 3000 + b"." * 3000 + b"\n"] * 100
+        assert lines[100] == tag + b"\xff\xfe\n"
+        assert tag + b"100%\n" in lines[101:]
+        assert lines[-1] == tag + b"no line end\n"
+        assert [line for line in done.stderr.splitlines() if line.startswith(tag)] == [
+            tag + b"error %d" % i for i in range(100)
+        ]
+    assert all(line[:4] in (b"[0] ", b"[1] ") for line in done.stdout.splitlines() if line)
+
+
+@needs_mpi
+def test_no_tag_leaves_lines_as_they_are_and_a_line_shows_before_the_rank_ends(launch):
+    process = subprocess.Popen(
+        launch.argv("-n", "1", "--launcher", "mpirun", "--no-tag", launch.script("print('now')" + WAIT_FOR_EVER)),
+        cwd=launch.directory, env=launch.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"now\n"
+    process.terminate()
+    process.communicate(timeout=TIMEOUT_S)
+
+
+@needs_mpi
+def test_a_reader_that_leaves_ends_the_job(launch):
+    process = launch.start("-n", "2", "--launcher", "mpirun", launch.script("""
+print("ready")
+while True:
+    print("more")
+    time.sleep(0.01)
+"""))  # fmt: skip
+    process.stdout.close()
+    assert process.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
+    process.stderr.close()
+
+
+@needs_mpi
+def test_ctrl_c_ends_the_job_while_nobody_reads_its_output(launch):
+    process = launch.start("-n", "2", "--launcher", "mpirun", launch.script("""
+print("ready")
+while True:
+    print("more " * 1000)
+"""))  # fmt: skip
+    readable, _, _ = select.select([process.stdout], [], [], TIMEOUT_S)
+    assert readable
+    process.send_signal(signal.SIGINT)
+    assert process.wait(TIMEOUT_S) == 130
+    process.stdout.close()
+    process.stderr.close()
+
+
+# --- what the ranks get
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_environment_and_arguments_reach_every_rank(launch, launcher):
+    launch.environment["HOROVOD_CYCLE_TIME"] = "2.5"
+    script = launch.script("""
+names = ("OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE", "GREETING", "PYTHONUNBUFFERED")
+print([os.environ.get(name) for name in names], sys.argv[1:-1], sys.executable, sys.stdin.read() == "")
+""")
+    options = ("--threads", "3", "--timeline", "trace.json", "--env", "GREETING=two words; $HOME 'q'")
+    done = launch.run("-n", "2", "--launcher", launcher, *options, script, "--epochs", "3", "-n", "7", "--", "a b", "")
+    assert done.returncode == 0, done.stderr.decode()
+    values = ["3", "2.5", str(launch.directory / "trace.json"), "two words; $HOME 'q'", "1"]
+    expected = f"{values} {['--epochs', '3', '-n', '7', '--', 'a b', '']} {sys.executable} True"
+    assert sorted(done.stdout.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
+
+
+@needs_mpi
+def test_python_is_the_one_hvdkit_runs_in_without_activation(launch):
+    launch.environment["PATH"] = os.defpath
+    done = launch.run("-n", "1", "--launcher", "mpirun", "--", "python", "-c", "import sys; print(sys.executable)")
+    assert done.stdout.decode() == f"[0] {sys.executable}\n", done.stderr.decode()
+
+
+@needs_mpi
+def test_more_ranks_than_cores_run_and_say_so(launch):
+    cores = len(os.sched_getaffinity(0))
+    done = launch.run(
+        "-n", str(cores + 1), "--launcher", "mpirun", launch.script("print(os.environ['OMP_NUM_THREADS'])")
+    )
+    assert sorted(done.stdout.decode().splitlines()) == [f"[{rank}] 1" for rank in range(cores + 1)]
+    assert f"{cores + 1} processes share" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_dry_run_pasted_into_a_shell_runs_the_same_job(launch, launcher):
+    script = launch.script("print(rank, os.environ['WORDS'], sys.argv[1])")
+    words = ("-n", "2", "--launcher", launcher, "--env", "WORDS=a 'b' \"c\" $d", "--dry-run", script, "x; 'y'")
+    line = launch.run(*words).stdout.decode()
+    assert line.count("\n") == 1
+    done = subprocess.run(
+        ["/bin/sh", "-c", line], cwd=launch.directory, env=launch.environment, capture_output=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert {f"{rank} a 'b' \"c\" $d x; 'y'" in done.stdout.decode() for rank in (0, 1)} == {True}
+
+
+# --- how a job ends
+
+FAILURES = {
+    "raise ValueError('boom')": (1, "rank 1 exited with status 1"),
+    "sys.exit(3)": (3, "rank 1 exited with status 3"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (137, "rank 1 was killed by SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failing_rank_ends_the_job_with_its_status(launch, launcher, failure):
+    status, sentence = FAILURES[failure]
+    done = launch.run("-n", "2", "--launcher", launcher, launch.script(f"if rank == 1: {failure}" + WAIT_FOR_EVER))
+    last = done.stderr.decode().splitlines()[-1]
+    assert (done.returncode, last) == (status, f"hvdkit launch: {sentence}; the job was ended.")
+
+
+@needs_mpi
+def test_the_first_failure_counts_and_a_rank_that_ends_well_ends_nothing(launch):
+    done = launch.run("-n", "3", "--launcher", "mpirun", launch.script("""
+from pathlib import Path
+if rank == 0:
+    sys.exit(0)
+if rank == 1:
+    while not Path("failed").exists():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    sys.exit(4)
+Path("failed").touch()
+sys.exit(7)
+"""))  # fmt: skip
+    assert (done.returncode, b"rank 2 exited with status 7" in done.stderr) == (7, True)
+
+
+@needs_mpi
+@pytest.mark.parametrize("failure", ["raise ValueError('boom')", "sys.exit(3)"])
+def test_a_failing_rank_does_not_wait_for_the_others_in_mpi_finalize(launch, failure):
+    pytest.importorskip("mpi4py")
+    done = launch.run("-n", "2", "--launcher", "mpirun", launch.script(f"""
+from mpi4py import MPI
+assert (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) == (rank, 2)
+if rank == 1: {failure}
+MPI.COMM_WORLD.Barrier()
+"""))  # fmt: skip
+    assert done.returncode == FAILURES[failure][0], done.stderr.decode()
+
+
+@needs_mpi
+def test_an_abort_ends_the_job_with_its_code(launch):
+    pytest.importorskip("mpi4py")
+    done = launch.run("-n", "2", "--launcher", "mpirun", launch.script("""
+from mpi4py import MPI
+if rank == 1: MPI.COMM_WORLD.Abort(5)
+MPI.COMM_WORLD.Barrier()
+"""))  # fmt: skip
+    assert done.returncode == 5, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "sent", "status"),
+    [
+        pytest.param("mpirun", signal.SIGINT, 130, marks=needs_mpi),
+        pytest.param("mpirun", signal.SIGTERM, 143, marks=needs_mpi),
+        pytest.param("mpirun", signal.SIGHUP, 129, marks=needs_mpi),
+        pytest.param("horovodrun", signal.SIGINT, 130, marks=needs_horovodrun),
+    ],
+)
+def test_signals_end_every_process(launch, launcher, sent, status):
+    process = launch.start("-n", "2", "--launcher", launcher, launch.script("print('ready')" + WAIT_FOR_EVER))
+    assert launch.processes()
+    process.send_signal(sent)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == status
+    assert errors.decode().splitlines()[-1] == f"hvdkit launch: interrupted by {sent.name}; every process was ended."
+
+
+@needs_mpi
+def test_ranks_that_ignore_the_request_and_their_children_are_killed(launch):
+    script = launch.script("""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    while True: time.sleep(60)
+print("ready")
+""")
+    (launch.directory / script).write_text((launch.directory / script).read_text() + WAIT_FOR_EVER)
+    process = launch.start("-n", "2", "--launcher", "mpirun", script)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_runs_on_when_hvdkit_itself_is_killed(launch, launcher):
+    process = launch.start("-n", "2", "--launcher", launcher, launch.script("print('ready')" + WAIT_FOR_EVER))
+    process.kill()
+    process.communicate(timeout=TIMEOUT_S)
+    wait_until(lambda: launch.processes() == [], "the ranks end")
+
+
+@needs_mpi
+def test_a_rank_ends_with_the_process_that_watches_it(launch):
+    process = launch.start("-n", "2", "--launcher", "mpirun", launch.script("print('ready')" + WAIT_FOR_EVER))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (mpirun,) = [int(child) for child in children]
+    watchers = [int(child) for child in Path(f"/proc/{mpirun}/task/{mpirun}/children").read_text().split()]
+    assert len(watchers) == 2
+    os.kill(watchers[1], signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode not in (0, None)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ctrl_c_before_the_ranks_run_ends_the_launcher(launch, launcher):
+    process = subprocess.Popen(
+        launch.argv("-n", "2", "--launcher", launcher, launch.script(WAIT_FOR_EVER)),
+        cwd=launch.directory, env=launch.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    wait_until(lambda: len(launch.processes()) > 1, "the launcher runs")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+
+
+@needs_mpi
+def test_a_command_that_cannot_be_started_is_named(launch):
+    script = launch.directory / "no-interpreter"
+    script.write_text("#!/nowhere/interpreter\n")
+    script.chmod(0o755)
+    done = launch.run("-n", "2", "--launcher", "mpirun", str(script))
+    assert done.returncode == 127
+    assert f"{script} cannot be started: No such file or directory" in done.stderr.decode()
+
+
+# --- Horovod
+
+
+@pytest.mark.parametrize("launcher", ["auto", *LAUNCHERS])
+def test_horovod_computes_over_the_launcher_that_was_asked_for(launch, launcher):
+    horovod = pytest.importorskip("horovod.torch")
+    script = launch.script("""
+import horovod.torch as hvd, torch
+hvd.init()
+total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum, name="x").item()
+print(hvd.rank() == rank, hvd.size(), total, "mpi" if hvd.mpi_enabled() else "gloo")
+""")
+    done = launch.run("-n", "2", "--launcher", launcher, script)
+    over_mpi = launcher == "mpirun" or (launcher == "auto" and horovod.mpi_built())
+    controller = "mpi" if over_mpi else "gloo"
+    expected = [f"[{rank}] True 2 3.0 {controller}" for rank in (0, 1)]
+    assert sorted(done.stdout.decode().splitlines()) == expected, done.stderr.decode()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_rank_that_failed_is_named_not_the_one_that_lost_it(launch, launcher):
+    pytest.importorskip("horovod.torch")
+    done = launch.run("-n", "2", "--launcher", launcher, launch.script("""
+import horovod.torch as hvd, torch
+hvd.init()
+hvd.allreduce(torch.ones(2), name="x")
+if rank == 1: sys.exit(3)
+hvd.allreduce(torch.ones(2), name="x")
+"""))  # fmt: skip
+    last = done.stderr.decode().splitlines()[-1]
+    assert (done.returncode, last) == (3, "hvdkit launch: rank 1 exited with status 3; the job was ended.")

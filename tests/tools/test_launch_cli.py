@@ -1,0 +1,107 @@
+"""``hvdkit launch`` as it is typed. No job is started here."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hvdkit import cli
+from hvdkit.launch import facts, supervise
+from hvdkit.launch.model import Facts, Horovod, Mpi
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A machine of 4 cores with Open MPI, and a directory with train.py in it; starting a job is an error."""
+    found = Facts(
+        cores=4,
+        root=False,
+        python=Path("/venv/bin/python"),
+        path=os.environ["PATH"],
+        horovod=Horovod(mpi=True, gloo=True),
+        mpi=Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)),
+        horovodrun=None,
+    )
+    monkeypatch.setattr(facts, "gather", lambda request, environ: found)
+    monkeypatch.setattr(facts, "own_python", lambda: found.python)
+    monkeypatch.setattr(supervise, "run", lambda job, tagged: pytest.fail("a job was started"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def launch(capsys, *words):
+    status = cli.run(["launch", *words])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-n", "0", "train.py"],
+        ["-n", "-1", "train.py"],
+        ["-n", "two", "train.py"],
+        ["-n", "1.5", "train.py"],
+        ["train.py"],
+        ["-n", "2"],
+        ["-n", "2", "--"],
+        ["-n", "2", "nosuch.py"],
+        ["-n", "2", "python", "nosuch.py"],
+        ["-n", "2", "nosuchprogram"],
+        ["-n", "2", "--launcher", "teleport", "train.py"],
+        ["-n", "2", "--launcher", "horovodrun", "train.py"],
+        ["-n", "2", "--threads", "0", "train.py"],
+        ["-n", "2", "--bind", "soul", "train.py"],
+        ["-n", "5", "--bind", "core", "train.py"],
+        ["-n", "2", "--env", "NAME", "train.py"],
+        ["-n", "2", "--env", "=value", "train.py"],
+        ["-n", "2", "--env", "a b=c", "train.py"],
+        ["-n", "2", "--timeline", "nosuch/trace.json", "train.py"],
+        ["-n", "2", "--timeline", ".", "train.py"],
+        ["-n", "2", "--nosuch", "train.py"],
+    ],
+)
+def test_bad_usage_is_one_sentence_exit_2_and_nothing_written(capsys, words):
+    before = sorted(Path.cwd().iterdir())
+    status, out, err = launch(capsys, *words)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("hvdkit: ") and err.count("\n") == 1
+    assert sorted(Path.cwd().iterdir()) == before
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_the_flags_of_the_command_are_left_alone(capsys, separator):
+    command = ["train.py", "--epochs", "3", "-n", "7", "--dry-run", "--", "-h"]
+    status, out, _ = launch(capsys, "-n", "2", "--dry-run", *separator, *command)
+    assert status == 0
+    assert shlex.split(out)[-len(command) - 1 :] == ["/venv/bin/python", *command]
+
+
+def test_dry_run_prints_one_line_and_explain_goes_to_stderr(capsys):
+    options = ["--threads", "3", "--env", "A=1", "--env", "B=x=y", "--timeline", "trace.json"]
+    status, out, err = launch(capsys, "-n", "2", "--dry-run", "--explain", *options, "train.py")
+    assert (status, out.count("\n")) == (0, 1)
+    words = shlex.split(out)
+    assert words[0] == "env"
+    for assignment in ("OMP_NUM_THREADS=3", "A=1", "B=x=y", f"HOROVOD_TIMELINE={Path.cwd() / 'trace.json'}"):
+        assert assignment in words
+        assert assignment in err
+    assert "--bind-to none\n    tied to one core" in err
+
+
+def test_the_job_that_is_planned_is_run_and_its_status_passed_on(capsys, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(supervise, "run", lambda job, tagged: jobs.append((job, tagged)) or 3)
+    status, _, err = launch(capsys, "-n", "5", "--no-tag", "train.py")
+    ((job, tagged),) = jobs
+    assert (status, job.n, tagged) == (3, 5, False)
+    assert err == "hvdkit launch: 5 processes share 4 cores: timings will measure how they wait for one another.\n"
+
+
+def test_help_teaches(capsys):
+    status, out, _ = launch(capsys, "--help")
+    assert status == 0
+    for words in ("--dry-run", "--env NAME=VALUE", "hvdkit launch -n 2 train.py --epochs 3", "exit status", "Ctrl-C"):
+        assert words in out

@@ -1,0 +1,139 @@
+"""What there is to launch with: whose mpirun, which Horovod, which PATH."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit.errors import LaunchError
+from hvdkit.launch import facts, horovod, mpi
+from hvdkit.launch.model import Horovod, Request
+
+
+@pytest.mark.parametrize(
+    ("text", "implementation", "version"),
+    [
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/", "Open MPI", (5, 0, 11)),
+        ("mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/", "Open MPI", (4, 1, 4)),
+        ("mpirun (Open MPI) 5.1.0a1\n", "Open MPI", (5, 1, 0)),
+        ("HYDRA build details:\n    Version:                                 4.1.2\n", "MPICH", (4, 1, 2)),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626", "Intel MPI", (2021, 18, 1)),
+    ],
+)
+def test_mpirun_is_told_by_what_it_says(text, implementation, version):
+    found = mpi.identify(Path("/x/mpirun"), text)
+    assert (found.implementation, found.version) == (implementation, version)
+
+
+def program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_an_unknown_mpirun_is_one_sentence_with_what_it_said(tmp_path):
+    with pytest.raises(LaunchError, match=r"'cluster starter 3'.*--launcher horovodrun"):
+        mpi.ask(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
+
+
+def test_an_mpirun_that_does_not_run_is_an_error_of_ours(tmp_path):
+    broken = tmp_path / "mpirun"
+    broken.write_text("#!/nowhere/sh\n")
+    broken.chmod(0o755)
+    with pytest.raises(LaunchError, match="--version' failed"):
+        mpi.ask(broken, os.environ)
+
+
+@pytest.fixture
+def two_mpis(tmp_path, monkeypatch):
+    """Open MPI first on PATH, MPICH elsewhere, and no Horovod unless a test puts one in place."""
+    program(tmp_path / "open/mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    program(tmp_path / "mpich/mpiexec", "echo 'HYDRA build details:'; echo ' Version: 4.2'")
+    monkeypatch.setattr(facts, "installed_horovod", lambda python: None)
+    monkeypatch.setattr(facts, "recorded_horovod", lambda: None)
+    return tmp_path
+
+
+def gather(directory, launcher="auto"):
+    python = Path(sys.executable).parent
+    environ = {"PATH": f"{directory}/open:/usr/bin:/bin"}
+    return facts.gather(Request(2, ("x",), launcher), environ), python
+
+
+def test_the_mpirun_of_horovods_own_mpi_is_used_whatever_is_on_path(two_mpis, monkeypatch):
+    built = Horovod(mpi=True, gloo=True, mpi_bin=two_mpis / "mpich")
+    monkeypatch.setattr(facts, "installed_horovod", lambda python: built)
+    found, _ = gather(two_mpis)
+    assert found.mpi is not None
+    assert (str(found.mpi), found.mpi.mpirun) == ("MPICH 4.2", two_mpis / "mpich/mpiexec")
+    assert found.path.split(os.pathsep)[-1] == str(two_mpis / "mpich")
+
+
+def test_without_horovod_the_first_mpirun_on_path_is_used(two_mpis, monkeypatch):
+    monkeypatch.setattr(facts, "own_python", lambda: two_mpis / "venv/bin/python")
+    found, _ = gather(two_mpis)
+    assert found.mpi is not None and found.mpi.mpirun == two_mpis / "open/mpirun"
+    assert found.path == f"{two_mpis}/venv/bin:{two_mpis}/open:/usr/bin:/bin"
+
+
+def test_mpi_is_not_looked_for_when_horovod_has_none(two_mpis, monkeypatch):
+    monkeypatch.setattr(facts, "installed_horovod", lambda python: Horovod(mpi=False, gloo=True))
+    assert gather(two_mpis)[0].mpi is None
+    assert gather(two_mpis, "horovodrun")[0].mpi is None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/usr/bin:/bin", "{venv}:/usr/bin:/bin"),
+        ("{other}:/usr/bin:{venv}", "{venv}:{other}:/usr/bin"),
+        ("{venv}:/usr/bin", "{venv}:/usr/bin"),
+        ("{empty}:{venv}:/usr/bin", "{empty}:{venv}:/usr/bin"),
+    ],
+)
+def test_python_on_the_jobs_path_is_the_one_hvdkit_runs_in(tmp_path, path, expected):
+    places = {name: tmp_path / name for name in ("venv", "other", "empty")}
+    for name in ("venv", "other"):
+        program(places[name] / "python", "")
+    environ = {"PATH": path.format(**places)}
+    assert facts.job_path(environ, places["venv"] / "python") == expected.format(**places)
+
+
+def fake_horovod(directory, torch, tensorflow="raise ImportError('no tensorflow')"):
+    for framework, text in (("torch", torch), ("tensorflow", tensorflow)):
+        package = directory / "horovod" / framework
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(text)
+    (directory / "horovod/__init__.py").touch()
+
+
+BUILT = "def mpi_built(): return {mpi}\ndef gloo_built(): return True\nprint('chatter')\n"
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+@pytest.mark.parametrize("with_mpi", [True, False])
+def test_a_horovod_built_by_hand_is_asked_whatever_its_framework(tmp_path, monkeypatch, framework, with_mpi):
+    texts = {"torch": "raise ImportError('not built')", "tensorflow": "raise ImportError('not built')"}
+    texts[framework] = BUILT.format(mpi=with_mpi)
+    fake_horovod(tmp_path, **texts)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(horovod, "horovod_directory", lambda: tmp_path / "horovod")
+    monkeypatch.setattr(horovod, "read_record", lambda: None)
+    assert horovod.installed_horovod(Path(sys.executable)) == Horovod(mpi=with_mpi, gloo=True)
+
+
+def test_a_horovod_that_does_not_load_is_one_sentence_with_the_reason(tmp_path, monkeypatch):
+    fake_horovod(tmp_path, "raise ImportError('undefined symbol')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(horovod, "horovod_directory", lambda: tmp_path / "horovod")
+    monkeypatch.setattr(horovod, "read_record", lambda: None)
+    with pytest.raises(LaunchError, match=r"undefined symbol.*hvdkit doctor") as caught:
+        horovod.installed_horovod(Path(sys.executable))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_horovod_is_no_error(monkeypatch):
+    monkeypatch.setattr(horovod, "horovod_directory", lambda: None)
+    assert horovod.installed_horovod(Path(sys.executable)) is None

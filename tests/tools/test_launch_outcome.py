@@ -1,0 +1,36 @@
+"""Which rank's end decides how a job ended."""
+
+import signal
+
+import pytest
+
+from hvdkit.launch.outcome import RankEnd, first_failure
+
+WELL = RankEnd(0, 0)
+LOST_A_PEER = RankEnd(0, 1, knock_on=True)
+EXITED = RankEnd(1, 3)
+KILLED = RankEnd(1, -signal.SIGKILL)
+ENDED_BY_US = RankEnd(2, -signal.SIGTERM, told=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([], None),
+        ([WELL, ENDED_BY_US], None),
+        ([WELL, EXITED, ENDED_BY_US], EXITED),
+        ([EXITED, KILLED], EXITED),
+        ([KILLED, EXITED], KILLED),
+        ([LOST_A_PEER, EXITED], EXITED),
+        ([LOST_A_PEER, RankEnd(2, 1, knock_on=True)], LOST_A_PEER),
+        ([LOST_A_PEER, ENDED_BY_US], LOST_A_PEER),
+    ],
+)
+def test_the_first_failure_of_its_own_decides(ends, expected):
+    assert first_failure(ends) is expected
+
+
+def test_an_end_in_words_and_as_an_exit_status():
+    assert (str(EXITED), EXITED.exit_status) == ("rank 1 exited with status 3", 3)
+    assert (str(KILLED), KILLED.exit_status) == ("rank 1 was killed by SIGKILL", 137)
+    assert str(RankEnd(4, -60)) == "rank 4 was killed by signal 60"

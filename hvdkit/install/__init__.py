@@ -1,0 +1,15 @@
+"""Builds Horovod from its released source for the frameworks found here, and installs it.
+
+::
+
+    cli
+     ├── here          what is on this machine: facts, from find_frameworks, find_mpi, find_toolchain, find_gpu
+     ├── plan          facts and options in; settings, run paths and cache key out; or, from requirements,
+     │                 one sentence that says what is missing
+     ├── cache         one wheel for each key: locked, whole, verified
+     ├── build         source -> adjustments -> compiler -> wheel, each step through runner and shown by progress
+     ├── environment   the one step that changes the environment, undone when it fails
+     └── record        what a build was made of: written into the wheel, read by doctor and launcher
+
+``plan``, ``requirements`` and ``adjustments`` do nothing but compute. Nothing here imports a framework.
+"""

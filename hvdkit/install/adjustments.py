@@ -1,0 +1,260 @@
+"""What today's compilers and frameworks need changed in the released source of Horovod 0.28.1: a table.
+
+Each row states how many times its old text occurs; anything else means that this is not the source the table
+was written for, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.errors import InstallError
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a build is for: the names of its frameworks and its GPU operations ("none", "nccl", "mpi")."""
+
+    frameworks: frozenset[str]
+    gpu: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a row applies: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Target], bool]
+
+
+ALWAYS = Condition("always", lambda target: True)  # noqa: ARG005
+WITH_TORCH = Condition("built for PyTorch", lambda target: "torch" in target.frameworks)
+WITH_TENSORFLOW = Condition("built for TensorFlow", lambda target: "tensorflow" in target.frameworks)
+WITHOUT_GPU = Condition("--gpu none", lambda target: target.gpu == "none")
+WITH_GPU = Condition("--gpu nccl or mpi", lambda target: target.gpu != "none")
+TORCH_WITHOUT_GPU = Condition(
+    "built for PyTorch with --gpu none", lambda target: "torch" in target.frameworks and target.gpu == "none"
+)
+TENSORFLOW_WITHOUT_GPU = Condition(
+    "built for TensorFlow with --gpu none", lambda target: "tensorflow" in target.frameworks and target.gpu == "none"
+)
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """One row: in ``file``, ``old`` occurs exactly ``count`` times and becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    when: Condition
+    why: str
+    count: int = 1
+
+
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    Adjustment(
+        name="cxx20",
+        file="CMakeLists.txt",
+        old="set(CMAKE_CXX_STANDARD 14)",
+        new="set(CMAKE_CXX_STANDARD 20)",
+        when=ALWAYS,
+        why="The common sources are compiled against the headers of today's frameworks, which need C++20.",
+    ),
+    Adjustment(
+        name="cxx20-torch",
+        file="horovod/torch/CMakeLists.txt",
+        old="set(CMAKE_CXX_STANDARD 14)",
+        new="set(CMAKE_CXX_STANDARD 20)",
+        when=WITH_TORCH,
+        why="PyTorch's headers refuse C++14 since 2.1 and use C++20 today.",
+    ),
+    Adjustment(
+        name="cxx20-tensorflow",
+        file="horovod/tensorflow/CMakeLists.txt",
+        old="    set(CMAKE_CXX_STANDARD 17)\n    set(Tensorflow_CXX17 TRUE)",
+        new="    set(CMAKE_CXX_STANDARD 20)\n    set(Tensorflow_CXX17 FALSE)",
+        when=WITH_TENSORFLOW,
+        why="TensorFlow's headers need C++20; and since all sources are then compiled to one standard, the second "
+        "copy of Gloo that was made for C++17 is not needed.",
+    ),
+    Adjustment(
+        name="no-xla-ops",
+        file="horovod/tensorflow/CMakeLists.txt",
+        old='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        new="",
+        when=WITH_TENSORFLOW,
+        why="TensorFlow's wheels lack a header that this file includes; it only serves XLA on GPUs.",
+    ),
+    Adjustment(
+        name="gloo-stall-inspector",
+        file="horovod/common/gloo/gloo_controller.cc",
+        old="global_ranks_.reserve(size_);",
+        new="global_ranks_.resize(size_);",
+        when=ALWAYS,
+        why="A bug: the list of ranks stays empty, so that under Gloo the stall inspector never fires and a job in "
+        "which one rank hangs waits for ever.",
+    ),
+    Adjustment(
+        name="gloo-cstdint",
+        file="third_party/gloo/gloo/types.h",
+        old="#include <iostream>\n",
+        new="#include <cstdint>\n#include <iostream>\n",
+        when=ALWAYS,
+        why="It uses uint8_t without its header, which GCC 15 no longer brings in by the way.",
+    ),
+    Adjustment(
+        name="python-include",
+        file="horovod/torch/CMakeLists.txt",
+        old="from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        new="import sysconfig; print(sysconfig.get_path('include'))",
+        when=WITH_TORCH,
+        why="Python 3.12 removed distutils; sysconfig gives the same directory on every version.",
+    ),
+    Adjustment(
+        name="jsrun-which-import",
+        file="horovod/runner/js_run.py",
+        old="from distutils.spawn import find_executable\n",
+        new="from shutil import which\n",
+        when=ALWAYS,
+        why="Python 3.12 removed distutils; without this, horovodrun cannot be imported there.",
+    ),
+    Adjustment(
+        name="jsrun-which",
+        file="horovod/runner/js_run.py",
+        old="find_executable('jsrun')",
+        new="which('jsrun')",
+        when=ALWAYS,
+        why="Follows from jsrun-which-import.",
+    ),
+    Adjustment(
+        name="no-debug-info",
+        file="CMakeLists.txt",
+        old='string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO',
+        new='string(REPLACE "-O2 -g" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO',
+        when=ALWAYS,
+        why="Debug information makes the wheel twenty times larger and the build slower; function names stay.",
+    ),
+    Adjustment(
+        name="unity-torch",
+        file="horovod/torch/CMakeLists.txt",
+        old="add_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})\n",
+        new="add_library(${PYTORCH_TARGET_LIB} SHARED ${SOURCES} ${PYTORCH_SOURCES})\n"
+        "set_target_properties(${PYTORCH_TARGET_LIB} PROPERTIES UNITY_BUILD ON)\n"
+        "set_source_files_properties(${PYTORCH_SOURCES} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)\n",
+        when=TORCH_WITHOUT_GPU,
+        why="Compiles Horovod's common sources in groups, which halves the time; those of PyTorch stay separate.",
+    ),
+    Adjustment(
+        name="unity-tensorflow",
+        file="horovod/tensorflow/CMakeLists.txt",
+        old="add_library(${TF_TARGET_LIB} SHARED ${SOURCES} ${TF_SOURCES})\n",
+        new="add_library(${TF_TARGET_LIB} SHARED ${SOURCES} ${TF_SOURCES})\n"
+        "set_target_properties(${TF_TARGET_LIB} PROPERTIES UNITY_BUILD ON)\n"
+        "set_source_files_properties(${TF_SOURCES} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)\n",
+        when=TENSORFLOW_WITHOUT_GPU,
+        why="Compiles Horovod's common sources in groups, which halves the time; those of TensorFlow stay separate.",
+    ),
+    Adjustment(
+        name="no-cuda-search",
+        file="CMakeLists.txt",
+        old="include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n",
+        new="if(FALSE)\n",
+        when=WITHOUT_GPU,
+        why="A build without GPU operations must be the same whether or not a CUDA toolkit happens to be there.",
+    ),
+    Adjustment(
+        name="no-cuda-torch",
+        file="cmake/Modules/FindPytorch.cmake",
+        old="print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)",
+        new="print(False)",
+        when=TORCH_WITHOUT_GPU,
+        why="With a CUDA build of PyTorch and nvcc present, CUDA would be compiled in although nobody asked for it.",
+    ),
+    Adjustment(
+        name="no-rocm-torch",
+        file="cmake/Modules/FindPytorch.cmake",
+        old="print(True if ((torch.version.hip is not None) and (ROCM_HOME is not None)) else False)",
+        new="print(False)",
+        when=TORCH_WITHOUT_GPU,
+        why="The same for a ROCm build of PyTorch.",
+    ),
+)
+
+
+def applying(target: Target) -> tuple[Adjustment, ...]:
+    """The rows of the table that apply to a build, in order."""
+    return tuple(adjustment for adjustment in ADJUSTMENTS if adjustment.when.holds(target))
+
+
+def apply(tree: Path, adjustments: Iterable[Adjustment]) -> None:
+    """Change the source below ``tree``; every row or none.
+
+    Raises:
+        InstallError: a file is missing or an old text does not occur the stated number of times; nothing is written.
+    """
+    changed: dict[str, str] = {}
+    for adjustment in adjustments:
+        text = changed.get(adjustment.file)
+        if text is None:
+            text = _read(tree, adjustment)
+        found = text.count(adjustment.old)
+        if found != adjustment.count:
+            raise InstallError(
+                f"{adjustment.file} is not the released one: adjustment '{adjustment.name}' expects its text "
+                f"{_times(adjustment.count)} and found it {_times(found)}: {_first_line(adjustment.old)!r}."
+            )
+        changed[adjustment.file] = text.replace(adjustment.old, adjustment.new)
+    for file, text in changed.items():
+        (tree / file).write_text(text, encoding="utf-8", newline="")
+
+
+def digest(adjustments: Iterable[Adjustment]) -> str:
+    """SHA-256 over what the rows change, for the cache key; their reasons do not count."""
+    rows = [[row.name, row.file, row.old, row.new, row.count] for row in adjustments]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def describe(target: Target) -> str:
+    """The table as text, one paragraph a row, saying which rows apply to ``target``."""
+    chosen = applying(target)
+    return "\n\n".join(_paragraph(row, row in chosen) for row in ADJUSTMENTS)
+
+
+def _paragraph(row: Adjustment, applies: bool) -> str:
+    old, new = _indented(row.old, "-"), _indented(row.new, "+")
+    return (
+        f"  {row.name}\n"
+        f"    applies: {'yes' if applies else 'no'} (when: {row.when.words})\n"
+        f"    why:     {row.why}\n"
+        f"    file:    {row.file}, {_times(row.count)}\n"
+        f"{old}{new}".rstrip("\n")
+    )
+
+
+def _indented(text: str, sign: str) -> str:
+    return "".join(f"      {sign} {line}\n" for line in text.splitlines())
+
+
+def _read(tree: Path, adjustment: Adjustment) -> str:
+    try:
+        with (tree / adjustment.file).open(encoding="utf-8", newline="") as file:
+            return file.read()
+    except FileNotFoundError as error:
+        raise InstallError(
+            f"{adjustment.file} is missing from the source of Horovod: adjustment '{adjustment.name}' expects its "
+            f"text {_times(adjustment.count)}."
+        ) from error
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0]

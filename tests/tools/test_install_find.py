@@ -1,0 +1,284 @@
+"""What is on a machine is recognised from what its programs and files say; none of them is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdkit.install import find_gpu, find_mpi, find_toolchain
+from hvdkit.install.find_frameworks import find_tensorflow, find_torch
+
+
+def program(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def mpi_in(directory: Path, mpicc: str, **others: str) -> Path:
+    """An MPI whose mpicc runs a shell script; further programs by name."""
+    program(directory / "mpicxx", "exit 0")
+    for name, script in others.items():
+        program(directory / name, script)
+    return program(directory / "mpicc", mpicc)
+
+
+def answering(**answers: str) -> str:
+    """A script that answers an option with a text, and fails for any other option."""
+    cases = "".join(f"'{option}') cat <<'EOF'\n{text}\nEOF\n;;\n" for option, text in answers.items())
+    return f"case \"$1\" in\n{cases}*) echo 'unknown option' >&2; exit 1;;\nesac"
+
+
+OPEN_MPI = answering(**{"--showme:version": "mpicc: Open MPI 4.1.4 (Language: C)"})
+SPECTRUM = answering(**{"--showme:version": "mpicc: IBM Spectrum MPI 10.4.0.03 (Language: C)"})
+MPICH = answering(**{"-show": "gcc -I/usr/include", "-v": "mpicc for MPICH version 4.0.2\nUsing built-in specs."})
+INTEL = answering(
+    **{"-show": "gcc -I/opt", "-v": "mpigcc for the Intel(R) MPI Library 2021.10 for Linux*\nCopyright Intel"}
+)
+MVAPICH = answering(**{"-show": "gcc -I/opt", "-v": "mpicc for MVAPICH2 version 2.3.7"})
+SILENT = answering(**{"-show": "gcc -I/opt"})
+
+
+@pytest.mark.parametrize(
+    ("mpicc", "others", "expected"),
+    [
+        (OPEN_MPI, {}, ("Open MPI", "4.1.4")),
+        (SPECTRUM, {}, ("IBM Spectrum MPI", "10.4.0.03")),
+        (MPICH, {}, ("MPICH", "4.0.2")),
+        (INTEL, {}, ("Intel MPI", "2021.10")),
+        (MVAPICH, {}, ("MVAPICH", "2.3.7")),
+        (SILENT, {"mpichversion": "echo 'MPICH Version:      5.0.2'"}, ("MPICH", "5.0.2")),
+        (SILENT, {"mpirun": "echo 'mpirun (Open MPI) 4.1.1'"}, ("Open MPI", "4.1.1")),
+        (SILENT, {"mpirun": "echo 'HYDRA build details:'; echo '    Version:     3.4.3'"}, ("MPICH", "3.4.3")),
+        (SILENT, {}, ("unknown MPI", "")),
+    ],
+)
+def test_an_mpi_is_named_by_what_its_wrapper_says(
+    tmp_path: Path, mpicc: str, others: dict[str, str], expected: tuple[str, str]
+) -> None:
+    mpi_in(tmp_path / "bin", mpicc, **others)
+    found, _ = find_mpi.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
+    assert found is not None
+    assert (found.implementation, found.version) == expected
+    assert found.bin == tmp_path / "bin"
+    assert not found.wheel
+
+
+def test_a_cray_mpich_is_found_where_its_module_says(tmp_path: Path) -> None:
+    mpi_in(tmp_path / "cray/bin", MPICH)
+    found, _ = find_mpi.find_mpi({"PATH": "/nowhere", "CRAY_MPICH_DIR": f"{tmp_path}/cray"}, tmp_path / "env")
+    assert found is not None
+    assert found.implementation == "Cray MPICH"
+
+
+def test_the_first_mpicc_on_path_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
+    mpi_in(tmp_path / "site/bin", MPICH)
+    mpi_in(tmp_path / "env/bin", OPEN_MPI)
+    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/site/bin:/nowhere"}, tmp_path / "env")
+    assert found is not None
+    assert found.implementation == "MPICH"
+    (note,) = others
+    assert str(tmp_path / "env/bin/mpicc") in note
+
+
+def test_the_mpi_of_the_environment_is_found_without_activating_it(tmp_path: Path) -> None:
+    mpi_in(tmp_path / "env/bin", OPEN_MPI)
+    found, _ = find_mpi.find_mpi({"PATH": "/nowhere"}, tmp_path / "env")
+    assert found is not None
+    assert found.bin == tmp_path / "env/bin"
+
+
+def test_an_environment_under_another_name_on_path_is_the_environment(tmp_path: Path) -> None:
+    mpi_in(tmp_path / "env/bin", OPEN_MPI)
+    (tmp_path / "link").symlink_to(tmp_path / "env")
+    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/link/bin"}, tmp_path / "env")
+    assert found is not None
+    assert found.bin == tmp_path / "env/bin"
+    assert others == ()
+
+
+def test_a_wrapper_that_does_not_run_is_passed_over_and_named(tmp_path: Path) -> None:
+    mpi_in(tmp_path / "broken", "exit 127")
+    mpi_in(tmp_path / "good", OPEN_MPI)
+    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/broken:{tmp_path}/good"}, tmp_path / "env")
+    assert found is not None
+    assert found.bin == tmp_path / "good"
+    assert others == (f"{tmp_path}/broken/mpicc: it does not run",)
+
+
+def test_no_mpi_and_one_without_its_cxx_wrapper(tmp_path: Path) -> None:
+    assert find_mpi.find_mpi({"PATH": "/nowhere"}, tmp_path) == (None, ())
+    program(tmp_path / "bin/mpicc", OPEN_MPI)
+    found, _ = find_mpi.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
+    assert found is not None
+    assert found.cxx is None
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"), [("true", True), ("false", False), ("?", None)], ids=["aware", "not", "silent"]
+)
+def test_open_mpi_says_whether_it_takes_gpu_memory(tmp_path: Path, says: str, expected: bool | None) -> None:
+    mpi_in(tmp_path, OPEN_MPI, ompi_info=f"echo 'mca:mpi:base:param:mpi_built_with_cuda_support:value:{says}'")
+    found, _ = find_mpi.find_mpi({"PATH": str(tmp_path)}, tmp_path / "env")
+    assert found is not None
+    assert find_mpi.ask_gpu_aware(found) is expected
+
+
+# --- compilers -------------------------------------------------------------------------------------------------------
+
+
+def compiler(path: Path, version: str, test: str = "exit 0") -> Path:
+    return program(
+        path,
+        f"case \"$1\" in --version) echo '{version}'; echo 'Copyright Free Software Foundation';; "
+        f"-dumpmachine) echo x86_64-linux-gnu;; *) {test};; esac",
+    )
+
+
+def test_the_compiler_is_the_first_of_the_usual_names(tmp_path: Path) -> None:
+    compiler(tmp_path / "g++", "g++ (Debian 12.2.0-14) 12.2.0")
+    found = find_toolchain.find_cxx({"PATH": str(tmp_path)})
+    assert found is not None
+    assert found.command == (f"{tmp_path}/g++",)
+    assert found.name == "GCC 12.2.0"
+    assert found.problem == ""
+
+
+def test_one_compiler_under_two_names_is_one_compiler(tmp_path: Path) -> None:
+    compiler(tmp_path / "a/c++", "c++ (Debian 12.2.0-14) 12.2.0")
+    compiler(tmp_path / "b/g++", "g++ (Debian 12.2.0-14) 12.2.0")
+    first, second = (find_toolchain.find_cxx({"PATH": f"{tmp_path}/{name}"}) for name in "ab")
+    assert first is not None
+    assert second is not None
+    assert first.identity == second.identity
+
+
+def test_cxx_may_name_a_compiler_with_arguments(tmp_path: Path) -> None:
+    compiler(tmp_path / "g++", "g++ 12.2.0")
+    compiler(tmp_path / "mine", "mine 1.0.0", test="exit 1")
+    found = find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"})
+    assert found is not None
+    assert found.command == (f"{tmp_path}/g++", "-m64")
+    assert find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": "not-there"}) is None
+    assert find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": 'g++ "open'}) is None
+
+
+def test_a_compiler_that_cannot_do_cxx20_says_why(tmp_path: Path) -> None:
+    compiler(
+        tmp_path / "c++", "c++ (GCC) 8.5.0", test="echo '<stdin>:1:10: fatal error: bit: No such file' >&2; exit 1"
+    )
+    found = find_toolchain.find_cxx({"PATH": str(tmp_path)})
+    assert found is not None
+    assert "fatal error: bit" in found.problem
+
+
+def test_no_compiler_on_path(tmp_path: Path) -> None:
+    assert find_toolchain.find_cxx({"PATH": str(tmp_path)}) is None
+    assert find_toolchain.find_cc({"PATH": ""}) is None
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("processor : 0\nflags\t\t: fpu avx f16c avx2 fma\n", ("-mf16c", "-mavx", "-mfma")),
+        ("processor : 0\nflags\t\t: fpu avx2 sse\n", ()),
+        ("processor : 0\nFeatures\t: fp asimd\n", ()),
+        ("", ()),
+    ],
+)
+def test_vector_instructions_are_those_of_the_processor(cpuinfo: str, expected: tuple[str, ...]) -> None:
+    assert find_toolchain.arch_flags(cpuinfo) == expected
+
+
+# --- frameworks ------------------------------------------------------------------------------------------------------
+
+
+def test_frameworks_are_read_from_their_files_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "tensorflow"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "torch/version.py").write_text(
+        "from typing import Optional\n__version__ = '9.9.9+cu130'\ncuda: Optional[str] = '13.0'\n"
+        "git_version = 'abc'\nhip: Optional[str] = None\n"
+    )
+    (tmp_path / "tensorflow/python/platform").mkdir(parents=True)
+    (tmp_path / "tensorflow/python/platform/build_info.py").write_text(
+        "import collections\n\nbuild_info = collections.OrderedDict([('is_cuda_build', True), "
+        "('cuda_version', '12.5'), ('is_rocm_build', False)])\n"
+    )
+    (tmp_path / "tensorflow_cpu-8.8.8.dist-info").mkdir()
+    (tmp_path / "tensorflow_cpu-8.8.8.dist-info/METADATA").write_text("Name: tensorflow-cpu\nVersion: 8.8.8\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch, tensorflow = find_torch(), find_tensorflow()
+    assert torch is not None
+    assert (torch.version, torch.cuda, torch.rocm, torch.location) == ("9.9.9+cu130", "13.0", None, tmp_path / "torch")
+    assert torch.build.startswith("abc ")
+    assert tensorflow is not None
+    assert (tensorflow.version, tensorflow.cuda) == ("8.8.8", "12.5")
+
+
+def test_a_directory_that_happens_to_be_called_torch_is_no_framework(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert find_torch() is None
+    assert find_tensorflow() is None
+
+
+# --- CUDA and NCCL ---------------------------------------------------------------------------------------------------
+
+
+def cuda_in(home: Path, version: str = "13.0") -> Path:
+    program(home / "bin/nvcc", f"echo 'Cuda compilation tools, release {version}, V{version}.88'")
+    (home / "include").mkdir(exist_ok=True)
+    (home / "include/cuda_runtime.h").write_text("")
+    return home
+
+
+def nccl_in(home: Path, library: str) -> Path:
+    (home / "include").mkdir(parents=True, exist_ok=True)
+    (home / "lib").mkdir(parents=True, exist_ok=True)
+    (home / "include/nccl.h").write_text("#define NCCL_MAJOR 2\n#define NCCL_MINOR 29\n#define NCCL_PATCH 7\n")
+    (home / "lib" / library).write_text("")
+    return home
+
+
+def test_the_toolkit_is_the_one_that_cuda_home_names(tmp_path: Path) -> None:
+    named, on_path = cuda_in(tmp_path / "named", "12.4"), cuda_in(tmp_path / "path")
+    found = find_gpu.find_cuda({"CUDA_HOME": str(named), "PATH": f"{on_path}/bin"}, [])
+    assert found is not None
+    assert (found.home, found.version, found.nvtx) == (named, "12.4.88", False)
+    found = find_gpu.find_cuda({"CUDA_HOME": f"{tmp_path}/gone", "PATH": f"{on_path}/bin"}, [])
+    assert found is not None
+    assert found.home == on_path
+
+
+def test_a_toolkit_without_its_headers_is_none(tmp_path: Path) -> None:
+    home = cuda_in(tmp_path / "cuda")
+    (home / "include/cuda_runtime.h").unlink()
+    found = find_gpu.find_cuda({"CUDA_HOME": str(home), "PATH": ""}, [])
+    assert found is None or found.home != home
+
+
+def test_nccl_is_found_in_pips_package_and_named_ones_come_first(tmp_path: Path) -> None:
+    pips = nccl_in(tmp_path / "site-packages/nvidia/nccl", "libnccl.so.2")
+    found = find_gpu.find_nccl({}, tmp_path / "env", [tmp_path / "site-packages"], None)
+    assert found is not None
+    assert (found.library, found.version) == (pips / "lib/libnccl.so.2", "2.29.7")
+    own = nccl_in(tmp_path / "own", "libnccl.so")
+    found = find_gpu.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
+    assert found is not None
+    assert found.library == own / "lib/libnccl.so"
+
+
+def test_a_header_without_its_library_is_no_nccl(tmp_path: Path) -> None:
+    home = nccl_in(tmp_path / "own", "libnccl.so")
+    (home / "lib/libnccl.so").unlink()
+    found = find_gpu.find_nccl({"NCCL_HOME": str(home)}, tmp_path / "env", [], None)
+    assert found is None or found.include != home / "include"

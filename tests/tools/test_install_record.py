@@ -1,0 +1,85 @@
+"""The build record: written, read back without importing Horovod, and refused when it is not one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdkit.errors import InstallError
+from hvdkit.install.record import FILE_NAME, BuildRecord, MpiRecord, mpi_bin, read_record
+
+RECORD = BuildRecord(
+    schema=1,
+    horovod="0.28.1",
+    python="cp311",
+    torch="2.13.0+cpu",
+    tensorflow=None,
+    mpi=MpiRecord("Open MPI", "5.0.11", "bin", wheel=True),
+    gloo=True,
+    gpu="none",
+    compiler="GCC 12.2.0",
+    adjustments=("cxx20", "gloo-stall-inspector"),
+    key="0" * 64,
+)
+
+
+@pytest.fixture
+def fake_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package `horovod` that raises when it is imported."""
+    package = tmp_path / "horovod"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    return package
+
+
+def test_a_record_is_read_back_as_it_was_written() -> None:
+    for record in (RECORD, replace(RECORD, mpi=None, torch=None, tensorflow="2.21.0", gpu="nccl")):
+        assert BuildRecord.from_json(record.to_json()) == record
+
+
+def test_the_installed_record_is_read_without_importing_horovod(fake_horovod: Path) -> None:
+    (fake_horovod / FILE_NAME).write_text(RECORD.to_json())
+    assert read_record() == RECORD
+
+
+def test_a_horovod_of_other_origin_has_no_record(fake_horovod: Path) -> None:
+    assert read_record() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "schema is 'list'"),
+        (json.dumps({"schema": 2}), "schema is 2"),
+        (json.dumps({"schema": 1}), "'horovod' is missing"),
+        (RECORD.to_json().replace('"cp311"', "311"), "'python' is 311"),
+        (RECORD.to_json().replace('"bin": "bin"', '"bin": null'), "'mpi.bin' is None"),
+        (RECORD.to_json().replace('"cxx20"', "20"), "'adjustments'"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_the_reason_and_the_fix(fake_horovod: Path, text: str, reason: str) -> None:
+    (fake_horovod / FILE_NAME).write_text(text)
+    with pytest.raises(InstallError) as caught:
+        read_record()
+    assert reason in str(caught.value)
+    assert "hvdkit install --force" in str(caught.value)
+
+
+def test_fields_of_later_versions_are_passed_over() -> None:
+    fields = {**json.loads(RECORD.to_json()), "later": 1}
+    fields["mpi"]["later"] = 2
+    assert BuildRecord.from_json(json.dumps(fields)) == RECORD
+
+
+def test_the_mpi_of_a_wheel_moves_with_the_environment_and_another_stays() -> None:
+    assert mpi_bin(RECORD) == Path(sys.prefix) / "bin"
+    system = replace(RECORD, mpi=MpiRecord("MPICH", "4.0", "/opt/mpich/bin", wheel=False))
+    assert mpi_bin(system) == Path("/opt/mpich/bin")
+    assert mpi_bin(replace(RECORD, mpi=None)) is None

@@ -1,0 +1,367 @@
+"""The steps around the compiler: processes, progress, source, run paths, and the environment put back."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvdkit.errors import InstallError
+from hvdkit.install import build, cli, environment, source, wheel
+from hvdkit.install.cache import Cache
+from hvdkit.install.facts import PythonFacts
+from hvdkit.install.progress import Progress, parse_progress
+from hvdkit.install.runner import Log, run, session_members
+
+# --- runner ----------------------------------------------------------------------------------------------------------
+
+
+def run_python(code: str, log: Log, **options: object) -> list[str]:
+    return run(
+        [sys.executable, "-c", code], what="The step", environ=dict(os.environ), cwd=log.path.parent, log=log, **options
+    )  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(tmp_path / "step.log")
+
+
+def test_every_line_goes_to_the_log_and_to_the_listener(log: Log) -> None:
+    seen: list[str] = []
+    lines = run_python("import sys; print('one'); print('two', file=sys.stderr)", log, on_line=seen.append)
+    assert sorted(lines) == sorted(seen) == ["one\n", "two\n"]
+    assert "one\n" in log.path.read_text()
+
+
+def test_a_failing_step_shows_its_first_error_and_the_log(log: Log) -> None:
+    code = "import sys; print('a.cc:1:2: error: no such thing'); print('b.cc:1:1: error: later'); sys.exit(3)"
+    with pytest.raises(InstallError) as caught:
+        run_python(code, log)
+    assert str(caught.value) == f"The step failed: a.cc:1:2: error: no such thing; the full log is {log.path}"
+    assert "later" in log.path.read_text()
+
+
+def test_a_killed_compiler_is_said_to_be_want_of_memory(log: Log) -> None:
+    with pytest.raises(InstallError, match="MAX_JOBS=1"):
+        run_python("import sys; print('c++: fatal error: Killed signal terminated program cc1plus'); sys.exit(1)", log)
+
+
+def test_a_program_that_is_not_there_is_one_sentence(tmp_path: Path, log: Log) -> None:
+    with pytest.raises(InstallError, match="cannot be run"):
+        run([str(tmp_path / "gone")], what="x", environ={}, cwd=tmp_path, log=log)
+
+
+class Stop(BaseException):
+    """Stands for Ctrl-C."""
+
+
+def test_ctrl_c_ends_every_process_that_was_started(log: Log) -> None:
+    # A grandchild in a process group of its own, as Ninja makes for its compilers.
+    code = (
+        "import subprocess, sys, time, os\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], process_group=0)\n"
+        "print(os.getsid(0), flush=True)\ntime.sleep(600)\n"
+    )
+    sessions: list[int] = []
+
+    def stop(line: str) -> None:
+        sessions.append(int(line))
+        assert len(session_members(sessions[0])) == 2
+        raise Stop
+
+    with pytest.raises(Stop):
+        run_python(code, log, on_line=stop)
+    assert session_members(sessions[0]) == []
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def ninja(percent: int, file: str = "common.cc") -> str:
+    return f"[{percent:3d}%] Building CXX object horovod/torch/CMakeFiles/pytorch.dir/__/common/{file}.o\n"
+
+
+def test_a_line_of_the_build_is_read() -> None:
+    assert parse_progress(ninja(7)) == (7, "horovod/torch: common.cc")
+    assert parse_progress("[100%] Linking CXX shared library /b/horovod/torch/mpi_lib_v2.so\n") == (
+        100,
+        "linking mpi_lib_v2.so",
+    )
+    assert parse_progress("-- Configuring done\n") is None
+    assert parse_progress("/src/a.cc:1:2: warning: [ 5%] Building\n") is None
+
+
+def test_without_a_terminal_a_line_is_shown_every_ten_percent() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, clock=lambda: 0.0)
+    for percent in range(101):
+        progress.compiling(ninja(percent))
+    lines = stream.getvalue().splitlines()
+    assert [int(line.split()[1]) for line in lines] == list(range(0, 101, 10))
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_on_a_terminal_one_line_changes_and_is_taken_away() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    ticks = iter([0.0, 61.0, 62.0, 63.0])
+    progress = Progress(stream, clock=lambda: next(ticks))
+    progress.compiling(ninja(3))
+    progress.compiling(ninja(4))
+    progress.say("done")
+    text = stream.getvalue()
+    assert text.count("\n") == 1
+    assert "1:01" in text
+    assert text.endswith("\r\x1b[2Kdone\n")
+
+
+# --- source ----------------------------------------------------------------------------------------------------------
+
+
+def archive(path: Path, members: dict[str, str]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+def test_a_source_of_another_sum_is_not_the_released_one(tmp_path: Path) -> None:
+    fake = archive(tmp_path / source.FILE_NAME, {"horovod-0.28.1/setup.py": ""})
+    assert not source.is_released(fake)
+    assert not source.is_released(tmp_path / "gone")
+
+
+def test_a_damaged_kept_source_is_fetched_again_and_a_wrong_one_refused(tmp_path: Path) -> None:
+    sources, work = tmp_path / "sources", tmp_path / "work"
+    sources.mkdir()
+    work.mkdir()
+    (sources / source.FILE_NAME).write_bytes(b"damaged")
+    calls: list[list[str]] = []
+
+    def pip(arguments: list[str]) -> None:
+        calls.append(arguments)
+        (work / source.FILE_NAME).write_bytes(b"wrong too")
+
+    with pytest.raises(InstallError, match="not the released one"):
+        source.fetch(sources, work, pip)
+    (arguments,) = calls
+    assert "--require-hashes" in arguments
+    assert "92a43f5a94c4" in (work / "requirements.txt").read_text()
+
+
+def test_an_archive_with_a_member_outside_is_refused(tmp_path: Path) -> None:
+    bad = archive(tmp_path / "bad.tar.gz", {"horovod-0.28.1/setup.py": "", "../evil": "x"})
+    (tmp_path / "into").mkdir()
+    if not hasattr(tarfile, "data_filter"):
+        pytest.skip("this Python cannot filter archives; there the archive's SHA-256 alone is checked")
+    with pytest.raises(InstallError, match="cannot be unpacked"):
+        source.unpack(bad, tmp_path / "into")
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not an archive"])
+def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.tar.gz").write_bytes(content)
+    with pytest.raises(InstallError, match="cannot be unpacked"):
+        source.unpack(tmp_path / "x.tar.gz", tmp_path)
+
+
+# --- run paths -------------------------------------------------------------------------------------------------------
+
+
+def python_in(prefix: Path) -> PythonFacts:
+    return PythonFacts(
+        version=(3, 11, 7),
+        tag="cp311",
+        executable=Path(sys.executable),
+        prefix=prefix,
+        site_packages=prefix / "lib/python3.11/site-packages",
+        scripts=prefix / "bin",
+        headers=True,
+        headers_directory=prefix,
+        pip=True,
+        writable=True,
+        externally_managed=False,
+    )
+
+
+def test_run_paths_are_made_to_move_with_the_environment(tmp_path: Path) -> None:
+    python, work = python_in(tmp_path / "env"), tmp_path / "build"
+    entries = [
+        f"{tmp_path}/env/lib",
+        f"{tmp_path}/env/lib/python3.11/site-packages/torch/lib",
+        f"{work}/links",
+        "/opt/openmpi/lib",
+        "$ORIGIN/own",
+    ]
+    extra = ("$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib")
+    assert wheel.relocated(entries, "torch", python, work, extra) == [
+        "$ORIGIN/../../../..",
+        "$ORIGIN/../../torch/lib",
+        "/opt/openmpi/lib",
+        "$ORIGIN/own",
+        "$ORIGIN/../../nvidia/nccl/lib",
+    ]
+
+
+def test_a_run_path_through_a_link_into_the_environment_moves_too(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    (real / "lib/python3.11/site-packages/horovod").mkdir(parents=True)
+    (tmp_path / "env").symlink_to(real)
+    assert wheel.relocated([f"{real}/lib"], "torch", python_in(tmp_path / "env"), tmp_path / "build") == [
+        "$ORIGIN/../../../.."
+    ]
+
+
+# --- build directory -------------------------------------------------------------------------------------------------
+
+KILLED_BUILD = """
+import sys
+from pathlib import Path
+from hvdkit.install.build import build_directory
+with build_directory(Path(sys.argv[1])) as directory:
+    (directory / "half.o").write_text("x")
+    print(directory, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next_and_a_living_one_is_not(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED_BUILD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    other = Path(process.stdout.readline().strip())
+    with build.build_directory(tmp_path) as own:
+        assert (other / "half.o").exists()
+    assert not own.exists()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert other.exists()
+    with build.build_directory(tmp_path):
+        assert not other.exists()
+
+
+@pytest.mark.parametrize(
+    ("cores", "gigabytes", "wanted", "expected"),
+    [(2, 24, None, 2), (64, 24, None, 8), (4, 1, None, 1), (64, 24, "3", 3), (2, 24, "8", 8)],
+)
+def test_jobs_are_bounded_by_cores_and_memory_unless_asked_for(
+    cores: int, gigabytes: int, wanted: str | None, expected: int
+) -> None:
+    assert build.job_count(cores, gigabytes << 30, wanted) == expected
+
+
+@pytest.mark.parametrize("wanted", ["0", "-1", "two", "1.5"])
+def test_max_jobs_must_be_a_number(wanted: str) -> None:
+    with pytest.raises(InstallError, match="MAX_JOBS"):
+        build.job_count(2, 1 << 33, wanted)
+
+
+# --- the environment is put back -------------------------------------------------------------------------------------
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> PythonFacts:
+    """An environment with an older Horovod, PyTorch and one of the run-time needs."""
+    python = python_in(tmp_path / "env")
+    for name in ("horovod/torch/x.so", "horovod-0.27.0.dist-info/RECORD", "torch/x.py", "psutil/x.py"):
+        file = python.site_packages / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    python.scripts.mkdir(parents=True)
+    (python.scripts / "horovodrun").write_text("old")
+    return python
+
+
+def half_an_install(python: PythonFacts) -> None:
+    """What pip leaves when it is killed half-way."""
+    site = python.site_packages
+    (site / "horovod-0.27.0.dist-info").rename(site / "~orovod-0.27.0.dist-info")
+    (site / "horovod/torch/x.so").write_text("new")
+    (site / "horovod/torch/new.so").write_text("new")
+    for name in ("horovod-0.28.1.dist-info/METADATA", "cloudpickle/x.py", "_cffi_backend.so", "yaml/x.py"):
+        file = site / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("new")
+    (python.scripts / "horovodrun").write_text("new")
+
+
+@pytest.mark.parametrize("error", [InstallError("pip failed"), KeyboardInterrupt()])
+def test_a_failed_install_leaves_the_environment_as_it_was(installed: PythonFacts, error: BaseException) -> None:
+    before = tree(installed.prefix)
+    with pytest.raises(type(error)), environment.restored_on_failure(installed):
+        half_an_install(installed)
+        raise error
+    assert tree(installed.prefix) == before
+
+
+def test_a_failed_first_install_leaves_nothing(tmp_path: Path) -> None:
+    python = python_in(tmp_path / "env")
+    python.site_packages.mkdir(parents=True)
+    python.scripts.mkdir()
+    with pytest.raises(Stop), environment.restored_on_failure(python):
+        (python.site_packages / "horovod").mkdir()
+        (python.site_packages / "horovod/x.py").write_text("new")
+        (python.scripts / "horovodrun").write_text("new")
+        raise Stop
+    assert tree(python.prefix) == {}
+
+
+def test_an_install_that_succeeds_stays(installed: PythonFacts) -> None:
+    with environment.restored_on_failure(installed):
+        half_an_install(installed)
+    assert (installed.scripts / "horovodrun").read_text() == "new"
+
+
+def test_what_others_install_meanwhile_is_left_alone(installed: PythonFacts) -> None:
+    with pytest.raises(Stop), environment.restored_on_failure(installed):
+        (installed.site_packages / "numpy.py").write_text("theirs")
+        raise Stop
+    assert (installed.site_packages / "numpy.py").exists()
+
+
+def test_pip_is_not_led_elsewhere_by_its_settings() -> None:
+    environ = environment.pip_environ({"PIP_TARGET": "/x", "PIP_USER": "1", "PIP_INDEX_URL": "i", "PATH": "/bin"})
+    assert environ == {"PIP_INDEX_URL": "i", "PATH": "/bin", "PIP_USER": "0"}
+
+
+def test_a_new_build_that_cannot_be_imported_is_taken_out_and_forgotten(
+    installed: PythonFacts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise InstallError("it cannot be imported")
+
+    kept = Cache(tmp_path / "cache")
+    wheel_file = tmp_path / "horovod.whl"
+    wheel_file.write_bytes(b"wheel")
+    cached = kept.put("key", wheel_file, {})
+    monkeypatch.setattr(environment, "install", lambda *arguments: half_an_install(installed))
+    monkeypatch.setattr(environment, "check_import", fails)
+    plan, facts = SimpleNamespace(key="key"), SimpleNamespace(python=installed, environ={})
+    before = tree(installed.prefix)
+    with pytest.raises(InstallError, match="cannot be imported"):
+        cli._put_in_place(cached, plan, facts, kept, True, Progress(io.StringIO()), Log(tmp_path / "log"))  # type: ignore[arg-type]
+    assert tree(installed.prefix) == before
+    assert kept.get("key") is None

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 PROCESSES = 2
 EXAMPLES = {
     "PyTorch": HERE / "pytorch" / "cnn.py",
+    "TensorFlow": HERE / "tensorflow" / "cnn.py",
 }
 RESULTS = {
     "images/s": re.compile(r"Training: ([\d.]+) images/s"),
@@ -37,7 +38,7 @@ def train(script: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    table = Table(title="CNN on scikit-learn's handwritten digits, test accuracy on the held-out fifth")
+    table = Table(title="CNN on handwritten digits")
     for heading in ("framework", "processes", "accuracy", "time", "images/s"):
         table.add_column(heading, justify="left" if heading == "framework" else "right")
     for framework, script in EXAMPLES.items():
@@ -48,7 +49,7 @@ def main() -> None:
     print()
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     cores = len(os.sched_getaffinity(0))
-    print(f"{PROCESSES} processes shared {cores} cores of this machine: the times show that it works, not how it scales.")
+    print(f"{PROCESSES} processes shared {cores} cores: the times show that it works, not how it scales.")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import device, launchers, learning_rate, topology
+from hvdkit.steps import device, learning_rate, topology
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
-from hvdkit.steps.mpi_library import loaded_mpi
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -64,21 +63,7 @@ def init() -> Topology:
         LauncherError: the launcher's environment is incomplete.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
-    launched = launchers.detect(os.environ)
-    hvd.init()
-    world = Topology(
-        rank=hvd.rank(),
-        size=hvd.size(),
-        local_rank=hvd.local_rank(),
-        local_size=hvd.local_size(),
-        cross_rank=hvd.cross_rank(),
-        cross_size=hvd.cross_size(),
-        launcher=launched.launcher if launched else "none",
-    )
-    if launched is None:
-        return world
-    library = (loaded_mpi() or "MPI") if hvd.mpi_enabled() else "Gloo"
-    return topology.confirm(world, launched.rank, launched.size, launched.launcher, library)
+    return topology.start(hvd, os.environ)
 
 
 # 2 ------------------------------------------------------------------------------------------------------------------

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdkit.errors import AgreementError, CheckpointError, HvdkitError, InvalidArgumentError
-from hvdkit.steps import agreement
+from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps import agreement, metrics
+from hvdkit.steps.root import on_root as on_root_of
 from hvdkit.steps.shards import Batch, Shard
 from hvdkit.steps.topology import Topology
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model by name.
+
+    Raises:
+        InvalidArgumentError: lazy parameters that have no shape yet.
+    """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
@@ -34,19 +40,11 @@ def _layout(name: str, tensor: torch.Tensor) -> str:
 
 
 def require_same_layout(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise an AgreementError on every rank when names, types or shapes differ between ranks; a collective."""
     rows = [_layout(name, tensor) for name, tensor in tensors.items()]
     difference = agreement.first_difference(gather_tables(agreement.digest_table({row: () for row in rows})))
     if difference is not None:
-        _raise_layout(difference, rows)
-
-
-def _raise_layout(difference: agreement.Difference, rows: Sequence[str]) -> NoReturn:
-    mine = rows[difference.position] if difference.position < len(rows) else "nothing"
-    raise AgreementError(
-        f"the ranks hold different models: rank {hvd.rank()} has {mine} at position {difference.position}, which "
-        f"differs between {' and '.join(agreement.name_ranks(group) for group in difference.groups)}; build the "
-        "same model on every rank."
-    )
+        raise agreement.layout_error(difference, rows, hvd.rank())
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
@@ -65,6 +63,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
 
 
 def broadcast_optimizer(optimizer: torch.optim.Optimizer, root: int) -> None:
+    """Give every rank the root's optimizer state, also where the others have none yet; a collective."""
     state = optimizer.state_dict() if hvd.rank() == root else None
     tensors: list[torch.Tensor] = []
     outline = hvd.broadcast_object(_outline(state, tensors), root, name="hvdkit.optimizer_outline")
@@ -125,13 +124,9 @@ def check_agreement(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     if difference is None:
         return
     if not difference.same_names:
-        _raise_layout(difference, [_layout(name, tensor) for name, tensor in tensors.items()])
+        raise agreement.layout_error(difference, [_layout(*item) for item in tensors.items()], hvd.rank())
     name, tensor = list(tensors.items())[difference.position]
-    sides = " and ".join(agreement.name_ranks(group) for group in difference.groups)
-    raise AgreementError(
-        f"the ranks disagree: {name} differs between {sides}, by at most {_largest_difference(tensor):.3g}; "
-        "broadcast before training, and average every gradient that is applied."
-    )
+    raise agreement.value_error(difference, name, _largest_difference(tensor))
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
@@ -169,37 +164,14 @@ def _largest_difference(tensor: torch.Tensor) -> float:
     return float(everyone.max().item())
 
 
-def average(metrics: Mapping[str, Any], world: Topology) -> dict[str, float]:
+def average(values: Mapping[str, Any], world: Topology) -> dict[str, float]:
     """The inside of ``hvdkit.torch.average_metrics``."""
-    pairs = {name: _sum_and_count(name, metrics[name]) for name in sorted(metrics)}
-    difference = agreement.first_difference(gather_tables(agreement.digest_table({name: () for name in pairs})))
-    if difference is not None:
-        raise AgreementError(
-            f"the ranks average different metrics ({agreement.name_ranks(difference.groups[0])} against the rest); "
-            f"this rank gives {', '.join(pairs) or 'none'}; give the same names on every rank."
-        )
+    pairs = metrics.sums_and_counts(values)
+    metrics.require_same_names(gather_tables(metrics.names_table(pairs)), pairs)
     if not pairs:
         return {}
     totals = hvd.allreduce(torch.tensor(list(pairs.values()), dtype=torch.float64), op=hvd.Sum, name="hvdkit.metrics")
-    means = {}
-    for name, (total, count) in zip(pairs, totals.tolist(), strict=True):
-        if count == 0:
-            raise InvalidArgumentError(
-                f"metric {name!r} has a total count of 0 over all {world.size} ranks; nothing was counted."
-            )
-        means[name] = total / count
-    return means
-
-
-def _sum_and_count(name: str, value: Any) -> tuple[float, float]:
-    try:
-        total, count = value if isinstance(value, (tuple, list)) else (value, 1)
-        pair = float(total), float(count)
-    except (TypeError, ValueError):
-        raise InvalidArgumentError(f"metric {name!r} must be a number or a pair (sum, count), got {value!r}.") from None
-    if not pair[1] >= 0:
-        raise InvalidArgumentError(f"metric {name!r} must have a count >= 0, got {pair[1]}.")
-    return pair
+    return metrics.means(pairs, totals.tolist(), world.size)
 
 
 class EpochBatches(torch.utils.data.Sampler[list[int]]):
@@ -274,14 +246,9 @@ def load_into(file: Path, target: torch.nn.Module | torch.optim.Optimizer) -> No
 
 
 def on_root(action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0 and give every rank its result or its error."""
-    outcome: Any = None
-    if hvd.rank() == 0:
-        try:
-            outcome = action()
-        except HvdkitError as error:
-            outcome = error
-    outcome = hvd.broadcast_object(outcome, 0, name="hvdkit.on_root")
-    if isinstance(outcome, HvdkitError):
-        raise outcome
-    return outcome
+    """Run ``action`` on rank 0 and give every rank its result or its error; a collective."""
+
+    def broadcast(outcome: Any) -> Any:
+        return hvd.broadcast_object(outcome, 0, name="hvdkit.on_root")
+
+    return on_root_of(hvd.rank() == 0, action, broadcast)

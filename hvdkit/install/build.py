@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -131,7 +132,8 @@ def _remove_if_left(directory: Path) -> None:
 def _environ(plan: Plan, facts: Facts, directory: Path) -> dict[str, str]:
     environ = build_environ(plan, facts.environ)
     tools = directory / "tools"
-    jobs = job_count(len(os.sched_getaffinity(0)), _available_bytes(), facts.environ.get("MAX_JOBS"))
+    memory = available_bytes(Path("/proc/meminfo").read_text(encoding="utf-8"))
+    jobs = job_count(len(os.sched_getaffinity(0)), memory, facts.environ.get("MAX_JOBS"))
     environ |= {
         "PATH": os.pathsep.join([str(tools / "cmake" / "data" / "bin"), str(tools / "bin"), environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(tools)] + [part for part in [environ.get("PYTHONPATH", "")] if part]),
@@ -149,11 +151,14 @@ def _environ(plan: Plan, facts: Facts, directory: Path) -> dict[str, str]:
     return environ
 
 
-def _available_bytes() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return JOB_BYTES
+def available_bytes(meminfo: str) -> int:
+    """Memory that programs can still get, in bytes, the file cache included.
+
+    Args:
+        meminfo: the text of ``/proc/meminfo``; when it does not say, enough for one job is assumed.
+    """
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else JOB_BYTES
 
 
 def _check_frameworks(plan: Plan, shop: Workshop) -> None:

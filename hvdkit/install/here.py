@@ -39,7 +39,8 @@ def gather_facts(gpu: bool) -> Facts:
         cc=find_toolchain.find_cc(environ),
         build_directory=build_directory,
         build_bytes_free=shutil.disk_usage(build_directory).free,
-        no_exec=bool(os.statvfs(build_directory).f_flag & os.ST_NOEXEC),
+        # Linux alone has the flag, and the plan refuses any other system with a sentence of its own.
+        no_exec=bool(os.statvfs(build_directory).f_flag & getattr(os, "ST_NOEXEC", 0)),
         cache_directory=cache,
         cache_problem=_unwritable(cache),
         environ=environ,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.errors import AgreementError
+
 Digests = npt.NDArray[np.int64]
 
 
@@ -56,6 +58,39 @@ def first_difference(tables: Sequence[Digests]) -> Difference | None:
             same_names = len({row[:1] for row in rows}) == 1
             return Difference(position, tuple(tuple(ranks) for ranks in groups.values()), same_names)
     return None
+
+
+def layout_error(difference: Difference, rows: Sequence[str], rank: int) -> AgreementError:
+    """The error for ranks that hold different models.
+
+    Args:
+        difference: where the names differ.
+        rows: this rank's "name type shape", in order.
+        rank: this rank.
+    """
+    mine = rows[difference.position] if difference.position < len(rows) else "nothing"
+    return AgreementError(
+        f"the ranks hold different models: rank {rank} has {mine} at position {difference.position}, which "
+        f"differs between {_sides(difference)}; build the same model on every rank."
+    )
+
+
+def value_error(difference: Difference, name: str, largest: float) -> AgreementError:
+    """The error for ranks whose models are the same and whose values differ.
+
+    Args:
+        difference: where the values differ.
+        name: what differs there.
+        largest: the largest absolute difference between any rank and the root.
+    """
+    return AgreementError(
+        f"the ranks disagree: {name} differs between {_sides(difference)}, by at most {largest:.3g}; "
+        "broadcast before training, and average every gradient that is applied."
+    )
+
+
+def _sides(difference: Difference) -> str:
+    return " and ".join(name_ranks(group) for group in difference.groups)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, TopologyMismatchError
+from hvdkit.steps import launchers
+from hvdkit.steps.mpi_library import loaded_mpi
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,33 @@ class Topology:
         return (
             f"rank {self.rank} of {self.size} (local {self.local_rank} of {self.local_size}, launcher {self.launcher})"
         )
+
+
+def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
+    """Start Horovod and say who this process is, confirmed against the launcher; a job of one without a launcher.
+
+    Args:
+        horovod: Horovod's module for a framework (``horovod.torch``, ``horovod.tensorflow``).
+        environ: the process environment, ``os.environ``.
+    Raises:
+        LauncherError: the launcher's environment is incomplete.
+        TopologyMismatchError: the launcher and Horovod disagree about rank or size.
+    """
+    launched = launchers.detect(environ)
+    horovod.init()
+    world = Topology(
+        rank=horovod.rank(),
+        size=horovod.size(),
+        local_rank=horovod.local_rank(),
+        local_size=horovod.local_size(),
+        cross_rank=horovod.cross_rank(),
+        cross_size=horovod.cross_size(),
+        launcher=launched.launcher if launched else "none",
+    )
+    if launched is None:
+        return world
+    library = (loaded_mpi() or "MPI") if horovod.mpi_enabled() else "Gloo"
+    return confirm(world, launched.rank, launched.size, launched.launcher, library)
 
 
 def confirm(horovod: Topology, rank: int, size: int, launcher: str, horovod_mpi: str) -> Topology:

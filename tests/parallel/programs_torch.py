@@ -219,6 +219,7 @@ def process_set_gradients() -> dict[str, Any]:
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=1.0), model, process_set=pair)
     model(torch.tensor([[2.0 + 2.0 * world.rank]])).sum().backward()
     optimizer.step()
+    hvd.barrier()  # rank 2 has nothing to wait for, and its end would end the others' process set
     return {"update": -model.weight.item()}
 
 

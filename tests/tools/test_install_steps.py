@@ -269,6 +269,12 @@ def test_jobs_are_bounded_by_cores_and_memory_unless_asked_for(
     assert build.job_count(cores, gigabytes << 30, wanted) == expected
 
 
+def test_memory_in_the_file_cache_counts_as_available() -> None:
+    text = "MemTotal:       24624924 kB\nMemFree:          524288 kB\nMemAvailable:   20971520 kB\n"
+    assert build.available_bytes(text) == 20 << 30
+    assert build.job_count(4, build.available_bytes(""), None) == 1
+
+
 @pytest.mark.parametrize("wanted", ["0", "-1", "two", "1.5"])
 def test_max_jobs_must_be_a_number(wanted: str) -> None:
     with pytest.raises(InstallError, match="MAX_JOBS"):

@@ -1,0 +1,170 @@
+"""An optimizer of the user's own Keras 3 class that applies combined gradients; the inside of ``distribute``.
+
+Keras 3 reaches an optimizer in two ways: the TensorFlow and PyTorch trainers through ``apply`` (``apply_gradients``
+calls it), the JAX trainer through ``stateless_apply``, which mostly, but not in every class, ends in ``apply``. Both
+are replaced, and whichever comes first combines the gradients, once. That is before clipping, accumulation, moving
+averages and the overflow test of a loss scale, so that all of them see what one process with the whole batch sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.gradients import GradientOptions
+
+Reduce = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How a distributed optimizer combines gradients.
+
+    Attributes:
+        options: the caller's options.
+        reduce: gets the gradients that are not None, as the trainer made them, and returns as many, combined.
+        ranks: the ranks that take part; None: all.
+        base: the user's own class.
+    """
+
+    options: GradientOptions
+    reduce: Reduce
+    ranks: tuple[int, ...] | None
+    base: type
+
+
+def distribute_optimizer(
+    optimizer: Any, options: GradientOptions, reduce: Reduce, ranks: Sequence[int] | None = None
+) -> Any:
+    """Make ``optimizer`` combine gradients before it applies them; returns the same object, its state untouched.
+
+    The object's class becomes a subclass of its own, with the same name for Keras' serialization: a saved model loads
+    as if it had never been distributed, and a loaded one is distributed again by one call, slots and all.
+
+    Args:
+        optimizer: any Keras 3 optimizer, also one that a model is compiled with already.
+        options: see ``GradientOptions``; ``backward_passes_per_step`` must be 1, Keras accumulates by itself.
+        reduce: see ``Distribution``; it must be usable where the trainer calls it, inside ``tf.function`` or
+            ``jax.jit`` too.
+        ranks: see ``Distribution``; for the messages of the checks, ``reduce`` itself decides.
+    Raises:
+        InvalidArgumentError: not a Keras 3 optimizer, distributed already, or an option that Keras has itself.
+    """
+    require_keras_3(optimizer, keras.optimizers.Optimizer, "distribute")
+    if options.backward_passes_per_step != 1:
+        raise InvalidArgumentError(
+            f"backward_passes_per_step={options.backward_passes_per_step} is Keras' own job; make the optimizer with "
+            f"gradient_accumulation_steps={options.backward_passes_per_step} instead."
+        )
+    if is_distributed(optimizer) or any(is_distributed(inner) for inner in _inner_optimizers(optimizer)):
+        raise InvalidArgumentError(
+            "this optimizer, or one inside it, is distributed already; call distribute once, on the outermost "
+            "optimizer, its gradients are averaged."
+        )
+    base = type(optimizer)
+    members = _overrides(Distribution(options, reduce, None if ranks is None else tuple(ranks), base))
+    # type(base) keeps a metaclass; object.__setattr__ keeps TensorFlow's attribute tracking out of it.
+    object.__setattr__(optimizer, "__class__", _named_like(base, type(base)(base.__name__, (base,), members)))
+    return optimizer
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether every gradient that this optimizer applies is combined over the ranks."""
+    if hasattr(optimizer, "_hvdkit_distribution"):
+        return True
+    inner = list(getattr(optimizer, "optimizers", []))  # a MultiOptimizer's
+    return bool(inner) and all(map(is_distributed, inner))
+
+
+def taking_part(optimizer: Any) -> tuple[int, ...] | None:
+    """The ranks whose gradients a distributed optimizer combines; None: all."""
+    distribution = getattr(optimizer, "_hvdkit_distribution", None)
+    return distribution.ranks if distribution is not None else None
+
+
+def move_to_loss_scale(optimizer: Any) -> None:
+    """Let a ``LossScaleOptimizer`` around a distributed optimizer combine the gradients in its place.
+
+    Keras' ``compile`` wraps an optimizer like this under the policy mixed_float16. The wrapper tests for overflow
+    before the inner optimizer is reached: on each rank's own gradients, so that the ranks would decide differently.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is None or is_distributed(optimizer) or not is_distributed(inner):
+        return
+    distribution: Distribution = inner._hvdkit_distribution
+    object.__setattr__(inner, "__class__", distribution.base)
+    distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks)
+
+
+def require_keras_3(thing: Any, wanted: type, what: str) -> None:
+    """Raise InvalidArgumentError where ``thing`` is not of the Keras 3 class ``wanted``; ``what`` names the caller."""
+    if isinstance(thing, wanted):
+        return
+    classes = [cls for cls in type(thing).__mro__ if cls.__module__.split(".")[0] == "tf_keras"]
+    if classes:
+        raise InvalidArgumentError(
+            f"{what} needs Keras 3, got the legacy Keras 2 (tf_keras) {classes[0].__name__}; make it with `import "
+            "keras` (unset TF_USE_LEGACY_KERAS), or train Keras 2 models with Horovod's own horovod.tensorflow.keras."
+        )
+    raise InvalidArgumentError(
+        f"{what} needs a keras.{wanted.__name__}, got {thing!r} ({type(thing).__name__}); make one, such as "
+        f"keras.{'optimizers.SGD(0.01)' if wanted is keras.optimizers.Optimizer else 'Sequential([...])'}."
+    )
+
+
+def _inner_optimizers(optimizer: Any) -> list[Any]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", [])]
+
+
+def _overrides(distribution: Distribution) -> dict[str, Any]:
+    base = distribution.base
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        with _combined(self, grads, distribution.reduce) as gradients:
+            return base.apply(self, gradients, trainable_variables)  # type: ignore[attr-defined]
+
+    def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+        with _combined(self, grads, distribution.reduce) as gradients:
+            return base.stateless_apply(self, optimizer_variables, gradients, trainable_variables)  # type: ignore[attr-defined]
+
+    members: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply}
+    return {**members, "_hvdkit_distribution": distribution, "__doc__": base.__doc__}
+
+
+@contextmanager
+def _combined(optimizer: Any, grads: Any, reduce: Reduce) -> Iterator[list[Any]]:
+    """The gradients to apply; inside, the optimizer's other entrance takes them as they are."""
+    gradients = list(grads)
+    if optimizer.__dict__.get("_hvdkit_applying", False):
+        yield gradients
+        return
+    present = [position for position, gradient in enumerate(gradients) if gradient is not None]
+    if present:
+        reduced = reduce([gradients[position] for position in present])
+        for position, gradient in zip(present, reduced, strict=True):
+            gradients[position] = gradient
+    optimizer.__dict__["_hvdkit_applying"] = True
+    try:
+        yield gradients
+    finally:
+        del optimizer.__dict__["_hvdkit_applying"]
+
+
+def _named_like(base: type, cls: type) -> type:
+    """Give ``cls`` the identity under which Keras saves an instance of ``base``."""
+    cls.__qualname__ = base.__qualname__
+    public = getattr(keras.optimizers, base.__name__, None)
+    is_kerass_own = base.__module__.startswith("keras.") and isinstance(public, type) and issubclass(base, public)
+    cls.__module__ = "keras.optimizers" if is_kerass_own else base.__module__
+    registered = keras.saving.get_registered_name(base)
+    if registered != base.__name__:
+        package, _, name = registered.rpartition(">")
+        keras.saving.register_keras_serializable(package, name)(cls)
+        keras.saving.get_custom_objects()[registered] = base  # loading gives the user's class, as everywhere else
+    return cls

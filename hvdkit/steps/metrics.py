@@ -1,0 +1,66 @@
+"""Metrics averaged over the ranks: exact whatever number of samples each rank saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.steps import agreement
+
+Pairs = dict[str, tuple[float, float]]
+
+
+def sums_and_counts(metrics: Mapping[str, Any]) -> Pairs:
+    """This rank's metrics as (sum, count) by name, in the order of the names.
+
+    Args:
+        metrics: by name, a number (count 1) or a pair (sum, count).
+    Raises:
+        InvalidArgumentError: a value that is neither, or a negative count.
+    """
+    return {name: _sum_and_count(name, metrics[name]) for name in sorted(metrics)}
+
+
+def names_table(pairs: Pairs) -> agreement.Digests:
+    """The digest table of the names alone, for ``require_same_names`` on every rank."""
+    return agreement.digest_table({name: () for name in pairs})
+
+
+def require_same_names(tables: Sequence[agreement.Digests], pairs: Pairs) -> None:
+    """Raise an AgreementError when the ranks' ``names_table`` differ."""
+    difference = agreement.first_difference(tables)
+    if difference is not None:
+        raise AgreementError(
+            f"the ranks average different metrics ({agreement.name_ranks(difference.groups[0])} against the rest); "
+            f"this rank gives {', '.join(pairs) or 'none'}; give the same names on every rank."
+        )
+
+
+def means(pairs: Pairs, totals: Sequence[Sequence[float]], size: int) -> dict[str, float]:
+    """Sum of sums / sum of counts by name.
+
+    Args:
+        pairs: this rank's, for the names.
+        totals: (len(pairs), 2), the pairs added up over all ranks.
+        size: number of ranks, for the message.
+    Raises:
+        InvalidArgumentError: a total count of 0.
+    """
+    result = {}
+    for name, (total, count) in zip(pairs, totals, strict=True):
+        if count == 0:
+            raise InvalidArgumentError(f"metric {name!r} has a total count of 0 over all {size} ranks.")
+        result[name] = total / count
+    return result
+
+
+def _sum_and_count(name: str, value: Any) -> tuple[float, float]:
+    try:
+        total, count = value if isinstance(value, (tuple, list)) else (value, 1)
+        pair = float(total), float(count)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"metric {name!r} must be a number or a pair (sum, count), got {value!r}.") from None
+    if not pair[1] >= 0:
+        raise InvalidArgumentError(f"metric {name!r} must have a count >= 0, got {pair[1]}.")
+    return pair

@@ -1,0 +1,233 @@
+"""How the ranks' gradients become one in TensorFlow; the inside of ``hvdkit.tensorflow.distribute``.
+
+Why beside ``tensorflow_state.py``: what happens to gradients is needed in every step, eagerly and in graphs, and
+shares nothing with names, checkpoints and data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import agreement
+from hvdkit.steps.gradients import GradientOptions
+
+_OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
+_SENT = (tf.float16, tf.float32, tf.float64)
+_DONE = "_hvdkit_reduced"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced; one value for all steps of a training, so that nothing is traced twice.
+
+    Attributes:
+        options: op, compression and predivide factor.
+        groups: number of groups that are reduced together, >= 1. One group is sent when the last gradient is ready,
+            and adds up in the same order in every run; more groups travel while others are still computed.
+        sparse_as_dense: reduce ``tf.IndexedSlices`` as dense tensors.
+        process_set: Horovod's set of ranks to reduce over.
+    Raises:
+        InvalidArgumentError: groups < 1, ranks that Horovod does not know, or over which Adasum cannot work.
+    """
+
+    options: GradientOptions
+    groups: int
+    sparse_as_dense: bool
+    process_set: Any
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.groups, int) or isinstance(self.groups, bool) or self.groups < 1:
+            raise InvalidArgumentError(f"groups must be an integer >= 1, got {self.groups!r}.")
+        if self.process_set.included() is None or self.process_set.process_set_id is None:
+            raise InvalidArgumentError("Horovod does not know these ranks yet; call init() before distribute().")
+        if self.options.op != "adasum":
+            return
+        if not hvd.mpi_enabled():
+            raise InvalidArgumentError("op='adasum' needs MPI, and this job communicates over Gloo; use op='average'.")
+        size = self.process_set.size()
+        if self.process_set.process_set_id != 0 or size & (size - 1):
+            raise InvalidArgumentError(
+                f"op='adasum' needs all ranks and a power of two of them, got {size}; use op='average'."
+            )
+
+
+class DistributedTape:
+    """A ``tf.GradientTape`` whose ``gradient`` is reduced over the ranks; everything else is the tape's own."""
+
+    def __init__(self, tape: tf.GradientTape, reduction: Reduction) -> None:
+        self._local_tape = tape
+        self._reduction = reduction
+
+    def __enter__(self) -> DistributedTape:
+        self._local_tape.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._local_tape.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local_tape, name)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """``tf.GradientTape.gradient``, then reduced over the ranks; None where the target does not depend on a source.
+
+        Every rank must ask for the same sources, and a source must be connected on all ranks or on none.
+        """
+        flat = tf.nest.flatten(sources)
+        # TensorFlow makes zeros for an unconnected tf.Variable, but not for a Keras 3 variable.
+        local = self._local_tape.gradient(target, [*map(native, flat)], output_gradients, unconnected_gradients)
+        names = [_source_name(source) for source in flat]
+        reduced = reduce_gradients(local, names, self._reduction)
+        for gradient in reduced:
+            if gradient is not None:
+                setattr(gradient, _DONE, True)
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+
+def canonical_name(variable: Any) -> str:
+    """The path of a variable without automatic numbers: equal on ranks that have built other layers before."""
+    path = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+    return re.sub(r"_\d+(?=[/_]|$)", "", path)
+
+
+def native(variable: Any) -> Any:
+    """The ``tf.Variable`` inside a Keras 3 variable; anything else as it is."""
+    inner = getattr(variable, "value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
+def _source_name(source: Any) -> str:
+    is_variable = hasattr(source, "assign")
+    return f"{canonical_name(source)} {tuple(source.shape)}" if is_variable else "tensor"
+
+
+def reduce_once(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
+    """Reduce the gradients that an optimizer is about to apply.
+
+    Raises:
+        InvalidArgumentError: a distributed tape has reduced them already, or one cannot be reduced.
+    """
+    if any(getattr(gradient, _DONE, False) for gradient in gradients):
+        raise InvalidArgumentError(
+            "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not both."
+        )
+    return reduce_gradients(gradients, ["optimizer"] * len(gradients), reduction)
+
+
+def reduce_gradients(gradients: Sequence[Any], names: Sequence[str], reduction: Reduction) -> list[Any]:
+    """The ranks' gradients combined; None stays None.
+
+    Args:
+        gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None each; the same on every rank, in the same order.
+        names: one for each; with the order they make the name under which the ranks find each other, so that ranks
+            that trace or run other things in between cannot mix up gradients.
+    Raises:
+        InvalidArgumentError: a gradient that cannot be reduced.
+    """
+    present = [position for position, gradient in enumerate(gradients) if gradient is not None]
+    if not present or not reduction.process_set.included():
+        return list(gradients)
+    tensors = [_reducible(gradients[position], names[position], reduction) for position in present]
+    group = _group_name([names[position] for position in present])
+    # An eager operation has no name of its own in Horovod; one in a function does.
+    run = _function(group, reduction) if tf.executing_eagerly() else lambda given: _reduce(given, group, reduction)
+    results = list(gradients)
+    for position, reduced in zip(present, run(tensors), strict=True):
+        results[position] = reduced
+    return results
+
+
+def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:
+    if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):
+        raise InvalidArgumentError(
+            f"the gradient of {name} must be a tensor or IndexedSlices, got {type(gradient).__name__}."
+        )
+    if not gradient.dtype.is_floating:
+        raise InvalidArgumentError(f"the gradient of {name} must be floating point, got {gradient.dtype.name}.")
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if reduction.sparse_as_dense:
+        return tf.convert_to_tensor(gradient)
+    if reduction.options.op == "adasum":
+        raise InvalidArgumentError(f"the gradient of {name} is sparse; op='adasum' needs sparse_as_dense=True.")
+    return gradient
+
+
+def _group_name(names: Sequence[str]) -> str:
+    readable = re.sub(r"[^A-Za-z0-9.]+", ".", names[0].split(" ")[0])
+    return f"hvdkit.gradients.{readable}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
+
+
+@lru_cache(maxsize=1024)
+def _function(name: str, reduction: Reduction) -> Callable[[list[Any]], list[Any]]:
+    """The reduction as a ``tf.function``, the same one in every step."""
+    function: Callable[[list[Any]], list[Any]] = tf.function(
+        lambda tensors: _reduce(tensors, name, reduction), autograph=False, reduce_retracing=True
+    )
+    return function
+
+
+def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction) -> list[Any]:
+    results = list(tensors)
+    dense: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        if isinstance(tensor, tf.IndexedSlices):
+            results[position] = _reduce_slices(tensor, f"{name}.{position}", reduction)
+        else:
+            dense.setdefault(_sent_as(tensor.dtype, reduction), []).append(position)
+    for sent_as, positions in dense.items():  # one operation takes one type
+        parts = np.array_split(positions, min(reduction.groups, len(positions)))
+        for number, part in enumerate(parts):
+            sent = [tf.cast(tensors[position], sent_as) for position in part]
+            received = _allreduce(sent, f"{name}.{sent_as.name}.{number}", reduction)
+            for position, tensor in zip(part, received, strict=True):
+                results[position] = tf.cast(tensor, tensors[position].dtype)
+    return results
+
+
+def _sent_as(dtype: Any, reduction: Reduction) -> Any:
+    if reduction.options.compression == "fp16":
+        return tf.float16
+    return dtype if dtype in _SENT else tf.float32  # bfloat16, which Horovod cannot add up in TensorFlow
+
+
+def _allreduce(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]:
+    factor = reduction.options.gradient_predivide_factor
+    options = {
+        "op": _OPS[reduction.options.op],
+        "process_set": reduction.process_set,
+        "prescale_factor": 1.0 / factor,
+        "postscale_factor": factor,
+    }
+    if reduction.options.op == "adasum":  # Horovod's grouped form of it fails
+        return [hvd.allreduce(tensor, name=f"{name}.{number}", **options) for number, tensor in enumerate(tensors)]
+    return list(hvd.grouped_allreduce(tensors, name=name, **options))
+
+
+def _reduce_slices(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
+    """All ranks' rows, each index once: adaptive optimizers square every row, so repeats must be added before."""
+    ranks = {"process_set": reduction.process_set}
+    sent = tf.cast(slices.values, _sent_as(slices.dtype, reduction))
+    values = tf.cast(hvd.allgather(sent, name=f"{name}.values", **ranks), slices.dtype)
+    indices = hvd.allgather(slices.indices, name=f"{name}.indices", **ranks)
+    if reduction.options.op == "average":
+        values /= tf.cast(hvd.size_op(reduction.process_set.process_set_id), slices.dtype)
+    with tf.device("/CPU:0"):  # a GPU adds in any order, and the ranks would end a bit apart
+        rows, places = tf.unique(indices)
+        summed = tf.math.unsorted_segment_sum(values, places, tf.size(rows))
+    return tf.IndexedSlices(summed, rows, slices.dense_shape)

@@ -14,6 +14,7 @@ PROCESSES = 2
 EXAMPLES = {
     "PyTorch": HERE / "pytorch" / "cnn.py",
     "TensorFlow": HERE / "tensorflow" / "cnn.py",
+    "Keras": HERE / "keras" / "cnn.py",
 }
 RESULTS = {
     "images/s": re.compile(r"Training: ([\d.]+) images/s"),

@@ -8,6 +8,7 @@ averages and the overflow test of a loss scale, so that all of them see what one
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ def distribute_optimizer(
         )
     base = type(optimizer)
     members = _overrides(Distribution(options, reduce, None if ranks is None else tuple(ranks), base))
-    # type(base) keeps a metaclass; object.__setattr__ keeps TensorFlow's attribute tracking out of it.
-    object.__setattr__(optimizer, "__class__", _named_like(base, type(base)(base.__name__, (base,), members)))
+    cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
+    object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
     return optimizer
 
 

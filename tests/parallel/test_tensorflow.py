@@ -1,12 +1,16 @@
 """hvdkit.tensorflow on real ranks. TensorFlow takes long to load, so few starts of ranks answer many tests."""
 
+import importlib.util
 import re
 from typing import Any
 
 import pytest
 
-pytest.importorskip("horovod.tensorflow", reason="needs Horovod built for TensorFlow (`hvdkit install`)")
-pytestmark = pytest.mark.parallel
+MISSING = [name for name in ("tensorflow", "horovod") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
 
 PROGRAM = "programs_tensorflow.py"
 TRAININGS = [

@@ -1,9 +1,14 @@
 """hvdkit.torch on real ranks."""
 
+import importlib.util
+
 import pytest
 
-pytest.importorskip("horovod.torch", reason="needs Horovod built for PyTorch (`hvdkit install`)")
-pytestmark = pytest.mark.parallel
+MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
 
 PROGRAM = "programs_torch.py"
 

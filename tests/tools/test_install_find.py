@@ -226,7 +226,8 @@ def test_a_directory_that_happens_to_be_called_torch_is_no_framework(
 ) -> None:
     (tmp_path / "torch").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for name in ("torch", "tensorflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert find_torch() is None
     assert find_tensorflow() is None
 

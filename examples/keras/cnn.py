@@ -1,0 +1,84 @@
+"""Train a CNN on handwritten digits with Keras on N processes with Horovod: single.py and the eight steps, numbered."""
+
+import time
+
+import keras
+
+import hvdkit.keras as hk
+from hvdkit import datasets, flags
+
+
+class Progress(keras.callbacks.Callback):
+    """Prints the loss so far in the epoch, every few steps."""
+
+    def __init__(self, interval):
+        super().__init__()
+        self.interval = interval
+
+    def on_epoch_begin(self, epoch, *_):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (batch + 1) % self.interval == 0:
+            done, of = f"epoch {self.epoch + 1}/{self.params['epochs']}", f"step {batch + 1}/{self.params['steps']}"
+            print(f"{done} {of} loss {logs['loss']:.4f}")
+
+
+def make_model(shape, classes):
+    return keras.Sequential(
+        [
+            keras.Input(shape),
+            keras.layers.Conv2D(32, kernel_size=3, padding="same", activation="relu"),
+            keras.layers.Conv2D(64, kernel_size=3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, activation="relu"),
+            keras.layers.Dropout(0.25),
+            keras.layers.Dense(classes),
+        ]
+    )
+
+
+def main(args):
+    world = hk.init()  # 1
+    hk.pin_device(world, args.device, args.num_threads)  # 2
+    keras.utils.set_random_seed(args.seed)
+
+    data = datasets.load(args.data, directory=args.data_dir, download=args.download, seed=args.seed)
+    train_set, test_set = (data.x_train, data.y_train), (data.x_test, data.y_test)
+    model = make_model(data.x_train.shape[1:], data.classes)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    optimizer = keras.optimizers.SGD(hk.scale_lr(args.lr, world), momentum=0.9)  # 3
+    optimizer = hk.distribute(optimizer, compression="fp16" if args.fp16_allreduce else "none")  # 4
+    model.compile(optimizer, loss_of, metrics=["accuracy"])
+    train_data = hk.shard(train_set, world, args.batch_size, seed=args.seed)  # 7
+    steps = hk.steps_per_epoch(len(data.x_train), args.batch_size, world)  # 8
+    callbacks = [
+        hk.BroadcastState(),  # 5
+        hk.Warmup(world, steps, args.warmup_epochs),
+        hk.AverageMetrics(world),
+    ]
+    if args.checkpoint_dir:
+        callbacks.append(hk.Checkpoint(args.checkpoint_dir))  # 6
+    if world.is_root:
+        callbacks.append(Progress(args.log_interval))
+
+    start = time.perf_counter()
+    model.fit(train_data, epochs=args.epochs, verbose=2, callbacks=callbacks)
+    seconds = time.perf_counter() - start
+
+    mine = [part[world.rank :: world.size] for part in test_set]
+    _, accuracy = model.evaluate(*mine, verbose=0)
+    accuracy = hk.average_metrics({"accuracy": (accuracy * len(mine[0]), len(mine[0]))}, world)["accuracy"]
+    hk.check_agreement(model, optimizer, world)
+
+    if world.is_root:
+        print(f"All {world.size} ranks hold identical weights and optimizer state.")
+        print(f"Training: {world.size * args.epochs * steps * args.batch_size / seconds:.0f} images/s")
+        print(f"Test accuracy: {100 * accuracy:.2f} %")
+        print(f"Hvd Procs {world.size} Total time: {seconds} second")
+
+
+if __name__ == "__main__":
+    flags.run(main, __doc__)

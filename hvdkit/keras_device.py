@@ -1,0 +1,83 @@
+"""One accelerator, or a share of the CPU cores, for a Keras 3 process; the inside of ``hvdkit.keras.pin_device``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import keras
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import device
+from hvdkit.steps.topology import Topology
+
+
+def pin(world: Topology, kind: str, threads: int | None) -> str:
+    """See ``hvdkit.keras.pin_device``."""
+    backend = keras.backend.backend()
+    if backend == "tensorflow":
+        from hvdkit import tensorflow
+
+        return tensorflow.pin_device(world, kind, threads).strip("/").lower()
+    if kind not in ("auto", "gpu", "cpu"):
+        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
+    if threads is not None and threads < 1:
+        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
+    share = threads or _environment_threads() or device.cpu_threads_here(world.local_size)
+    return _pin_torch(world, kind, share) if backend == "torch" else _pin_jax(world, kind, share)
+
+
+def _environment_threads() -> int | None:
+    text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def _pin_torch(world: Topology, kind: str, threads: int) -> str:
+    import torch
+
+    torch.set_num_threads(threads)
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if visible == 0:
+        return _without_gpu(kind, "torch")
+    if kind == "cpu":
+        keras.device("cpu").__enter__()  # Keras would take the GPU; for the rest of the process
+        return "cpu:0"
+    index = device.device_index(world.local_rank, visible)
+    torch.cuda.set_device(index)
+    return f"gpu:{index}"
+
+
+def _pin_jax(world: Topology, kind: str, threads: int) -> str:
+    import jax
+
+    os.environ["PJRT_NPROC"] = str(threads)  # XLA reads it when it makes its thread pools, at JAX's first operation
+    if kind == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        return "cpu:0"
+    present = _cuda_gpus()
+    if present:
+        jax.config.update("jax_cuda_visible_devices", str(device.device_index(world.local_rank, present)))
+    mine = jax.local_devices()
+    if mine[0].platform == "cpu":
+        return _without_gpu(kind, "jax")
+    # More than one where JAX had started before: it has taken the memory of all of them, but uses one.
+    index = device.device_index(world.local_rank, len(mine))
+    jax.config.update("jax_default_device", mine[index])
+    return f"gpu:{index}"
+
+
+def _cuda_gpus() -> int:
+    """NVIDIA GPUs that this process may see, without starting JAX, which would take the memory of all of them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _without_gpu(kind: str, backend: str) -> str:
+    if kind == "gpu":
+        raise InvalidArgumentError(
+            f"a GPU was asked for, but the {backend} backend sees none; use kind='cpu', or check CUDA_VISIBLE_DEVICES "
+            "and `hvdkit doctor`."
+        )
+    return "cpu:0"

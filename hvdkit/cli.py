@@ -13,6 +13,7 @@ import hvdkit
 COMMANDS = {
     "install": ("hvdkit.install.cli:install", "Build Horovod for the frameworks found here and install it."),
     "doctor": ("hvdkit.doctor.cli:doctor", "Say what is installed, what does not fit together and how to fix it."),
+    "check": ("hvdkit.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
     "launch": ("hvdkit.launch.cli:launch", "Start a training script on N processes."),
 }
 

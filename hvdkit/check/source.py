@@ -1,0 +1,74 @@
+"""A script as a syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script that was read and parsed, and not run.
+
+    Attributes:
+        path: as the user gave it.
+        tree: the whole file.
+    """
+
+    path: str
+    tree: ast.Module
+
+
+def read_script(path: str) -> Script:
+    """Read and parse one script.
+
+    Raises:
+        InvalidArgumentError: it is not there, not a file, not UTF-8 or not Python (with the line).
+    """
+    text = _read(path)
+    if Path(path).suffix == ".ipynb":
+        raise InvalidArgumentError(
+            f"{path} is a notebook, expected a Python script; run `jupyter nbconvert --to script {path}` first."
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the style of a script that is not ours
+            return Script(path, ast.parse(text, filename=path))
+    except SyntaxError as error:
+        reason = " ".join((error.msg or "invalid syntax").split())
+        raise InvalidArgumentError(
+            f"{path}, line {error.lineno or 1}, is not Python that this interpreter can read ({reason}); give a script "
+            "that runs under Python 3."
+        ) from error
+    except ValueError as error:
+        raise InvalidArgumentError(f"{path} is not Python ({error}); give a Python script.") from error
+    except (RecursionError, MemoryError) as error:
+        raise too_deep(path) from error
+
+
+def too_deep(path: str) -> InvalidArgumentError:
+    """The error for expressions nested beyond what Python itself can walk through."""
+    return InvalidArgumentError(
+        f"{path} nests expressions too deeply to be read; give a script that was written by hand."
+    )
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise InvalidArgumentError(f"{path} does not exist; give the path of a Python script.") from error
+    except IsADirectoryError as error:
+        raise InvalidArgumentError(f"{path} is a directory, expected Python scripts; give {path}/*.py.") from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(
+            f"{path} is not UTF-8 (byte {error.start}), as Python scripts are; save it as UTF-8."
+        ) from error
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{path} cannot be read ({error.strerror}); give a file that you may read."
+        ) from error

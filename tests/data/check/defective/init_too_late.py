@@ -1,0 +1,21 @@
+import tensorflow as tf
+
+import horovod.tensorflow as hvd
+
+gpus = tf.config.list_physical_devices("GPU")
+if gpus:
+    tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")  # finds: init-too-late
+hvd.init()
+(x, y), _ = tf.keras.datasets.mnist.load_data()
+data = tf.data.Dataset.from_tensor_slices((x / 255.0, y)).shard(hvd.size(), hvd.rank()).shuffle(1000).batch(64)
+model = tf.keras.Sequential([tf.keras.layers.Flatten(), tf.keras.layers.Dense(10)])
+loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+optimizer = tf.keras.optimizers.SGD(0.01 * hvd.size())
+for step, (images, labels) in enumerate(data):
+    with tf.GradientTape() as tape:
+        loss = loss_of(labels, model(images, training=True))
+    tape = hvd.DistributedGradientTape(tape)
+    optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+    if step == 0:
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        hvd.broadcast_variables(optimizer.variables, root_rank=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.check.facts import Facts, argument, method
+from hvdkit.check.facts import Facts, argument, method, words
 from hvdkit.check.libraries import LOADERS, LOCAL_RANK, RANK, SAMPLERS, SHARD, SIZE, SPAWNED
 from hvdkit.check.trace import Event
 from hvdkit.check.training import Training
@@ -21,7 +21,10 @@ _SEEDS = (
     "torch.manual_seed", "numpy.random.seed", "random.seed", "tensorflow.random.set_seed", "tensorflow.set_random_seed",
     "keras.utils.set_random_seed", "numpy.random.default_rng", "numpy.random.RandomState",
 )  # fmt: skip
+_ORDERS = ("randperm", "random_split")
 _RANDOM = ("torch.rand", "numpy.random.", "tensorflow.random.", "keras.random.", "random.")
+_RANK_NAMES = {"rank", "local_rank", "worker_rank", "global_rank"}
+_NOT_DATA = {"collate_fn", "worker_init_fn", "generator"}
 _STEPS_ARGUMENTS = {"steps_per_epoch", "epochs"}
 
 
@@ -78,7 +81,7 @@ class Data:
     def _loader_part(self, loader: ast.Call, steps: list[Event]) -> Part:
         given = [
             *loader.args,
-            *(one.value for one in loader.keywords if one.arg not in ("collate_fn", "worker_init_fn")),
+            *(one.value for one in loader.keywords if one.arg not in _NOT_DATA),
         ]
         samplers = [call for one in given for call in self.facts.made_by(one, SAMPLERS, through=True)]
         if samplers:
@@ -145,12 +148,7 @@ class Data:
                 found.append(one.lineno)
             elif self.facts.kind(one) in (RANK, LOCAL_RANK, SPAWNED) and not self._is_only_shown(one):
                 found.append(one.lineno)  # type: ignore[attr-defined]
-            elif isinstance(one, (ast.Name, ast.arg)) and _text(one) in (
-                "rank",
-                "local_rank",
-                "worker_rank",
-                "global_rank",
-            ):
+            elif isinstance(one, (ast.Name, ast.arg)) and _RANK_NAMES & set(words(one)):
                 found.append(one.lineno)
         return sorted(set(found))
 
@@ -234,7 +232,8 @@ class Data:
         return any(not self.facts.has_rank(seed) for seed in known)
 
     def _seed_has_rank(self) -> bool:
-        seeds = [event.node for event in self.facts.events if self.facts.name(event.node) in _SEEDS]
+        calls = [event.node for event in self.facts.events]
+        seeds = [call for call in calls if self.facts.name(call) in _SEEDS or method(call) == "manual_seed"]
         return any(self.facts.has_rank(one) for call in seeds for one in call.args)
 
     def _is_random(self, node: ast.expr) -> bool:
@@ -273,10 +272,6 @@ class Data:
         return (size, rank) if size is not None and rank is not None else None
 
 
-def _text(node: ast.Name | ast.arg) -> str:
-    return node.id if isinstance(node, ast.Name) else node.arg
-
-
 def _is_false(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
@@ -284,7 +279,4 @@ def _is_false(node: ast.expr | None) -> bool:
 def _is_source(facts: Facts, call: ast.Call) -> bool:
     """``numpy.random.rand`` makes data; ``numpy.random.permutation`` and seeds only order it."""
     last = facts.name(call).rpartition(".")[2]
-    return last.startswith(("rand", "normal", "uniform", "standard_normal")) and last not in (
-        "randperm",
-        "random_split",
-    )
+    return last.startswith(("rand", "normal", "uniform", "standard_normal")) and last not in _ORDERS

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hvdkit.check import libraries
 from hvdkit.check.flow import Flow
@@ -297,15 +298,12 @@ def method(call: ast.Call) -> str:
 
 def words(node: ast.AST) -> list[str]:
     """The name that a node uses, in lower case with underscores."""
-    name = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}.get(type(node))
     if isinstance(node, ast.Call):
         return words(node.func)
-    if name is None:
-        return []
-    text = str(getattr(node, name))
-    return [
-        "".join(
-            f"_{one.lower()}" if one.isupper() and i and text[i - 1].islower() else one.lower()
-            for i, one in enumerate(text)
-        )
-    ]
+    name = getattr(node, {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}.get(type(node), ""), None)
+    return [_snake_case(name)] if isinstance(name, str) else []
+
+
+@lru_cache(maxsize=4096)
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

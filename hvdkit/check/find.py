@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hvdkit.check import step_device, step_gradients
-from hvdkit.check.facts import argument, has_stars, is_constant, method
+from hvdkit.check.facts import argument, has_stars, is_constant, method, words
 from hvdkit.check.libraries import (
     BARRIER,
     BROADCAST,
@@ -30,7 +31,10 @@ _NUMBERS = (RANK, LOCAL_RANK, SIZE, LOCAL_SIZE)
 _FETCHES = (
     "urllib.request.urlretrieve", "wget.download", "gdown.download", "torch.hub.download_url_to_file",
     "torchvision.datasets.utils.download_url", "torchvision.datasets.utils.download_and_extract_archive",
+    "keras.utils.get_file",
 )  # fmt: skip
+_FETCHERS = re.compile(r"(wget|curl)\b")
+_REDUCE_TO_LOCAL = (ast.Mod, ast.Sub, ast.FloorDiv)
 _DATA_SETS = ("torchvision.", "torchaudio.", "torchtext.", "torch_geometric.", "medmnist.")
 
 
@@ -89,22 +93,12 @@ def pinned_by_global_rank(case: Case) -> Iterator[Spot]:
     facts = case.facts
     for chosen in sorted(step_device.device_choices(facts), key=lambda one: one.lineno):
         reached = facts.flow.reach(chosen)
-        reckoned = any(
-            isinstance(one, ast.BinOp) and isinstance(one.op, (ast.Mod, ast.Sub, ast.FloorDiv)) for one in reached
-        )
-        only_text = any(isinstance(one, ast.BinOp) and isinstance(one.left, ast.Constant) for one in reached)
-        named_local = any("local" in word for one in reached for word in _words(one))
-        if facts.kinds(chosen) == {RANK} and (not reckoned or only_text) and not named_local:
+        sums = [one for one in reached if isinstance(one, ast.BinOp) and isinstance(one.op, _REDUCE_TO_LOCAL)]
+        reckoned = any(not isinstance(one.left, (ast.Constant, ast.JoinedStr)) for one in sums)  # "cuda:%d" % rank
+        named_local = any("local" in word for one in reached for word in words(one))
+        if facts.kinds(chosen) == {RANK} and not reckoned and not named_local:
             yield Spot(chosen.lineno, text(chosen))
             return
-
-
-def _words(node: ast.AST) -> list[str]:
-    return [
-        str(getattr(node, field)).lower()
-        for field in ("id", "attr", "arg")
-        if isinstance(getattr(node, field, None), str)
-    ]
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -163,20 +157,16 @@ def downloads(case: Case) -> Iterator[Spot]:
     for event in facts.events:
         if waits and waits[0] < event.order:
             return
-        own_folder = any(
-            facts.has_rank(one) for one in [*event.node.args, *(word.value for word in event.node.keywords)]
-        )
-        if (
-            _downloads(case, event.node)
-            and not own_folder
-            and facts.where(event) == "every rank"
-            and not facts.is_locked(event)
-        ):
+        if not _downloads(case, event.node) or facts.where(event) != "every rank" or facts.is_locked(event):
+            continue
+        if not any(facts.has_rank(one) for one in [*event.node.args, *(word.value for word in event.node.keywords)]):
             yield Spot(event.node.lineno, text(event.node.func))
 
 
 def _downloads(case: Case, call: ast.Call) -> bool:
     name = case.facts.name(call)
+    if name.startswith(("os.system", "os.popen", "subprocess.")):
+        return any(isinstance(one, ast.Constant) and _FETCHERS.match(str(one.value)) for one in ast.walk(call))
     return name in _FETCHES or (name.startswith(_DATA_SETS) and is_constant(argument(call, "download"), True))
 
 

@@ -19,15 +19,11 @@ _PUTS_INTO = {
     "append", "appendleft", "extend", "insert", "add", "add_", "copy_", "update", "update_state", "setdefault", "put",
     "assign", "assign_add",
 }  # fmt: skip
-_REDUCES_IN_PLACE = {
-    "all_reduce",
-    "reduce",
-    "allreduce_",
-    "allreduce_async_",
-    "grouped_allreduce_",
-    "Allreduce",
-    "Reduce",
-}
+_WRITES_INTO_ARGUMENTS = {
+    "all_reduce", "reduce", "allreduce_", "allreduce_async_", "grouped_allreduce_", "Allreduce", "Reduce", "all_gather",
+    "all_gather_object", "all_gather_into_tensor", "gather", "gather_object", "reduce_scatter", "Allgather", "Gather",
+    "broadcast_object_list", "Bcast",
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -300,7 +296,7 @@ class _Binder:
         for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
             if called in _PUTS_INTO and isinstance(call.func, ast.Attribute):
                 self._target_object(call.func.value, call, argument)
-            elif called in _REDUCES_IN_PLACE:
+            elif called in _WRITES_INTO_ARGUMENTS:
                 self._target_object(argument, call, call)
 
     def _parameter(self, node: ast.arg) -> None:

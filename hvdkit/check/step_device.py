@@ -20,7 +20,7 @@ from hvdkit.check.libraries import (
 )
 from hvdkit.check.verdict import Verdict, done, missing, not_needed, undecided
 
-_CHOOSES = ("cuda.set_device", "xpu.set_device")
+_CHOOSES = ("cuda.set_device", "xpu.set_device", "accelerator.set_device_index")
 _NEUTRAL_CALLS = ("add_argument", "autocast", "GradScaler", "init_process_group", "manual_seed")
 
 

@@ -131,7 +131,7 @@ class Tracer:
                 for item in node.items:
                     self._expression(item.context_expr, way)
                 return self._block(node.body, way.under(*(Guard(one.context_expr, wraps=True) for one in node.items)))
-            case ast.Try():
+            case ast.Try() | ast.TryStar():
                 leaks = [leak for part in (node.body, node.orelse) for leak in self._block(part, way)]
                 for handler in node.handlers:
                     self._block(handler.body, way)

@@ -20,6 +20,8 @@ _NUMBER_ARGUMENTS = {
 
 def uncalled(facts: Facts) -> Iterator[ast.expr]:
     """The functions for rank and size that are used as numbers: where they are named without a call."""
+    if not any(_is_function(facts, node) and not _is_called(facts, node) for node in facts.program.nodes):
+        return
     calls = [node.func for node in facts.program.nodes if isinstance(node, ast.Call) and not facts.name(node)]
     called = {func.attr for func in calls if isinstance(func, ast.Attribute)}
     for node in facts.program.nodes:
@@ -39,7 +41,7 @@ def _functions(facts: Facts, node: ast.expr, called: set[str]) -> list[ast.expr]
         if one in seen:
             continue
         seen.add(one)
-        if isinstance(one, (ast.Attribute, ast.Name)) and _is_function(facts, one):
+        if isinstance(one, ast.expr) and _is_function(facts, one):
             found.append(one)
         elif isinstance(one, ast.Attribute) and one.attr in called:
             continue
@@ -48,13 +50,19 @@ def _functions(facts: Facts, node: ast.expr, called: set[str]) -> list[ast.expr]
     return found
 
 
-def _is_function(facts: Facts, node: ast.Attribute | ast.Name) -> bool:
+def _is_called(facts: Facts, node: ast.AST) -> bool:
+    parent = facts.program.parents[node]
+    return isinstance(parent, ast.Call) and parent.func is node
+
+
+def _is_function(facts: Facts, node: ast.AST) -> bool:
+    if not isinstance(node, (ast.Attribute, ast.Name)):
+        return False
     name = facts.names.dotted(node)
     if name is None or role(name) not in _NUMBERS or name.startswith("mpi4py"):
         return False
-    return isinstance(node, ast.Attribute) or any(
-        isinstance(one.node, ast.alias) for one in facts.program.reaching(node)
-    )
+    imports = facts.program.reaching(node) if isinstance(node, ast.Name) else []
+    return isinstance(node, ast.Attribute) or any(isinstance(one.node, ast.alias) for one in imports)
 
 
 def _behind(facts: Facts, node: ast.AST) -> list[ast.AST]:

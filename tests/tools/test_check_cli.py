@@ -142,6 +142,19 @@ def test_invalid_escapes_in_a_script_are_not_our_warnings(tmp_path: Path, recwar
     assert not recwarn.list
 
 
+def test_a_long_script_is_checked_too(tmp_path: Path) -> None:
+    """1,800 lines of functions that call each other; the time limit of the suite is what would fail."""
+    helpers = "".join(
+        f"\n\ndef helper_{number}(value):\n    total = value\n    for step in range(10):\n"
+        f"        total = helper_{number - 1}(total) + helper_{number // 2}(step)\n    return total"
+        for number in range(1, 300)
+    )
+    script = tmp_path / "train.py"
+    text = (DATA / "correct" / "horovod_torch.py").read_text()
+    script.write_text(f"def helper_0(value):\n    return value\n{helpers}\n\nhelper_299(1)\n{text}")
+    assert cli.run(["check", str(script)]) == 0
+
+
 def test_the_rules_are_told_apart_and_explained() -> None:
     names = [rule.name for rule in RULES]
     assert len(set(names)) == len(names)

@@ -36,7 +36,7 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         argv: without the program's name; default: ``sys.argv[1:]``.
     Returns:
         epochs, batch_size, lr, warmup_epochs, device, num_threads, seed, data, data_dir, download, log_interval,
-        fp16_allreduce, checkpoint_dir.
+        fp16_allreduce, checkpoint_dir, resume.
     Raises:
         SystemExit: status 2 after one sentence for a bad value, 0 after ``--help``.
     """
@@ -69,7 +69,11 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
     add("--log-interval", "--log_interval", type=whole(1), default=10, help="steps between progress lines")
     add("--fp16-allreduce", "--fp16_allreduce", action="store_true", help="send gradients in half precision")
     add("--checkpoint_dir", "--checkpoint-dir", help="save a checkpoint after each epoch (default: none is written)")
-    return parser.parse_args(argv)
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint_dir, if there is one")
+    args = parser.parse_args(argv)
+    if args.resume and not args.checkpoint_dir:
+        parser.error("--resume needs --checkpoint_dir, where the checkpoints are")
+    return args
 
 
 def run(main: Callable[[argparse.Namespace], None], description: str) -> NoReturn:

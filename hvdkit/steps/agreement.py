@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import AgreementError
+from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.steps.ranks import name_ranks
 
 Digests = npt.NDArray[np.int64]
+Words = TypeVar("Words")
+
+CHUNK = 2**16  # words of a tensor that are mixed at once: they stay in a CPU's cache
+BROADCAST = "broadcast before training, and average every gradient that is applied"
+ITERATE_ALIKE = "shard the same data set with the same arguments on every rank, and iterate alike"
+SEED_ALIKE = "call seed_everything with the same seed on every rank, and seed nothing after it"
+_CHUNKS, _ODD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 def digest(array: npt.ArrayLike) -> int:
@@ -23,6 +34,58 @@ def digest(array: npt.ArrayLike) -> int:
     state = hashlib.blake2b(f"{contents.dtype.str}{contents.shape}".encode(), digest_size=8)
     state.update(contents.tobytes())
     return int.from_bytes(state.digest(), "little", signed=True)
+
+
+@functools.cache
+def salts(count: int) -> Digests:
+    """Fixed random numbers, int64 (count,), one for each position in a chunk."""
+    return np.random.PCG64(1706_02677).random_raw(count).view(np.int64)
+
+
+def salted(words: Words, salts: Words) -> Words:
+    """Integers whose sum (mod 2**64) is a digest of ``words``, in any framework, on the device where they are.
+
+    A term is x * (x + c) with x = word + salt and c odd, so that a single word that changes by an even number always
+    changes the sum, and any other change all but surely.
+
+    Args:
+        words: int64 (m,), a tensor's bits, or a chunk of them.
+        salts: int64 (m,), ``salts(m)`` on that device.
+    """
+    mixed: Any = words + salts  # type: ignore[operator]
+    return mixed * (mixed + _ODD)  # type: ignore[no-any-return]
+
+
+def join_chunks(digests: Iterable[Words]) -> Words | int:
+    """The digest of a tensor from those of its chunks, in their order; 0 for none."""
+    total: Any = 0
+    for one in digests:
+        total = total * _CHUNKS + one
+    return total  # type: ignore[no-any-return]
+
+
+def value_table(names: Sequence[str], values: npt.ArrayLike) -> Digests:
+    """A digest table as ``digest_table`` makes it, of values digested already.
+
+    Args:
+        names: what they are, with type and shape.
+        values: int64 (len(names),), their digests.
+    """
+    table = digest_table({f"{position} {name}": () for position, name in enumerate(names)})
+    table[:, 1] = values
+    return table
+
+
+def agree(tables: Sequence[Digests], minimum: Callable[[Digests], npt.ArrayLike]) -> bool:
+    """Whether all ranks hold equal tables, by one small allreduce; the same answer on every rank.
+
+    Args:
+        tables: of this rank, as many on every rank.
+        minimum: the element-wise minimum over the ranks of int64 (2 * len(tables),); a collective.
+    """
+    mine = np.array([digest(table) for table in tables], dtype=np.int64)
+    lowest, inverted_highest = np.split(np.asarray(minimum(np.concatenate([mine, ~mine]))), 2)
+    return bool((lowest == ~inverted_highest).all())
 
 
 def digest_table(arrays: Mapping[str, npt.ArrayLike]) -> Digests:
@@ -75,35 +138,55 @@ def layout_error(difference: Difference, rows: Sequence[str], rank: int) -> Agre
     )
 
 
-def value_error(difference: Difference, name: str, largest: float) -> AgreementError:
+def value_error(difference: Difference, name: str, largest: float, fix: str = BROADCAST) -> AgreementError:
     """The error for ranks whose models are the same and whose values differ.
 
     Args:
         difference: where the values differ.
         name: what differs there.
         largest: the largest absolute difference between any rank and the root.
+        fix: what to do about it.
     """
     return AgreementError(
-        f"the ranks disagree: {name} differs between {_sides(difference)}, by at most {largest:.3g}; "
-        "broadcast before training, and average every gradient that is applied."
+        f"the ranks disagree: {name} differs between {_sides(difference)}, by at most {largest:.3g}; {fix}."
     )
+
+
+class EveryFewSteps:
+    """Calls a check after every ``every`` steps, and raises or warns when it fails.
+
+    Args:
+        check: raises AgreementError, on every rank, when the ranks disagree; a collective.
+        every: steps from one check to the next, >= 1, the same on every rank.
+        on_disagreement: "raise" or "warn" (and train on).
+    Raises:
+        InvalidArgumentError: a number below 1, or an unknown reaction.
+    """
+
+    def __init__(self, check: Callable[[], None], every: int, on_disagreement: str) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise InvalidArgumentError(f"every must be an integer >= 1, got {every!r}.")
+        if on_disagreement not in ("raise", "warn"):
+            raise InvalidArgumentError(f"on_disagreement must be raise or warn, got {on_disagreement!r}.")
+        self._check, self._every, self._warns = check, every, on_disagreement == "warn"
+        self.steps = 0
+
+    def step(self) -> None:
+        """Count one step, and check when it is time.
+
+        Raises:
+            AgreementError: on every rank, naming the step, unless the reaction is "warn".
+        """
+        self.steps += 1
+        if self.steps % self._every:
+            return
+        try:
+            self._check()
+        except AgreementError as error:
+            if not self._warns:
+                raise AgreementError(f"after step {self.steps}, {error}") from None
+            warnings.warn(f"after step {self.steps}, {error}", RuntimeWarning, stacklevel=2)
 
 
 def _sides(difference: Difference) -> str:
     return " and ".join(name_ranks(group) for group in difference.groups)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks for a message, runs folded: "rank 3", "ranks 0-2, 5".
-
-    Args:
-        ranks: in increasing order, at least one.
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

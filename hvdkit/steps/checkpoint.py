@@ -2,8 +2,9 @@
 
 A checkpoint is a directory ``step-0000000100`` below the one given. Its files are written to a temporary directory
 beside it, flushed to disk, listed with their size and SHA-256 in ``manifest.json``, and the whole is renamed in one
-step. A second save of the same step gets a revision (``step-0000000100-r1``) and so never opens a window without a
-valid one. Which process may write is the caller's business; the adapters let only the root do it.
+step. A save of the newest step again, or of a lower one (a training that goes on from an older checkpoint, or that
+counts fewer steps on more ranks), begins a new generation, ``step-0000000100-r1``, which is newer than all before it.
+Which process may write is the caller's business; the adapters let only the root do it.
 
 Source of the protocol: write, fsync, rename, fsync the directory: Pillai et al., OSDI 2014, section 2.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -36,12 +38,14 @@ class Saved:
         path: its directory.
         step: optimizer steps completed when it was written.
         metadata: what the caller stored beside the files (JSON values).
-        skipped: newer checkpoints that were not valid, each "name: reason".
+        score: how good it is, the higher the better; None where the caller did not say.
+        skipped: newer (or better) checkpoints that were not valid, each "name: reason".
     """
 
     path: Path
     step: int
     metadata: dict[str, Any]
+    score: float | None = None
     skipped: tuple[str, ...] = field(default=())
 
 
@@ -51,40 +55,48 @@ class CheckpointDirectory:
     Args:
         directory: where they live; made on the first save.
         keep: how many of the newest valid ones stay, >= 1.
+        keep_best: how many of those with the highest scores stay beside them, >= 0.
     Raises:
-        InvalidArgumentError: keep < 1, or the directory is a file.
+        InvalidArgumentError: keep < 1, keep_best < 0, or the directory is a file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
-        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise InvalidArgumentError(f"keep must be an integer >= 1, got {keep!r}.")
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, keep_best: int = 0) -> None:
+        for name, value, least in (("keep", keep, 1), ("keep_best", keep_best, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
         self.directory = Path(directory)
         self.keep = keep
+        self.keep_best = keep_best
         if self.directory.exists() and not self.directory.is_dir():
             raise InvalidArgumentError(f"the checkpoint directory {self.directory} is a file; give a directory.")
 
-    def save(self, step: int, write: Callable[[Path], None], metadata: dict[str, Any] | None = None) -> Saved:
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        metadata: dict[str, Any] | None = None,
+        score: float | None = None,
+    ) -> Saved:
         """Write one checkpoint: ``write`` puts its files into the directory that it is given.
 
         Args:
             step: optimizer steps completed, >= 0.
             write: called once with an empty directory; may make sub-directories, not links.
             metadata: JSON values that go into the manifest.
+            score: how good it is, a finite number, the higher the better, for ``best`` and ``keep_best``.
         Returns:
             The checkpoint, complete and on disk.
         Raises:
-            InvalidArgumentError: a bad step, or metadata that is not JSON.
+            InvalidArgumentError: a bad step or score, or metadata that is not JSON.
             CheckpointError: it could not be written (full disk, no permission, ...); earlier ones are intact.
         """
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise InvalidArgumentError(f"step must be an integer >= 0, got {step!r}.")
-        metadata = _plain_json(metadata or {})
+        metadata = checked(step, metadata, score)
         temporary: Path | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.directory))
             write(temporary)
-            self._seal(temporary, step, metadata)
+            self._seal(temporary, step, metadata, score)
             final = self._free_name(step)
             temporary.rename(final)
             _fsync(self.directory)
@@ -97,7 +109,7 @@ class CheckpointDirectory:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
         self.prune()
-        return Saved(final, step, metadata)
+        return Saved(final, step, metadata, score)
 
     def latest(self) -> Saved | None:
         """The newest valid checkpoint, verified; None when there is none at all.
@@ -105,28 +117,43 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: there are checkpoints, but not one of them is valid.
         """
+        return self._first_valid(self._newest_first())
+
+    def best(self) -> Saved | None:
+        """The valid checkpoint with the highest score, verified; None when none has a score.
+
+        Raises:
+            CheckpointError: there are checkpoints with a score, but not one of them is valid.
+        """
+        return self._first_valid(self._best_first())
+
+    def _first_valid(self, paths: list[Path]) -> Saved | None:
         skipped: list[str] = []
-        for path in self._newest_first():
+        for path in paths:
             try:
                 manifest = verify(path)
             except CheckpointError as error:
                 skipped.append(f"{path.name}: {error}")
                 continue
-            return Saved(path, manifest["step"], manifest["metadata"], tuple(skipped))
+            return Saved(path, manifest["step"], manifest["metadata"], manifest.get("score"), tuple(skipped))
         if skipped:
             raise CheckpointError(f"no valid checkpoint in {self.directory}: {'; '.join(skipped)}")
         return None
 
     def prune(self) -> list[Path]:
-        """Remove all but the newest ``keep`` checkpoints and what interrupted writes left; returns what went.
+        """Remove all but the newest ``keep`` and the best ``keep_best``, and what interrupted writes left.
 
         A directory without a manifest does not count and is left in place, for whoever wants to know, until ``keep``
         newer checkpoints exist. What goes is renamed first, so that no half-removed one is ever taken for complete.
+
+        Returns:
+            What was removed.
         """
         removed: list[Path] = []
+        best = self._best_first()[: self.keep_best]
         kept = 0
         for path in self._newest_first():
-            if kept >= self.keep:
+            if kept >= self.keep and path not in best:
                 path.rename(self.directory / f"{_TEMPORARY}{path.name}")
                 removed.append(path)
             elif (path / MANIFEST).is_file():
@@ -135,25 +162,29 @@ class CheckpointDirectory:
             shutil.rmtree(path)
         return removed
 
-    def _newest_first(self) -> list[Path]:
+    def _best_first(self) -> list[Path]:
+        scored = [(score, path) for path in self._newest_first() if (score := _score(path)) is not None]
+        return [path for _, path in sorted(scored, key=lambda pair: pair[0], reverse=True)]
+
+    def _generations(self) -> list[tuple[int, int, Path]]:
+        """Generation, step and path of each checkpoint, the newest first."""
         found: list[tuple[int, int, Path]] = []
         if self.directory.is_dir():
             for path in self.directory.iterdir():
                 match = _NAME.fullmatch(path.name)
                 if match and path.is_dir():
-                    found.append((int(match[1]), int(match[2] or 0), path))
-        return [path for *_, path in sorted(found, reverse=True)]
+                    found.append((int(match[2] or 0), int(match[1]), path))
+        return sorted(found, reverse=True)
+
+    def _newest_first(self) -> list[Path]:
+        return [path for *_, path in self._generations()]
 
     def _free_name(self, step: int) -> Path:
-        name = f"step-{step:010d}"
-        revisions = [
-            int(match[2] or 0)
-            for path in self._newest_first()
-            if (match := _NAME.fullmatch(path.name)) and int(match[1]) == step
-        ]
-        return self.directory / (f"{name}-r{max(revisions) + 1}" if revisions else name)
+        generation, newest, _ = next(iter(self._generations()), (0, -1, None))
+        generation += step <= newest
+        return self.directory / (f"step-{step:010d}" + (f"-r{generation}" if generation else ""))
 
-    def _seal(self, temporary: Path, step: int, metadata: dict[str, Any]) -> None:
+    def _seal(self, temporary: Path, step: int, metadata: dict[str, Any], score: float | None) -> None:
         temporary.chmod(0o755)
         files = {}
         for path in _files(temporary):
@@ -162,11 +193,27 @@ class CheckpointDirectory:
         for path in temporary.rglob("*"):
             if path.is_dir():
                 _fsync(path)
-        manifest = {"format": 1, "step": step, "files": files, "metadata": metadata}
+        manifest = {"format": 1, "step": step, "score": score, "files": files, "metadata": metadata}
         target = temporary / MANIFEST
         target.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         _fsync(target)
         _fsync(temporary)
+
+
+def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> dict[str, Any]:
+    """The metadata as plain JSON values, for a caller that wants to know before it writes.
+
+    Raises:
+        InvalidArgumentError: as ``CheckpointDirectory.save``.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise InvalidArgumentError(f"step must be an integer >= 0, got {step!r}.")
+    if score is not None and not (isinstance(score, (int, float)) and math.isfinite(score)):
+        raise InvalidArgumentError(f"score must be a finite number, got {score!r}.")
+    try:
+        return dict(json.loads(json.dumps(metadata or {}, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"checkpoint metadata must be JSON values: {error}.") from error
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -194,6 +241,15 @@ def verify(path: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+def _score(path: Path) -> float | None:
+    """The score in a checkpoint's manifest; None where there is none, or no manifest to be read."""
+    try:
+        score = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("score")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(score) if isinstance(score, (int, float)) else None
+
+
 def _check_form(manifest: Any) -> None:
     well_formed = (
         isinstance(manifest, dict)
@@ -213,13 +269,6 @@ def _check_form(manifest: Any) -> None:
 
 def _inside(name: str) -> bool:
     return not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
-def _plain_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return dict(json.loads(json.dumps(metadata, allow_nan=False)))
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"checkpoint metadata must be JSON values: {error}.") from error
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -3,7 +3,8 @@
 A launcher is a row in ``LAUNCHERS``. Rank and size always come from one row. The order is the order of nesting,
 innermost first: what a program starts inside a batch job sets variables beside those of the job, so that
 ``horovodrun`` and ``torchrun`` stand before MPI, and MPI before Slurm (Open MPI starts its daemons with ``srun``,
-whose variables the ranks inherit). A row counts as found when all variables of ``markers`` are set.
+whose variables the ranks inherit). jsrun, PALS and Flux set the variables of an MPI library beside their own, with the
+same values, and stand before it. A row counts as found when all variables of ``markers`` are set.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Launcher:
     Attributes:
         name: as users say it.
         markers: variables that prove that this launcher started the process.
-        rank, size, local_rank, local_size: names to read, the first that is set; () where it sets none.
+        rank, size, local_rank, local_size: names to read, the first that is set; () where it sets none, so that MPI or
+            Horovod must say it.
         proves: a further condition on the environment, or None.
     """
 
@@ -40,7 +42,7 @@ class Launched:
 
     launcher: str
     rank: int
-    size: int
+    size: int | None
     local_rank: int | None
     local_size: int | None
 
@@ -76,6 +78,14 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_size=("LOCAL_WORLD_SIZE",),
     ),
     Launcher(
+        "jsrun",
+        markers=("JSM_NAMESPACE_RANK",),
+        rank=("JSM_NAMESPACE_RANK",),
+        size=("JSM_NAMESPACE_SIZE",),
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    Launcher(
         "Open MPI",
         markers=("OMPI_COMM_WORLD_RANK",),
         rank=("OMPI_COMM_WORLD_RANK",),
@@ -84,12 +94,41 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     Launcher(
+        "MVAPICH2",
+        markers=("MV2_COMM_WORLD_RANK",),
+        rank=("MV2_COMM_WORLD_RANK",),
+        size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "PALS",
+        markers=("PALS_LOCAL_RANKID",),
+        rank=("PALS_RANKID", "PMI_RANK"),
+        size=("PMI_SIZE",),
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_size=("PALS_LOCAL_SIZE",),
+    ),
+    Launcher(
+        "Flux",
+        markers=("FLUX_TASK_RANK",),
+        rank=("FLUX_TASK_RANK",),
+        size=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+    ),
+    Launcher(  # and Intel MPI, which has the same Hydra
         "MPICH",
         markers=("PMI_RANK", "MPI_LOCALRANKID"),
         rank=("PMI_RANK",),
         size=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID",),
         local_size=("MPI_LOCALNRANKS",),
+    ),
+    Launcher(
+        "aprun",
+        markers=("ALPS_APP_PE",),
+        rank=("ALPS_APP_PE",),
+        size=(),
     ),
     Launcher(
         "srun",
@@ -102,6 +141,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         proves=_inside_srun,
     ),
 )
+
+
+KNOWN = tuple(launcher.name for launcher in LAUNCHERS)
+"""The names of the launchers, for messages."""
 
 
 def detect(environ: Mapping[str, str]) -> Launched | None:
@@ -121,14 +164,14 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
 
 def _read(row: Launcher, environ: Mapping[str, str]) -> Launched:
     rank, size = _number(row, row.rank, environ), _number(row, row.size, environ)
-    if rank is None or size is None:
+    if rank is None or (size is None and row.size):
         missing = " or ".join(row.rank if rank is None else row.size)
-        known = ", ".join(launcher.name for launcher in LAUNCHERS)
+        known = ", ".join(KNOWN)
         raise LauncherError(
             f"{row.name} started this process ({row.markers[0]} is set) but {missing} is not set, so its rank is "
             f"unknown; pass the launcher's whole environment on, or unset {row.markers[0]} (launchers known: {known})."
         )
-    if not 0 <= rank < size:
+    if size is not None and not 0 <= rank < size:
         raise LauncherError(
             f"{row.name}: rank must be in 0 .. size-1, got {row.rank[0]}={rank} with a size of {size}; "
             "variables of two jobs are mixed in this environment."

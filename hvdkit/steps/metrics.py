@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
+from hvdkit.steps.ranks import name_ranks
 
 Pairs = dict[str, tuple[float, float]]
 
@@ -32,7 +33,7 @@ def require_same_names(tables: Sequence[agreement.Digests], pairs: Pairs) -> Non
     difference = agreement.first_difference(tables)
     if difference is not None:
         raise AgreementError(
-            f"the ranks average different metrics ({agreement.name_ranks(difference.groups[0])} against the rest); "
+            f"the ranks average different metrics ({name_ranks(difference.groups[0])} against the rest); "
             f"this rank gives {', '.join(pairs) or 'none'}; give the same names on every rank."
         )
 

@@ -7,14 +7,15 @@ what one process with the n-fold batch would see.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.epochs import steps_per_epoch
+from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.topology import Topology
 
 Indices = npt.NDArray[np.int64]
@@ -66,7 +67,7 @@ class Shard:
             raise InvalidArgumentError(f"seed must be an integer >= 0, got {self.seed!r}.")
 
     def __len__(self) -> int:
-        return steps_per_epoch(self.n_samples, self.batch_size, self.world, self.remainder)
+        return self.steps_left()
 
     def order(self, epoch: int) -> Indices:
         """The order of the whole data set in ``epoch``, int64 (n_samples,): the same on every rank.
@@ -81,12 +82,34 @@ class Shard:
         generator = np.random.default_rng(np.random.SeedSequence([self.seed, epoch]))
         return generator.permutation(self.n_samples).astype(np.int64, copy=False)
 
-    def batches(self, epoch: int) -> Iterator[Batch]:
-        """This rank's batches of ``epoch``, ``len(self)`` of them."""
-        order = self.order(epoch)
-        global_batch = self.batch_size * self.world.size
-        for step in range(len(self)):
-            start = step * global_batch
+    @property
+    def global_batch(self) -> int:
+        """Samples per step on all ranks together."""
+        return self.batch_size * self.world.size
+
+    def steps_left(self, position: int = 0) -> int:
+        """Steps from ``position`` (samples that all ranks have taken of an epoch) to the epoch's end."""
+        left = max(0, self.n_samples - position)
+        return left // self.global_batch if self.remainder == "drop" else -(-left // self.global_batch)
+
+    def batches(self, epoch: int, position: int = 0) -> Iterator[Batch]:
+        """This rank's batches of ``epoch``.
+
+        Args:
+            epoch: decides the order.
+            position: samples of that order which the ranks, as many as there were, have taken together before; the
+                batches go on from there.
+        Raises:
+            InvalidArgumentError: a negative epoch or position.
+        """
+        if not isinstance(position, int) or position < 0:
+            raise InvalidArgumentError(f"position must be an integer >= 0, got {position!r}.")
+        return self._batches(self.order(epoch), position)
+
+    def _batches(self, order: Indices, position: int) -> Iterator[Batch]:
+        global_batch = self.global_batch
+        for step in range(self.steps_left(position)):
+            start = position + step * global_batch
             chunk = order[start : start + global_batch]
             if len(chunk) < global_batch and self.remainder == "exact":
                 yield self._exact_part(chunk)
@@ -96,8 +119,80 @@ class Shard:
             first = self.world.rank * self.batch_size
             yield Batch(chunk[first : first + self.batch_size], 1.0)
 
+    def facts(self, epoch: int) -> dict[str, float]:
+        """What must be the same on every rank, by name, for ``check_agreement``.
+
+        Args:
+            epoch: where this rank is.
+        """
+        numbers = {"epoch": epoch, "n_samples": self.n_samples, "batch_size": self.batch_size, "seed": self.seed}
+        choices = {"shuffle": self.shuffle, "remainder": REMAINDERS.index(self.remainder)}
+        return {f"loader.{name}": float(value) for name, value in {**numbers, **choices}.items()}
+
     def _exact_part(self, chunk: Indices) -> Batch:
         part = np.array_split(chunk, self.world.size)[self.world.rank]
         if len(part) == 0:
             return Batch(chunk[:1], 0.0)
         return Batch(part, len(part) * self.world.size / len(chunk))
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a training is in its data, counted in samples, so that it means the same for any number of ranks.
+
+    Attributes:
+        epoch: the one that is under way, or that is next.
+        samples: of the epoch's order, taken by all ranks together.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+
+    def after(self, share: Shard, step: int) -> Position:
+        """The position after ``step`` more steps; a complete epoch is the beginning of the next."""
+        samples = min(self.samples + step * share.global_batch, share.n_samples)
+        return Position(self.epoch, samples) if share.steps_left(samples) else Position(self.epoch + 1)
+
+    def state(self, share: Shard) -> dict[str, int]:
+        """The position, counted in samples, as plain values for a checkpoint, with what tells this data and order."""
+        counted = {"epoch": self.epoch, "position": self.samples}
+        samples = self.epoch * share.n_samples + self.samples
+        return {**counted, "samples": samples, "n_samples": share.n_samples, "seed": share.seed}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], share: Shard) -> Position:
+        """Where ``state`` was taken, for a share of the same data, on however many ranks that was.
+
+        Raises:
+            CheckpointError: it belongs to another data set or order, or is none.
+        """
+        for name, mine in (("n_samples", share.n_samples), ("seed", share.seed)):
+            if state.get(name) != mine:
+                raise CheckpointError(
+                    f"the checkpoint's data had {name}={state.get(name)}, this loader has {mine}; shard the same data "
+                    "with the same seed, or restore without the loader."
+                )
+        epoch, samples = state.get("epoch"), state.get("position")
+        if not (isinstance(epoch, int) and isinstance(samples, int) and min(epoch, samples) >= 0):
+            raise CheckpointError(
+                f"the checkpoint's position in the data is none: epoch {epoch!r}, sample {samples!r}."
+            )
+        return cls(epoch, samples).after(share, 0)
+
+    def steps(self, share: Shard) -> int:
+        """Steps that lead here from the beginning, with as many ranks as ``share`` has."""
+        return self.epoch * len(share) + -(-self.samples // share.global_batch)
+
+
+def stream_weights(sizes: Sequence[int], batch_size: int, remainder: str) -> list[float] | None:
+    """What a sample of each rank counts in one step over streams of unknown length; None when they have ended.
+
+    Args:
+        sizes: samples that each rank has left for this step, by rank.
+        batch_size: samples per step on one rank.
+        remainder: "drop" ends with the first rank that cannot fill a batch, "exact" when no rank has a sample left.
+    """
+    if remainder == "drop":
+        return [1.0] * len(sizes) if min(sizes) == batch_size else None
+    total = sum(sizes)
+    return [size * len(sizes) / total for size in sizes] if total else None

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit import InvalidArgumentError, Topology
+from hvdkit import CheckpointError, InvalidArgumentError, Topology
 from hvdkit.steps.epochs import steps_per_epoch
-from hvdkit.steps.shards import Shard
+from hvdkit.steps.shards import Position, Shard, stream_weights
 
 SIZES = {"n_samples": st.integers(1, 300), "size": st.integers(1, 9), "batch_size": st.integers(1, 40)}
 
@@ -131,3 +131,59 @@ def test_an_unknown_policy_a_bad_seed_and_a_bad_epoch_are_refused():
         Shard(10, Topology(0, 2), 2, seed=-1)
     with pytest.raises(InvalidArgumentError, match="epoch"):
         Shard(10, Topology(0, 2), 2).order(-1)
+
+
+def test_steps_over_streams_are_weighted_by_what_each_rank_has():
+    assert stream_weights([4, 4], 4, "drop") == [1.0, 1.0]
+    assert stream_weights([4, 3], 4, "drop") is None
+    assert stream_weights([4, 3, 0], 4, "exact") == [12 / 7, 9 / 7, 0.0]
+    assert stream_weights([4, 4], 4, "exact") == [1.0, 1.0]
+    assert stream_weights([0, 0], 4, "exact") is None
+
+
+def test_what_all_ranks_must_share_is_named():
+    facts = [Shard(53, Topology(rank, 3), 4, "exact", seed=2).facts(epoch=5) for rank in range(3)]
+    assert facts[0] == facts[1] == facts[2]
+    assert (facts[0]["loader.epoch"], facts[0]["loader.seed"], facts[0]["loader.n_samples"]) == (5, 2, 53)
+    assert Shard(53, Topology(0, 3), 4, "pad", seed=2).facts(epoch=5) != facts[0]
+
+
+@given(
+    st.integers(1, 60), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(0, 8)
+)
+def test_another_number_of_ranks_goes_on_where_the_first_stopped(n_samples, size, other, batch, other_batch, steps):
+    def share(rank, size, batch):
+        return Shard(n_samples, Topology(rank, size), batch, "exact", seed=1)
+
+    def trained(shares, position, steps=None):
+        rounds = list(zip(*(one.batches(position.epoch, position.samples) for one in shares), strict=True))
+        return [i for batches in rounds[:steps] for one in batches if one.weight for i in one.indices.tolist()]
+
+    first, second = ([share(r, n, b) for r in range(n)] for n, b in ((size, batch), (other, other_batch)))
+    stopped = Position().after(first[0], min(steps, len(first[0])))
+    before = trained(first, Position(), steps)
+    after = trained(second, stopped) if stopped.epoch == 0 else []
+    assert sorted(before + after) == list(range(n_samples))
+    assert stopped.epoch == (len(before) == n_samples)
+    assert stopped.steps(first[0]) == min(steps, len(first[0]))
+
+
+def test_a_position_counts_the_steps_of_another_size():
+    one, four = (Shard(100, Topology(0, size), 5) for size in (1, 4))
+    position = Position(2, 60)
+    assert position.steps(one) == 2 * 20 + 12 and position.steps(four) == 2 * 5 + 3
+    with pytest.raises(InvalidArgumentError, match="position must be an integer >= 0, got -1"):
+        list(one.batches(0, -1))
+
+
+def test_a_position_is_kept_as_plain_values_and_belongs_to_its_data():
+    share, other_seed = Shard(100, Topology(0, 2), 5, seed=1), Shard(100, Topology(0, 2), 5, seed=2)
+    state = Position(2, 60).state(share)
+    assert state == {"epoch": 2, "position": 60, "samples": 260, "n_samples": 100, "seed": 1}
+    assert Position.of(state, share) == Position(2, 60)
+    assert Position.of({**state, "position": 100}, share) == Position(3, 0)
+    with pytest.raises(CheckpointError, match="data had seed=1, this loader has 2"):
+        Position.of(state, other_seed)
+    for bad in ({**state, "epoch": -1}, {**state, "position": "x"}, {"n_samples": 100, "seed": 1}):
+        with pytest.raises(CheckpointError, match="position in the data is none"):
+            Position.of(bad, share)

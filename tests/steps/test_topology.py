@@ -65,3 +65,24 @@ def test_disagreement_names_both_sides(seen, told, explains):
         topology.confirm(seen, *told, "srun", "Open MPI v5.0.11")
     assert f"srun started rank {told[0]} of {told[1]}" in str(raised.value)
     assert f"(over Open MPI v5.0.11) sees rank {seen.rank} of {seen.size}" in str(raised.value)
+
+
+def test_what_a_launcher_does_not_say_comes_from_horovod():
+    world = Topology(3, 8, 1, 2, 1, 4, "aprun")
+    assert topology.confirm(world, 3, None, "aprun", "MPICH") is world
+    with pytest.raises(TopologyMismatchError, match=r"aprun started rank 3, but Horovod .* sees rank 0 of 1"):
+        topology.confirm(Topology(0, 1), 3, None, "aprun", "MPICH")
+
+
+class OneProcess:
+    """What Horovod says when it was started without a launcher."""
+
+    def __getattr__(self, name):
+        return lambda: int(name.endswith("size"))
+
+
+def test_a_process_without_a_launcher_says_that_it_is_alone(caplog):
+    assert topology.start(OneProcess(), {}) == Topology(0, 1, 0, 1, 0, 1, "none")
+    (record,) = caplog.records
+    assert "no launcher started this process (known: horovodrun, torchrun, jsrun" in record.getMessage()
+    assert "trains alone, as rank 0 of 1" in record.getMessage()

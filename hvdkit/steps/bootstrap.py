@@ -1,0 +1,140 @@
+"""Connects Horovod over Gloo under any launcher, without MPI and without ssh.
+
+Horovod's own launchers start a rendezvous server and set variables for each rank; here rank 0 starts that server, and
+each rank sets its own, after a meeting at the first host that the launcher's environment names. It is what ``init``
+does when a launcher started several ranks and MPI would leave each of them alone, or Horovod was built without MPI.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import LauncherError
+from hvdkit.steps import hosts, meeting, mpi_library
+from hvdkit.steps.launchers import Launched
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+    "jsrun": ("LSB_JOBID", "PMIX_NAMESPACE"),
+    "Open MPI": ("PMIX_NAMESPACE",),
+    "PALS": ("PALS_APID",),
+    "Flux": ("FLUX_JOB_ID",),
+    "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+}
+"""For each launcher the variables that together name one job step and no other."""
+_servers: list[Any] = []  # kept alive as long as the process
+
+
+def root_host(launched: Launched, environ: Mapping[str, str]) -> str | None:
+    """The host of rank 0, None where nothing says it."""
+    if launched.launcher == "torchrun":
+        return environ.get("MASTER_ADDR")
+    if launched.size is not None and launched.local_size == launched.size:
+        return "127.0.0.1"
+    listed = hosts.of_job(environ)
+    return listed[0] if listed else None
+
+
+def key(launched: Launched, environ: Mapping[str, str]) -> str | None:
+    """What names this job step and no other, None where nothing does."""
+    parts = [environ[name] for name in _KEYS.get(launched.launcher, ()) if environ.get(name)]
+    return "/".join([launched.launcher, str(os.getuid()), *parts]) if parts else None
+
+
+def is_needed(horovod: Any, launched: Launched, environ: Mapping[str, str]) -> bool:
+    """Whether this job must and can be connected over Gloo.
+
+    It must, where MPI would not find the launcher's other ranks: Horovod has no MPI, or the launcher did not give what
+    this MPI looks for (MPI itself can be asked only once: an MPI that has left a process alone cannot start again).
+    """
+    wanted = environ.get("HOROVOD_CONTROLLER", "").lower()
+    over_mpi = wanted != "gloo" and bool(horovod.mpi_built()) and mpi_library.finds_ranks(environ)
+    return (
+        launched.launcher in _KEYS
+        and launched.size is not None
+        and launched.size > 1
+        and wanted in ("", "gloo")
+        and not over_mpi
+        and bool(horovod.gloo_built())
+        and root_host(launched, environ) is not None
+        and key(launched, environ) is not None
+    )
+
+
+def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.0) -> dict[str, str]:
+    """Meet the other ranks and start the rendezvous; a collective.
+
+    Args:
+        launched: this process by its launcher; ``is_needed``.
+        environ: the process environment.
+        timeout: seconds until all ranks must be there.
+    Returns:
+        The variables that Horovod's ``init`` needs, to be set in ``os.environ``.
+    Raises:
+        LauncherError: the ranks do not find each other.
+    """
+    place, name = root_host(launched, environ), key(launched, environ)
+    if place is None or name is None or launched.size is None:
+        raise LauncherError(f"{launched.launcher}'s environment does not say where rank 0 is; use `hvdkit launch`.")
+    host = environ.get("SLURMD_NODENAME")
+    met = meeting.meet(
+        launched.rank, launched.size, hosts.address(place), name, _start_rendezvous, host=host, timeout=timeout
+    )
+    local_rank, local_size, cross_rank, cross_size = met.place(launched.rank)
+    return {
+        "HOROVOD_HOSTNAME": met.hosts[launched.rank],
+        "HOROVOD_RANK": str(launched.rank),
+        "HOROVOD_SIZE": str(launched.size),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(local_size),
+        "HOROVOD_CROSS_RANK": str(cross_rank),
+        "HOROVOD_CROSS_SIZE": str(cross_size),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": environ.get("HOROVOD_CPU_OPERATIONS", "gloo"),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": met.address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(met.told["port"]),
+        "HOROVOD_GLOO_IFACE": environ.get("HOROVOD_GLOO_IFACE") or interface_of(met.own_address),
+    }
+
+
+def _start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousServer
+
+    met = meeting.Meeting(tuple(by_rank), address, address, {})
+    slots = []
+    for rank, host in enumerate(by_rank):
+        local_rank, local_size, cross_rank, cross_size = met.place(rank)
+        slots.append(SlotInfo(host, rank, local_rank, cross_rank, len(by_rank), local_size, cross_size))
+    server = RendezvousServer()
+    port = server.start()
+    server.init(slots)
+    _servers.append(server)
+    return {"port": port}
+
+
+def interface_of(address: str) -> str:
+    """The name of this host's network interface with an IPv4 address, "lo" for 127.0.0.1.
+
+    Raises:
+        LauncherError: no interface has it.
+    """
+    wanted = socket.inet_aton(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for path in sorted(Path("/sys/class/net").iterdir()):
+            request = struct.pack("256s", path.name[:15].encode())
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if answer[20:24] == wanted:
+                return path.name
+    if wanted[:1] == b"\x7f":
+        return "lo"
+    raise LauncherError(f"no network interface of this host has the address {address}; set HOROVOD_GLOO_IFACE.")

@@ -1,0 +1,121 @@
+"""What an elastic training is in every framework: commits, the way back to the last one, the number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from hvdkit.steps import learning_rate, topology
+from hvdkit.steps.topology import Topology
+
+
+class ElasticBase(ABC):
+    """The part of an adapter's ``ElasticState`` that knows no framework; stands before Horovod's own ``State``.
+
+    Attributes:
+        loader: the sharded data, whose position is committed.
+        schedule: the warmup, or None.
+        world: the ranks that there are now.
+    """
+
+    loader: Any
+    schedule: Any
+    world: Topology
+
+    def _begin(self, horovod: Any, loader: Any, schedule: Any, rule: str, values: dict[str, Any]) -> None:
+        """Take the first commit.
+
+        Args:
+            horovod: Horovod's module for the framework.
+            rule: how learning rates follow the number of ranks.
+            values: of the user's own, kept as attributes.
+        Raises:
+            InvalidArgumentError: an unknown rule.
+        """
+        learning_rate.scale_factor(1, rule)
+        self._horovod, self._rule = horovod, rule
+        self.loader, self.schedule, self.world = loader, schedule, loader.share.world
+        self._names = tuple(values)
+        self._set_values(values)
+        self._commits = 0
+        self.save()
+        self._commits = 0  # nothing is trained yet: a rank that has committed knows more
+
+    @abstractmethod
+    def _copy(self) -> Any:
+        """Model and optimizer, copied to the host's memory."""
+
+    @abstractmethod
+    def _put_back(self, copied: Any) -> None:
+        """Make model and optimizer what ``_copy`` returned, which is kept."""
+
+    @abstractmethod
+    def _gather_commits(self, own: int) -> list[int]:
+        """Every rank's number of commits, by rank; a collective."""
+
+    @abstractmethod
+    def _broadcast(self, root: int) -> None:
+        """Give every rank the root's model and optimizer; a collective."""
+
+    @abstractmethod
+    def _scale_rates(self, factor: float) -> None:
+        """Multiply the optimizer's learning rates."""
+
+    def _place(self, world: Topology) -> Topology:
+        """Tell whoever else must know that the ranks are others."""
+        return world
+
+    def _peer_errors(self) -> AbstractContextManager[None]:
+        """Where a lost rank's error becomes the one that Horovod Elastic waits for."""
+        return nullcontext()
+
+    def save(self) -> None:
+        """Called by ``commit``."""
+        self._committed = (self._copy(), self.loader.state(), copy.deepcopy(self._values()))
+        self._commits += 1
+
+    def restore(self) -> None:
+        """Called by Horovod when ranks are lost: back to the last commit."""
+        copied, position, values = self._committed
+        self._put_back(copied)
+        self.loader.load_state(position)
+        self._set_values(copy.deepcopy(values))
+
+    def sync(self) -> None:
+        """Called by Horovod when the ranks have met: all take the state of the one that has committed most."""
+        with self._peer_errors():
+            commits = self._gather_commits(self._commits)
+            root = commits.index(max(commits))
+            self._broadcast(root)
+            mine = (self.loader.state(), self._values(), self._commits)
+            everything = self._horovod.broadcast_object(mine, root_rank=root, name="hvdkit.elastic.values")
+        position, values, self._commits = everything
+        self.loader.load_state(position)
+        self._set_values(values)
+        self._follow_size(self._horovod.size())  # a rank that joins has got rates that follow the new number already
+        self.save()
+
+    def reset(self) -> None:
+        """Called by Horovod after it has started anew."""
+        self._follow_size(self.world.size)
+        self.save()
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _set_values(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def _follow_size(self, before: int) -> None:
+        """Adapt loader, schedule and learning rates, which are those of ``before`` ranks."""
+        self.world = self._place(topology.of(self._horovod, self.world.launcher))
+        self.loader.follow(self.world)
+        if self.world.size != before:
+            now, then = (learning_rate.scale_factor(size, self._rule) for size in (self.world.size, before))
+            self._scale_rates(now / then)
+        if self.schedule is not None:
+            self.schedule.follow(self.world, len(self.loader.share))
+            self.schedule.go_to(self.loader.position.steps(self.loader.share))

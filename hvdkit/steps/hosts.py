@@ -1,0 +1,110 @@
+"""Which hosts a job has, from what its batch system or launcher tells each process."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdkit.errors import LauncherError
+
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+_NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_NODEFILES = ("PBS_NODEFILE", "COBALT_NODEFILE")
+
+
+def expand(hostlist: str) -> list[str]:
+    """The hosts of a Slurm host list, in its order: ``n[1-3,7],gpu-[01-02]``.
+
+    Raises:
+        LauncherError: brackets that do not match, or a range that is none.
+    Source: Slurm, scontrol(1), "show hostnames".
+    """
+    hosts = []
+    for part in _split(hostlist):
+        hosts += _expand_one(part, hostlist)
+    return hosts
+
+
+def _split(hostlist: str) -> list[str]:
+    """Cut at the commas that are not inside brackets."""
+    parts, depth, current = [], 0, ""
+    for character in hostlist:
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += character
+    if depth:
+        raise LauncherError(f"the host list {hostlist!r} has brackets that do not match.")
+    return [part.strip() for part in [*parts, current] if part.strip()]
+
+
+def _expand_one(part: str, hostlist: str) -> list[str]:
+    match = _BRACKETS.search(part)
+    if match is None:
+        return [part]
+    names = []
+    for piece in match[1].split(","):
+        first, dash, last = piece.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
+            raise LauncherError(f"the host list {hostlist!r} has {piece!r} where a number or a range is due.")
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    head, tail = part[: match.start()], part[match.end() :]
+    return (
+        [f"{head}{name}{rest}" for name in names for rest in _expand_one(tail, hostlist)]
+        if tail
+        else [f"{head}{name}" for name in names]
+    )
+
+
+def address(host: str) -> str:
+    """A name or address by which a host can be reached: its own name, or what Slurm calls its address.
+
+    Some clusters give their nodes names that no name server knows.
+
+    Source: Slurm, scontrol(1), "show node", NodeAddr.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        scontrol = shutil.which("scontrol")
+        if scontrol is None:
+            return host
+        done = subprocess.run([scontrol, "show", "node", host], capture_output=True, text=True, timeout=30, check=False)
+        found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+        return found[1] if found else host
+    return host
+
+
+def of_job(environ: Mapping[str, str]) -> list[str]:
+    """The hosts that the batch system gave, each once, in its order; empty where nothing says so.
+
+    Args:
+        environ: Slurm's node lists, or the files that PBS_NODEFILE, COBALT_NODEFILE or LSB_DJOB_RANKFILE name.
+    Raises:
+        LauncherError: a list or file that cannot be read.
+    """
+    for name in _NODELISTS:
+        if environ.get(name):
+            return expand(environ[name])
+    for name in _NODEFILES:
+        if environ.get(name):
+            return list(dict.fromkeys(_lines(name, environ[name])))
+    if environ.get("LSB_DJOB_RANKFILE"):
+        # The first line is the host that runs the batch script; jsrun starts ranks there only if it comes again.
+        first, *rest = _lines("LSB_DJOB_RANKFILE", environ["LSB_DJOB_RANKFILE"]) or [""]
+        return list(dict.fromkeys(rest or [first]))
+    return []
+
+
+def _lines(name: str, file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise LauncherError(f"{name} names {file}, which cannot be read: {error.strerror}.") from error

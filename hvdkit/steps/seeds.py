@@ -1,0 +1,65 @@
+"""Random streams: one that all ranks share while models are made, and one of its own for each rank.
+
+Every stream is a child of ``numpy.random.SeedSequence(seed)`` with a spawn key of its own, so that no two streams of a
+job overlap, whatever the seeds are (O'Neill, "Developing a seed_seq Alternative", 2015; NumPy, "Parallel random number
+generation"). The same seed, size and rank give the same numbers in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.topology import Topology
+
+_SHARED, _OWN = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Seeds:
+    """The random streams of one process. Made by ``seed_everything``.
+
+    Args:
+        seed: of the whole job, an integer >= 0, the same on every rank.
+        world: the job; ``rank`` is used.
+    Raises:
+        InvalidArgumentError: not an integer >= 0.
+    """
+
+    seed: int
+    world: Topology
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
+            raise InvalidArgumentError(f"seed must be an integer >= 0, got {self.seed!r}.")
+
+    def shared(self) -> np.random.SeedSequence:
+        """The stream that is the same on every rank: what models are initialised from."""
+        return np.random.SeedSequence(self.seed, spawn_key=(_SHARED,))
+
+    def own(self, *purpose: int) -> np.random.SeedSequence:
+        """This rank's stream, or one of its branches.
+
+        Args:
+            purpose: numbers >= 0 that tell the branches apart; none: the stream itself.
+        """
+        return np.random.SeedSequence(self.seed, spawn_key=(_OWN, self.world.rank, *purpose))
+
+    def generator(self, *purpose: int) -> np.random.Generator:
+        """A NumPy generator on this rank's stream, for random numbers of your own.
+
+        Args:
+            purpose: see ``own``.
+        """
+        return np.random.default_rng(self.own(*purpose))
+
+
+def integer(stream: np.random.SeedSequence, bits: int = 64) -> int:
+    """A stream as the single integer that other libraries take as a seed.
+
+    Args:
+        bits: its length, at most 64.
+    """
+    return int(stream.generate_state(1, np.uint64)[0]) >> (64 - bits)

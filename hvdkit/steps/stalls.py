@@ -1,0 +1,109 @@
+"""Where a process stands when the job no longer moves: shown to ``hvdkit launch --stall-timeout``, or ended by itself.
+
+Also run by path in Pythons that have no hvdkit (``hvdkit.launch.stacks``): nothing but the standard library is imported
+at import time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+VARIABLE = "HVDKIT_STACKS"
+"""``FD:INODE:SIGNAL``: a pipe to the process that watches this rank, and the signal at which stacks go into it."""
+STALLED_STATUS = 75
+"""Exit status of a job that was ended because it no longer moved (EX_TEMPFAIL of sysexits.h)."""
+
+
+def hand_in_stacks_when_asked() -> bool:
+    """Have the Python stacks of all threads written to the launcher's pipe when the launcher's signal comes.
+
+    Written in C by ``faulthandler``, so that it works in a process that waits for ever in a C library or a lock. The
+    program sees nothing of it and goes on.
+
+    Returns:
+        False when nobody asks, which is the case without ``hvdkit launch --stall-timeout``; also in a process that
+        inherited the variable but not the pipe.
+    """
+    asked = os.environ.get(VARIABLE)
+    if not asked:
+        return False
+    fd, inode, number = map(int, asked.split(":"))
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != inode:
+            return False  # a number of the parent's, meanwhile a file of the program's own
+    except OSError:
+        return False
+    faulthandler.register(number, file=fd, all_threads=True, chain=False)
+    return True
+
+
+@contextlib.contextmanager
+def must_go_on(seconds: float, directory: str | Path, rank: int) -> Iterator[Callable[[], None]]:
+    """End this process when it makes no progress for a while: ``--stall-timeout`` for any launcher and any hang.
+
+    Each rank watches itself, and the slowest limit counts; which rank is to blame is read from the files. ::
+
+        with must_go_on(600, "stacks", world.rank) as going_on:
+            for batch in loader:
+                train(batch)
+                going_on()
+
+    Args:
+        seconds: longest time between two calls, and before the first; > 0.
+        directory: where ``rank-K.txt`` with the Python stacks of all threads is written; made when it is needed.
+        rank: this process, 0 .. size-1, for the file's name.
+    Yields:
+        What to call after each step. When it is late, the process ends with status 75, without any clean-up, which
+        would wait for the other ranks.
+    Raises:
+        InvalidArgumentError: seconds is not above 0.
+    """
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        from hvdkit.errors import InvalidArgumentError  # not at import time, see above
+
+        raise InvalidArgumentError(f"seconds must be a number above 0, got {seconds!r}.")
+    last = time.monotonic()
+    left = threading.Event()
+
+    def going_on() -> None:
+        nonlocal last
+        last = time.monotonic()
+
+    def watch() -> None:
+        while (wait := last + seconds - time.monotonic()) > 0:
+            if left.wait(wait):
+                return
+        _end(seconds, Path(directory), rank)
+
+    watcher = threading.Thread(target=watch, name="hvdkit must_go_on", daemon=True)
+    watcher.start()
+    try:
+        yield going_on
+    finally:
+        left.set()
+        watcher.join()
+
+
+def _end(seconds: float, directory: Path, rank: int) -> None:
+    where = directory / f"rank-{rank}.txt"
+    what = f"rank {rank} made no progress for {seconds:g} s"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with where.open("w") as file:
+            file.write(f"{what}\n\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        sys.stderr.write(f"hvdkit: {what}; its stacks are in {where}.\n")
+    except OSError as error:
+        sys.stderr.write(f"hvdkit: {what}; its stacks cannot be written to {where} ({error.strerror}).\n")
+    sys.stderr.flush()
+    os._exit(STALLED_STATUS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps.checkpoint import CheckpointDirectory, Saved
+from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -30,15 +30,33 @@ except ImportError as error:
 if int(keras.__version__.split(".")[0]) < 3:
     raise MissingFrameworkError(f"hvdkit.keras needs Keras 3, found {keras.__version__}; run `pip install 'keras>=3'`.")
 
-from hvdkit import keras_callbacks, keras_data, keras_device, keras_guard, keras_optimizer, keras_state
-from hvdkit.keras_callbacks import AverageMetrics, BroadcastState, Checkpoint, LearningRateSchedule, Warmup
+from hvdkit import (
+    keras_callbacks,
+    keras_checkpoint,
+    keras_data,
+    keras_device,
+    keras_guard,
+    keras_optimizer,
+    keras_state,
+)
+from hvdkit.keras_agreement import CheckAgreement, check_agreement
+from hvdkit.keras_callbacks import BroadcastState
+from hvdkit.keras_checkpoint import Checkpoint
+from hvdkit.keras_elastic import ElasticCommit, ElasticState, run_elastic
+from hvdkit.keras_evaluate import evaluate
+from hvdkit.keras_metrics import AverageMetrics
+from hvdkit.keras_rates import LearningRateSchedule, Warmup
+from hvdkit.keras_seeds import seed_everything
 from hvdkit.keras_transport import TRANSPORT
 
 __all__ = [
     "AverageMetrics",
     "BroadcastState",
+    "CheckAgreement",
     "Checkpoint",
     "Checkpoints",
+    "ElasticCommit",
+    "ElasticState",
     "LearningRateSchedule",
     "Topology",
     "Warmup",
@@ -46,10 +64,13 @@ __all__ = [
     "broadcast_state",
     "check_agreement",
     "distribute",
+    "evaluate",
     "fit",
     "init",
     "pin_device",
+    "run_elastic",
     "scale_lr",
+    "seed_everything",
     "shard",
     "steps_per_epoch",
     "warmup",
@@ -64,7 +85,8 @@ def init() -> Topology:
 
     From now on every ``fit`` of this process is guarded, as no training may end unsynchronised unnoticed: ``init``
     replaces ``keras.Model.fit`` by one that runs the original with one more callback. On several ranks it refuses an
-    optimizer that is not distributed and ranks that would take different numbers of steps; compares weights and
+    optimizer that is not distributed, ranks that would take different numbers of steps, and losses that undo the
+    weights of ``shard(remainder="exact")``; compares weights and
     optimizer state before and after the first step and at the end; sets BatchNormalization's moving statistics to
     their mean over the ranks after each epoch; and lets only rank 0 print progress.
 
@@ -178,7 +200,8 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
 
     Args:
         model: built; weights and statistics are overwritten on all ranks but the root. The states of random
-            generators stay each rank's own, so that dropout may differ.
+            generators are not; after ``seed_everything`` they, and Keras itself, move from the stream that all ranks
+            share to this rank's own, so that dropout differs.
         optimizer: its slots are made where it has none yet, and its whole state (slots, step counter, learning rate)
             is overwritten too. No step is taken.
         root: rank to copy from.
@@ -201,32 +224,64 @@ class Checkpoints:
     Args:
         directory: where they live, on a file system that the root can write.
         keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
-        self._directory = CheckpointDirectory(directory, keep)
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
+        self._store = keras_checkpoint.Store(directory, keep, keep_best)
 
-    def save(self, model: Any, optimizer: Any | None = None, *, step: int, **metadata: Any) -> Saved:
-        """Write model and optimizer as the checkpoint of ``step``; returns when it is complete on disk.
+    def save(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        step: int,
+        loader: Any = None,
+        score: float | None = None,
+        **metadata: Any,
+    ) -> Saved:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
 
         Args:
             step: optimizer steps completed.
-            metadata: JSON values to find again in ``Saved.metadata``, for example ``epoch=3``.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk.
         Raises:
-            InvalidArgumentError: a bad step, metadata that is not JSON, or a model that is not built.
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, or a model that is not built.
             CheckpointError: it could not be written; earlier checkpoints are intact.
         """
-        return keras_callbacks.save(self._directory, model, optimizer, step, metadata)
+        return self._store.save(model, optimizer, step, loader, score, metadata)
 
-    def restore(self, model: Any, optimizer: Any | None = None) -> Saved | None:
-        """Load the newest valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+    def restore(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+    ) -> Saved | None:
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
 
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
+        same order, the warmup at the same sample, and the optimizer keeps the learning rate that it was made with. On
+        as many ranks as before everything continues bit for bit (on CPUs), random numbers included.
+
+        Args:
+            loader: from ``shard``, over the same data with the same seed; goes on where it was: the next ``fit``, with
+                ``initial_epoch=loader.epoch``, or the next loop over it.
+            schedule: from ``warmup``; needs the loader. Only for loops of your own: in ``fit`` it follows by itself.
+            which: "latest" or "best" (the highest score).
         Returns:
             Where it was, its step and metadata, and which newer ones were skipped and why.
         Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another model or optimizer.
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown ``which``.
         """
-        return keras_callbacks.restore(self._directory, model, optimizer)
+        return self._store.restore(model, optimizer, loader, schedule, which)
 
 
 # 7 ------------------------------------------------------------------------------------------------------------------
@@ -250,8 +305,9 @@ def shard(
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)`` and Keras weighs the losses by w (m,). That is exact for losses reduced by
-            "sum_over_batch_size", Keras' default; "mean_with_sample_weight" would divide the weights out again.
-        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+            "sum_over_batch_size", Keras' default; on several ranks ``fit`` refuses "sum" and
+            "mean_with_sample_weight", which would divide the weights out again.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to repeat one.
         seed: of the order, the same on every rank.
     Raises:
         InvalidArgumentError: not arrays, arrays of several lengths, or bad numbers.
@@ -278,20 +334,6 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
     return keras_state.average(metrics, world.size)
 
 
-def check_agreement(model: Any, optimizer: Any | None, world: Topology) -> None:
-    """Check that all ranks hold bit-identical weights, statistics and optimizer state.
-
-    Raises:
-        AgreementError: on every rank; names the first differing variable, the ranks on each side and, where the
-            layouts match, the largest difference.
-    """
-    variables = keras_state.model_variables(model)
-    if optimizer is not None:
-        variables += list(optimizer.variables)
-    if world.size > 1:
-        keras_state.check_agreement(variables)
-
-
 def fit(
     model: Any,
     make_optimizer: Callable[[float], Any],
@@ -314,7 +356,8 @@ def fit(
         loss: as for ``compile``.
         train_set: arrays (x, y), see ``shard``.
         epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
-        checkpoint_dir: where to save after each epoch.
+        checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
+            checkpoint already; the history then begins with the epoch after it.
         kind, seed: see ``pin_device`` and ``shard``.
     Raises:
         InvalidArgumentError: a number out of range.
@@ -324,9 +367,9 @@ def fit(
     optimizer = distribute(make_optimizer(scale_lr(base_lr, world)))  # 3, 4
     model.compile(optimizer, loss)
     broadcast_state(model, optimizer)  # 5
-    saving = [Checkpoint(checkpoint_dir, resume=False)] if checkpoint_dir is not None else []  # 6
+    saving = [Checkpoint(checkpoint_dir)] if checkpoint_dir is not None else []  # 6
     data = shard(train_set, world, batch_size, seed=seed)  # 7
     steps = steps_per_epoch(data.share.n_samples, batch_size, world)  # 8
     callbacks = [AverageMetrics(world), warmup(optimizer, world, steps, warmup_epochs), *saving]
     history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
-    return [{"loss": mean} for mean in history["loss"]]
+    return [{"loss": mean} for mean in history.get("loss", [])]

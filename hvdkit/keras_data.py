@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Batch, Shard
+from hvdkit.steps.shards import Batch, Position, Shard
+from hvdkit.steps.topology import Topology
 
 
 def as_arrays(dataset: Any) -> tuple[Any, ...]:
@@ -35,29 +39,89 @@ class ShardedData(keras.utils.PyDataset):  # type: ignore[misc]
     """This rank's part of every global batch; a new order in each pass. Made by ``hvdkit.keras.shard``.
 
     A ``keras.utils.PyDataset`` for ``fit`` and ``evaluate``, and an iterable of batches for loops of your own.
+
+    Attributes:
+        share: which samples are this rank's.
+        position: how far the training has come in its data, all ranks together.
     """
 
     def __init__(self, arrays: tuple[Any, ...], share: Shard) -> None:
         super().__init__(workers=1, use_multiprocessing=False)  # passes are told apart by reads that come in order
         self.share = share
-        self.epoch = 0
+        self.position = Position()
+        self._next = Position()
         self._arrays = arrays
         self._plan: list[Batch] = []
         self._training = False
-        self._next = 0
+        self._read = 0
 
     def __len__(self) -> int:
         return len(self.share)
 
+    @property
+    def num_batches(self) -> int:
+        """What Keras reads in the pass that begins; outside of one, and for its progress line, a whole epoch."""
+        return self.share.steps_left(self._next.samples) if self._training else len(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass will be; each pass advances it by one when it begins."""
+        return self._next.epoch
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the next pass that were taken before this process went on in mid-epoch."""
+        return len(self) - self.share.steps_left(self._next.samples)
+
+    @property
+    def ends_with_filler(self) -> bool:
+        """Whether this rank has no sample of its own in the last step of the pass that is under way."""
+        share = self.share
+        left = (share.n_samples - self.position.samples) % share.global_batch
+        return share.remainder == "exact" and 0 < left <= share.world.rank
+
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass ``epoch``: needed only to resume, or to repeat an order.
+        """Make the next pass ``epoch``, from its beginning: needed only to repeat an order.
 
         Raises:
             InvalidArgumentError: not an integer >= 0.
         """
         if not isinstance(epoch, int) or epoch < 0:
             raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self.epoch = epoch
+        self.position = self._next = Position(epoch)
+
+    def state(self) -> dict[str, int]:
+        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last step."""
+        return self.position.state(self.share)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on however many ranks that was.
+
+        Raises:
+            CheckpointError: it belongs to another data set or order, or is none.
+        """
+        self.position = self._next = Position.of(state, self.share)
+
+    def follow(self, world: Topology) -> None:
+        """Go on at the same sample as this rank of another world."""
+        self.share = replace(self.share, world=world)
+        self.position = self._next = self.position.after(self.share, 0)
+
+    def advance(self, steps: int) -> None:
+        """Count steps that were trained in the pass that is under way."""
+        for _ in range(steps):
+            self.position = self.position.after(self.share, 1)
+            under_way = self.position.samples > 0
+            self._next = Position(self.position.epoch + under_way)
+
+    def reader(self) -> ShardedData:
+        """A copy for one ``fit``, which may look at batches and read ahead without moving the position."""
+        return copy.copy(self)
+
+    def go_to(self, other: ShardedData) -> None:
+        """Begin the next pass where ``other`` begins its."""
+        self.share, self.position, self._next = other.share, other._next, other._next
+        other.position = other._next
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         """Batch ``index`` of the pass that Keras is in; outside of one, of the next pass.
@@ -69,21 +133,27 @@ class ShardedData(keras.utils.PyDataset):  # type: ignore[misc]
             InvalidArgumentError: Keras shuffles the batches by itself, on each rank differently.
         """
         if index == 0 or not self._plan:
-            self._plan = list(self.share.batches(self.epoch))
+            self._plan = list(self.share.batches(self._next.epoch, self._next.samples))
             if self._training:
-                self.epoch += 1
-        if self._training and index not in (0, self._next):
+                self._next = Position(self._next.epoch + 1)
+        if self._training and index not in (0, self._read):
             raise InvalidArgumentError(
-                f"batch {index} was read where batch {self._next} was due: fit shuffles the batches, and the ranks' "
+                f"batch {index} was read where batch {self._read} was due: fit shuffles the batches, and the ranks' "
                 "would no longer belong together; call hvdkit.keras.init() before fit, or fit(shuffle=False)."
             )
-        self._next = index + 1
-        return self._contents(self._plan[index])
+        self._read = index + 1
+        # To know the batches' types Keras looks at two, and of an epoch there may be one left.
+        return self._contents(self._plan[min(index, len(self._plan) - 1)])
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        batches = self.share.batches(self.epoch)
-        self.epoch += 1
-        return map(self._contents, batches)
+        start = self.position = self._next
+        self._next = Position(start.epoch + 1)
+        return self._counted(start)
+
+    def _counted(self, start: Position) -> Iterator[tuple[Any, ...]]:
+        for taken, batch in enumerate(self.share.batches(start.epoch, start.samples), start=1):
+            self.position = start.after(self.share, taken)
+            yield self._contents(batch)
 
     def on_epoch_begin(self) -> None:
         """Called by Keras."""
@@ -102,3 +172,29 @@ class ShardedData(keras.utils.PyDataset):  # type: ignore[misc]
             own = np.asarray(parts[2])
             weights = own * weights.reshape(-1, *(1 for _ in own.shape[1:]))
         return (*parts[:2], weights)
+
+
+_TRAINED: WeakKeyDictionary[Any, ShardedData] = WeakKeyDictionary()
+
+
+def set_trained_on(model: Any, data: ShardedData | None) -> None:
+    """Note what the ``fit`` that begins trains on, for its callbacks, which Keras does not tell."""
+    _TRAINED.pop(model, None)
+    if data is not None:
+        _TRAINED[model] = data
+
+
+def trained_on(model: Any) -> ShardedData | None:
+    """What the model's ``fit`` trains on, where that is from ``shard``."""
+    return _TRAINED.get(model)
+
+
+def require_sharded(loader: Any) -> ShardedData:
+    """The data of ``shard``.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    if not isinstance(loader, ShardedData):
+        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
+    return loader

@@ -13,26 +13,35 @@ Every failure is one error, raised on all ranks that are still there to raise it
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import inspect
+import os
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdkit import keras_state
+from hvdkit import keras_agreement, keras_random_state, keras_state
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.keras_data import ShardedData
-from hvdkit.keras_optimizer import is_distributed, move_to_loss_scale, taking_part
+from hvdkit.keras_data import ShardedData, set_trained_on
+from hvdkit.keras_metrics import States
+from hvdkit.keras_optimizer import is_distributed, move_to_loss_scale, require_keras_3, taking_part
 from hvdkit.keras_transport import TRANSPORT
 from hvdkit.steps import agreement
+from hvdkit.steps.ranks import name_ranks
 
 _UNKNOWN, _ENDED = -1, -2
 
 
 def install() -> None:
-    """Guard ``keras.Model.fit`` in this process, once."""
+    """Guard ``keras.Model.fit`` in this process, once, and where Keras 2 (tf_keras) is in use its ``fit`` too."""
+    legacy = "tf_keras" in sys.modules or os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
+    if legacy and importlib.util.find_spec("tf_keras") is not None:
+        _refuse_legacy(importlib.import_module("tf_keras").Model)
     plain = keras.Model.fit
     if hasattr(plain, "_hvdkit_plain"):
         return
@@ -42,20 +51,70 @@ def install() -> None:
     def fit(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        model, guard = call.arguments["self"], Guard(call.arguments)
+        model, data = call.arguments["self"], call.arguments["x"]
+        guard = Guard(call.arguments)
         if keras_state.world().size > 1:
             _prepare(model)
+            _refuse_what_undoes_weights(model, call.arguments["x"])
             if not keras_state.world().is_root:
                 call.arguments["verbose"] = 0
-        if isinstance(call.arguments["x"], ShardedData):
+        if isinstance(data, ShardedData):
             call.arguments["shuffle"] = False  # it draws the same order on all ranks; Keras would draw one on each
+            call.arguments["x"] = guard.reader
+        set_trained_on(model, data if isinstance(data, ShardedData) else None)
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
-        history = plain(*call.args, **call.kwargs)
-        guard.check(model, "after training")
+        try:
+            history = plain(*call.args, **call.kwargs)
+            guard.check(model, "at the end")
+        except Exception as error:
+            _say_that_another_rank_is_gone(error)
+            raise
+        finally:
+            set_trained_on(model, None)
         return history
 
     fit._hvdkit_plain = plain  # type: ignore[attr-defined]
     keras.Model.fit = fit
+    _go_on_in_mid_epoch()
+
+
+def _go_on_in_mid_epoch() -> None:
+    """Let the first epoch of a ``fit`` that goes on be the rest of one, its batches numbered as in the whole."""
+    iterators = importlib.import_module("keras.src.trainers.epoch_iterator").EpochIterator
+    plain = iterators._enumerate_iterator
+
+    @functools.wraps(plain)
+    def enumerate_rest(self: Any) -> Any:
+        data = getattr(self.data_adapter, "py_dataset", None)
+        if not isinstance(data, ShardedData) or self.steps_per_epoch:
+            yield from plain(self)
+            return
+        done, self._num_batches = data.steps_done, len(data)
+        drawn = keras_random_state.backend_state() if done else None
+        for begin, end, batches in plain(self):
+            if drawn is not None:  # PyTorch's loaders draw a number when they begin; this one began long ago
+                keras_random_state.set_backend_state(drawn)
+                drawn = None
+            if begin < len(data) - done:
+                yield begin + done, end + done, batches
+
+    iterators._enumerate_iterator = enumerate_rest
+
+
+def _refuse_legacy(model_class: Any) -> None:
+    plain = model_class.fit
+    if hasattr(plain, "_hvdkit_plain"):
+        return
+
+    @functools.wraps(plain)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        by_horovod = type(getattr(self, "optimizer", None)).__module__.startswith("horovod")
+        if keras_state.world().size > 1 and not by_horovod:
+            require_keras_3(self, keras.Model, "fit")
+        return plain(self, *args, **kwargs)
+
+    fit._hvdkit_plain = plain  # type: ignore[attr-defined]
+    model_class.fit = fit
 
 
 def _prepare(model: Any) -> None:
@@ -84,6 +143,42 @@ def _prepare(model: Any) -> None:
         model.train_function = None
 
 
+def _refuse_what_undoes_weights(model: Any, data: Any) -> None:
+    """Refuse losses that are no mean over the global batch, and say where Keras does not do what it is asked."""
+    if isinstance(data, ShardedData) and data.share.remainder == "exact" and model.compiled:
+        reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
+        wrong = [one for one in reductions if one in ("sum", "mean_with_sample_weight")]
+        if wrong:
+            raise InvalidArgumentError(
+                f"fit got data with remainder='exact' and a loss with reduction={wrong[0]!r}, which undoes the weights "
+                "that make the mean over the ranks exact; make the loss with reduction='sum_over_batch_size', or shard "
+                "with remainder='drop'."
+            )
+    if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
+        _warn_of_synchronized()
+
+
+@functools.cache
+def _warn_of_synchronized() -> None:
+    warnings.warn(
+        "BatchNormalization(synchronized=True) synchronises within a tf.distribute strategy, not over Horovod's ranks: "
+        "each rank normalises by its own part of the batch.",
+        stacklevel=4,
+    )
+
+
+def _say_that_another_rank_is_gone(error: Exception) -> None:
+    """Horovod's error for a collective that has lost a rank, in a sentence; elastic training waits for this type."""
+    if "Horovod has been shut down" not in str(error):
+        return
+    from horovod.common.exceptions import HorovodInternalError
+
+    raise HorovodInternalError(
+        f"rank {keras_state.world().rank} cannot go on, Horovod has been shut down: another rank has failed or ended "
+        "while this one still trained; the first error in the other ranks' output says why."
+    ) from error
+
+
 def _with_guard(guard: Guard, callbacks: Any) -> Any:
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         return [guard, *keras.tree.flatten(callbacks or [])]
@@ -106,14 +201,15 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         data = arguments["x"]
         self._data = data if isinstance(data, ShardedData) else None
-        self._data_epoch = self._data.epoch if self._data is not None else 0
+        self.reader = self._data.reader() if self._data is not None else None
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)
         self._validation = agreement.digest(when) if validates else _UNKNOWN
         self._all_validate = False
         self._alone = keras_state.world().size == 1
         self._begun = self._stepped = False
-        self._last_batch = -1
+        self._first_batch, self._last_batch = 0, -1
+        self._forget_filler: Callable[[], None] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
@@ -128,28 +224,36 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
-        if not self._begun and self._data is not None:
-            # Keras has looked at batches to build the model; a resumed training goes on with its own epoch's order.
-            self._data.set_epoch(max(self._data_epoch, epoch))
+        self._first_batch = 0
+        if not self._begun and self._data is not None and self.reader is not None:
+            if epoch > self._data.epoch:  # a resumed training goes on with its own epoch's order
+                self._data.set_epoch(epoch)
+            self.reader.go_to(self._data)
+            self._first_batch = self._data.steps_done
         if not self._alone:
             self._meet(epoch)
             if not self._begun and self.model.built:
                 variables = keras_state.model_variables(self.model)
                 self._check(variables, "before the first step")
         self._begun = True
-        self._last_batch = -1
+        self._last_batch = self._first_batch - 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
-        if batch > 0:
+        if batch > self._first_batch:
             self._check_first_step()
+        if self._data is not None and self._data.ends_with_filler and batch == len(self._data) - 1:
+            self._forget_filler = _remember(self.model) if batch > self._first_batch else self.model.reset_metrics
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
+        if self._data is not None:
+            self._data.advance(min(batch, self.params["steps"] - 1) - self._last_batch)
         self._last_batch = max(self._last_batch, batch)
 
     def on_test_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras before a validation."""
+        self._without_filler()
         if self._all_validate:
             self._average_statistics()
 
@@ -157,6 +261,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if self._alone:
             return
+        self._without_filler()
         taken, expected = self._last_batch + 1, self.params["steps"]
         if taken < expected and not self.model.stop_training:
             raise InvalidArgumentError(
@@ -170,6 +275,13 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if not self._alone:
             self._meet(_ENDED)
+
+    def _without_filler(self) -> None:
+        """Take the filler, of weight 0, out of the epoch's metrics, of which Keras counts it in most."""
+        forget, self._forget_filler = self._forget_filler, None
+        if forget is not None:
+            _ = self.model  # on jax this brings the variables up to date
+            forget()
 
     def check(self, model: Any, when: str) -> None:
         """Weights that are trained, and the optimizer's state, are the same on all ranks."""
@@ -186,7 +298,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         optimizer = self.model.optimizer
         slots = list(optimizer.variables) if optimizer is not None else []
         try:
-            keras_state.check_agreement([*variables, *slots], taking_part(optimizer))
+            keras_agreement.compare([*variables, *slots], ranks=taking_part(optimizer))
         except AgreementError as error:
             raise AgreementError(f"{when} of fit, {error}") from None
 
@@ -200,7 +312,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         epochs, all_rates, data_epochs = everyone.T.tolist()
         if len(set(epochs)) > 1:
             parts = [
-                f"{agreement.name_ranks([rank for rank, one in enumerate(epochs) if one == value])} "
+                f"{name_ranks([rank for rank, one in enumerate(epochs) if one == value])} "
                 + ("ended the training" if value == _ENDED else f"began epoch {value + 1}")
                 for value in sorted(set(epochs))
             ]
@@ -224,10 +336,16 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             keras_state.average_statistics(self.model.non_trainable_weights)
 
 
+def _remember(model: Any) -> Callable[[], None]:
+    """What brings the metrics back to where they are now."""
+    states = States(model)
+    return functools.partial(states.assign, states.values)
+
+
 def _require_same(name: str, values: list[int]) -> None:
     """Raise unless a number is known on all ranks and the same."""
     if _UNKNOWN in values:
-        ranks = agreement.name_ranks([rank for rank, value in enumerate(values) if value == _UNKNOWN])
+        ranks = name_ranks([rank for rank, value in enumerate(values) if value == _UNKNOWN])
         raise InvalidArgumentError(
             f"the number of {name} is unknown on {ranks} for this kind of data, and ranks with different numbers would "
             "wait for each other for ever; give fit(steps_per_epoch=...) or data with a length."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from hvdkit.keras_transport import TRANSPORT
 from hvdkit.steps import agreement, metrics, root
 from hvdkit.steps.topology import Topology
 
+_WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
 _CHUNK = 64 * 2**20  # bytes in one broadcast
 _started: list[Topology] = []
 
@@ -26,6 +28,12 @@ def start() -> Topology:
     """Start the communication library, where it is not running, and remember this process's place."""
     _started[:] = [TRANSPORT.start()]
     return _started[0]
+
+
+def follow(new: Topology) -> Topology:
+    """Remember this process's place after ranks have come or gone."""
+    _started[:] = [new]
+    return new
 
 
 def world() -> Topology:
@@ -72,7 +80,7 @@ def number(value: Any) -> float:
     return float(np.asarray(keras.ops.convert_to_numpy(value)))
 
 
-def _layout(variable: Any) -> str:
+def layout(variable: Any) -> str:
     """Path without automatic numbers, type and shape: equal on ranks that have built other layers before."""
     path = re.sub(r"_\d+(?=[/_]|$)", "", variable.path)
     return f"{path} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
@@ -84,7 +92,7 @@ def _numbered(rows: Iterable[str]) -> list[str]:
 
 def require_same_layout(variables: Sequence[Any]) -> None:
     """Raise AgreementError on every rank unless the variables have the same paths, types and shapes; a collective."""
-    rows = [_layout(variable) for variable in variables]
+    rows = [layout(variable) for variable in variables]
     table = agreement.digest_table({row: () for row in _numbered(rows)})
     difference = agreement.first_difference(TRANSPORT.gather(table, "hvdkit.layout"))
     if difference is not None:
@@ -123,36 +131,6 @@ def broadcast_arrays(arrays: Sequence[npt.NDArray[Any]], source: int) -> list[np
         part.view(array.dtype).reshape(array.shape)
         for array, part in zip(arrays, np.split(flat, ends[:-1]), strict=True)
     ]
-
-
-def check_agreement(variables: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
-    """Raise AgreementError on every rank where the values of the variables differ between ranks; a collective.
-
-    Args:
-        variables: the same ones on every rank.
-        ranks: those that must agree with this one; default: all.
-    """
-    rows, values = [_layout(variable) for variable in variables], values_of(variables)
-    table = agreement.digest_table(dict(zip(_numbered(rows), values, strict=True)))
-    tables = TRANSPORT.gather(table, "hvdkit.digests")
-    among = range(len(tables)) if ranks is None else sorted(ranks)
-    difference = agreement.first_difference([tables[rank] for rank in among])
-    if difference is None:
-        return
-    if not difference.same_names:
-        raise agreement.layout_error(difference, rows, world().rank)
-    groups = tuple(tuple(among[place] for place in group) for group in difference.groups)
-    # Only a difference that all ranks have found, at the same place, can be measured together.
-    largest = _largest_difference(values[difference.position]) if ranks is None else math.nan
-    place = agreement.Difference(difference.position, groups, True)
-    raise agreement.value_error(place, variables[difference.position].path, largest)
-
-
-def _largest_difference(mine: npt.NDArray[Any]) -> float:
-    """The largest absolute difference between any rank's values and the root's; a collective."""
-    (roots,) = broadcast_arrays([mine], 0)
-    largest = np.array([np.abs(mine.astype(np.float64) - roots.astype(np.float64)).max()])
-    return float(max(rows.view(np.float64)[0] for rows in TRANSPORT.gather(largest.view(np.int64), "hvdkit.largest")))
 
 
 def average_statistics(variables: Sequence[Any]) -> None:
@@ -220,28 +198,36 @@ def read_optimizer(file: Path, optimizer: Any, model: Any) -> list[tuple[Any, np
     return list(zip(variables, values, strict=True))
 
 
-def write_model(file: Path, model: Any) -> None:
-    """Write a model's weights in Keras' own format.
+def write_model(directory: Path, model: Any) -> None:
+    """Write a model's weights in Keras' own format, and their types and shapes beside it.
 
     Raises:
         OSError: it could not be written.
     """
-    model_variables(model)
+    rows = _types_and_shapes(model_variables(model))
+    (directory / _LAYOUT).write_text(json.dumps(rows), encoding="utf-8")
     try:
-        model.save_weights(file)
+        model.save_weights(directory / _WEIGHTS)
     except (RuntimeError, ValueError) as error:  # h5py turns a full disk into one
         raise OSError(" ".join(str(error).split())) from error
 
 
-def read_model(file: Path, model: Any) -> None:
+def read_model(directory: Path, model: Any) -> None:
     """Load what ``write_model`` wrote.
 
     Raises:
-        CheckpointError: the file cannot be read, or belongs to another model.
+        CheckpointError: a file cannot be read, or belongs to another model.
     """
-    model_variables(model)
+    mine = _types_and_shapes(model_variables(model))
     try:
-        model.load_weights(file)
+        theirs = json.loads((directory / _LAYOUT).read_text(encoding="utf-8"))
+        if mine != theirs:  # load_weights itself would leave out the layers that the model has not
+            raise ValueError(f"it holds {len(theirs)} weights, {len(mine)} are wanted, or their shapes differ")
+        model.load_weights(directory / _WEIGHTS)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file} does not fit this {type(model).__name__}: {reason}") from error
+        raise CheckpointError(f"{directory / _WEIGHTS} does not fit this {type(model).__name__}: {reason}") from error
+
+
+def _types_and_shapes(variables: Sequence[Any]) -> list[str]:
+    return [f"{keras.backend.standardize_dtype(one.dtype)} {tuple(one.shape)}" for one in variables]

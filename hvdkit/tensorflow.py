@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import device, learning_rate, topology
-from hvdkit.steps.checkpoint import CheckpointDirectory, Saved
+from hvdkit.steps import device, topology
+from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -31,22 +30,41 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit import tensorflow_data, tensorflow_state, tensorflow_tape
+from hvdkit import (
+    tensorflow_checkpoint,
+    tensorflow_data,
+    tensorflow_schedule,
+    tensorflow_seeds,
+    tensorflow_state,
+    tensorflow_tape,
+)
+from hvdkit.tensorflow_agreement import CheckAgreement, check_agreement
+from hvdkit.tensorflow_batch_norm import average_statistics
+from hvdkit.tensorflow_elastic import ElasticState, run_elastic
+from hvdkit.tensorflow_loss import weighted_loss
+from hvdkit.tensorflow_seeds import seed_everything
 
 __all__ = [
+    "CheckAgreement",
     "Checkpoints",
+    "ElasticState",
     "Topology",
     "average_metrics",
+    "average_statistics",
     "broadcast_state",
     "check_agreement",
     "distribute",
     "fit",
     "init",
+    "join",
     "pin_device",
+    "run_elastic",
     "scale_lr",
+    "seed_everything",
     "shard",
     "steps_per_epoch",
     "warmup",
+    "weighted_loss",
 ]
 
 
@@ -111,13 +129,12 @@ def warmup(
     epochs: float = 5,
     rule: str = "linear",
     after: Callable[[int], float] | None = None,
-) -> tensorflow_state.Warmup:
+) -> tensorflow_schedule.Warmup:
     """Gradual warmup from the base learning rate to the scaled one (step 3); call ``.step()`` after every step.
 
     Args:
         optimizer: a Keras optimizer; its learning rate is the scaled one, a number from ``scale_lr`` with the same
-            rule. Its own count of steps is used: make the warmup before a checkpoint is restored, and it goes on
-            where it was.
+            rule. Make the warmup before a checkpoint is restored, and give it to ``restore``.
         world: the job; only ``size`` is used.
         steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
         epochs: length of the warmup in epochs; 0 is none.
@@ -128,15 +145,7 @@ def warmup(
             call inside ``tf.function``, where it would act once.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
     """
-    factor = learning_rate.scale_factor(world.size, rule)
-    length = learning_rate.warmup_steps(epochs, steps_per_epoch)
-
-    def multiplier(step: int) -> float:
-        if after is not None and step >= length:
-            return after(step - length)
-        return learning_rate.warmup_multiplier(step, length, factor)
-
-    return tensorflow_state.Warmup(optimizer, multiplier)
+    return tensorflow_schedule.Warmup(optimizer, world, steps_per_epoch, epochs, rule, after)
 
 
 # 4 ------------------------------------------------------------------------------------------------------------------
@@ -202,7 +211,9 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
 
     Args:
         model: a Keras model or layer, a ``tf.Module``, or a list of variables, built; all variables are overwritten
-            on all ranks but the root. The states of random generators stay each rank's own, so that dropout differs.
+            on all ranks but the root. The states of random generators stay each rank's own, so that dropout differs;
+            after ``seed_everything`` they, and TensorFlow's seed, move from the stream that all ranks share to this
+            rank's own.
         optimizer: a Keras optimizer; its slots are made where it has none yet, and its whole state (slots, step
             counter, learning rate) is overwritten too. No step is taken.
         root: rank to copy from.
@@ -218,6 +229,7 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
         variables += tensorflow_state.optimizer_variables(optimizer, model)
     tensorflow_state.require_same_layout(variables)
     tensorflow_state.broadcast_variables(variables, root)
+    tensorflow_seeds.move_to_own_stream(tensorflow_state.generator_states(model))
 
 
 # 6 ------------------------------------------------------------------------------------------------------------------
@@ -232,57 +244,72 @@ class Checkpoints:
     Args:
         directory: where they live, on a file system that the root can write.
         keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
-        self._directory = CheckpointDirectory(directory, keep)
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
+        self._store = tensorflow_checkpoint.Store(directory, keep, keep_best)
 
-    def save(self, model: Any, optimizer: Any | None = None, *, step: int, **metadata: Any) -> Saved:
-        """Write model and optimizer as the checkpoint of ``step``; returns when it is complete on disk.
+    def save(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        step: int,
+        loader: Any = None,
+        score: float | None = None,
+        **metadata: Any,
+    ) -> Saved:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
 
         Args:
+            model, optimizer: as for ``broadcast_state``.
             step: optimizer steps completed.
-            metadata: JSON values to find again in ``Saved.metadata``, for example ``epoch=3``.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk.
         Raises:
-            InvalidArgumentError: a bad step, or metadata that is not JSON.
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, a call inside ``tf.function``, or a
+                loader whose position is unknown because it was iterated inside ``tf.function`` or behind ``.map()``.
             CheckpointError: it could not be written; earlier checkpoints are intact.
         """
+        return self._store.save(model, optimizer, step, loader, score, metadata)
 
-        def write(directory: Path) -> None:
-            tensorflow_state.write_variables(directory / "model", tensorflow_state.model_variables(model))
-            if optimizer is not None:
-                slots = tensorflow_state.optimizer_variables(optimizer, model)
-                tensorflow_state.write_variables(directory / "optimizer", slots)
+    def restore(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+    ) -> Saved | None:
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
 
-        facts = {"framework": "tensorflow", "tensorflow": tf.__version__, "size": hvd.size(), **metadata}
-        return cast(Saved, tensorflow_state.on_root(lambda: self._directory.save(step, write, facts)))
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
+        same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rate that it
+        was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included;
+        only ``tf.random`` operations inside a ``tf.function``, whose count cannot be read, begin anew.
 
-    def restore(self, model: Any, optimizer: Any | None = None) -> Saved | None:
-        """Load the newest valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
-
+        Args:
+            loader: from ``shard``, over the same data with the same seed; goes on where it was.
+            schedule: from ``warmup``; needs the loader.
+            which: "latest" or "best" (the highest score).
         Returns:
             Where it was, its step and metadata, and which newer ones were skipped and why.
         Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another model or optimizer.
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or a call inside
+                ``tf.function``.
         """
-
-        def load() -> Saved | None:
-            saved = self._directory.latest()
-            if saved is None:
-                return None
-            variables = tensorflow_state.model_variables(model)
-            values = tensorflow_state.read_variables(saved.path / "model", variables, model)
-            if optimizer is not None:
-                slots = tensorflow_state.optimizer_variables(optimizer, model)
-                values += tensorflow_state.read_variables(saved.path / "optimizer", slots, optimizer)
-            for variable, value in values:
-                variable.assign(value)
-            return saved
-
-        saved = cast("Saved | None", tensorflow_state.on_root(load))
+        rate = tensorflow_checkpoint.own_rate(optimizer)
+        saved, states = self._store.read(model, optimizer, which)
         if saved is not None:
             broadcast_state(model, optimizer)
-        return saved
+            tensorflow_checkpoint.resume(saved, states, model, optimizer, loader, schedule, rate)
+        return cast("Saved | None", saved)
 
 
 # 7 ------------------------------------------------------------------------------------------------------------------
@@ -306,8 +333,8 @@ def shard(
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
-            each batch is ``(x, y, w)``: multiply the per-sample loss with w (m,) before the mean. w is float64 where
-            the first floating part of a sample is, else float32.
+            each batch is ``(x, y, w)``, w (m,), for ``weighted_loss``. w is float64 where the first floating part of
+            a sample is, else float32.
         shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
         seed: of the order, the same on every rank.
     Raises:
@@ -335,16 +362,26 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
     return tensorflow_state.average(metrics, world)
 
 
-def check_agreement(model: Any, optimizer: Any | None, world: Topology) -> None:
-    """Check that all ranks hold bit-identical variables and optimizer state.
+def join(model: Any, optimizer: Any | None, world: Topology) -> int:
+    """Wait, after this rank's last step, for ranks that still train; then all hold the state of the last one.
 
+    While this rank waits, it adds zeros to the others' gradients, and Horovod still divides by all ranks, so that
+    their steps become smaller. To train exactly on uneven data, ``shard`` arrays with remainder="exact" instead.
+    Only dense gradients may be exchanged while a rank waits: no ``average_metrics`` or ``check_agreement`` in the loop,
+    ``sparse_as_dense=True`` for embeddings, and not op="adasum".
+
+    Args:
+        model, optimizer: as for ``broadcast_state``.
+        world: the job.
+    Returns:
+        The rank that ended last, whose state all have now.
     Raises:
-        AgreementError: on every rank; names the first differing variable, the ranks on each side and, where the
-            layouts match, the largest difference.
+        InvalidArgumentError: a call inside ``tf.function``.
     """
-    tensorflow_state.require_eager("check_agreement")
-    if world.size > 1:
-        tensorflow_state.check_agreement(model, optimizer)
+    tensorflow_state.require_eager("join")
+    last = int(hvd.join()) if world.size > 1 else 0
+    broadcast_state(model, optimizer, root=last)
+    return last
 
 
 def fit(
@@ -358,6 +395,7 @@ def fit(
     base_lr: float,
     warmup_epochs: float = 0,
     checkpoint_dir: str | os.PathLike[str] | None = None,
+    remainder: str = "drop",
     kind: str = "auto",
     seed: int = 0,
 ) -> list[dict[str, float]]:
@@ -366,37 +404,38 @@ def fit(
     Args:
         model: a Keras model, built; on a host with GPUs call ``init`` and ``pin_device`` before you make it.
         make_optimizer: from the scaled learning rate, for example ``keras.optimizers.SGD``.
-        loss: mean loss of a batch, from (target, output) as in Keras; what the model adds (regularizers) is added.
+        loss: mean loss of a batch, from (target, output) as in Keras; with remainder="exact" one for
+            ``weighted_loss``. What the model adds (regularizers) is added.
         train_set: gives (x, y), see ``shard``.
         epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
-        checkpoint_dir: where to save after each epoch.
-        kind, seed: see ``pin_device`` and ``shard``.
+        checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
+            checkpoint already; the history then begins with the epoch after it.
+        remainder, kind, seed: see ``shard`` and ``pin_device``.
     Raises:
-        InvalidArgumentError: a number out of range.
+        InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
     """
-    world = init()  # 1
-    pin_device(world, kind)  # 2
-    optimizer = make_optimizer(scale_lr(base_lr, world))  # 3
-    broadcast_state(model, optimizer)  # 5
+    pin_device(world := init(), kind)  # 1, 2
+    broadcast_state(model, optimizer := make_optimizer(scale_lr(base_lr, world)))  # 3, 5
     checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir is not None else None  # 6
-    dataset = shard(train_set, world, batch_size, seed=seed)  # 7
-    steps = steps_per_epoch(dataset.n_samples, batch_size, world)  # 8
+    dataset = shard(train_set, world, batch_size, remainder=remainder, seed=seed)  # 7
+    steps = steps_per_epoch(dataset.n_samples, batch_size, world, remainder)  # 8
+    loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
+    if checkpoints is not None:
+        checkpoints.restore(model, optimizer, loader=dataset, schedule=schedule)
 
-    @tf.function  # type: ignore[untyped-decorator]
-    def train_step(x: Any, y: Any) -> Any:
+    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
+    def train_step(x: Any, y: Any, *weights: Any) -> Any:
         with distribute(tf.GradientTape()) as tape:  # 4
-            batch_loss = tf.add_n([loss(y, model(x, training=True)), *model.losses])
+            batch_loss = tf.add_n([loss_of(y, model(x, training=True), *weights), *model.losses])
         optimizer.apply(tape.gradient(batch_loss, model.trainable_variables), model.trainable_variables)
         return batch_loss
 
-    history = []
-    for epoch in range(epochs):
-        total = 0.0
-        for x, y in dataset:
-            total += float(train_step(x, y))
+    losses = dict.fromkeys(range(dataset.epoch, epochs), 0.0)
+    for epoch in losses:
+        for batch in dataset:
+            losses[epoch] += float(train_step(*batch)) / steps
             schedule.step()
-        history.append(average_metrics({"loss": total / steps}, world))
         if checkpoints is not None:
-            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, epoch=epoch + 1)
-    return history
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=dataset)
+    return [average_metrics({"loss": loss}, world) for loss in losses.values()]

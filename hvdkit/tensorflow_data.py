@@ -5,14 +5,17 @@ Why beside ``tensorflow_state.py``: input and state have nothing in common.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Batch, Shard
+from hvdkit.steps.shards import Batch, Position, Shard
+from hvdkit.steps.topology import Topology
 
 
 def in_memory(dataset: Any) -> Any:
@@ -61,7 +64,9 @@ class Epochs:
 
     def __init__(self, arrays: Any, share: Shard) -> None:
         self.share = share
-        self.epoch = 0
+        self.next = Position()
+        self.counted = True  # whether somebody counts the batches that are taken from the last iteration begun
+        self._planned: list[Position] = []
         self._arrays = arrays
         floating = [array.dtype for array in tf.nest.flatten(arrays) if np.issubdtype(array.dtype, np.floating)]
         self._weight_type = np.float64 if floating[:1] == [np.float64] else np.float32
@@ -73,9 +78,23 @@ class Epochs:
         )
         return self._with_weights(parts, tf.TensorSpec((None,), self._weight_type))
 
+    def begin(self) -> Position:
+        """Where the next iteration begins; it is the one that ``tf.data`` asks for next, and the caller counts."""
+        start, self.next = self.next, Position(self.next.epoch + 1)
+        self._planned, self.counted = [start], True
+        return start
+
     def __call__(self) -> Iterator[Any]:
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return map(self._contents, self.share.batches(epoch))
+        if self._planned:
+            start = self._planned.pop()
+        elif self.next.samples:
+            raise InvalidArgumentError(
+                "this data set goes on within an epoch, which only a loop over it outside tf.function can; use such a "
+                "loop, or begin the epoch anew with set_epoch."
+            )
+        else:
+            start, self.next, self.counted = self.next, Position(self.next.epoch + 1), False
+        return map(self._contents, self.share.batches(start.epoch, start.samples))
 
     def _contents(self, batch: Batch) -> Any:
         parts = tf.nest.map_structure(lambda array: array[batch.indices], self._arrays)
@@ -87,23 +106,68 @@ class Epochs:
         return (*parts, weights) if isinstance(parts, tuple) else (parts, weights)
 
 
+class CountedIterator(OwnedIterator):  # type: ignore[misc]
+    """A ``tf.data`` iterator that says how many batches the loop has taken; ``tf.data`` itself reads ahead.
+
+    Args:
+        dataset: what to iterate.
+        begin: called before the first batch.
+        took: called after each batch, with the number of batches until then.
+        lost: called when the iterator goes into a ``tf.function``, where nobody counts.
+    """
+
+    def __init__(
+        self, dataset: Any, begin: Callable[[], None], took: Callable[[int], None], lost: Callable[[], None]
+    ) -> None:
+        super().__init__(dataset)
+        self._begin, self._took, self._lost = begin, took, lost
+        self._taken = 0
+
+    def _next_internal(self) -> Any:
+        if not tf.executing_eagerly():
+            self._lost()
+            return super()._next_internal()
+        if self._taken == 0:
+            self._begin()
+        contents = super()._next_internal()
+        self._taken += 1
+        self._took(self._taken)
+        return contents
+
+    def get_next_as_optional(self) -> Any:
+        self._lost()
+        return super().get_next_as_optional()
+
+    @property
+    def _type_spec(self) -> Any:  # asked for when it is an argument of a tf.function
+        self._lost()
+        return super()._type_spec
+
+
 class ShardedDataset(tf.data.Dataset):  # type: ignore[misc]
     """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.tensorflow.shard``.
 
     A ``tf.data.Dataset``: it can be iterated eagerly and inside ``tf.function``, given to ``model.fit`` and mapped.
+    Checkpoints and elastic trainings need its position, which can be counted only where a loop outside ``tf.function``
+    iterates it directly: ``tf.data`` reads ahead, so that what is behind ``.map()`` or in ``model.fit`` has taken some
+    unknown part of what was read. (For ``fit`` there is ``hvdkit.keras``.)
     """
 
     def __init__(self, arrays: Any, share: Shard) -> None:
         self._epochs = Epochs(arrays, share)
+        self._position = Position()
         options = tf.data.Options()
         options.deterministic = True
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        self._pipeline = (
-            tf.data.Dataset.from_generator(self._epochs, output_signature=self._epochs.signature())
-            .apply(tf.data.experimental.assert_cardinality(len(share)))
-            .prefetch(tf.data.AUTOTUNE)
-            .with_options(options)
-        )
+        self._settings = options
+        batches = tf.data.Dataset.from_generator(self._epochs, output_signature=self._epochs.signature())
+        self._batches = batches.prefetch(tf.data.AUTOTUNE).with_options(options)
+        self._set_length()
+
+    def _set_length(self) -> None:
+        """Be a data set of as many batches as an epoch has."""
+        whole = tf.data.experimental.assert_cardinality(len(self.share))
+        self._pipeline = self._batches.apply(whole).with_options(self._settings)
         super().__init__(self._pipeline._variant_tensor)
 
     def _inputs(self) -> list[Any]:
@@ -115,7 +179,29 @@ class ShardedDataset(tf.data.Dataset):  # type: ignore[misc]
         return self._pipeline.element_spec
 
     def __len__(self) -> int:
-        return len(self._epochs.share)
+        return self.share.steps_left(self._epochs.next.samples)
+
+    def __iter__(self) -> Any:
+        if not tf.executing_eagerly():
+            return super().__iter__()
+        start = Position()
+
+        def begin() -> None:
+            nonlocal start
+            start = self._position = self._epochs.begin()
+
+        def took(batches: int) -> None:
+            self._position = start.after(self.share, batches)
+
+        return CountedIterator(self._batches, begin, took, self._lose_count)
+
+    def _lose_count(self) -> None:
+        self._epochs.counted = False
+
+    @property
+    def share(self) -> Shard:
+        """Which samples are this rank's, epoch by epoch."""
+        return self._epochs.share
 
     @property
     def n_samples(self) -> int:
@@ -125,10 +211,62 @@ class ShardedDataset(tf.data.Dataset):  # type: ignore[misc]
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration will be; each iteration advances it by one when it begins."""
-        return self._epochs.epoch
+        return self._epochs.next.epoch
+
+    @property
+    def position(self) -> Position:
+        """How far the training has come in its data, all ranks together.
+
+        Raises:
+            InvalidArgumentError: batches were taken where they cannot be counted.
+        """
+        if not self._epochs.counted:
+            raise InvalidArgumentError(
+                "the position in this data set is unknown, because it was iterated inside tf.function, by model.fit or "
+                "behind .map() and the like; iterate it directly, in a loop outside tf.function."
+            )
+        return self._position
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration ``epoch``: needed only to resume, or to repeat an order."""
+        """Make the next iteration ``epoch``, from its beginning: needed only to repeat an order."""
         if not isinstance(epoch, int) or epoch < 0:
             raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self._epochs.epoch = epoch
+        self._go_on_at(Position(epoch))
+
+    def state(self) -> dict[str, int]:
+        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch.
+
+        Raises:
+            InvalidArgumentError: batches were taken where they cannot be counted, see the class.
+        """
+        return self.position.state(self.share)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on however many ranks that was.
+
+        Raises:
+            CheckpointError: it belongs to another data set or order, or is none.
+        """
+        self._go_on_at(Position.of(state, self.share))
+
+    def follow(self, world: Topology) -> None:
+        """Go on at the same sample as this rank of another world."""
+        position = self.position
+        self._epochs.share = replace(self.share, world=world)
+        self._set_length()
+        self._go_on_at(position.after(self.share, 0))
+
+    def _go_on_at(self, position: Position) -> None:
+        self._position = self._epochs.next = position
+        self._epochs.counted = True
+
+
+def require_sharded(loader: Any) -> ShardedDataset:
+    """The data set of ``shard``.
+
+    Raises:
+        InvalidArgumentError: something else, or what ``.map()`` and the like made of it.
+    """
+    if not isinstance(loader, ShardedDataset):
+        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
+    return loader

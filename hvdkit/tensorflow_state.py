@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, device, metrics
 from hvdkit.steps.root import on_root as on_root_of
 from hvdkit.steps.topology import Topology
@@ -71,7 +68,7 @@ def model_variables(model: Any) -> list[Any]:
     Raises:
         InvalidArgumentError: the model is not built, not TensorFlow's, or holds text.
     """
-    variables = list(_collect(model, set()))
+    variables = list(_variables(model, set()))
     if not variables:
         _raise_not_built(model)
     for variable in variables:
@@ -85,7 +82,30 @@ def model_variables(model: Any) -> list[Any]:
     return variables
 
 
-def _collect(thing: Any, seen: set[int]) -> Iterator[Any]:
+def _variables(model: Any, seen: set[int]) -> Iterator[Any]:
+    for part in _parts(model, seen):
+        if hasattr(part, "assign"):
+            yield part
+        else:
+            for weight in part.weights:
+                yield from _parts(weight, seen)
+
+
+def keras_layers(model: Any) -> list[Any]:
+    """The outermost Keras layers or models in what ``model_variables`` takes, each once."""
+    return [part for part in _parts(model, set()) if not hasattr(part, "assign")]
+
+
+def generator_states(model: Any) -> list[Any]:
+    """The states of the random generators in a model's layers, int (2,) each: (seed, numbers drawn)."""
+    layers = keras_layers(model)
+    weights = {id(weight) for layer in layers for weight in layer.weights}
+    states = {id(one): one for layer in layers for one in layer.variables if id(one) not in weights}
+    return list(states.values())
+
+
+def _parts(thing: Any, seen: set[int]) -> Iterator[Any]:
+    """The Keras layers and the variables in a structure, each once."""
     if id(thing) in seen:
         return
     seen.add(id(thing))
@@ -97,7 +117,8 @@ def _collect(thing: Any, seen: set[int]) -> Iterator[Any]:
     elif hasattr(thing, "weights") and hasattr(thing, "built"):  # a Keras layer or model
         if not thing.built:
             _raise_not_built(thing)
-        parts = thing.weights
+        yield thing
+        return
     elif isinstance(thing, tf.Module):  # its own `variables` leaves Keras layers out
         parts = [value for name, value in sorted(vars(thing).items()) if not name.startswith("_self_")]
     else:
@@ -105,7 +126,7 @@ def _collect(thing: Any, seen: set[int]) -> Iterator[Any]:
             yield thing
         return
     for part in parts:
-        yield from _collect(part, seen)
+        yield from _parts(part, seen)
 
 
 def _raise_not_built(model: Any) -> NoReturn:
@@ -115,20 +136,26 @@ def _raise_not_built(model: Any) -> NoReturn:
     )
 
 
+def require_keras_optimizer(optimizer: Any) -> None:
+    """Raise InvalidArgumentError where ``optimizer`` is not one of Keras 3."""
+    if not (hasattr(optimizer, "build") and hasattr(optimizer, "built") and hasattr(optimizer, "variables")):
+        raise InvalidArgumentError(f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}.")
+
+
 def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
     """The optimizer's counter, learning rate and slots; the slots are made first where it has none yet.
 
     Raises:
         InvalidArgumentError: not a Keras 3 optimizer.
     """
-    if not (hasattr(optimizer, "build") and hasattr(optimizer, "built") and hasattr(optimizer, "variables")):
-        raise InvalidArgumentError(f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}.")
+    require_keras_optimizer(optimizer)
     if not optimizer.built:
         optimizer.build([variable for variable in model_variables(model) if variable.trainable])
     return list(optimizer.variables)
 
 
-def _layout(variable: Any) -> str:
+def layout(variable: Any) -> str:
+    """A variable for the comparison of ranks: name, type and shape."""
     return f"{canonical_name(variable)} {native(variable).dtype.name} {tuple(variable.shape)}"
 
 
@@ -138,7 +165,7 @@ def _numbered(rows: Iterable[str]) -> list[str]:
 
 def require_same_layout(variables: Sequence[Any]) -> None:
     """Raise AgreementError on every rank where names, types or shapes differ between ranks; a collective."""
-    rows = [_layout(variable) for variable in variables]
+    rows = [layout(variable) for variable in variables]
     table = agreement.digest_table({row: () for row in _numbered(rows)})
     difference = agreement.first_difference(gather_tables(table))
     if difference is not None:
@@ -187,32 +214,6 @@ def gather_tables(table: agreement.Digests) -> list[agreement.Digests]:
     return [part for part in np.split(rows, np.cumsum(lengths)[:-1])]
 
 
-def check_agreement(model: Any, optimizer: Any | None) -> None:
-    """The inside of ``hvdkit.tensorflow.check_agreement``."""
-    variables = model_variables(model)
-    if optimizer is not None:
-        variables += list(optimizer.variables)
-    rows = [_layout(variable) for variable in variables]
-    values = [native(variable).numpy() for variable in variables]
-    table = agreement.digest_table(dict(zip(_numbered(rows), values, strict=True)))
-    difference = agreement.first_difference(gather_tables(table))
-    if difference is None:
-        return
-    if not difference.same_names:
-        raise agreement.layout_error(difference, rows, hvd.rank())
-    name = getattr(variables[difference.position], "path", None) or variables[difference.position].name
-    raise agreement.value_error(difference, name, _largest_difference(values[difference.position]))
-
-
-def _largest_difference(mine: Any) -> float:
-    """The largest absolute difference between any rank's values and the root's; a collective."""
-    (root,) = broadcast_arrays([mine], 0)
-    largest = math.nan
-    if not np.iscomplexobj(mine):
-        largest = np.abs(mine.astype(np.float64) - root.astype(np.float64)).max().item()
-    return float(hvd.allgather(np.array([largest]), name="hvdkit.difference").numpy().max())
-
-
 def average(values: Mapping[str, Any], world: Topology) -> dict[str, float]:
     """The inside of ``hvdkit.tensorflow.average_metrics``."""
     pairs = metrics.sums_and_counts(values)
@@ -221,83 +222,6 @@ def average(values: Mapping[str, Any], world: Topology) -> dict[str, float]:
         return {}
     totals = hvd.allreduce(tf.constant(list(pairs.values()), dtype=tf.float64), op=hvd.Sum, name="hvdkit.metrics")
     return metrics.means(pairs, totals.numpy().tolist(), world.size)
-
-
-class Warmup:
-    """Sets an optimizer's learning rate by the number of steps that it has taken. Made by ``hvdkit.tensorflow.warmup``.
-
-    Args:
-        optimizer: a Keras optimizer made with a number as its rate, the scaled one.
-        multiplier: of that rate, by the number of steps completed.
-    Raises:
-        InvalidArgumentError: the optimizer's rate follows a schedule of its own.
-    """
-
-    def __init__(self, optimizer: Any, multiplier: Callable[[int], float]) -> None:
-        self._optimizer = optimizer
-        self._multiplier = multiplier
-        self._scaled = float(np.asarray(optimizer.learning_rate))
-        self.step()
-
-    def step(self) -> None:
-        """Set the rate for the next step; after a restored checkpoint the warmup goes on where it was."""
-        require_eager("warmup's step")
-        rate = self._scaled * self._multiplier(int(np.asarray(self._optimizer.iterations)))
-        try:
-            self._optimizer.learning_rate = rate
-        except (TypeError, AttributeError):
-            raise InvalidArgumentError(
-                "the optimizer's learning rate follows a schedule of its own and cannot be set; make it with a number."
-            ) from None
-
-
-def _keyed(variables: Sequence[Any]) -> dict[str, tf.Variable]:
-    names = [re.sub(r"[^A-Za-z0-9_]", "_", canonical_name(variable)) for variable in variables]
-    return {
-        f"{position:05d}_{name}": native(variable)
-        for position, (name, variable) in enumerate(zip(names, variables, strict=True))
-    }
-
-
-def write_variables(prefix: Path, variables: Sequence[Any]) -> None:
-    """Write variables in TensorFlow's checkpoint format, as PREFIX.index and PREFIX.data-*.
-
-    Raises:
-        OSError: TensorFlow could not write.
-    """
-    try:
-        tf.train.Checkpoint(variables=_keyed(variables)).write(str(prefix))
-    except tf.errors.OpError as error:
-        raise OSError(str(error.message).split("; ")[-1].split(" [Op:")[0]) from error  # "... PATH; No space left ..."
-
-
-def read_variables(prefix: Path, variables: Sequence[Any], owner: Any) -> list[tuple[tf.Variable, Any]]:
-    """The values that ``write_variables`` wrote, each with the variable that it belongs to; nothing is assigned.
-
-    Raises:
-        CheckpointError: the file cannot be read, or was written for other variables.
-    """
-    try:
-        reader = tf.train.load_checkpoint(str(prefix))
-        shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        saved = {name for name in shapes if name.startswith("variables/")}
-        wanted = {
-            f"variables/{key}/.ATTRIBUTES/VARIABLE_VALUE": variable for key, variable in _keyed(variables).items()
-        }
-        for name in sorted(saved ^ wanted.keys()):
-            _raise_misfit(prefix, owner, f"{name.split('/')[1]} is in {'the file' if name in saved else 'it'} alone")
-        for name, variable in wanted.items():
-            mine, theirs = (variable.shape.as_list(), variable.dtype), (shapes[name], types[name])
-            if mine != theirs:
-                found = f"{theirs[1].name} {tuple(theirs[0])}, not {mine[1].name} {tuple(mine[0])}"
-                _raise_misfit(prefix, owner, f"{name.split('/')[1]} is {found}")
-        return [(variable, reader.get_tensor(name)) for name, variable in wanted.items()]
-    except tf.errors.OpError as error:
-        _raise_misfit(prefix, owner, " ".join(str(error.message).split()))
-
-
-def _raise_misfit(prefix: Path, owner: Any, reason: str) -> NoReturn:
-    raise CheckpointError(f"{prefix} does not fit this {type(owner).__name__}: {reason}")
 
 
 def on_root(action: Callable[[], Any]) -> Any:

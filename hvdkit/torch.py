@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import device, learning_rate, topology
-from hvdkit.steps.checkpoint import CheckpointDirectory, Saved
+from hvdkit.steps import device, topology
+from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -34,22 +33,37 @@ if not hasattr(hvd, "init"):
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
 
-from hvdkit import torch_state
+from hvdkit import torch_checkpoint, torch_loader, torch_schedule, torch_seeds, torch_state
+from hvdkit.torch_agreement import CheckAgreement, check_agreement
+from hvdkit.torch_batch_norm import average_statistics, sync_batch_norm
+from hvdkit.torch_ddp import init_process_group
+from hvdkit.torch_elastic import ElasticState, run_elastic
+from hvdkit.torch_loss import weighted_loss
+from hvdkit.torch_seeds import seed_everything
 
 __all__ = [
+    "CheckAgreement",
     "Checkpoints",
+    "ElasticState",
     "Topology",
     "average_metrics",
+    "average_statistics",
     "broadcast_state",
     "check_agreement",
     "distribute",
     "fit",
     "init",
+    "init_process_group",
+    "join",
     "pin_device",
+    "run_elastic",
     "scale_lr",
+    "seed_everything",
     "shard",
     "steps_per_epoch",
+    "sync_batch_norm",
     "warmup",
+    "weighted_loss",
 ]
 
 
@@ -113,7 +127,7 @@ def warmup(
     epochs: float = 5,
     rule: str = "linear",
     after: Callable[[int], float] | None = None,
-) -> torch.optim.lr_scheduler.LambdaLR:
+) -> torch_schedule.Warmup:
     """Gradual warmup from the base learning rate to the scaled one (step 3); call ``.step()`` after every step.
 
     Args:
@@ -127,15 +141,7 @@ def warmup(
         InvalidArgumentError: a number out of range or an unknown rule.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
     """
-    factor = learning_rate.scale_factor(world.size, rule)
-    length = learning_rate.warmup_steps(epochs, steps_per_epoch)
-
-    def multiplier(step: int) -> float:
-        if after is not None and step >= length:
-            return after(step - length)
-        return learning_rate.warmup_multiplier(step, length, factor)
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, multiplier)
+    return torch_schedule.Warmup(optimizer, world, steps_per_epoch, epochs, rule, after)
 
 
 # 4 ------------------------------------------------------------------------------------------------------------------
@@ -208,7 +214,8 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         model: parameters and buffers are overwritten on all ranks but the root.
         optimizer: its whole state (slots, step counters, learning rates) is overwritten too. An optimizer that has
             not stepped has no state yet; unlike Horovod's own function this one does not take a step to make it, so
-            that the first step is the same as a single process's.
+            that the first step is the same as a single process's. After ``seed_everything`` PyTorch's generators move
+            from the stream that all ranks share to this rank's own.
         root: rank to copy from.
     Raises:
         InvalidArgumentError: a root that is not a rank, or lazy parameters that have no shape yet.
@@ -221,6 +228,7 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     torch_state.broadcast_tensors(tensors.values(), root)
     if optimizer is not None:
         torch_state.broadcast_optimizer(optimizer, root)
+    torch_seeds.move_to_own_stream()
 
 
 # 6 ------------------------------------------------------------------------------------------------------------------
@@ -234,56 +242,80 @@ class Checkpoints:
     Args:
         directory: where they live, on a file system that the root can write.
         keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
+        asynchronous: write while the training goes on: ``save`` then only copies the state to the host's memory and
+            returns None; the write is complete, or its error raised, at the next ``save`` or ``wait``.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3) -> None:
-        self._directory = CheckpointDirectory(directory, keep)
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0, asynchronous: bool = False
+    ) -> None:
+        self._store = torch_checkpoint.Store(directory, keep, keep_best, asynchronous)
 
     def save(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int, **metadata: Any
-    ) -> Saved:
-        """Write model and optimizer as the checkpoint of ``step``; returns when it is complete on disk.
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        step: int,
+        loader: Any = None,
+        score: float | None = None,
+        **metadata: Any,
+    ) -> Saved | None:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
 
         Args:
             step: optimizer steps completed.
-            metadata: JSON values to find again in ``Saved.metadata``, for example ``epoch=3``.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk; None when it is written asynchronously.
         Raises:
-            InvalidArgumentError: a bad step, or metadata that is not JSON.
-            CheckpointError: it could not be written; earlier checkpoints are intact.
+            InvalidArgumentError: a bad step or score, or metadata that is not JSON.
+            CheckpointError: it, or the asynchronous one before, could not be written; earlier ones are intact.
         """
+        return self._store.save(model, optimizer, step, loader, score, metadata)
 
-        def write(directory: Path) -> None:
-            try:
-                torch.save(model.state_dict(), directory / "model.pt")
-                if optimizer is not None:
-                    torch.save(optimizer.state_dict(), directory / "optimizer.pt")
-            except RuntimeError as error:  # PyTorch's writer turns a full disk into one
-                raise OSError(str(error).splitlines()[0]) from error
+    def wait(self) -> Saved | None:
+        """Wait until the asynchronous write is on disk, and return what was written; None when there was none.
 
-        facts = {"framework": "torch", "torch": str(torch.__version__), "size": hvd.size(), **metadata}
-        return cast(Saved, torch_state.on_root(lambda: self._directory.save(step, write, facts)))
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self._store.wait()
 
-    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Saved | None:
-        """Load the newest valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+    def restore(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+    ) -> Saved | None:
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
 
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
+        same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rates that it
+        was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included.
+
+        Args:
+            loader: from ``shard``, over the same data with the same seed; goes on where it was.
+            schedule: from ``warmup``; needs the loader.
+            which: "latest" or "best" (the highest score).
         Returns:
             Where it was, its step and metadata, and which newer ones were skipped and why.
         Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another model or optimizer.
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown ``which``.
         """
-
-        def load() -> Saved | None:
-            saved = self._directory.latest()
-            if saved is not None:
-                torch_state.load_into(saved.path / "model.pt", model)
-                if optimizer is not None:
-                    torch_state.load_into(saved.path / "optimizer.pt", optimizer)
-            return saved
-
-        saved = cast("Saved | None", torch_state.on_root(load))
+        rates = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
+        saved, states = self._store.read(model, optimizer, which)
         if saved is not None:
             broadcast_state(model, optimizer)
-        return saved
+            torch_checkpoint.resume(saved, states, optimizer, loader, schedule, rates)
+        return cast("Saved | None", saved)
 
 
 # 7 ------------------------------------------------------------------------------------------------------------------
@@ -298,31 +330,32 @@ def shard(
     shuffle: bool = True,
     seed: int = 0,
     **loader_options: Any,
-) -> torch_state.ShardedLoader:
+) -> Any:
     """A ``DataLoader`` over this rank's part of the data set (step 7).
 
     Args:
-        dataset: map-style, with a length; the same on every rank.
+        dataset: map-style, with a length, the same on every rank. Or an ``IterableDataset`` of unknown length that
+            yields this rank's own samples: every rank then takes the same number of steps, until the first rank cannot
+            fill a batch ("drop") or until no rank has a sample left ("exact"); seed and shuffle are its own affair.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
-            each batch is ``(x, y, w)``, w float64 (m,): multiply the per-sample loss with it before ``.mean()``.
+            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``.
         shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
         seed: of the order, the same on every rank.
         loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Raises:
         InvalidArgumentError: a data set without length, or bad numbers.
     """
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not hasattr(dataset, "__len__"):
-        raise InvalidArgumentError(
-            f"shard needs a map-style data set with a length, got {type(dataset).__name__}; give every rank its own "
-            "stream instead."
-        )
     taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
     if taken:
         raise InvalidArgumentError(f"shard decides {', '.join(sorted(taken))} itself; leave it out of the options.")
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return torch_loader.ShardedStream(dataset, batch_size, remainder, **loader_options)
+    if not hasattr(dataset, "__len__"):
+        raise InvalidArgumentError(f"shard needs a data set with a length, got {type(dataset).__name__}.")
     share = Shard(len(dataset), world, batch_size, remainder, shuffle, seed)
-    return torch_state.ShardedLoader(dataset, share, **loader_options)
+    return torch_loader.ShardedLoader(dataset, share, **loader_options)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
@@ -342,15 +375,22 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
     return torch_state.average(metrics, world)
 
 
-def check_agreement(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world: Topology) -> None:
-    """Check that all ranks hold bit-identical parameters, buffers and optimizer state.
+def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world: Topology) -> int:
+    """Wait, after this rank's last step, for ranks that still train; then all hold the state of the last one.
 
-    Raises:
-        AgreementError: on every rank; names the first differing tensor, the ranks on each side and, where the
-            layouts match, the largest difference.
+    While this rank waits, it adds zeros to the others' gradients, and Horovod still divides by all ranks, so that
+    their steps become smaller. To train exactly on data of unknown length, ``shard`` an iterable data set instead.
+    Only gradients may be exchanged while a rank waits: no ``average_metrics`` or ``check_agreement`` in the loop.
+
+    Args:
+        model, optimizer: as for ``broadcast_state``.
+        world: the job.
+    Returns:
+        The rank that ended last, whose state all have now.
     """
-    if world.size > 1:
-        torch_state.check_agreement(model, optimizer)
+    last = int(hvd.join()) if world.size > 1 else 0
+    broadcast_state(model, optimizer, root=last)
+    return last
 
 
 def fit(
@@ -364,6 +404,7 @@ def fit(
     base_lr: float,
     warmup_epochs: float = 0,
     checkpoint_dir: str | os.PathLike[str] | None = None,
+    remainder: str = "drop",
     kind: str = "auto",
     seed: int = 0,
 ) -> list[dict[str, float]]:
@@ -371,35 +412,37 @@ def fit(
 
     Args:
         make_optimizer: from parameters and the scaled learning rate, for example ``torch.optim.SGD``.
-        loss: mean loss of a batch, from (output, target).
+        loss: mean loss of a batch, from (output, target); with remainder="exact" one for ``weighted_loss``.
         train_set: map-style, gives (x, y).
         epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
-        checkpoint_dir: where to save after each epoch.
-        kind, seed: see ``pin_device`` and ``shard``.
+        checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
+            checkpoint already; the history then begins with the epoch after it.
+        remainder, kind, seed: see ``shard`` and ``pin_device``.
     Raises:
-        InvalidArgumentError: a number out of range.
+        InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
     """
     world = init()  # 1
-    target = pin_device(world, kind)  # 2
-    model.to(target)
+    model.to(target := pin_device(world, kind)).train()  # 2
     optimizer = distribute(make_optimizer(model.parameters(), scale_lr(base_lr, world)), model)  # 3, 4
     broadcast_state(model, optimizer)  # 5
     checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir is not None else None  # 6
-    loader = shard(train_set, world, batch_size, seed=seed)  # 7
-    steps = steps_per_epoch(len(train_set), batch_size, world)  # type: ignore[arg-type]  # 8
+    loader = shard(train_set, world, batch_size, remainder=remainder, seed=seed)  # 7
+    steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
+    loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
+    if checkpoints is not None:
+        checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
     history = []
-    for epoch in range(epochs):
-        model.train()
+    for epoch in range(loader.epoch, epochs):
         total = 0.0
-        for x, y in loader:
+        for x, y, *weights in loader:
             optimizer.zero_grad()
-            batch_loss = loss(model(x.to(target)), y.to(target))
+            batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
             batch_loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
             total += batch_loss.item()
         history.append(average_metrics({"loss": total / steps}, world))
         if checkpoints is not None:
-            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, epoch=epoch + 1)
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
     return history

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, metrics
 from hvdkit.steps.root import on_root as on_root_of
-from hvdkit.steps.shards import Batch, Shard
 from hvdkit.steps.topology import Topology
 
 
@@ -35,13 +31,14 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _layout(name: str, tensor: torch.Tensor) -> str:
+def layout(name: str, tensor: torch.Tensor) -> str:
+    """Name, type and shape, for digests and messages."""
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def require_same_layout(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise an AgreementError on every rank when names, types or shapes differ between ranks; a collective."""
-    rows = [_layout(name, tensor) for name, tensor in tensors.items()]
+    rows = [layout(name, tensor) for name, tensor in tensors.items()]
     difference = agreement.first_difference(gather_tables(agreement.digest_table({row: () for row in rows})))
     if difference is not None:
         raise agreement.layout_error(difference, rows, hvd.rank())
@@ -114,56 +111,6 @@ def gather_tables(table: agreement.Digests) -> list[agreement.Digests]:
     return [part for part in np.split(rows, np.cumsum(lengths)[:-1])]
 
 
-def check_agreement(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """The inside of ``hvdkit.torch.check_agreement``."""
-    tensors = {name: tensor.detach() for name, tensor in model_tensors(model).items()}
-    if optimizer is not None:
-        tensors.update(_optimizer_tensors(optimizer))
-    table = agreement.digest_table({_layout(name, tensor): _bytes(tensor) for name, tensor in tensors.items()})
-    difference = agreement.first_difference(gather_tables(table))
-    if difference is None:
-        return
-    if not difference.same_names:
-        raise agreement.layout_error(difference, [_layout(*item) for item in tensors.items()], hvd.rank())
-    name, tensor = list(tensors.items())[difference.position]
-    raise agreement.value_error(difference, name, _largest_difference(tensor))
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Slots and numeric settings (learning rate, ...) of an optimizer, by a name that all ranks share."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def collect(prefix: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            tensors[prefix] = value.detach()
-        elif isinstance(value, (bool, int, float)):
-            tensors[prefix] = torch.tensor(value, dtype=torch.float64)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                collect(f"{prefix}.{key}", item)
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                collect(f"{prefix}.{index}", item)
-
-    collect("optimizer", optimizer.state_dict())
-    return tensors
-
-
-def _largest_difference(tensor: torch.Tensor) -> float:
-    """The largest absolute difference between any rank's values and the root's; a collective."""
-    root = tensor.detach().clone().contiguous()
-    broadcast_tensors([root], 0)
-    mine = math.nan
-    if not tensor.is_complex():
-        mine = (tensor.double() - root.double()).abs().max().item()
-    everyone = hvd.allgather(torch.tensor([mine], dtype=torch.float64), name="hvdkit.difference")
-    return float(everyone.max().item())
-
-
 def average(values: Mapping[str, Any], world: Topology) -> dict[str, float]:
     """The inside of ``hvdkit.torch.average_metrics``."""
     pairs = metrics.sums_and_counts(values)
@@ -174,75 +121,27 @@ def average(values: Mapping[str, Any], world: Topology) -> dict[str, float]:
     return metrics.means(pairs, totals.tolist(), world.size)
 
 
-class EpochBatches(torch.utils.data.Sampler[list[int]]):
-    """A batch sampler whose every iteration is the next epoch of a ``Shard``."""
+class HostCopies:
+    """Copies of state dicts in the host's memory, which is used again by the next copy of the same name."""
 
-    def __init__(self, share: Shard) -> None:
-        self.share = share
-        self.epoch = 0
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration ``epoch``."""
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self.epoch = epoch
-
-    def plan(self) -> Iterator[Batch]:
-        """The batches of the next iteration, without advancing to the one after."""
-        return self.share.batches(self.epoch)
-
-    def __len__(self) -> int:
-        return len(self.share)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = self.plan()
-        self.epoch += 1
-        return (batch.indices.tolist() for batch in batches)
-
-
-def with_weights(batches: Iterable[Any], plan: Iterable[Batch]) -> Iterator[Any]:
-    """Append to each batch its per-sample weights, float64 (m,): a float32 cannot hold 6/5."""
-    for contents, batch in zip(batches, plan, strict=True):
-        weights = torch.full((len(batch.indices),), batch.weight, dtype=torch.float64)
-        yield (*contents, weights) if isinstance(contents, (list, tuple)) else (contents, weights)
-
-
-class ShardedLoader(torch.utils.data.DataLoader[Any]):
-    """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.torch.shard``."""
-
-    def __init__(self, dataset: torch.utils.data.Dataset[Any], share: Shard, **options: Any) -> None:
-        self._batches = EpochBatches(share)
-        self._weighted = share.remainder == "exact"
-        super().__init__(dataset, batch_sampler=self._batches, **options)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration will be; each iteration advances it by one."""
-        return self._batches.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration ``epoch``: needed only to resume, or to repeat an order."""
-        self._batches.set_epoch(epoch)
-
-    def __iter__(self) -> Any:
-        plan = self._batches.plan()
-        batches = super().__iter__()
-        if not self._weighted:
-            return batches
-        return with_weights(batches, plan)
-
-
-def load_into(file: Path, target: torch.nn.Module | torch.optim.Optimizer) -> None:
-    """Load a state dict into a model or an optimizer.
-
-    Raises:
-        CheckpointError: the file cannot be read as plain tensors, or belongs to another model.
-    """
-    try:
-        target.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-    except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file} does not fit this {type(target).__name__}: {reason}") from error
+    def of(self, name: str, value: Any) -> Any:
+        """A copy of tensors in dicts, lists and tuples; other values as they are."""
+        if isinstance(value, torch.Tensor):
+            kept = self._kept.get(name)
+            if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
+                kept = self._kept[name] = torch.empty(value.shape, dtype=value.dtype)
+            return kept.copy_(value.detach())
+        if isinstance(value, dict):
+            copies: Any = type(value)((key, self.of(f"{name}.{key}", item)) for key, item in value.items())
+            if hasattr(value, "_metadata"):  # the versions of a model's modules
+                copies._metadata = value._metadata
+            return copies
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.of(f"{name}.{index}", item) for index, item in enumerate(value))
+        return value
 
 
 def on_root(action: Callable[[], Any]) -> Any:

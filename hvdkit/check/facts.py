@@ -64,6 +64,8 @@ class Facts:
     def library(self) -> str:
         """The library that distributes the training."""
         kinds = {library_of(name) for name in self.used}
+        if libraries.STARTS_DDP in self.used:
+            return "ddp"
         return next((name for name in ("hvdkit", "horovod", "ddp") if name in kinds), "none")
 
     @cached_property

@@ -92,6 +92,7 @@ _HVDKIT = {
     "warmup": WARMUP,
     "Warmup": WARMUP,
     "LearningRateSchedule": WARMUP,
+    "init_process_group": INIT,
     "distribute": DISTRIBUTE,
     "broadcast_state": BROADCAST,
     "BroadcastState": BROADCAST_CALLBACK,
@@ -156,6 +157,9 @@ SIZE_VARIABLES = {
     "HOROVOD_SIZE", "PALS_SIZE", "JSM_NAMESPACE_SIZE",
 }  # fmt: skip
 """What launchers call them in the environment."""
+
+STARTS_DDP = "hvdkit.torch.init_process_group"
+"""hvdkit's start of PyTorch's own DDP: what is distributed is DDP's, the other steps may still be hvdkit's."""
 
 MODULES = re.compile(
     r"(horovod\.(torch|tensorflow\.keras|tensorflow|keras|mxnet|spark|ray)|hvdkit\.(torch|tensorflow|keras))\b"

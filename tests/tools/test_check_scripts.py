@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit import cli
 from hvdkit.check.report import Checked, check_script
 from hvdkit.check.rules import RULES
 from hvdkit.check.source import Script, read_script
@@ -52,6 +53,12 @@ def test_the_distributed_examples_do_all_eight_steps(path: Path) -> None:
 
 def test_there_is_a_distributed_example_to_check() -> None:
     assert EXAMPLES
+
+
+def test_every_example_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(path) for path in (ROOT / "examples").glob("*/*.py")]
+    assert len(paths) >= 8
+    assert cli.run(["check", *paths]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/single.py")), ids=name_of)

@@ -1,0 +1,98 @@
+"""Random numbers on every rank: the same while the model is made, each rank's own from then on."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from weakref import WeakSet
+
+import keras
+import numpy as np
+
+from hvdkit.steps.seeds import Seeds, integer
+from hvdkit.steps.topology import Topology
+
+_LAYERS, _RESUMED = (
+    2,
+    3,
+)  # branches of a rank's stream: what dropout and the like draw from, and what a resumed run does
+_current: list[Seeds] = []
+_shared: list[bool] = []  # whether Keras still draws from the stream of all ranks
+_moved: WeakSet[Any] = WeakSet()  # models whose layers draw this rank's own numbers
+
+
+def seed_everything(seed: int, world: Topology) -> Seeds:
+    """Seed Python's ``random``, NumPy, Keras and its backend, so that a run can be repeated; before the model is made.
+
+    What Keras draws from (Python's ``random`` and the backend's generator) starts on a stream that is the same on every
+    rank, so that all initialise the model alike. ``broadcast_state`` or ``BroadcastState`` (step 5) moves it, and the
+    generators of the model's layers, to the rank's own: from then on dropout and augmentation differ between ranks.
+    NumPy's global generator is on the rank's own stream at once. The order of the samples is decided by
+    ``shard(seed=)`` alone.
+
+    Args:
+        seed: of the job, >= 0, the same on every rank (``check_agreement`` compares it).
+        world: the job; ``rank`` is used.
+    Returns:
+        The streams; ``.generator()`` is a NumPy generator of this rank for random numbers of your own.
+    Raises:
+        InvalidArgumentError: a seed that is not an integer >= 0.
+    Source: numpy.random.SeedSequence, one spawn key for each stream, so that they are independent for any seed.
+    """
+    seeds = Seeds(seed, world)
+    _seed_keras(seeds.shared())
+    np.random.seed(seeds.own().generate_state(8))
+    _current[:], _shared[:] = [seeds], [True]
+    _moved.clear()
+    return seeds
+
+
+def move_to_own_stream(model: Any) -> None:
+    """From now on Keras and the model's layers draw this rank's own numbers; nothing without ``seed_everything``."""
+    if not _current:
+        return
+    if _shared[0]:
+        _seed_keras(_current[0].own())
+        _shared[:] = [False]
+    if model not in _moved:
+        _moved.add(model)
+        _move_layers(model, _LAYERS)
+
+
+def _move_layers(model: Any, *purpose: int) -> None:
+    for state in generator_states(model):
+        seed, drawn = np.asarray(keras.ops.convert_to_numpy(state)).tolist()
+        own = integer(_current[0].own(*purpose, seed % 2**32), bits=31)
+        state.assign(np.array([own, drawn]).astype(keras.backend.standardize_dtype(state.dtype)))
+
+
+def branch(model: Any, step: int) -> None:
+    """Draw other numbers than the training drew that was saved at ``step`` on another number of ranks."""
+    if _current:
+        own = _current[0].own(_RESUMED, step)
+        _seed_keras(own)
+        random.seed(integer(own))
+        np.random.seed(own.generate_state(8))
+        _move_layers(model, _RESUMED, step)
+
+
+def seed() -> int | None:
+    """What ``seed_everything`` was given, None without it."""
+    return _current[0].seed if _current else None
+
+
+def facts() -> dict[str, float]:
+    """What the ranks must have in common."""
+    return {"seed_everything's seed": float(_current[0].seed)} if _current else {}
+
+
+def _seed_keras(stream: np.random.SeedSequence) -> None:
+    numpys = np.random.get_state()
+    keras.utils.set_random_seed(integer(stream, bits=32))
+    np.random.set_state(numpys)
+
+
+def generator_states(model: Any) -> list[Any]:
+    """The states (seed, numbers drawn) of the random generators in a model's layers, each once."""
+    weights = {id(weight) for weight in model.weights}
+    return list({id(one): one for one in model.variables if id(one) not in weights}.values())

@@ -1,0 +1,128 @@
+"""BatchNorm over the global batch, and its running statistics over the ranks."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, cast
+
+import horovod.torch as hvd
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from hvdkit.errors import InvalidArgumentError
+
+_statistics = ("running_mean", "running_var")
+_numbers = count()
+
+
+def sync_batch_norm(model: torch.nn.Module) -> torch.nn.Module:
+    """Let every BatchNorm of a model normalise by the statistics of the global batch, not of this rank's part.
+
+    The modules change their class in place and keep their parameters, so that it does not matter whether the optimizer
+    exists already. Works on CPUs and GPUs; Horovod's own ``SyncBatchNorm`` takes GPU tensors only. Each forward and
+    each backward pass of a module waits for one small operation between the ranks. A filler of ``remainder="exact"``
+    counts in the statistics of the last step like a sample.
+
+    Args:
+        model: with at least one BatchNorm; call it on all ranks.
+    Returns:
+        The same model.
+    Raises:
+        InvalidArgumentError: no BatchNorm in the model.
+    """
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if not found:
+        raise InvalidArgumentError(f"sync_batch_norm: {type(model).__name__} has no BatchNorm.")
+    for module in found:
+        if not isinstance(module, SyncBatchNorm):
+            module.__class__ = SyncBatchNorm
+            cast(SyncBatchNorm, module).name = f"hvdkit.batch_norm.{next(_numbers)}"
+    return model
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A BatchNorm over the samples of all ranks. Made by ``hvdkit.torch.sync_batch_norm``.
+
+    Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", for joining the ranks' variances.
+    """
+
+    name: str
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(m, channels, ...) -> the same shape."""
+        if not (self.training or self.running_mean is None) or hvd.size() == 1:
+            return super().forward(x)
+        if x.dim() < 2:
+            raise InvalidArgumentError(f"BatchNorm needs (samples, channels, ...), got the shape {tuple(x.shape)}.")
+        over = [0, *range(2, x.dim())]
+        exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        variance, mean = torch.var_mean(exact, over, correction=0)
+        size = mean.new_full((1,), x.numel() // x.shape[1])
+        everyone = _gather(torch.cat([size, mean, variance]), self.name)
+        sizes, (means, variances) = everyone[:, :1], everyone[:, 1:].chunk(2, dim=1)
+        total = sizes.sum()
+        mean = (sizes * means).sum(0) / total
+        variance = (sizes * (variances + (means - mean) ** 2)).sum(0) / total
+        if self.training:
+            self._track(mean.detach(), variance.detach() * (total / (total - 1)))
+        shape = [1, -1, *(1 for _ in over[1:])]
+        scale = torch.rsqrt(variance + self.eps)
+        normal = (exact - mean.reshape(shape)) * scale.reshape(shape)
+        if self.affine:
+            normal = normal * self.weight.reshape(shape) + self.bias.reshape(shape)
+        return normal.to(x.dtype)
+
+    def _check_input_dim(self, x: torch.Tensor) -> None:
+        """Called by PyTorch outside of training; any number of dimensions is right."""
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+def _gather(row: torch.Tensor, name: str) -> torch.Tensor:
+    return _Gather.apply(row, name)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """One row of each rank, (n,) -> (size, n). Horovod's own backward averages over the ranks where a sum is due."""
+
+    @staticmethod
+    def forward(ctx: Any, row: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        gathered: torch.Tensor = hvd.allgather(row.detach().unsqueeze(0).contiguous(), name=name)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = hvd.allreduce(gradient.contiguous(), op=hvd.Sum, name=f"{ctx.name}.gradient")
+        return total[hvd.rank()], None
+
+
+def local_statistics(model: torch.nn.Module) -> list[str]:
+    """Names of the running statistics that are each rank's own."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, _NormBase) and not isinstance(module, (SyncBatchNorm, hvd.SyncBatchNorm))
+        for name in _statistics
+        if getattr(module, name) is not None
+    ]
+
+
+def average_statistics(model: torch.nn.Module) -> None:
+    """Set BatchNorm's running statistics to their mean over the ranks; a collective.
+
+    Before evaluation and before a checkpoint: otherwise both use the statistics of one rank's samples. (The mean of the
+    variances leaves out how far the ranks' means are apart, which is little when samples are dealt out at random.)
+
+    Args:
+        model: nothing happens where it has none.
+    """
+    buffers = dict(model.named_buffers())
+    for name in local_statistics(model):
+        buffers[name].copy_(hvd.allreduce(buffers[name], op=hvd.Average, name=f"hvdkit.statistics.{name}"))

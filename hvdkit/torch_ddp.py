@@ -1,0 +1,89 @@
+"""``torch.distributed`` under any launcher, for scripts with PyTorch's own DDP; needs no Horovod."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from hvdkit.errors import InvalidArgumentError, LauncherError
+from hvdkit.steps import bootstrap, hosts, launchers, meeting
+from hvdkit.steps.launchers import Launched
+from hvdkit.steps.topology import Topology
+
+_stores: list[Any] = []  # rank 0's serves the others as long as the process lives
+
+
+def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Topology:
+    """Start ``torch.distributed`` from whatever launcher's environment this is, and say who this process is.
+
+    The address is that of rank 0's host and the port a free one that rank 0 tells the others: over the host list of the
+    launcher, or over mpi4py where there is none. Nothing has to be set by hand. Without a launcher: a job of one.
+
+    Args:
+        backend: of ``torch.distributed``; default: "nccl" where PyTorch sees a GPU, else "gloo".
+        timeout: seconds until all ranks must have met.
+    Returns:
+        The job, for ``pin_device``, ``scale_lr``, ``shard``, ...
+    Raises:
+        InvalidArgumentError: it was started already.
+        LauncherError: the launcher's environment is incomplete, or the ranks do not find each other.
+    """
+    if dist.is_initialized():
+        raise InvalidArgumentError("torch.distributed is started already; call init_process_group once.")
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    launched = launchers.detect(os.environ)
+    if launched is None or launched.size == 1:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return Topology(0, 1, launcher=launched.launcher if launched else "none")
+    met = _meet(launched, os.environ, timeout)
+    rank, size = launched.rank, len(met.hosts)
+    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = bootstrap.interface_of(met.own_address)
+    wait = timedelta(seconds=timeout)
+    store = _stores[0] if rank == 0 else TCPStore(met.address, met.told["port"], size, False, wait)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return Topology(rank, size, *met.place(rank), launched.launcher)
+
+
+def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> meeting.Meeting:
+    place, key = bootstrap.root_host(launched, environ), bootstrap.key(launched, environ)
+    if launched.size is not None and place is not None and key is not None:
+        host, root = environ.get("SLURMD_NODENAME"), hosts.address(place)
+        return meeting.meet(launched.rank, launched.size, root, f"{key}/ddp", _serve, host=host, timeout=timeout)
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise LauncherError(
+            f"{launched.launcher}'s environment does not say where rank 0 is, and mpi4py, which would, cannot be "
+            f"imported ({error}); run `pip install mpi4py` with the launcher's MPI loaded."
+        ) from error
+    comm = MPI.COMM_WORLD
+    if comm.Get_rank() != launched.rank or launched.size not in (None, comm.Get_size()):
+        raise LauncherError(
+            f"{launched.launcher} started rank {launched.rank}, mpi4py sees rank {comm.Get_rank()} of "
+            f"{comm.Get_size()}: it was built with another MPI; run `pip install --force-reinstall --no-binary "
+            "mpi4py mpi4py`."
+        )
+    return _meet_over_mpi(comm)
+
+
+def _meet_over_mpi(comm: Any) -> meeting.Meeting:
+    by_rank = tuple(comm.allgather(socket.gethostname()))
+    alone = len(set(by_rank)) == 1
+    own = "127.0.0.1" if alone else socket.gethostbyname(socket.gethostname())
+    address = comm.bcast(own, root=0)
+    told = comm.bcast(_serve(address, by_rank) if comm.Get_rank() == 0 else None, root=0)
+    return meeting.Meeting(by_rank, address, own, told)
+
+
+def _serve(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
+    store = TCPStore(address, 0, len(by_rank), True, wait_for_workers=False)
+    _stores[:] = [store]
+    return {"port": store.port}

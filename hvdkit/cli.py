@@ -14,7 +14,9 @@ COMMANDS = {
     "install": ("hvdkit.install.cli:install", "Build Horovod for the frameworks found here and install it."),
     "doctor": ("hvdkit.doctor.cli:doctor", "Say what is installed, what does not fit together and how to fix it."),
     "check": ("hvdkit.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
+    "preflight": ("hvdkit.preflight.cli:preflight", "Inside a job, say whether all its ranks can train together."),
     "launch": ("hvdkit.launch.cli:launch", "Start a training script on N processes."),
+    "job": ("hvdkit.job.cli:job", "Write a batch script that starts one on several hosts."),
 }
 
 

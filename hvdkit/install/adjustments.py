@@ -101,6 +101,17 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "which one rank hangs waits for ever.",
     ),
     Adjustment(
+        name="gloo-interface",
+        file="horovod/common/gloo/gloo_context.cc",
+        old="  device_attr.iface = gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        new="  device_attr.iface = global_context.gloo_iface_;\n  device_attr.ai_family = AF_UNSPEC;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        when=ALWAYS,
+        why="A bug: process sets forget which network interface was chosen and take the one that the host's name "
+        "resolves to; where that is 127.0.1.1, as on Debian, several hosts do not connect over Gloo.",
+    ),
+    Adjustment(
         name="gloo-cstdint",
         file="third_party/gloo/gloo/types.h",
         old="#include <iostream>\n",

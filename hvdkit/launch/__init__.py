@@ -1,17 +1,23 @@
-"""Starts a command on N processes of this machine, over MPI or over Gloo.
+"""Starts a command on N processes, over MPI or over Gloo, on this machine or on several hosts.
 
 ::
 
-    command, facts ── (machine, horovod, mpi)     what is asked for, and what there is
-       └── plan ── (open_mpi, hydra, horovodrun)  command line and environment, with a reason for each setting
+    command, placement, facts ── (machine, horovod, mpi, batch)   what is asked for, and what there is
+       └── plan ── (open_mpi, hydra, horovodrun,  command line and environment, with a reason for each setting
+             │      pals, aprun, srun, jsrun)
              ├── show                             the plan as text: --dry-run, --explain
-             └── supervise ── (output, outcome)   one process that watches the job
-                     ⇅
-                   rank                           one process beside each rank
+             ├── direct                           a launcher that goes to other hosts, run by itself
+             └── supervise ── (signals, output,   one process that watches the job
+                     ⇅       outcome, tracebacks, stall)
+                   rank ── (stacks)               one process beside each rank
 
 ``plan`` is pure: facts in, command line and environment out, through one small module per launcher (``open_mpi``,
-``hydra``, ``horovodrun``). ``supervise`` starts that command line with ``rank`` put before the user's command: each
-rank's output and exit status come back over a socket of hvdkit's own. The launchers' own reports are not used because
-they lose information: Open MPI glues the unfinished last lines of two ranks together, Hydra mixes ranks within a line,
-horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever the status of the rank was.
+``hydra``, ``horovodrun``, and those of batch systems). ``supervise`` starts that command line with ``rank`` put before
+the user's command: each rank's output and exit status come back over a socket of hvdkit's own. The launchers' own
+reports are not used because they lose information: Open MPI glues the unfinished last lines of two ranks together,
+Hydra mixes ranks within a line, horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever the status of the
+rank was.
+
+``tracebacks`` sorts what the ranks write as they fail, so that the cause is read last; ``stall`` reads Horovod's
+reports of collectives that wait, and ``stacks`` is what makes each Python of a rank ready to show where it stands.
 """

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.launch import mpi
+from hvdkit.launch import batch, mpi
 from hvdkit.launch.horovod import installed_horovod, recorded_horovod
 from hvdkit.launch.machine import usable_cores
 from hvdkit.launch.model import Facts, Horovod, Request
+from hvdkit.steps import hosts as job_hosts
 
 
 def own_python() -> Path:
@@ -42,8 +43,11 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
     """
     python = own_python()
     path = job_path(environ, python)
-    horovod = installed_horovod(python) if request.launcher == "auto" else recorded_horovod()
-    wants_mpi = request.launcher == "mpirun" or (request.launcher == "auto" and (horovod is None or horovod.mpi))
+    programs = batch.installed(_wanted(request, environ), path, environ)
+    chosen = batch.choice(environ, programs) if request.launcher == "auto" else None
+    open_choice = request.launcher == "auto" and chosen is None
+    horovod = installed_horovod(python) if open_choice else recorded_horovod()
+    wants_mpi = request.launcher == "mpirun" or (open_choice and (horovod is None or horovod.mpi))
     mpirun = _mpirun(horovod, path) if wants_mpi else None
     if mpirun is not None and str(mpirun.parent) not in path.split(os.pathsep):
         path = os.pathsep.join([path, str(mpirun.parent)])  # Intel's mpirun looks for its parts there
@@ -57,7 +61,17 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
         mpi=None if mpirun is None else mpi.ask(mpirun, {**environ, "PATH": path}),
         horovodrun=None if horovodrun is None else Path(horovodrun).absolute(),
         mpi4py=importlib.util.find_spec("mpi4py") is not None,
+        programs=programs,
+        batch=chosen,
     )
+
+
+def _wanted(request: Request, environ: Mapping[str, str]) -> list[str]:
+    """The launchers of batch systems to look for; none where the job is on this machine alone, which needs none."""
+    if request.launcher != "auto":
+        return [request.launcher] if request.launcher in batch.PROGRAMS else []
+    only_here = not request.hosts and (request.hosts_chosen or bool(job_hosts.of_job(environ)))
+    return [] if only_here else batch.called_for(environ)
 
 
 def _mpirun(horovod: Horovod | None, path: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""horovodrun over Gloo on one machine. Its MPI mode is never used: it fails with Open MPI 5."""
+"""horovodrun over Gloo, on one machine and on several. Its MPI mode is never used: it fails with Open MPI 5."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.launch.model import LauncherLine, Request, Setting
 
 RANK_VARIABLE = "HOROVOD_RANK"
+
+_NEEDS_SSH = (
+    "horovodrun reaches other hosts by ssh: 'ssh HOST true' must work from here without a password, and this directory "
+    "and Python must lie at the same path there."
+)
 
 
 def line(request: Request, horovodrun: Path) -> LauncherLine:
@@ -21,10 +26,15 @@ def line(request: Request, horovodrun: Path) -> LauncherLine:
             f"--bind {request.bind} needs mpirun, and this job is started by 'horovodrun --gloo', which cannot "
             "tie ranks to cores; leave --bind out."
         )
-    settings = (
+    settings = [
         Setting("Horovod's own transport, no MPI", ("--gloo",)),
         Setting("one process per rank", ("-np", str(request.n))),
-        Setting("all ranks are on this machine, so none has to be looked for", ("--network-interface", "lo")),
-    )
+    ]
+    if request.hosts:
+        hosts = ",".join(map(str, request.hosts))
+        settings.append(Setting("hosts, and the ranks that each may take", ("-H", hosts)))
+        return LauncherLine(horovodrun, tuple(settings), "", notes=(_NEEDS_SSH,))
+    local = "all ranks are on this machine, so none has to be looked for"
+    settings.append(Setting(local, ("--network-interface", "lo")))
     # It loads every framework once to see whether Gloo was built; TensorFlow reports itself at length.
-    return LauncherLine(horovodrun, settings, RANK_VARIABLE, noisy_start=True)
+    return LauncherLine(horovodrun, tuple(settings), RANK_VARIABLE, noisy_start=True)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 BINDINGS = ("none", "core", "socket", "numa")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host and how many ranks it may take, > 0."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +32,15 @@ class Request:
         bind: one of ``BINDINGS``: what each rank is tied to.
         variables: further environment variables; they win over every other setting.
         timeline: absolute path of the Horovod timeline to write, None for none.
+        stall_timeout: seconds that a collective may wait, > 0, None for no limit.
+        stall_dir: absolute path of the directory for the stacks when one waits longer.
+        ppn: ranks on each host, > 0, None for what the hosts' slots or the launcher say.
+        depth: cores of each rank, > 0, None for no claim.
+        hosts: the hosts of the job; () when all ranks are to run on this machine, or when nothing names any.
+        hosts_chosen: the user named the hosts; otherwise they are those of the batch job.
+        gpus_per_node, gpus_per_task: what the batch system's launcher is to hand out, None for no claim.
+        autotune_log: absolute path of the log of Horovod's autotuner, None to leave it off.
+        dry_run: the command line is only to be shown; the launcher may be missing.
     """
 
     n: int
@@ -30,6 +50,16 @@ class Request:
     bind: str = "none"
     variables: Mapping[str, str] = field(default_factory=dict)
     timeline: Path | None = None
+    stall_timeout: float | None = None
+    stall_dir: Path | None = None
+    ppn: int | None = None
+    depth: int | None = None
+    hosts: tuple[Host, ...] = ()
+    hosts_chosen: bool = False
+    gpus_per_node: int | None = None
+    gpus_per_task: int | None = None
+    autotune_log: Path | None = None
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +108,8 @@ class Facts:
         mpi: the MPI launcher to use, None when there is none.
         horovodrun: absolute path, None when there is none.
         mpi4py: the package is installed beside ``python``.
+        programs: paths of the launchers of batch systems that are installed, by name: see ``batch.PROGRAMS``.
+        batch: launcher that the batch job around this process calls for, and why; None outside, and without one.
     """
 
     cores: int
@@ -88,6 +120,8 @@ class Facts:
     mpi: Mpi | None
     horovodrun: Path | None
     mpi4py: bool = False
+    programs: Mapping[str, Path] = field(default_factory=dict)
+    batch: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +144,21 @@ class LauncherLine:
     """How one launcher starts the ranks.
 
     Attributes:
-        program: absolute path of the launcher.
+        program: absolute path of the launcher; its bare name when it is not installed and only to be shown.
         settings: its options and variables, in order.
-        rank_variable: the environment variable in which a rank finds its number.
+        rank_variable: the environment variable in which a rank finds its number; "" where hvdkit does not watch ranks.
         noisy_start: it writes about itself before the ranks run although nothing is wrong.
+        pass_on: makes the options that carry variables to ranks on other hosts, from those that the job adds and those
+            that it inherits; None where the launcher carries all of them by itself.
+        notes: what the user should know before the job runs, full sentences.
     """
 
     program: Path
     settings: tuple[Setting, ...]
     rank_variable: str
     noisy_start: bool = False
+    pass_on: Callable[[Mapping[str, str], Mapping[str, str]], Setting] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +167,7 @@ class Plan:
 
     Attributes:
         n: number of processes.
-        launcher_name: "mpirun" or "horovodrun".
+        launcher_name: a name of ``plan.LAUNCHERS``.
         launcher: the launcher and its options.
         command: what each rank runs; ``launcher`` followed by ``command`` is the whole command line.
         added: environment variables that the job gets beside those of this process.
@@ -137,6 +176,10 @@ class Plan:
         noisy_start: see ``LauncherLine``.
         settings: every decision with its reason.
         notes: what the user should know before the job runs, full sentences.
+        stall_timeout: see ``Request``.
+        stall_dir: see ``Request``.
+        direct: the launcher runs by itself, since its ranks are (or may be) on other hosts, out of the reach of
+            ``supervise``.
     """
 
     n: int
@@ -149,3 +192,6 @@ class Plan:
     noisy_start: bool = False
     settings: tuple[Setting, ...] = ()
     notes: tuple[str, ...] = ()
+    stall_timeout: float | None = None
+    stall_dir: Path | None = None
+    direct: bool = False

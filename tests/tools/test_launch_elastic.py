@@ -1,0 +1,105 @@
+"""Options of elastic jobs, the host discovery script, horovodrun's command line; restarts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.launch import elastic
+from hvdkit.launch.cli import launch
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(*lines, status=0):
+        file = tmp_path / "hosts.sh"
+        file.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {status}\n")
+        file.chmod(0o755)
+        return file
+
+    return write
+
+
+def words(n, wanted, found):
+    return [word for setting in elastic.settings(n, wanted, found) for word in setting.words]
+
+
+def test_the_command_line_on_one_machine_and_on_several(script):
+    file = script("localhost:1", "127.0.0.1:1")
+    wanted = elastic.check(2, 1, 2, file)
+    found = elastic.hosts(file, {})
+    assert found == {"localhost": 1, "127.0.0.1": 1}
+    assert words(2, wanted, found) == [
+        "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(file),
+        "--blacklist-cooldown-range", "2", "10", "--network-interface", "lo",
+    ]  # fmt: skip
+    assert "--network-interface" not in words(2, wanted, {"node1": 4, "localhost": 1})
+    assert elastic.notes(2, wanted, found) == []
+
+
+def test_what_will_not_go_on_is_said(script):
+    one = script("localhost:2")
+    wanted = elastic.check(2, None, None, one)
+    assert (wanted.min_np, wanted.max_np) == (2, 2)
+    (note,) = elastic.notes(2, wanted, elastic.hosts(one, {}))
+    assert "a failed worker takes its host out" in note
+    assert "names no host yet" in elastic.notes(2, wanted, elastic.hosts(script(), {}))[0]
+    assert "fewer slots than --min-np 2" in elastic.notes(2, wanted, {"a": 1, "b": None} | {"b": 0})[-1]
+
+
+@pytest.mark.parametrize(
+    ("n", "least", "most", "message"),
+    [(2, 3, 4, "got 3, 2 and 4"), (5, 1, 4, "got 1, 5 and 4"), (2, 4, None, "got 4, 2 and 4")],
+)
+def test_numbers_that_do_not_go_together(script, n, least, most, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        elastic.check(n, least, most, script("a:1"))
+
+
+def test_bad_scripts_are_named(script, tmp_path):
+    assert elastic.check(2, None, None, None) is None
+    with pytest.raises(InvalidArgumentError, match="need --host-discovery-script"):
+        elastic.check(2, 1, None, None)
+    with pytest.raises(InvalidArgumentError, match=r"printed 'b:x' as line 2, where HOST:SLOTS was expected"):
+        elastic.hosts(script("a:1", "b:x"), {})
+    with pytest.raises(InvalidArgumentError, match="cannot be run"):
+        elastic.hosts(script("a:1", status=3), {})
+    plain = tmp_path / "plain"
+    plain.write_text("a:1\n")
+    with pytest.raises(InvalidArgumentError, match="cannot be run: Permission denied"):
+        elastic.hosts(plain, {})
+
+
+def test_elastic_jobs_refuse_what_horovodrun_does_itself(script):
+    options = ["-n", "1", "--host-discovery-script", str(script("a:1")), "--restarts", "2", "--", sys.executable]
+    with pytest.raises(InvalidArgumentError, match="leave --preflight, --restarts"):
+        CliRunner().invoke(launch, options, catch_exceptions=False, standalone_mode=False)
+
+
+def test_a_job_is_started_again_until_it_succeeds(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import os, sys\n"
+        "attempt = int(os.environ['HVDKIT_RESTART'])\n"
+        "print('attempt', attempt, flush=True)\n"
+        "sys.exit(0 if attempt == 2 else 7)\n"
+    )
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def start(restarts):
+        command = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "1", "--no-tag", "--restarts", str(restarts)]
+        return subprocess.run(
+            [*command, "--", str(program)], env={**os.environ, **environment}, capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+
+    enough, too_few = start(3), start(1)
+    assert enough.returncode == 0 and enough.stdout.split() == ["attempt", "0", "attempt", "1", "attempt", "2"]
+    assert "restart 2 of 3 after status 7" in enough.stderr
+    assert too_few.returncode == 7 and too_few.stdout.split() == ["attempt", "0", "attempt", "1"]

@@ -1,0 +1,414 @@
+"""Jobs on several hosts and in batch jobs: where the ranks go, and the command line of each launcher."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdkit import cli
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.launch import batch, facts, placement, plan, show
+from hvdkit.launch.command import Command
+from hvdkit.launch.model import Facts, Horovod, Host, Mpi, Request
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.PROGRAMS}
+FACTS = Facts(
+    cores=64,
+    root=False,
+    python=Path("/venv/bin/python"),
+    path="/usr/bin",
+    horovod=Horovod(mpi=True, gloo=True),
+    mpi=Mpi(Path("/usr/bin/mpirun"), "Open MPI", (5, 0, 11)),
+    horovodrun=Path("/venv/bin/horovodrun"),
+    programs=PROGRAMS,
+)
+QUIET = {"PATH": "/usr/bin", "OMP_NUM_THREADS": "16", "PYTHONUNBUFFERED": "1", "HOME": "/home/me"}
+TWO_HOSTS = {"hosts": (Host("h1", 4), Host("h2", 4)), "hosts_chosen": True}
+COMMAND = Command(("python", "train.py"), script=1)
+
+
+def build(environ=QUIET, found=FACTS, **options):
+    return plan.build(Request(8, ("python", "train.py"), **options), found, COMMAND, environ)
+
+
+def line(**options):
+    return show.command_line(build(**options))
+
+
+MPIRUN = "/usr/bin/mpirun -n 8 --host h1:4,h2:4"
+YIELD = "--mca mpi_yield_when_idle 1"
+PASSED = "-x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED python train.py"
+SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # The forms that sites document: Polaris, Theta, Slurm, Summit.
+        (
+            {"launcher": "mpiexec", "ppn": 4, "depth": 16},
+            "/site/bin/mpiexec -n 8 --ppn 4 --depth=16 --cpu-bind depth python train.py",
+        ),
+        (
+            {"launcher": "aprun", "ppn": 4, "depth": 16},
+            "/site/bin/aprun -n 8 -N 4 --cc depth -d 16 python train.py",
+        ),
+        (
+            {"launcher": "srun", "ppn": 4, "depth": 16},
+            f"/site/bin/srun --ntasks=8 --ntasks-per-node=4 --nodes=2 --cpus-per-task=16 {SRUN_ENDS}",
+        ),
+        (
+            {"launcher": "srun", "ppn": 4, "depth": 16, "gpus_per_node": 4, "gpus_per_task": 1},
+            "/site/bin/srun --ntasks=8 --ntasks-per-node=4 --nodes=2 --cpus-per-task=16 --gpus-per-node=4 "
+            f"--gpus-per-task=1 {SRUN_ENDS}",
+        ),
+        (
+            {"launcher": "jsrun", "depth": 16, "gpus_per_task": 1},
+            "/site/bin/jsrun -n 8 -a 1 -c 16 -g 1 -b packed:16 python train.py",
+        ),
+        (
+            {"launcher": "jsrun", "ppn": 4, "depth": 16, "gpus_per_node": 4},
+            "/site/bin/jsrun -n 8 -a 1 -c 16 -g 1 -r 4 -b packed:16 python train.py",
+        ),
+        ({"launcher": "mpirun", **TWO_HOSTS}, f"{MPIRUN} --map-by ppr:4:node --bind-to none {YIELD} {PASSED}"),
+        (
+            {"launcher": "mpirun", "depth": 16, **TWO_HOSTS},
+            f"{MPIRUN} --map-by ppr:4:node:PE=16 --bind-to core {YIELD} {PASSED}",
+        ),
+        (
+            {"launcher": "mpirun", "bind": "socket", **TWO_HOSTS},
+            f"{MPIRUN} --map-by ppr:4:node --bind-to package {YIELD} {PASSED}",
+        ),
+        (
+            {"launcher": "mpirun", "hosts": (Host("h1", 6), Host("h2", 2))},
+            f"/usr/bin/mpirun -n 8 --host h1:6,h2:2 --map-by slot --bind-to none {YIELD} {PASSED}",
+        ),
+        (
+            {"launcher": "horovodrun", **TWO_HOSTS},
+            "/venv/bin/horovodrun --gloo -np 8 -H h1:4,h2:4 python train.py",
+        ),
+        # Ties, and hosts that the user names.
+        ({"launcher": "mpiexec"}, "/site/bin/mpiexec -n 8 --cpu-bind none python train.py"),
+        (
+            {"launcher": "mpiexec", "ppn": 4, "bind": "numa", **TWO_HOSTS},
+            "/site/bin/mpiexec -n 8 --ppn 4 --cpu-bind numa --hosts h1,h2 python train.py",
+        ),
+        ({"launcher": "aprun", "bind": "core"}, "/site/bin/aprun -n 8 --cc cpu python train.py"),
+        (
+            {"launcher": "aprun", "hosts": (Host("nid00012", 4), Host("13", 4)), "hosts_chosen": True},
+            "/site/bin/aprun -n 8 --cc none -L 12,13 python train.py",
+        ),
+        ({"launcher": "srun"}, f"/site/bin/srun --ntasks=8 --cpu-bind=none {SRUN_ENDS}"),
+        (
+            {"launcher": "srun", "ppn": 8, "bind": "numa", **TWO_HOSTS},
+            "/site/bin/srun --ntasks=8 --ntasks-per-node=8 --nodes=1 --cpu-bind=ldoms --nodelist=h1 " + SRUN_ENDS,
+        ),
+        ({"launcher": "jsrun"}, "/site/bin/jsrun -n 8 -a 1 python train.py"),
+    ],
+)
+def test_command_line_of_each_launcher(options, expected):
+    assert line(**options) == expected
+
+
+@pytest.mark.parametrize(
+    ("implementation", "expected"),
+    [
+        ("MPICH", "/usr/bin/mpirun -n 8 -hosts h1:4,h2:4 -bind-to core:16 python train.py"),
+        ("Intel MPI", "/usr/bin/mpirun -n 8 -hosts h1,h2 -ppn 4 -bind-to core:16 python train.py"),
+    ],
+)
+def test_command_line_of_hydra_on_several_hosts(implementation, expected):
+    found = replace(FACTS, mpi=Mpi(Path("/usr/bin/mpirun"), implementation, (4, 2)))
+    assert line(found=found, launcher="mpirun", depth=16, **TWO_HOSTS) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("mpiexec", "--env HOROVOD_AUTOTUNE=1 --env HOROVOD_AUTOTUNE_LOG=/tmp/a.csv --env 'A=b c'"),
+        ("aprun", "-e HOROVOD_AUTOTUNE=1 -e HOROVOD_AUTOTUNE_LOG=/tmp/a.csv -e 'A=b c'"),
+        ("srun", "--export=ALL"),
+        ("jsrun", "-E HOROVOD_AUTOTUNE -E HOROVOD_AUTOTUNE_LOG -E A"),
+        ("mpirun", "-x HOROVOD_AUTOTUNE -x HOROVOD_AUTOTUNE_LOG -x A -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED"),
+    ],
+)
+def test_how_variables_reach_ranks_on_other_hosts(launcher, words):
+    hosts = TWO_HOSTS if launcher == "mpirun" else {}
+    job = build(launcher=launcher, autotune_log=Path("/tmp/a.csv"), variables={"A": "b c"}, **hosts)
+    assert shlex.join(job.launcher).endswith(f" {words}")
+    added = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "/tmp/a.csv", "A": "b c"}
+    assert job.added == added
+    assert added.items() <= job.environment.items()
+    assert words in show.explanation(job)
+
+
+@pytest.mark.parametrize(
+    ("options", "threads"),
+    [
+        ({"launcher": "mpiexec", "ppn": 4}, "16"),
+        ({"launcher": "mpiexec", "ppn": 4, "depth": 8}, "8"),
+        ({"launcher": "mpiexec", "ppn": 4, "depth": 8, "threads": 2}, "2"),
+        ({"launcher": "mpirun", **TWO_HOSTS}, "16"),
+        ({"launcher": "mpirun", "depth": 4}, "4"),
+        ({"launcher": "aprun", "ppn": 4}, None),
+        ({"launcher": "jsrun", "ppn": 4}, None),
+        ({"launcher": "srun"}, None),
+    ],
+)
+def test_threads_are_those_of_a_host_and_never_a_guess(options, threads):
+    job = build({"PATH": "/usr/bin"}, **options)
+    assert job.added.get("OMP_NUM_THREADS") == threads
+    assert threads is not None or "say them with --depth" in show.explanation(job)
+
+
+def test_srun_inside_an_srun_step_does_not_wait_for_its_cores():
+    for step, added in (("0", {"SLURM_OVERLAP": "1"}), ("4294967290", {}), ("4294967291", {}), ("", {})):
+        assert build({**QUIET, "SLURM_STEP_ID": step}, launcher="srun", ppn=4).added == added
+
+
+def test_notes_name_what_other_hosts_need():
+    (note,) = build(launcher="horovodrun", **TWO_HOSTS).notes
+    assert "by ssh" in note and "password" in note
+    (note,) = build(launcher="jsrun").notes
+    assert "--depth" in note
+    assert build(launcher="mpirun", depth=8).launcher[3:7] == ("--map-by", "slot:PE=8", "--bind-to", "core")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"launcher": "srun", "ppn": 3}, "-n 8 is no multiple of --ppn 3, which srun needs"),
+        ({"launcher": "jsrun", "ppn": 3}, "-n 8 is no multiple of --ppn 3, which jsrun needs"),
+        ({"launcher": "mpirun", "ppn": 4}, "needs 2 hosts, and there is this one machine"),
+        ({"launcher": "mpirun", "depth": 9}, "need 72 cores, and this machine has 64"),
+        ({"launcher": "mpirun", "gpus_per_task": 1}, "are for srun and jsrun"),
+        ({"launcher": "srun", "stall_timeout": 9.0}, "--stall-timeout works on one machine"),
+        ({"launcher": "mpirun", "stall_timeout": 9.0, **TWO_HOSTS}, "--stall-timeout works on one machine"),
+        ({"launcher": "horovodrun", "bind": "core", **TWO_HOSTS}, "cannot tie ranks"),
+        ({"launcher": "aprun", "bind": "socket"}, "use core or numa"),
+        ({"launcher": "aprun", **TWO_HOSTS}, "'h1': aprun takes node ids"),
+        ({"launcher": "jsrun", **TWO_HOSTS}, "leave --hosts and --hostfile out"),
+        ({"launcher": "jsrun", "gpus_per_node": 6, "ppn": 4}, "must be a multiple of --ppn"),
+        ({"launcher": "srun", "hosts": (Host("a", 6), Host("b", 2)), "hosts_chosen": True}, "same number of slots"),
+        ({"launcher": "mpiexec", "found": replace(FACTS, programs={})}, "mpiexec of PALS is not installed"),
+        ({"launcher": "aprun", "found": replace(FACTS, programs={})}, "aprun is not installed"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(options, message):
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        build(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("launcher", plan.LAUNCHERS)
+def test_a_launcher_that_is_not_installed_can_be_shown(launcher):
+    nothing = replace(FACTS, programs={}, mpi=None, horovodrun=None)
+    assert build(found=nothing, launcher=launcher, dry_run=True).launcher[0] == launcher
+
+
+# Hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("h1:4,h2:2", [("h1", 4), ("h2", 2)]),
+        ("h1, node-2.site.org", [("h1", None), ("node-2.site.org", None)]),
+        ("h1,h1,h2", [("h1", 2), ("h2", None)]),
+    ],
+)
+def test_hosts_of_the_option(text, hosts):
+    assert placement.parse(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h1:", "h1:0", "h1:-1", "h1:x", ":4", "h1;rm", "-x", "h1,,h2", "h1:4,h1:2", "h 1"]
+)
+def test_bad_hosts_are_one_sentence(text):
+    with pytest.raises(InvalidArgumentError, match="--hosts"):
+        placement.parse(text)
+
+
+def test_host_files_of_every_kind(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# ours\nh1 slots=4  # the old one\n\nh2:2\nh3\nh3\nh3\n")
+    assert placement.read(file) == [("h1", 4), ("h2", 2), ("h3", 3)]
+    file.write_text("h1:4\n\n# x\nh2 slots=many\n")
+    with pytest.raises(InvalidArgumentError, match="line 4: 'h2 slots=many' is no HOST"):
+        placement.read(file)
+    file.write_text("\n")
+    with pytest.raises(InvalidArgumentError, match="names no host"):
+        placement.read(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgumentError, match="it is not text"):
+        placement.read(file)
+    with pytest.raises(InvalidArgumentError, match="No such file"):
+        placement.read(tmp_path / "nosuch")
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
+    def place(n, ppn=None, given=None, environ=SLURM):
+        placed = placement.place(n, ppn, given, environ, "n1")
+        return [str(host) for host in placed.hosts], placed.chosen
+
+    assert place(4) == (["n1:2", "n2:2"], False)
+    assert place(3) == (["n1:2", "n2:2"], False)
+    assert place(4, ppn=4) == (["n1:4", "n2:4"], False)
+    assert place(4, given=[("n2.cluster", 8)]) == (["n2.cluster:8"], True)
+    assert place(4, 2, [("n1", 8), ("n2", 8)]) == (["n1:2", "n2:2"], True)
+    assert place(2, given=[("localhost", 2)]) == ([], True)
+    assert place(2, environ={}) == ([], False)
+    assert place(2, environ={**SLURM, "SLURM_JOB_NODELIST": "n1"}) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("n", "ppn", "given", "message"),
+    [
+        (9, None, [("n1", 4), ("n2", 4)], "9 ranks are more than the 8 slots of n1:4, n2:4;"),
+        (9, 4, None, "9 ranks are more than the 8 slots of n1:4, n2:4 with --ppn 4;"),
+        (2, None, [("n1", 1), ("n3", 1)], r"'n3' is not one of this batch job's hosts \(n1, n2\)"),
+        (3, None, [("localhost", 2)], "3 ranks are more than the 2 slots of localhost:2"),
+    ],
+)
+def test_hosts_without_room_and_unknown_hosts(n, ppn, given, message):
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        placement.place(n, ppn, given, SLURM, "n1")
+    assert "\n" not in str(caught.value)
+
+
+# The launcher of the batch job
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "why"),
+    [
+        ({"SLURM_JOB_ID": "7"}, "srun", "this is Slurm job 7 (SLURM_JOB_ID), and srun is installed"),
+        ({"PBS_JOBID": "7.x"}, "mpiexec", "this is PBS job 7.x (PBS_JOBID), and PALS's mpiexec is installed"),
+        ({"LSB_JOBID": "7"}, "jsrun", "this is LSF job 7 (LSB_JOBID), and jsrun is installed"),
+        ({"COBALT_JOBID": "7"}, "aprun", "this is Cobalt job 7 (COBALT_JOBID), and aprun is installed"),
+    ],
+)
+def test_the_batch_job_chooses_its_launcher_where_it_is_installed(environ, launcher, why):
+    assert batch.choice(environ, PROGRAMS) == (launcher, why)
+    assert batch.choice(environ, {}) is None
+    assert batch.choice({}, PROGRAMS) is None
+    job = build(found=replace(FACTS, batch=(launcher, why)))
+    assert (job.launcher_name, job.direct) == (launcher, True)
+    assert show.explanation(job).startswith(f"launcher {launcher}: {why}\n")
+    assert build(found=replace(FACTS, batch=(launcher, why)), launcher="mpirun").launcher_name == "mpirun"
+
+
+def program(file, text):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_mpiexec_counts_only_when_it_is_that_of_pals(tmp_path):
+    environ = {"PATH": "/usr/bin:/bin"}
+    assert batch.is_pals(program(tmp_path / "pals/1.2/bin/mpiexec", "exit 1"), environ)
+    assert batch.is_pals(program(tmp_path / "a/mpiexec", "echo 'mpiexec (PALS) 1.2'"), environ)
+    assert not batch.is_pals(program(tmp_path / "b/mpiexec", "echo 'mpiexec (Open MPI) 5.0'"), environ)
+    broken = tmp_path / "c/mpiexec"
+    program(broken, "").write_text("#!/nowhere\n")
+    assert not batch.is_pals(broken, environ)
+    assert batch.installed(["mpiexec", "aprun"], str(tmp_path / "b"), environ) == {}
+
+
+def test_gathering_asks_for_the_batch_jobs_launcher_alone(tmp_path, monkeypatch):
+    program(tmp_path / "srun", "")
+    monkeypatch.setattr(facts, "installed_horovod", lambda python: pytest.fail("Horovod was loaded"))
+    monkeypatch.setattr(facts, "recorded_horovod", lambda: None)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", **SLURM}
+    found = facts.gather(Request(2, ("x",), hosts=(Host("n1", 1), Host("n2", 1))), environ)
+    assert found.batch is not None and found.batch[0] == "srun"
+    assert found.programs == {"srun": tmp_path / "srun"}
+    monkeypatch.setattr(facts, "installed_horovod", lambda python: Horovod(mpi=False, gloo=True))
+    for request in (Request(2, ("x",), hosts_chosen=True), Request(2, ("x",))):  # placement leaves out this machine
+        here = facts.gather(request, environ)
+        assert (here.batch, here.programs) == (None, {})
+
+
+# As it is typed
+
+
+def test_bad_usage_is_one_sentence_and_status_2(capsys, monkeypatch, tmp_path):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "hosts").write_text("h1:4\nh2:four\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PBS_NODEFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for words in (
+        "--depth -1",
+        "--ppn 0",
+        "--hosts h1:1",
+        "--hosts h1:x",
+        "--hostfile hosts",
+        "--hostfile nosuch",
+        "--hosts h1:4 --hostfile hosts",
+        "--ppn 1 --launcher mpirun",
+        "--launcher aprun",
+        "--launcher jsrun",
+        "--autotune-log nosuch/log.csv",
+        "--launcher srun --hosts h1:4 --preflight --dry-run --stall-timeout 3",
+    ):
+        status = cli.run(["launch", "-n", "2", *words.split(), "train.py"])
+        out, err = capsys.readouterr()
+        assert (status, out, err.count("\n")) == (2, "", 1), f"{words}: {err}"
+        assert err.startswith("hvdkit: ")
+
+
+@pytest.fixture
+def slurm_job(tmp_path):
+    """The environment of a Slurm job with an ``srun`` that runs the command once, on this machine."""
+    program(tmp_path / "bin/srun", 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"')
+    python = Path(sys.executable).parent
+    environ = {**os.environ, **SLURM, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path}/bin:{python}:/usr/bin:/bin"}
+    return {name: value for name, value in environ.items() if not name.startswith("PBS")}
+
+
+def start(environ, *words, **options):
+    command = [sys.executable, "-m", "hvdkit.cli", "launch", *words]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_batch_job_runs_its_launcher_passes_its_status_on_and_starts_again(slurm_job):
+    code = "import os; print('attempt', os.environ['HVDKIT_RESTART'], flush=True); raise SystemExit(7)"
+    job = start(slurm_job, "-n", "4", "--ppn", "2", "--restarts", "1", "--", sys.executable, "-c", code)
+    out, err = job.communicate(timeout=120)
+    assert (job.returncode, out) == (7, "attempt 0\nattempt 1\n")
+    assert "restart 1 of 1 after status 7" in err
+    checked = start(slurm_job, "-n", "4", "--preflight", "--", sys.executable, "-c", "print(1)")
+    out, err = checked.communicate(timeout=120)
+    assert (checked.returncode, out) == (2, "")
+    assert "start 'hvdkit preflight' itself" in err
+
+
+def test_a_signal_reaches_the_launcher(slurm_job):
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit(0)))\n"
+        "print('ready', flush=True)\ntime.sleep(100)\n"
+    )
+    job = start(slurm_job, "-n", "4", "--restarts", "3", "--", sys.executable, "-c", code)
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=60)
+    assert (job.returncode, out) == (128 + signal.SIGTERM, "told\n")
+
+
+def test_what_dry_run_prints_can_be_pasted(slurm_job):
+    shown = start(slurm_job, "-n", "4", "--dry-run", "--env", "A=it's $x", "--", sys.executable, "-c", "import os; "
+                  "print(os.environ['A'])").communicate(timeout=60)[0]  # fmt: skip
+    done = subprocess.run(["bash", "-c", shown], env=slurm_job, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "it's $x\n", done.stderr

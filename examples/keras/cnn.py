@@ -42,7 +42,7 @@ def make_model(shape, classes):
 def main(args):
     world = hk.init()  # 1
     hk.pin_device(world, args.device, args.num_threads)  # 2
-    keras.utils.set_random_seed(args.seed)
+    hk.seed_everything(args.seed, world)
 
     data = datasets.load(args.data, directory=args.data_dir, download=args.download, seed=args.seed)
     train_set, test_set = (data.x_train, data.y_train), (data.x_test, data.y_test)
@@ -58,24 +58,23 @@ def main(args):
         hk.BroadcastState(),  # 5
         hk.Warmup(world, steps, args.warmup_epochs),
         hk.AverageMetrics(world),
+        hk.CheckAgreement(world),
     ]
     if args.checkpoint_dir:
-        callbacks.append(hk.Checkpoint(args.checkpoint_dir))  # 6
+        callbacks.append(hk.Checkpoint(args.checkpoint_dir, resume=args.resume))  # 6
     if world.is_root:
         callbacks.append(Progress(args.log_interval))
 
     start = time.perf_counter()
-    model.fit(train_data, epochs=args.epochs, verbose=2, callbacks=callbacks)
+    history = model.fit(train_data, epochs=args.epochs, verbose=2, callbacks=callbacks)
     seconds = time.perf_counter() - start
 
-    mine = [part[world.rank :: world.size] for part in test_set]
-    _, accuracy = model.evaluate(*mine, verbose=0)
-    accuracy = hk.average_metrics({"accuracy": (accuracy * len(mine[0]), len(mine[0]))}, world)["accuracy"]
+    accuracy = hk.evaluate(model, test_set, world, args.batch_size)["accuracy"]
     hk.check_agreement(model, optimizer, world)
 
     if world.is_root:
         print(f"All {world.size} ranks hold identical weights and optimizer state.")
-        print(f"Training: {world.size * args.epochs * steps * args.batch_size / seconds:.0f} images/s")
+        print(f"Training: {world.size * len(history.epoch) * steps * args.batch_size / seconds:.0f} images/s")
         print(f"Test accuracy: {100 * accuracy:.2f} %")
         print(f"Hvd Procs {world.size} Total time: {seconds} second")
 

@@ -36,7 +36,7 @@ def tensors(x, y):
 def main(args):
     world = hk.init()  # 1
     device = hk.pin_device(world, args.device, args.num_threads)  # 2
-    torch.manual_seed(args.seed)
+    hk.seed_everything(args.seed, world)
 
     data = datasets.load(args.data, directory=args.data_dir, download=args.download, seed=args.seed)
     train_set, test_set = tensors(data.x_train, data.y_train), tensors(data.x_test, data.y_test)
@@ -52,8 +52,12 @@ def main(args):
     steps = hk.steps_per_epoch(len(train_set), args.batch_size, world)  # 8
     schedule = hk.warmup(optimizer, world, steps, args.warmup_epochs)
 
+    if args.resume:
+        checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
+    first_epoch = loader.epoch
+
     start = time.perf_counter()
-    for epoch in range(args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         model.train()
         for step, (x, y) in enumerate(loader, start=1):
             optimizer.zero_grad()
@@ -64,7 +68,7 @@ def main(args):
             if step % args.log_interval == 0 and world.is_root:
                 print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps} loss {loss.item():.4f}")
         if checkpoints:
-            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, epoch=epoch + 1)
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
     seconds = time.perf_counter() - start
 
     model.eval()
@@ -78,7 +82,8 @@ def main(args):
 
     if world.is_root:
         print(f"All {world.size} ranks hold identical weights and optimizer state.")
-        print(f"Training: {world.size * args.epochs * steps * args.batch_size / seconds:.0f} images/s")
+        images = (args.epochs - first_epoch) * steps * world.size * args.batch_size
+        print(f"Training: {images / seconds:.0f} images/s")
         print(f"Test accuracy: {100 * accuracy:.2f} %")
         print(f"Hvd Procs {world.size} Total time: {seconds} second")
 

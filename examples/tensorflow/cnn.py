@@ -27,7 +27,7 @@ def make_model(shape, classes):
 def main(args):
     world = hk.init()  # 1
     hk.pin_device(world, args.device, args.num_threads)  # 2
-    keras.utils.set_random_seed(args.seed)
+    hk.seed_everything(args.seed, world)
 
     data = datasets.load(args.data, directory=args.data_dir, download=args.download, seed=args.seed)
     train_set, test_set = (data.x_train, data.y_train), (data.x_test, data.y_test)
@@ -51,15 +51,19 @@ def main(args):
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
+    if args.resume:
+        checkpoints.restore(model, optimizer, loader=dataset, schedule=schedule)
+    first_epoch = dataset.epoch
+
     start = time.perf_counter()
-    for epoch in range(args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         for step, (x, y) in enumerate(dataset, start=1):
             loss = train_step(x, y)
             schedule.step()
             if step % args.log_interval == 0 and world.is_root:
                 print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps} loss {float(loss):.4f}")
         if checkpoints:
-            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, epoch=epoch + 1)
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=dataset)
     seconds = time.perf_counter() - start
 
     correct = count = 0
@@ -71,7 +75,8 @@ def main(args):
 
     if world.is_root:
         print(f"All {world.size} ranks hold identical weights and optimizer state.")
-        print(f"Training: {world.size * args.epochs * steps * args.batch_size / seconds:.0f} images/s")
+        images = (args.epochs - first_epoch) * steps * world.size * args.batch_size
+        print(f"Training: {images / seconds:.0f} images/s")
         print(f"Test accuracy: {100 * accuracy:.2f} %")
         print(f"Hvd Procs {world.size} Total time: {seconds} second")
 

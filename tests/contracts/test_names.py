@@ -15,7 +15,7 @@ ADAPTERS = [name for name in ("torch", "tensorflow", "keras") if (PACKAGE / f"{n
 STEPS = (
     "init", "pin_device", "scale_lr", "distribute", "broadcast_state", "Checkpoints", "shard", "steps_per_epoch",
 )  # fmt: skip
-BESIDE = ("warmup", "average_metrics", "check_agreement", "fit")
+BESIDE = ("warmup", "average_metrics", "check_agreement", "CheckAgreement", "seed_everything", "fit")
 
 
 def exported(adapter: str) -> list[str]:

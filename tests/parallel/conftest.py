@@ -37,10 +37,21 @@ def launcher_argv(n: int, controller: str) -> list[str]:
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Run ``function`` of a program file beside the tests on n ranks; returns each rank's JSON result, by rank."""
+def ranks_command() -> Callable[[int, str], tuple[list[str], dict[str, str]]]:
+    """What to put before a command to start it on n ranks, and their environment."""
+    return lambda n, controller: (launcher_argv(n, controller) if n > 1 else [], rank_environment())
 
-    def run(program: str, function: str, n: int, *, controller: str = "mpi", **arguments: Any) -> list[Any]:
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Run ``function`` of a program file beside the tests on n ranks; returns each rank's JSON result, by rank.
+
+    With ``fails=True`` the job must fail, and what it wrote to stderr is returned.
+    """
+
+    def run(
+        program: str, function: str, n: int, *, controller: str = "mpi", fails: bool = False, **arguments: Any
+    ) -> list[Any]:
         out = tmp_path / f"{function}-{n}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         command = [sys.executable, HERE / "rank_main.py", HERE / program, function, out, json.dumps(arguments)]
@@ -48,6 +59,9 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
         done = subprocess.run(
             [*start, *map(str, command)], env=rank_environment(), capture_output=True, text=True, timeout=240, cwd=out
         )
+        if fails:
+            assert done.returncode != 0, done.stdout[-4000:]
+            return [done.stderr]
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
         return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(n)]
 

@@ -29,31 +29,6 @@ def weights(model: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
 
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
-}
-
-
-def train(name: str, global_batch: int, epochs: int = 3, **options: Any) -> dict[str, Any]:
-    """Exact data parallelism: every rank starts with other weights; the root's count."""
-    world = hk.init()
-    model = make_model(seed=world.rank)
-    optimizer = hk.distribute(OPTIMIZERS[name](model.parameters()), model, **options)
-    hk.broadcast_state(model, optimizer)
-    loader = hk.shard(make_data(), world, global_batch // world.size, remainder="exact", seed=3)
-    loss_of = nn.CrossEntropyLoss(reduction="none")
-    steps = 0
-    for _ in range(epochs):
-        for x, y, w in loader:
-            optimizer.zero_grad()
-            (w * loss_of(model(x), y)).mean().backward()
-            optimizer.step()
-            steps += 1
-    hk.check_agreement(model, optimizer, world)
-    return {"weights": weights(model), "steps": steps}
-
-
 def topology() -> dict[str, Any]:
     world = hk.init()
     names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "launcher")
@@ -101,30 +76,6 @@ def broadcast_leaves_fresh_optimizer_alone() -> dict[str, Any]:
     optimizer = hk.distribute(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model)
     hk.broadcast_state(model, optimizer)
     return {"unchanged": weights(model) == before, "slots": len(optimizer.state)}
-
-
-def agreement(kinds: list[str]) -> list[str]:
-    """For each kind of disagreement, planted on the last rank: the message of check_agreement on this rank."""
-    world = hk.init()
-    return [_disagreement(kind, world) for kind in kinds]
-
-
-def _disagreement(kind: str, world: hvdkit.Topology) -> str:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if world.rank == world.size - 1:
-        if kind == "weight":
-            with torch.no_grad():
-                model[2].weight[1, 3] += 1e-4
-        if kind == "layout":
-            model = nn.Sequential(*model, nn.Linear(3, 3).double())
-        if kind == "lr":
-            optimizer.param_groups[0]["lr"] = 0.2
-    try:
-        hk.check_agreement(model, optimizer, world)
-    except hvdkit.AgreementError as error:
-        return str(error)
-    return ""
 
 
 def broadcast_different_models() -> dict[str, str]:
@@ -242,10 +193,17 @@ def mistakes() -> dict[str, str]:
     return found
 
 
-def fit() -> dict[str, Any]:
+def fit(batch_size: int, base_lr: float, epochs: int = 4, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     history = hk.fit(
-        model, torch.optim.SGD, nn.CrossEntropyLoss(), make_data(), epochs=4, batch_size=4, base_lr=0.1, warmup_epochs=1
+        model,
+        torch.optim.SGD,
+        nn.CrossEntropyLoss(),
+        make_data(),
+        epochs=epochs,
+        batch_size=batch_size,
+        base_lr=base_lr,
+        **options,
     )
     return {"history": history, "weights": weights(model)}

@@ -17,9 +17,9 @@ def main() -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")  # before the program may change them
     result = getattr(module, function)(**arguments)
-    names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    rank = next((os.environ[name] for name in names if name in os.environ), "0")
     (out / f"rank-{rank}.json").write_text(json.dumps(result))
 
 

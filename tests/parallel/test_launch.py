@@ -232,10 +232,16 @@ def test_dry_run_pasted_into_a_shell_runs_the_same_job(launch, launcher):
 
 # --- how a job ends
 
+
+def verdict(done: "subprocess.CompletedProcess[bytes]") -> str:
+    """The last line of standard error, with N for the process id."""
+    return re.sub(r"pid \d+", "pid N", done.stderr.decode().splitlines()[-1])
+
+
 FAILURES = {
-    "raise ValueError('boom')": (1, "rank 1 exited with status 1"),
-    "sys.exit(3)": (3, "rank 1 exited with status 3"),
-    "os.kill(os.getpid(), signal.SIGKILL)": (137, "rank 1 was killed by SIGKILL"),
+    "raise ValueError('boom')": (1, "rank 1 (pid N) exited with status 1"),
+    "sys.exit(3)": (3, "rank 1 (pid N) exited with status 3"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (137, "rank 1 (pid N) was killed by SIGKILL"),
 }
 
 
@@ -244,8 +250,7 @@ FAILURES = {
 def test_a_failing_rank_ends_the_job_with_its_status(launch, launcher, failure):
     status, sentence = FAILURES[failure]
     done = launch.run("-n", "2", "--launcher", launcher, launch.script(f"if rank == 1: {failure}" + WAIT_FOR_EVER))
-    last = done.stderr.decode().splitlines()[-1]
-    assert (done.returncode, last) == (status, f"hvdkit launch: {sentence}; the job was ended.")
+    assert (done.returncode, verdict(done)) == (status, f"hvdkit launch: {sentence}; the job was ended.")
 
 
 @needs_mpi
@@ -262,7 +267,7 @@ if rank == 1:
 Path("failed").touch()
 sys.exit(7)
 """))  # fmt: skip
-    assert (done.returncode, b"rank 2 exited with status 7" in done.stderr) == (7, True)
+    assert (done.returncode, "rank 2 (pid N) exited with status 7" in verdict(done)) == (7, True)
 
 
 @needs_mpi
@@ -393,5 +398,7 @@ hvd.allreduce(torch.ones(2), name="x")
 if rank == 1: sys.exit(3)
 hvd.allreduce(torch.ones(2), name="x")
 """))  # fmt: skip
-    last = done.stderr.decode().splitlines()[-1]
-    assert (done.returncode, last) == (3, "hvdkit launch: rank 1 exited with status 3; the job was ended.")
+    assert (done.returncode, verdict(done)) == (
+        3,
+        "hvdkit launch: rank 1 (pid N) exited with status 3; the job was ended.",
+    )

@@ -145,7 +145,7 @@ def test_checkpoints_restore_every_rank(together):
         assert found["nothing"] and found["back"] and found["same_again"] and found["without hvdkit"]
         stem = ("model", "optimizer")
         data = [f"{name}.{end}" for name in stem for end in ("data-00000-of-00001", "index")]
-        assert found["files"] == ["manifest.json", *data]
+        assert found["files"] == ["manifest.json", *data, "random.npy"]
         assert found["metadata"]["epoch"] == 1 and found["metadata"]["size"] == 3
         assert "does not fit this Sequential: 00002_sequential_dense_kernel is in the file alone" in found["small"]
         assert "is float64 (6, 8), not float32 (6, 9)" in found["wide"]

@@ -1,0 +1,114 @@
+"""Horovod and torch.distributed under launchers that this MPI does not know: torchrun, and the variables of srun."""
+
+import importlib.util
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MISSING = [name for name in ("torch", "horovod", "sklearn") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "pytorch"
+SUM_OF_RANKS = """
+import json, sys
+import torch
+import hvdkit.torch as hk
+world = hk.init()
+total = hk.hvd.allreduce(torch.tensor([float(world.rank)]), op=hk.hvd.Sum).item()
+facts = [world.rank, world.size, world.local_rank, world.local_size, world.cross_size, world.launcher, total]
+with open(f"{sys.argv[1]}/{sys.argv[2]}-{world.rank}.json", "w") as file:
+    json.dump(facts, file)
+"""
+
+
+def start_as_srun(n, job, command, environment):
+    """Start n processes with what ``srun --mpi=none`` gives its tasks."""
+    step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(n), "SLURM_STEP_NUM_TASKS": str(n)}
+    step["SLURM_STEP_NODELIST"] = socket.gethostname()
+    return [
+        subprocess.Popen(
+            command,
+            env={**environment, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+
+
+def outputs(processes):
+    texts = [process.communicate(timeout=180)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), texts
+    return texts
+
+
+def test_two_jobs_of_srun_without_mpi_beside_each_other(ranks_command, tmp_path):
+    _, environment = ranks_command(1, "mpi")
+    program = [sys.executable, "-c", SUM_OF_RANKS, str(tmp_path)]
+    jobs = [start_as_srun(2, job, [*program, job], environment) for job in ("501", "502")]
+    outputs([process for job in jobs for process in job])
+    for job in ("501", "502"):
+        for rank in range(2):
+            facts = json.loads((tmp_path / f"{job}-{rank}.json").read_text())
+            assert facts == [rank, 2, rank, 2, 1, "srun", 1.0]
+
+
+def torchrun(n, *command):
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(n),
+        "--master-port",
+        "29517",
+        *command,
+    ]
+
+
+def test_horovod_under_torchrun(ranks_command, tmp_path):
+    _, environment = ranks_command(1, "mpi")
+    script = tmp_path / "script.py"
+    script.write_text(SUM_OF_RANKS)
+    command = torchrun(2, str(script), str(tmp_path), "t")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert json.loads((tmp_path / f"t-{rank}.json").read_text()) == [rank, 2, rank, 2, 1, "torchrun", 1.0]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun", "srun"])
+def test_the_ddp_example_trains_under_each_launcher(ranks_command, tmp_path, launcher):
+    mpirun, environment = ranks_command(2, "mpi")
+    script = [str(EXAMPLES / "cnn_ddp.py"), "--epochs", "6", "--checkpoint_dir", str(tmp_path / "run")]
+    if launcher == "srun":
+        text = outputs(start_as_srun(2, "503", [sys.executable, *script], environment))[0]
+    else:
+        command = [*mpirun, sys.executable, *script] if launcher == "mpirun" else torchrun(2, *script)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        text = done.stdout
+    assert float(re.search(r"Test accuracy: ([\d.]+) %", text)[1]) > 90
+    assert re.search(r"Hvd Procs 2 Total time: [\d.]+ second", text)
+    assert len(list((tmp_path / "run").iterdir())) == 3
+
+
+def test_the_ddp_example_goes_on(ranks_command, tmp_path):
+    _, environment = ranks_command(1, "mpi")
+    command = [sys.executable, str(EXAMPLES / "cnn_ddp.py"), "--checkpoint_dir", str(tmp_path / "run")]
+    for epochs, resume in (("1", []), ("2", ["--resume"])):
+        done = subprocess.run(
+            [*command, "--epochs", epochs, *resume], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    assert "epoch 2/2" in done.stdout and "epoch 1/2" not in done.stdout
+    assert "no launcher" not in done.stdout

@@ -1,0 +1,54 @@
+"""Elastic TensorFlow loops: one of two workers is killed, the other goes on, a replacement joins."""
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+MISSING = [name for name in ("tensorflow", "horovod") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
+
+PROGRAM = Path(__file__).parent / "programs_elastic_tensorflow.py"
+SAMPLES, EPOCHS, COMMIT_EVERY = 210, 4, 3
+
+
+def run(ranks_command, directory, killed_at):
+    """Two workers on two "hosts" (names of this one), since a failed host is left out for a while."""
+    hosts = directory / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    horovodrun, variables = ranks_command(2, "gloo")
+    options = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts)]
+    options += ["--blacklist-cooldown-range", "2", "5"]
+    command = [*horovodrun, *options, sys.executable, str(PROGRAM), str(directory), str(killed_at)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, cwd=directory)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+    events = [json.loads(line) for line in (directory / "events").read_text().splitlines()]
+    return events, [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(ranks_command, tmp_path):
+    killed_at = random.randrange(4, 20)  # noqa: S311
+    print(f"killed after step {killed_at}")
+    events, ranks = run(ranks_command, tmp_path, killed_at)
+    (killed,) = [when for event, when, *_ in events if event == "killed"]
+    (alone,) = [event for event in events if event[0] == "enter" and event[2] == 1]
+    assert alone[1] - killed < 15
+    assert killed_at - COMMIT_EVERY <= alone[3] <= killed_at
+    assert [event[2] for event in events if event[0] == "enter"] == [2, 2, 1, 2, 2]
+    for rank in ranks:
+        counts = Counter((epoch, index) for epoch, indices in rank["seen"] for index in indices)
+        assert set(counts) == {(epoch, index) for epoch in range(EPOCHS) for index in range(SAMPLES)}
+        assert set(counts.values()) == {1}
+        assert rank["weights"] == ranks[0]["weights"] and rank["step"] == len(rank["sizes"])
+        changes = [a for a, b in zip(rank["sizes"], [*rank["sizes"][1:], 0], strict=True) if a != b]
+        assert changes == [2, 1, 2]
+        assert rank["rate"] == pytest.approx(0.02)

@@ -1,0 +1,91 @@
+"""Training with n processes is the same computation as one process with the n-fold batch, ragged end included."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+PROGRAMS = {
+    name: f"programs_equivalence_{name}.py"
+    for name in ("torch", "tensorflow", "keras")
+    if (Path(__file__).parent / f"programs_equivalence_{name}.py").exists()
+}
+MISSING = [name for name in ("torch", "tensorflow", "keras", "horovod") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
+
+RANKS = (2, 3, 4)
+EXACT = ("sgd", "adam", "filler", "accumulation", "predivide", "global batch norm")
+_answers: dict[tuple[str, int], list[Any]] = {}
+
+
+@pytest.fixture(params=PROGRAMS)
+def on(request, run_ranks):
+    """What n ranks of one framework found, by n; they start once for all tests of this file."""
+
+    def ranks(n: int) -> list[Any]:
+        key = (request.param, n)
+        if key not in _answers:
+            _answers[key] = run_ranks(PROGRAMS[request.param], "everything", n)
+        return _answers[key]
+
+    return ranks
+
+
+def differs(weights: list[float], expected: list[float]) -> float:
+    """The largest difference, relative to the largest weight."""
+    return np.abs(np.subtract(weights, expected)).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_n_ranks_end_with_the_weights_of_one_process(on, n):
+    (alone,) = on(1)
+    for rank in on(n):
+        for name in [name for name in EXACT if name in alone["trained"]]:
+            assert rank["trained"][name] == pytest.approx(alone["trained"][name], rel=1e-10, abs=1e-12), name
+        assert rank["trained"]["float32"] == pytest.approx(alone["trained"]["float32"], rel=1e-5, abs=1e-6)
+        assert rank["trained"] == on(n)[0]["trained"]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_fp16_gradients_stay_within_their_rounding(on, n):
+    """Each gradient is rounded to 11 bits (2**-11 = 0.0005 of itself) and added up in 11 bits, n times at most."""
+    (alone,) = on(1)
+    exact, begin = np.array(alone["trained"]["sgd"]), np.array(alone["begin"])
+    travelled = np.linalg.norm(exact - begin)
+    for rank in on(n):
+        off = np.linalg.norm(rank["trained"]["fp16"] - exact) / travelled
+        assert 1e-7 < off < (n + 1) * 2**-11
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_local_batch_norm_is_that_of_one_process_on_parts_of_the_batch(on, n):
+    (alone,) = on(1)
+    for rank in on(n):
+        assert rank["trained"]["local batch norm"] == pytest.approx(alone["parts"][str(n)], rel=1e-10, abs=1e-12)
+        assert differs(rank["trained"]["local batch norm"], alone["trained"]["local batch norm"]) > 1e-3
+
+
+@pytest.mark.parametrize("mistake", ["equal weights", "no broadcast", "no average"])
+def test_the_comparison_finds_each_mistake(on, mistake):
+    (alone,) = on(1)
+    for n in RANKS:
+        assert any(differs(rank["wrong"][mistake], alone["trained"]["sgd"]) > 1e-4 for rank in on(n)), n
+    assert alone["wrong"][mistake] == alone["trained"]["sgd"]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_evaluation_sees_every_sample_once(on, n):
+    (alone,) = on(1)
+    for rank in on(n):
+        assert rank["metrics"] == alone["metrics"]
+
+
+def test_gloo_gives_the_same(run_ranks):
+    (alone,) = run_ranks(PROGRAMS["torch"], "everything", 1)
+    for rank in run_ranks(PROGRAMS["torch"], "everything", 2, controller="gloo"):
+        assert rank["trained"]["adam"] == pytest.approx(alone["trained"]["adam"], rel=1e-10, abs=1e-12)

@@ -1,0 +1,135 @@
+"""One rank raises, is killed, leaves or hangs: how the job ends, and what the user reads last.
+
+``-rP`` prints the seconds from the failure to the end of the job, the numbers of docs/failures.md.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.parallel
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+TIMEOUT_S = 180
+FAIL_FAST_S = 10.0
+STALL_TIMEOUT_S = 4
+
+STATUSES = {"raise": 1, "kill": 137, "exit": 3, "_exit": 4, "segfault": 139, "hang": 75}
+MATRIX = [
+    *((framework, how) for framework in ("torch", "keras") for how in ("raise", "kill", "exit", "hang")),
+    ("torch", "_exit"),
+    ("torch", "segfault"),
+]
+
+
+def on_path(program: str) -> bool:
+    return shutil.which(program, path=f"{BIN}{os.pathsep}{os.environ['PATH']}") is not None
+
+
+LAUNCHERS = [
+    pytest.param("mpirun", marks=pytest.mark.skipif(not on_path("mpirun"), reason="no mpirun")),
+    pytest.param("horovodrun", marks=pytest.mark.skipif(not on_path("horovodrun"), reason="no horovodrun")),
+]
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """``hvdkit launch -n 2`` of a script; gives status, standard output, lines of standard error, time of the end."""
+    outer = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    environment.update(PYTHONPATH=str(HERE.parent.parent), TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
+
+    def run(*words):
+        argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
+        done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        return done.returncode, done.stdout, done.stderr.splitlines(), time.time()
+
+    return run
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("framework", "how"), MATRIX)
+def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
+    for package in ("horovod", "torch") if framework == "torch" else ("horovod", "tensorflow", "keras"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"no {package}")
+    options = ["--launcher", launcher]
+    if how == "hang":
+        options += ["--stall-timeout", str(STALL_TIMEOUT_S), "--stall-dir", "stacks"]
+    status, out, errors, end = launch(*options, str(HERE / "programs_failures.py"), framework, how)
+    text = "\n".join(errors)
+    failed_at = re.search(r"^\[1\] failing at (\S+)$", out, re.MULTILINE)
+    assert failed_at is not None, text
+    seconds = end - float(failed_at[1])
+    print(f"{framework} {how} {launcher}: {seconds:.1f} s")
+
+    assert status == STATUSES[how], text
+    assert "[0] Traceback" not in text, "the error of rank 0 is a consequence, to be folded"
+    if how == "hang":
+        check_the_explanation(errors[-1], tmp_path / "stacks")
+        return
+    assert seconds < FAIL_FAST_S
+    assert re.fullmatch(r"hvdkit launch: rank 1 \(pid \d+\) (exited|was killed).*; the job was ended\.", errors[-1])
+    if how == "raise":
+        assert errors[-2] == "[1] ValueError: the batch of rank 1 is bad"
+        (start,) = [i for i, line in enumerate(errors) if line == "[1] Traceback (most recent call last):"]
+        assert all(line.startswith("[1] ") for line in errors[start:-1])
+
+
+def check_the_explanation(verdict, directory):
+    waited = f"hvdkit launch: a collective waited longer than {STALL_TIMEOUT_S} s: "
+    assert verdict.startswith(f"{waited}rank 1 did not arrive at ")
+    assert str(directory) in verdict
+    assert sorted(path.name for path in directory.iterdir()) == ["rank-0.txt", "rank-1.txt"]
+    late = (directory / "rank-1.txt").read_text()
+    assert late.startswith("rank 1 did not arrive at")
+    assert "in wait_for_a_lock" in late
+    assert "programs_failures.py" in (directory / "rank-0.txt").read_text()
+
+
+RANK = "import os\nrank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('HOROVOD_RANK', '0')))\n"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_traceback_that_a_program_survives_is_in_the_log_while_it_goes_on(launch, tmp_path, launcher):
+    seen = tmp_path / "seen"
+    script = tmp_path / "handled.py"
+    script.write_text(f"""{RANK}
+import sys, time, traceback
+from pathlib import Path
+if rank == 1:
+    try:
+        raise KeyError("handled")
+    except KeyError:
+        traceback.print_exc()
+while not Path({str(seen)!r}).exists():
+    time.sleep(0.05)
+""")
+    argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", "--launcher", launcher, str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line == "[1] KeyError: 'handled'\n":
+            break
+    seen.touch()
+    process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_users_own_sitecustomize_still_runs_beside_the_one_for_stacks(launch, tmp_path, launcher, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 'yes'\n")
+    (tmp_path / "show.py").write_text("import faulthandler, os\nprint(customized, 'HVDKIT_STACKS' in os.environ)\n")
+    options = ["--launcher", launcher, "--stall-timeout", "60", "--env", f"PYTHONPATH={tmp_path}"]
+    status, out, errors, _ = launch(*options, str(tmp_path / "show.py"))
+    assert status == 0, errors
+    assert sorted(out.splitlines()) == ["[0] yes True", "[1] yes True"]

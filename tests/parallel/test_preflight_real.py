@@ -1,0 +1,93 @@
+"""hvdkit preflight in real jobs, sound ones and such with a fault that the test causes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MISSING = [name for name in ("torch", "horovod", "mpi4py") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
+
+PREFLIGHT = [sys.executable, "-m", "hvdkit.cli", "preflight"]
+
+
+@pytest.fixture
+def preflight(ranks_command, tmp_path):
+    """Run the command on n ranks, each first doing what ``before`` (a line of shell) says; its exit status and text."""
+
+    def run(n, *options, before=":", controller="mpi", environment=None):
+        command = ["sh", "-c", f'{before}; exec "$@"', "sh", *PREFLIGHT, *options]
+        start, variables = ranks_command(n, controller)
+        return subprocess.run(
+            [*start, *command], env={**variables, **(environment or {})}, cwd=tmp_path, capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+
+    return run
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_a_sound_job(preflight, controller):
+    done = preflight(2, "--json", controller=controller)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout[done.stdout.index("{") :] if controller == "mpi" else done.stdout.replace("[0]<stdout>:", "")
+    found = json.loads(text)
+    assert found["ok"] and [rank["horovod"]["rank"] for rank in found["ranks"]] == [0, 1]
+    assert [rank["mpi"]["rank"] for rank in found["ranks"]] == ([0, 1] if controller == "mpi" else [None, None])
+    assert found["ranks"][0]["versions"]["horovod"] == "0.28.1"
+
+
+def test_every_process_is_rank_0_of_1(preflight):
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"}
+    done = preflight(1, environment=slurm)
+    assert done.returncode == 1
+    assert "error [singleton]" in done.stdout and "srun started 4 ranks, but Horovod over Open MPI" in done.stdout
+
+
+def test_two_ranks_on_one_gpu_and_another_version_on_one_rank(preflight, tmp_path):
+    executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU-12345678\n")
+    metadata = tmp_path / "other" / "torch-9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    other = f'[ "$OMPI_COMM_WORLD_RANK" = 0 ] || export PYTHONPATH={tmp_path}/other:$PYTHONPATH'
+    done = preflight(2, "--json", before=f"export PATH={tmp_path}/bin:$PATH; {other}")
+    assert done.returncode == 1
+    found = {one["check"]: one["what"] for one in json.loads(done.stdout[done.stdout.index("{") :])["findings"]}
+    assert "ranks 0-1 on" in found["gpus"] and "GPU-12345678" in found["gpus"]
+    assert found["versions"].endswith("on rank 0; 9.9 on rank 1.")
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(preflight):
+    late = '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || sleep 100'
+    done = preflight(2, "--timeout", "6", before=late)
+    assert done.returncode != 0
+    assert "rank 0 of 2 has not met the others after 6 s" in done.stderr
+
+
+def test_launch_does_not_start_what_preflight_refuses(tmp_path):
+    executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU-12345678\n")
+    launch = [sys.executable, "-m", "hvdkit.cli", "launch", "--preflight", "-n", "2", "--", "echo", "trained"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    sound = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert sound.returncode == 0, sound.stderr
+    assert "trained" in sound.stdout and "The job can train: 2 of 2 ranks" in sound.stderr
+    environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
+    refused = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1
+    assert "trained" not in refused.stdout and "error [gpus]" in refused.stderr
+    assert "echo was not started" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]

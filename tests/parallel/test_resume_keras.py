@@ -1,0 +1,100 @@
+"""A Keras training that was interrupted, also in mid-epoch, goes on, on as many ranks as before or on others."""
+
+import importlib.util
+import random
+import shutil
+
+import pytest
+
+from hvdkit import Topology
+from hvdkit.steps.shards import Shard
+
+NEEDED = {"tensorflow": ("tensorflow",), "torch": ("torch",), "jax": ("jax", "torch")}
+MISSING = [name for name in ("keras", "horovod", "sklearn") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
+
+PROGRAM = "programs_resume_keras.py"
+SAMPLES, BATCH = 1437, 24
+STEPS = -(-SAMPLES // (2 * BATCH))
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "epochs"), [("tensorflow", (1, 2, 3), 8), ("torch", (2,), 3), ("jax", (2,), 3)]
+)
+def test_killed_at_a_random_step_and_resumed(run_ranks, tmp_path, monkeypatch, backend, sizes, epochs):
+    lacking = [name for name in NEEDED[backend] if importlib.util.find_spec(name) is None]
+    if lacking:
+        pytest.skip(f"needs {', '.join(lacking)}")
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    step = random.randrange(STEPS + 2, (epochs - 1) * STEPS)  # noqa: S311
+    print(f"killed after step {step}")
+    killed = tmp_path / "killed"
+    run_ranks(PROGRAM, "train", 2, fails=True, directory=str(killed), killed_at=step, epochs=epochs)
+    copies = {n: tmp_path / f"on-{n}" for n in sizes}
+    for copy in copies.values():
+        shutil.copytree(killed, copy)
+    whole = run_ranks(PROGRAM, "train", 2, directory=str(tmp_path / "whole"), epochs=epochs)
+    for n, directory in copies.items():
+        ranks = run_ranks(PROGRAM, "train", n, directory=str(directory), epochs=epochs)
+        epoch, batch = ranks[0]["began"]
+        steps = -(-SAMPLES // (n * BATCH))
+        assert (step - 2) / STEPS - 1 / steps <= epoch + batch / steps <= step / STEPS + 1 / steps
+        assert ranks[0]["epochs"] == list(range(epoch, epochs))
+        assert ranks[0]["batches"] == [*range(batch, steps), *list(range(steps)) * (epochs - epoch - 1)]
+        seen = [sum(counts) for counts in zip(*(rank["seen"] for rank in ranks), strict=True)]
+        taken = SAMPLES - sum(seen)
+        before = Shard(SAMPLES, Topology(0, 1), BATCH, "exact", seed=2).order(epoch)[:taken].tolist()
+        assert set(seen) <= {0, 1} and [index for index, count in enumerate(seen) if not count] == sorted(before)
+        assert (taken % (2 * BATCH) == 0 and taken > 0) or batch == 0
+        full = 0.01 * n**0.5
+        progress = min(1.0, (epoch + batch / steps) / 2)
+        assert ranks[0]["first rate"] == pytest.approx(0.01 + (full - 0.01) * progress, rel=0.001)
+        assert ranks[0]["last rate"] == pytest.approx(full)
+        for rank, uninterrupted in zip(ranks, [*whole, whole[0]][:n], strict=True):
+            assert rank["accuracy"] > whole[0]["accuracy"] - 0.04
+            assert rank["weights"] == ranks[0]["weights"]
+            assert (rank["weights"] == uninterrupted["weights"]) == (n == 2)
+            assert (rank["drawn"] == uninterrupted["drawn"]) == (n == 2)
+            assert rank["data"]["epoch"] == epochs and rank["data"]["position"] == 0
+    assert whole[0]["accuracy"] > 0.9 and whole[0]["batches"] == list(range(STEPS)) * epochs
+
+
+def test_best_and_newest_monitors_and_what_does_not_fit(run_ranks, tmp_path, monkeypatch):
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("needs tensorflow")
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    for rank in run_ranks(PROGRAM, "stores", 2, directory=str(tmp_path)):
+        assert rank["best"] == [2, 0.9, True]
+        assert rank["newest"] == [4, True, STEPS - 4]
+        facts = {"framework": "keras", "backend": "tensorflow", "size": 2, "seed": 1, "note": "x"}
+        assert facts.items() <= rank["metadata"].items()
+        expected = {"epoch": 0, "position": 192, "samples": 192, "n_samples": SAMPLES, "seed": 2}
+        assert rank["metadata"]["data"] == expected
+        assert rank["score"][0] == pytest.approx(rank["score"][1])
+        assert rank["elastic without a launch"] == [[4], 5, 1 + STEPS // 7 + 1]
+        assert rank["fit"] == [1, 2, 0]
+        parts = (
+            "which must be latest or best, got 'oldest'",
+            "CheckpointError: the checkpoint's data had seed=2, this loader has 3",
+            "got list",
+            "schedule must be from warmup, and needs the loader",
+            "score must be a finite number, got nan",
+            "every must be None or an integer >= 1, got 0",
+            "keep_best=1 needs monitor",
+            "mode must be max or min, got 'up'",
+            "Checkpoint(every=) needs data that can go on in mid-epoch",
+            "monitor must be one of the logs loss, ",
+            "loader must be what shard returned, got list",
+            "schedule must be from warmup, got int",
+            "rule must be one of linear, sqrt, none",
+            "state must be an ElasticState, got ShardedData",
+            "every must be an integer >= 1, got 0",
+            "ElasticCommit needs fit to train on the state's loader",
+        )
+        for error, part in zip(rank["errors"], parts, strict=True):
+            assert part in error
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["step-0000000002", "step-0000000003", "step-0000000004"]

@@ -1,0 +1,84 @@
+"""Trainings under a real Slurm of two nodes, whose srun knows nothing of this Open MPI."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+
+REQUIRED = ("torch", "horovod", "sklearn")
+MISSING = [name for name in REQUIRED if importlib.util.find_spec(name) is None] + slurm_cluster.missing()
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.root,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (Debian: apt install slurm-wlm munge)"),
+]
+
+ROOT = Path(__file__).parents[2]
+TASKS = ("-N", "2", "-n", "4", "--overcommit")
+WHO = """
+import json, sys
+import torch
+import hvdkit.torch as hk
+world = hk.init()
+total = hk.hvd.allreduce(torch.tensor([float(world.rank)]), op=hk.hvd.Sum).item()
+facts = [world.size, world.local_rank, world.local_size, world.cross_rank, world.cross_size, world.launcher, total]
+with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
+    json.dump(facts, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("slurm")
+    nodes = slurm_cluster.Cluster(directory)
+    try:
+        try:
+            nodes.start()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+@pytest.fixture
+def environment(ranks_command):
+    _, variables = ranks_command(1, "mpi")
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    return {name: variables[name] for name in names if name in variables}
+
+
+def test_init_connects_the_tasks_of_two_nodes_without_mpi(cluster, environment, tmp_path):
+    done = cluster.run("srun", *TASKS, sys.executable, "-c", WHO, str(tmp_path), **environment)
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        facts = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert facts == [4, rank % 2, 2, rank // 2, 2, "srun", 6.0]
+
+
+def test_every_process_is_rank_0_of_1_where_mpi_is_asked_for_and_that_is_explained(cluster, environment):
+    command = ["srun", *TASKS, sys.executable, "-c", "import hvdkit.torch as hk; hk.init()"]
+    done = cluster.run(*command, HOROVOD_CONTROLLER="mpi", **environment)
+    assert done.returncode != 0
+    assert re.search(r"srun started rank \d of 4, but Horovod \(over Open MPI .*\) sees rank 0 of 1", done.stderr)
+    assert "every process would train alone" in done.stderr
+    looked = cluster.run("srun", *TASKS, sys.executable, "-m", "hvdkit.cli", "preflight", **environment)
+    assert looked.returncode != 0
+    assert "srun started 4 ranks, but Horovod over Open MPI" in looked.stdout
+
+
+def test_a_batch_job_trains_the_cnn_on_two_nodes(cluster, environment, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/sh\n#SBATCH -N 2\n#SBATCH -n 2\n"
+        f"srun {sys.executable} {ROOT}/examples/pytorch/cnn.py --epochs 6 --checkpoint_dir {tmp_path}/run\n"
+    )
+    done = cluster.run("sbatch", "--wait", "-o", f"{tmp_path}/out", str(script), **environment)
+    text = (tmp_path / "out").read_text()
+    assert done.returncode == 0, text
+    assert "All 2 ranks hold identical weights" in text
+    assert float(re.search(r"Test accuracy: ([\d.]+) %", text)[1]) > 90

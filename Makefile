@@ -6,6 +6,9 @@
 PYTHON ?= python3
 # CPU builds where the package index offers them under these versions; set FRAMEWORKS for a GPU machine's own.
 FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
+# Two test files at a time, in their order: those with ranks first, the short ones fill up the end.
+# PARALLEL= for one after the other.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -18,10 +21,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/hvdkit install
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests $(PARALLEL)
 
 quick: $(READY)
-	$(BIN)/python -m pytest tests -m "not parallel"
+	$(BIN)/python -m pytest tests -m "not parallel" $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .

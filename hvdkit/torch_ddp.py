@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +43,7 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     if dist.is_initialized():
         raise InvalidArgumentError("torch.distributed is started already; call init_process_group once.")
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    atexit.register(_end_workers)
     launched = launchers.detect(os.environ)
     if launched is None or launched.size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -50,6 +56,31 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     store = _stores[0] if rank == 0 else TCPStore(met.address, met.told["port"], size, False, wait)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return Topology(rank, size, *met.place(rank), launched.launcher)
+
+
+def _end_workers(limit: float = 1.0) -> None:
+    """Leave the process group, and wait until Gloo's worker threads rest, for at most ``limit`` seconds.
+
+    One that drops its last tensor while the interpreter ends needs the GIL, and the process is then aborted (PyTorch
+    2.13, its pull request 179291). A model in DDP keeps the workers alive after ``destroy_process_group``.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    end, rested = time.monotonic() + limit, 0
+    while rested < 2 and time.monotonic() < end:
+        time.sleep(0.005)  # without the GIL: a worker that waits for it goes on
+        rested = 0 if _busy_workers() else rested + 1
+
+
+def _busy_workers() -> bool:
+    """Whether the kernel says of a thread of Gloo's pool that it runs or could (Linux, proc(5); elsewhere False)."""
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that ended since
+            named, _, rest = (task / "stat").read_text().rpartition(")")
+            if "(pt_gloo" in named and rest.split()[0] != "S":
+                return True
+    return False
 
 
 def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> meeting.Meeting:

@@ -102,6 +102,27 @@ def test_the_ddp_example_trains_under_each_launcher(ranks_command, tmp_path, lau
     assert len(list((tmp_path / "run").iterdir())) == 3
 
 
+ENDS_AT_ONCE = """
+import atexit
+import torch
+import torch.distributed as dist
+import hvdkit.torch as hk
+works = []
+atexit.register(lambda: print(sum(work.is_completed() for work in works)))
+hk.init_process_group()
+kept = dist.group.WORLD  # as a model in DistributedDataParallel does
+whole, part = [torch.zeros(10**7)], torch.zeros(10**7)
+works += [dist.all_gather(whole, part, async_op=True) for _ in range(20)]
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_ends_after_the_threads_of_its_process_group_rest():
+    """PyTorch aborts a process that ends while one of them still holds a tensor."""
+    done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, timeout=180)
+    assert (done.stdout, done.returncode) == ("20\n", 0), done.stderr
+
+
 def test_the_ddp_example_goes_on(ranks_command, tmp_path):
     _, environment = ranks_command(1, "mpi")
     command = [sys.executable, str(EXAMPLES / "cnn_ddp.py"), "--checkpoint_dir", str(tmp_path / "run")]

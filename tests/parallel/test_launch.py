@@ -43,6 +43,12 @@ def outer_environment() -> dict[str, str]:
     return {**environment, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
+def hears_signals() -> None:
+    """In the child: a suite in the background of a shell has inherited SIGINT ignored, and under nohup SIGHUP."""
+    for name in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(name, signal.SIG_DFL)
+
+
 class Launch:
     """Runs ``hvdkit launch`` in a directory of its own, on scripts written there."""
 
@@ -73,6 +79,7 @@ class Launch:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=hears_signals,
         )
         self.started = process
         assert process.stdout is not None
@@ -352,6 +359,7 @@ def test_ctrl_c_before_the_ranks_run_ends_the_launcher(launch, launcher):
     process = subprocess.Popen(
         launch.argv("-n", "2", "--launcher", launcher, launch.script(WAIT_FOR_EVER)),
         cwd=launch.directory, env=launch.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=hears_signals,
     )  # fmt: skip
     wait_until(lambda: len(launch.processes()) > 1, "the launcher runs")
     process.send_signal(signal.SIGINT)

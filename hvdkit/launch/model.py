@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdkit.launch.tuned import Tuned
+
 BINDINGS = ("none", "core", "socket", "numa")
 
 
@@ -32,6 +34,7 @@ class Request:
         bind: one of ``BINDINGS``: what each rank is tied to.
         variables: further environment variables; they win over every other setting.
         timeline: absolute path of the Horovod timeline to write, None for none.
+        mark_cycles: the timeline also shows Horovod's cycles.
         stall_timeout: seconds that a collective may wait, > 0, None for no limit.
         stall_dir: absolute path of the directory for the stacks when one waits longer.
         ppn: ranks on each host, > 0, None for what the hosts' slots or the launcher say.
@@ -40,6 +43,8 @@ class Request:
         hosts_chosen: the user named the hosts; otherwise they are those of the batch job.
         gpus_per_node, gpus_per_task: what the batch system's launcher is to hand out, None for no claim.
         autotune_log: absolute path of the log of Horovod's autotuner, None to leave it off.
+        tuned: Horovod's settings for speed; ``launcher``, ``threads`` and a batch job win over its own.
+        options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned.source``.
         dry_run: the command line is only to be shown; the launcher may be missing.
     """
 
@@ -52,6 +57,7 @@ class Request:
     timeline: Path | None = None
     stall_timeout: float | None = None
     stall_dir: Path | None = None
+    mark_cycles: bool = False
     ppn: int | None = None
     depth: int | None = None
     hosts: tuple[Host, ...] = ()
@@ -59,6 +65,8 @@ class Request:
     gpus_per_node: int | None = None
     gpus_per_task: int | None = None
     autotune_log: Path | None = None
+    tuned: Tuned = field(default_factory=Tuned)
+    options: Mapping[str, str] = field(default_factory=dict)
     dry_run: bool = False
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.launch import aprun, batch, horovodrun, hydra, jsrun, open_mpi, pals, srun, stall
+from hvdkit.launch import aprun, batch, horovodrun, hydra, jsrun, open_mpi, pals, speed, srun, stall
 from hvdkit.launch.command import Command, through_mpi4py
 from hvdkit.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
 
@@ -75,7 +75,7 @@ _SERVICE_NODES = ("aprun", "jsrun")
 
 def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> list[Setting]:
     """The environment variables of every launcher; what the user has set stays."""
-    settings = [_threads(name, request, facts, environ)]
+    settings = [_threads(name, request, facts, environ), *speed.settings(request, name, environ)]
     if name == "srun":
         settings += srun.inside_a_step(environ)
     if environ.get("PATH") != facts.path:
@@ -85,6 +85,8 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
         settings.append(Setting("lines appear when they are printed", variables={"PYTHONUNBUFFERED": "1"}))
     if request.timeline is not None:
         settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
+    if request.mark_cycles:
+        settings.append(Setting("--mark-cycles", variables={"HOROVOD_TIMELINE_MARK_CYCLES": "1"}))
     if request.autotune_log is not None:
         variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
         settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
@@ -118,6 +120,8 @@ def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, st
         return Setting("--threads", variables={"OMP_NUM_THREADS": str(request.threads)})
     if environ.get("OMP_NUM_THREADS"):
         return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
+    if request.tuned.threads is not None:
+        return Setting(f"--tuned: {request.tuned.source}", variables={"OMP_NUM_THREADS": str(request.tuned.threads)})
     if request.depth is not None:
         return Setting("--depth: a thread for each core", variables={"OMP_NUM_THREADS": str(request.depth)})
     together = _on_a_host(request) if _is_direct(name, request) else request.n
@@ -147,6 +151,8 @@ def choose(request: Request, facts: Facts) -> tuple[str, str]:
         return request.launcher, f"--launcher {request.launcher}"
     if facts.batch is not None:
         return facts.batch
+    if request.tuned.launcher is not None:
+        return request.tuned.launcher, f"--tuned: {request.tuned.source}"
     if facts.horovod is None:
         if facts.mpi is not None:
             return "mpirun", f"Horovod is not installed; {facts.mpi} is"
@@ -213,7 +219,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         rank_variable=line.rank_variable,
         noisy_start=line.noisy_start,
         settings=tuple(settings),
-        notes=(*line.notes, *_notes(name, request, facts, direct=direct)),
+        notes=(*line.notes, *speed.notes(request, environ), *_notes(name, request, facts, direct=direct)),
         stall_timeout=request.stall_timeout,
         stall_dir=request.stall_dir,
         direct=direct,

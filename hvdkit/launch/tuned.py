@@ -1,0 +1,210 @@
+"""Horovod's settings for speed: as options, in the file of ``hvdkit tune``, or in the log of Horovod's autotuner."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import InvalidArgumentError
+
+MIB = 1024 * 1024
+_MARK = "tuned settings"
+_LAUNCHERS = ("mpirun", "horovodrun")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What is set for speed; None leaves a setting as it is.
+
+    Attributes:
+        launcher: "mpirun" (MPI) or "horovodrun" (Gloo).
+        threads: compute threads per rank, > 0.
+        cycle_time_ms: milliseconds between two looks of Horovod at what is ready, >= 0 (HOROVOD_CYCLE_TIME).
+        fusion_threshold_bytes: size of the fusion buffer, 0 for no fusion (HOROVOD_FUSION_THRESHOLD).
+        cache_capacity: tensors whose negotiation is remembered, 0 for none (HOROVOD_CACHE_CAPACITY).
+        hierarchical_allreduce, hierarchical_allgather, torus_allreduce: within a host first, then between hosts.
+        source: where they come from, for ``--explain``.
+    """
+
+    launcher: str | None = None
+    threads: int | None = None
+    cycle_time_ms: float | None = None
+    fusion_threshold_bytes: int | None = None
+    cache_capacity: int | None = None
+    hierarchical_allreduce: bool | None = None
+    hierarchical_allgather: bool | None = None
+    torus_allreduce: bool | None = None
+    source: str = ""
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables of Horovod that say the same, in the units that Horovod reads."""
+        values = {variable: getattr(self, name) for variable, name in _VARIABLES.items()}
+        return {variable: _word(value) for variable, value in values.items() if value is not None}
+
+
+_VARIABLES = {
+    "HOROVOD_CYCLE_TIME": "cycle_time_ms",
+    "HOROVOD_FUSION_THRESHOLD": "fusion_threshold_bytes",
+    "HOROVOD_CACHE_CAPACITY": "cache_capacity",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "hierarchical_allreduce",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "hierarchical_allgather",
+    "HOROVOD_TORUS_ALLREDUCE": "torus_allreduce",
+}
+
+
+def _word(value: bool | int | float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(int(value))
+
+
+OPTIONS = ("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
+"""The options of ``hvdkit launch`` that win over a tuned file."""
+
+
+def choose(
+    path: Path | None,
+    *,
+    cycle_time_ms: float | None,
+    fusion_threshold_mb: float | None,
+    cache_capacity: int | None,
+    hierarchical_allreduce: bool | None,
+) -> tuple[Tuned, dict[str, str]]:
+    """The settings of a file with those of the options over them, and the option behind each variable.
+
+    Args:
+        path: for ``read``, None for no file.
+        fusion_threshold_mb: MiB; the others: see ``Tuned``.
+    Raises:
+        InvalidArgumentError: see ``read``.
+    """
+    options = Tuned(
+        cycle_time_ms=cycle_time_ms,
+        fusion_threshold_bytes=None if fusion_threshold_mb is None else round(fusion_threshold_mb * MIB),
+        cache_capacity=cache_capacity,
+        hierarchical_allreduce=hierarchical_allreduce,
+    )
+    given = {name: value for name, value in asdict(options).items() if value is not None and name != "source"}
+    names = dict(zip(_VARIABLES, OPTIONS, strict=False))
+    by_variable = {name: f"--{names[name].replace('_', '-')}" for name in options.variables()}
+    return replace(Tuned() if path is None else read(path), **given), by_variable
+
+
+def read(path: Path) -> Tuned:
+    """The settings of a file of ``hvdkit tune``, or the best row of a log of Horovod's autotuner.
+
+    Args:
+        path: JSON written by ``write``, or the CSV of HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB.
+    Raises:
+        InvalidArgumentError: it cannot be read, is neither, or holds no usable row.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"{path} cannot be read as tuned settings: {error}.") from error
+    if text.lstrip().startswith("{"):
+        return _of_json(path, text)
+    return _of_autotune_log(path, text)
+
+
+def write(path: Path, tuned: Tuned, measured: Mapping[str, Any]) -> None:
+    """Write a file for ``hvdkit launch --tuned``; an older one stays whole until the new one is complete.
+
+    Args:
+        path: the file.
+        tuned: the settings; those that are None are left out.
+        measured: how they were found; kept in the file, not read.
+    Raises:
+        OSError: it cannot be written.
+    """
+    settings = {name: value for name, value in asdict(tuned).items() if value is not None and name != "source"}
+    content = {"hvdkit": _MARK, "version": 1, "settings": settings, "measured": dict(measured)}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _of_json(path: Path, text: str) -> Tuned:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidArgumentError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
+    settings = content.get("settings")
+    if content.get("hvdkit") != _MARK or content.get("version") != 1 or not isinstance(settings, dict):
+        raise InvalidArgumentError(f"{path} is not a file of 'hvdkit tune' (version 1), nor an autotune log.")
+    known = {field.name for field in fields(Tuned)} - {"source"}
+    for name, value in settings.items():
+        if name not in known or not _fits(name, value):
+            raise InvalidArgumentError(
+                f"{path}: setting {name!r} is {value!r}; known are {', '.join(sorted(known))}, each in its unit."
+            )
+    return Tuned(**settings, source=str(path))
+
+
+def _fits(name: str, value: object) -> bool:
+    if name == "launcher":
+        return value in _LAUNCHERS
+    if name.startswith(("hierarchical", "torus")):
+        return isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if name == "cycle_time_ms":
+        return 0 <= value < math.inf
+    return isinstance(value, int) and value >= (1 if name == "threads" else 0)
+
+
+def _of_autotune_log(path: Path, text: str) -> Tuned:
+    lines = text.splitlines()
+    names = [name.strip() for name in lines[0].split(",")] if lines else []
+    if not {"cycle_time_ms", "tensor_fusion_threshold", "score"} <= set(names):
+        raise InvalidArgumentError(
+            f"{path} is neither a file of 'hvdkit tune' nor a log of HOROVOD_AUTOTUNE_LOG, whose first line names "
+            "cycle_time_ms, tensor_fusion_threshold and score."
+        )
+    rows = []
+    for number, words in enumerate(csv.reader(lines[1:]), start=2):
+        row = _numbers(names, words)
+        if row is not None:
+            rows.append((row["score"], -number, row))
+        elif number < len(lines) or text.endswith("\n"):  # else the job was ended while it wrote its last line
+            raise InvalidArgumentError(
+                f"{path}, line {number}: expected {len(names)} numbers, got {lines[number - 1]!r}."
+            )
+    if not rows:
+        raise InvalidArgumentError(
+            f"{path} holds no measured row: the job ended before its autotuner had tried anything; train longer."
+        )
+    score, line, best = max(rows)
+    if score <= 0:
+        raise InvalidArgumentError(f"{path} has no row with a score above 0: its autotuner saw no allreduce.")
+    return Tuned(
+        cycle_time_ms=best["cycle_time_ms"],
+        fusion_threshold_bytes=round(best["tensor_fusion_threshold"] * MIB),
+        cache_capacity=0 if best.get("cache_enabled") == 0 else None,
+        hierarchical_allreduce=_bool(best.get("hierarchical_allreduce")),
+        hierarchical_allgather=_bool(best.get("hierarchical_allgather")),
+        torus_allreduce=_bool(best.get("torus_allreduce")),
+        source=f"line {-line} of {path}, the best of {len(rows)} (its fusion threshold is in MiB)",
+    )
+
+
+def _bool(value: float | None) -> bool | None:
+    return None if value is None else value != 0
+
+
+def _numbers(names: list[str], words: list[str]) -> dict[str, float] | None:
+    """A row of the log, None where it is not made of as many finite numbers, none below 0."""
+    try:
+        row = [float(word) for word in words]
+    except ValueError:
+        return None
+    if len(row) != len(names) or not all(0 <= value < math.inf for value in row):
+        return None
+    return dict(zip(names, row, strict=True))

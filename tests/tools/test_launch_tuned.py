@@ -1,0 +1,200 @@
+"""Horovod's settings for speed: options, tuned files and autotune logs, in the units that Horovod reads."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdkit import cli
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.launch import facts, tuned
+from hvdkit.launch.model import Facts, Horovod, Mpi
+from hvdkit.launch.tuned import Tuned
+
+LOG = Path(__file__).parents[1] / "data" / "autotune" / "torch-mpi-2ranks.csv"
+HEADER = LOG.read_text().splitlines()[0] + "\n"
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    found = Facts(
+        cores=4,
+        root=False,
+        python=Path("/venv/bin/python"),
+        path="/usr/bin",
+        horovod=Horovod(mpi=True, gloo=True),
+        mpi=Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)),
+        horovodrun=Path("/venv/bin/horovodrun"),
+    )
+    monkeypatch.setattr(facts, "gather", lambda request, environ: found)
+    monkeypatch.setattr(facts, "own_python", lambda: found.python)
+    for name in [name for name in os.environ if name.startswith(("HOROVOD_", "OMP_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def dry_run(capsys, *words):
+    status = cli.run(["launch", "-n", "2", "--dry-run", "--explain", *words, "train.py"])
+    out, err = capsys.readouterr()
+    return status, [word for word in shlex.split(out) if "=" in word], shlex.split(out), err
+
+
+def test_the_best_row_of_a_real_log_in_bytes_and_milliseconds(capsys):
+    status, variables, _, err = dry_run(capsys, "--tuned", str(LOG))
+    assert status == 0
+    assert {"HOROVOD_CYCLE_TIME=3.0047", f"HOROVOD_FUSION_THRESHOLD={round(3.64484 * 1048576)}"} <= set(variables)
+    assert "HOROVOD_CACHE_CAPACITY=0" in variables and "HOROVOD_HIERARCHICAL_ALLREDUCE=0" in variables
+    assert f"line 8 of {LOG}, the best of 15" in err
+
+
+def log(tmp_path, *rows, end="\n"):
+    path = tmp_path / "log.csv"
+    path.write_text(HEADER + "\n".join(rows) + end)
+    return path
+
+
+def test_a_log_whose_job_was_killed_gives_the_best_of_its_whole_rows(tmp_path):
+    path = log(tmp_path, "1,0,0, 1,2.5,4.9,10", "0,0,0, 1,5,64,9.5", "0,0,0, 1,1,", end="")
+    best = tuned.read(path)
+    assert (best.cycle_time_ms, best.fusion_threshold_bytes, best.hierarchical_allreduce) == (2.5, 5138022, True)
+    assert best.cache_capacity is None, "with the cache on, its capacity stays Horovod's"
+
+
+@pytest.mark.parametrize(
+    ("rows", "end", "named"),
+    [
+        ([], "", "no measured row"),
+        (["0,0,0, 1,5,64,0"], "\n", "no row with a score above 0"),
+        (["0,0,0, 1,5,64,1", "0,0,x, 1,5,64,1", "0,0,0, 1,5,64,1"], "\n", "line 3: expected 7 numbers"),
+        (["0,0,0, 1,5,64,1", "0,0,0, 1,5"], "\n", "line 3"),
+        (["0,0,0, 1,-5,64,1", "0,0,0, 1,5,64,1"], "\n", "line 2"),
+    ],
+)
+def test_a_bad_log_is_named_by_its_line(capsys, tmp_path, rows, end, named):
+    status, variables, _, err = dry_run(capsys, "--tuned", str(log(tmp_path, *rows, end=end)))
+    assert (status, variables, err.count("\n")) == (2, [], 1)
+    assert named in err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "hello\n",
+        "{",
+        "{}",
+        '{"hvdkit": "tuned settings", "version": 2, "settings": {}}',
+        '{"hvdkit": "tuned settings", "version": 1, "settings": {"cycle_time_ms": "fast"}}',
+        '{"hvdkit": "tuned settings", "version": 1, "settings": {"cycle_time_ms": -1}}',
+        '{"hvdkit": "tuned settings", "version": 1, "settings": {"fusion_threshold_bytes": 4.9}}',
+        '{"hvdkit": "tuned settings", "version": 1, "settings": {"launcher": "rm"}}',
+        '{"hvdkit": "tuned settings", "version": 1, "settings": {"threads": 0}}',
+        '{"hvdkit": "tuned settings", "version": 1, "settings": {"LD_PRELOAD": "x"}}',
+    ],
+)
+def test_a_file_that_is_no_tuned_file_is_refused(capsys, tmp_path, content):
+    path = tmp_path / "tuned.json"
+    path.write_text(content)
+    status, variables, _, err = dry_run(capsys, "--tuned", str(path))
+    assert (status, variables) == (2, [])
+    assert str(path) in err and err.count("\n") == 1
+
+
+@given(
+    st.builds(
+        Tuned,
+        launcher=st.sampled_from([None, "mpirun", "horovodrun"]),
+        threads=st.none() | st.integers(1, 512),
+        cycle_time_ms=st.none() | st.floats(0, 1e4),
+        fusion_threshold_bytes=st.none() | st.integers(0, 2**40),
+        cache_capacity=st.none() | st.integers(0, 2**20),
+        hierarchical_allreduce=st.none() | st.booleans(),
+    )
+)
+def test_what_is_written_is_read(tmp_path_factory, settings):
+    path = tmp_path_factory.mktemp("tuned") / "tuned.json"
+    tuned.write(path, settings, {"ratio": 1.1})
+    read = tuned.read(path)
+    assert read.variables() == settings.variables()
+    assert (read.launcher, read.threads) == (settings.launcher, settings.threads)
+    assert [entry.name for entry in path.parent.iterdir()] == ["tuned.json"]
+    assert json.loads(path.read_text())["measured"] == {"ratio": 1.1}
+
+
+def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(capsys, tmp_path):
+    path = tmp_path / "tuned.json"
+    tuned.write(path, Tuned(launcher="horovodrun", threads=3, cycle_time_ms=0.5), {})
+    _, variables, words, _ = dry_run(capsys, "--tuned", str(path))
+    assert {"OMP_NUM_THREADS=3", "HOROVOD_CYCLE_TIME=0.5"} <= set(variables)
+    assert "/venv/bin/horovodrun" in words
+    _, variables, words, _ = dry_run(capsys, "--tuned", str(path), "--launcher", "mpirun", "--threads", "1")
+    assert "OMP_NUM_THREADS=1" in variables and "/venv/bin/mpirun" in words
+
+
+def test_options_win_over_the_file_and_env_over_both(capsys):
+    words = ["--tuned", str(LOG), "--cycle-time-ms", "0.25", "--fusion-threshold-mb", "4.9", "--cache-capacity", "512"]
+    _, variables, _, err = dry_run(capsys, *words, "--hierarchical-allreduce", "--env", "HOROVOD_CACHE_CAPACITY=7")
+    assert {
+        "HOROVOD_CYCLE_TIME=0.25",
+        "HOROVOD_FUSION_THRESHOLD=5138022",
+        "HOROVOD_CACHE_CAPACITY=7",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE=1",
+        "HOROVOD_TORUS_ALLREDUCE=0",
+    } <= set(variables)
+    assert "HOROVOD_CYCLE_TIME=0.25\n    --cycle-time-ms\n" in err
+
+
+@pytest.mark.parametrize("value", ["4.9", "4", "64"])
+def test_mebibytes_in_the_variable_are_pointed_out(capsys, monkeypatch, value):
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", value)
+    _, _, _, err = dry_run(capsys)
+    assert f"HOROVOD_FUSION_THRESHOLD={value} is {int(float(value))} bytes" in err
+    assert f"--fusion-threshold-mb {value}" in err
+
+
+@pytest.mark.parametrize("words", [[], ["--env", "HOROVOD_FUSION_THRESHOLD=0"], ["--fusion-threshold-mb", "64"]])
+def test_a_sensible_threshold_is_not(capsys, words):
+    assert "so that nothing is fused" not in dry_run(capsys, *words)[3]
+
+
+def test_everything_is_explained_also_what_stays(capsys):
+    _, variables, _, err = dry_run(capsys)
+    assert not [variable for variable in variables if variable.startswith("HOROVOD_")]
+    for name in ("CYCLE_TIME", "FUSION_THRESHOLD", "CACHE_CAPACITY", "HIERARCHICAL_ALLREDUCE"):
+        assert f"HOROVOD_{name} stays unset" in err
+    assert "negotiate over MPI" in err
+    assert "over Gloo" in dry_run(capsys, "--launcher", "horovodrun")[3]
+
+
+def test_cycles_and_skew_in_the_timeline(capsys):
+    _, variables, _, _ = dry_run(capsys, "--timeline", "t.json", "--mark-cycles", "--skew")
+    assert {"HOROVOD_TIMELINE_MARK_CYCLES=1", "HOROVOD_CACHE_CAPACITY=0"} <= set(variables)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--skew"],
+        ["--mark-cycles"],
+        ["--tuned", str(LOG), "--autotune-log", "x.csv"],
+        ["--cycle-time-ms", "1", "--autotune-log", "x.csv"],
+        ["--cycle-time-ms", "-1"],
+        ["--fusion-threshold-mb", "nan"],
+        ["--cache-capacity", "-1"],
+        ["--tuned", "nosuch.json"],
+        ["--timeline", "t.json", "--skew", "--cache-capacity", "9"],
+    ],
+)
+def test_options_that_contradict_are_refused(capsys, words):
+    status, variables, _, err = dry_run(capsys, *words)
+    assert (status, variables, err.count("\n")) == (2, [], 1)
+
+
+def test_a_missing_file_is_one_error(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        tuned.read(tmp_path / "none.json")

@@ -16,7 +16,9 @@ COMMANDS = {
     "check": ("hvdkit.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
     "preflight": ("hvdkit.preflight.cli:preflight", "Inside a job, say whether all its ranks can train together."),
     "launch": ("hvdkit.launch.cli:launch", "Start a training script on N processes."),
+    "timeline": ("hvdkit.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
     "job": ("hvdkit.job.cli:job", "Write a batch script that starts one on several hosts."),
+    "tune": ("hvdkit.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
 }
 
 

@@ -1,0 +1,18 @@
+"""Finds the settings that make one job fast here, by running it: launcher, cycle time, fusion threshold, threads.
+
+Why this room exists: ``launch`` chooses settings by rule and starts one job; which settings suit a model on a machine
+can only be measured, over many short jobs, with statistics that do not take noise for a gain. Each job is a
+``hvdkit launch`` of its own, and the result is a file for ``hvdkit launch --tuned``.
+
+::
+
+    space ──────── candidates: a setting is a ``launch.tuned.Tuned``, the default is the empty one
+    jobs ───────── one job through ``hvdkit launch``: its seconds, or why it failed
+       └── search  which jobs, in which order: successive halving, then fresh runs of the finalists
+             └── statistics   speed-up and its confidence interval
+    report ─────── the outcome as text, as JSON and as a file
+    here           what this machine and the command leave to choose
+    progress, cli  what is seen while it runs, and what is typed
+
+``search`` takes whatever runs a job as a callable, so that it can be tested without processes.
+"""

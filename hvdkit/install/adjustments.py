@@ -17,10 +17,14 @@ from hvdkit.errors import InstallError
 
 @dataclass(frozen=True)
 class Target:
-    """What a build is for: the names of its frameworks and its GPU operations ("none", "nccl", "mpi")."""
+    """What a build is for: the names of its frameworks and its GPU operations ("none", "nccl", "mpi").
+
+    ``plain``: only what it needs to compile and to work, nothing that makes it faster.
+    """
 
     frameworks: frozenset[str]
     gpu: str
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ TORCH_WITHOUT_GPU = Condition(
 )
 TENSORFLOW_WITHOUT_GPU = Condition(
     "built for TensorFlow with --gpu none", lambda target: "tensorflow" in target.frameworks and target.gpu == "none"
+)
+FASTER = Condition("without --plain", lambda target: not target.plain)
+FASTER_TORCH = Condition(
+    "built for PyTorch without --plain", lambda target: "torch" in target.frameworks and not target.plain
 )
 
 
@@ -142,6 +150,150 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         new="which('jsrun')",
         when=ALWAYS,
         why="Follows from jsrun-which-import.",
+    ),
+    Adjustment(
+        name="cycle-on-request",
+        file="horovod/common/operations.cc",
+        old="  if (sleep_duration > std::chrono::steady_clock::duration::zero()) {\n"
+        "    std::this_thread::sleep_for(sleep_duration);\n"
+        "  }\n",
+        new="  {\n"
+        "    std::unique_lock<std::mutex> lock(cycle_mutex);\n"
+        "    auto wanted = [] { return cycle_requested || cycle_waiters > 0; };\n"
+        "    if (sleep_duration > std::chrono::steady_clock::duration::zero()) {\n"
+        "      cycle_wanted.wait_for(lock, sleep_duration, wanted);\n"
+        "    }\n"
+        "    cycle_requested = false;\n"
+        "  }\n",
+        when=FASTER,
+        why="The background thread sleeps out its cycle (1 ms) even while the training waits for it; now it starts at "
+        "once when a thread waits for a result or a whole group of tensors has been handed over.",
+    ),
+    Adjustment(
+        name="cycle-on-request-functions",
+        file="horovod/common/operations.cc",
+        old="namespace common {\n\nnamespace {\n\n// All the Horovod state",
+        new="namespace common {\n\n"
+        "static std::mutex cycle_mutex;\n"
+        "static std::condition_variable cycle_wanted;\n"
+        "static bool cycle_requested = false;\n"
+        "static int cycle_waiters = 0;\n\n"
+        "static void RequestCycle() {\n"
+        "  {\n"
+        "    std::lock_guard<std::mutex> guard(cycle_mutex);\n"
+        "    cycle_requested = true;\n"
+        "  }\n"
+        "  cycle_wanted.notify_one();\n"
+        "}\n\n"
+        "void ChangeCycleWaiters(int change) {\n"
+        "  {\n"
+        "    std::lock_guard<std::mutex> guard(cycle_mutex);\n"
+        "    cycle_waiters += change;\n"
+        "  }\n"
+        "  cycle_wanted.notify_one();\n"
+        "}\n\n"
+        "namespace {\n\n// All the Horovod state",
+        when=FASTER,
+        why="Follows from cycle-on-request.",
+    ),
+    Adjustment(
+        name="cycle-on-request-include",
+        file="horovod/common/operations.cc",
+        old="#include <cassert>\n",
+        new="#include <cassert>\n#include <condition_variable>\n",
+        when=FASTER,
+        why="Follows from cycle-on-request.",
+    ),
+    Adjustment(
+        name="cycle-on-request-header",
+        file="horovod/common/operations.h",
+        old="// Check that Horovod is initialized.\nStatus CheckInitialized();\n",
+        new="// Check that Horovod is initialized.\nStatus CheckInitialized();\n\n"
+        "// Tell the background thread how many threads more (or less) wait for a result.\n"
+        "void ChangeCycleWaiters(int change);\n",
+        when=FASTER,
+        why="Follows from cycle-on-request.",
+    ),
+    Adjustment(
+        name="cycle-on-group",
+        file="horovod/common/operations.cc",
+        old="  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n",
+        new="  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n"
+        "  if (entries.size() > 1) {\n"
+        "    RequestCycle();\n"
+        "  }\n",
+        when=FASTER,
+        why="Follows from cycle-on-request: TensorFlow has no thread that waits, and hands over its gradients as one "
+        "group.",
+    ),
+    Adjustment(
+        name="torch-sleeping-wait",
+        file="horovod/torch/mpi_ops_v2.cc",
+        old="  while (true) {\n"
+        "    if (handle_manager.PollHandle(handle)) break;\n"
+        "    {\n"
+        "      py::gil_scoped_release release_python_gil;\n"
+        "      std::this_thread::yield();\n"
+        "    }\n"
+        "  }\n",
+        new="  if (!handle_manager.PollHandle(handle)) {\n"
+        "    py::gil_scoped_release release_python_gil;\n"
+        "    ChangeCycleWaiters(1);\n"
+        "    handle_manager.Wait(handle);\n"
+        "    ChangeCycleWaiters(-1);\n"
+        "  }\n",
+        when=FASTER_TORCH,
+        why="The thread that waits for a result spins and takes the GIL in each turn, on a core that Horovod's own "
+        "thread may need; now it sleeps until the result is there.",
+    ),
+    Adjustment(
+        name="torch-sleeping-wait-header",
+        file="horovod/torch/handle_manager.h",
+        old="  void MarkDone(int handle, const Status& status);\n",
+        new="  void MarkDone(int handle, const Status& status);\n  void Wait(int handle);\n",
+        when=FASTER_TORCH,
+        why="Follows from torch-sleeping-wait.",
+    ),
+    Adjustment(
+        name="torch-sleeping-wait-member",
+        file="horovod/torch/handle_manager.h",
+        old="  std::mutex mutex_;\n",
+        new="  std::mutex mutex_;\n  std::condition_variable done_;\n",
+        when=FASTER_TORCH,
+        why="Follows from torch-sleeping-wait.",
+    ),
+    Adjustment(
+        name="torch-sleeping-wait-include",
+        file="horovod/torch/handle_manager.h",
+        old="#include <memory>\n",
+        new="#include <condition_variable>\n#include <memory>\n",
+        when=FASTER_TORCH,
+        why="Follows from torch-sleeping-wait.",
+    ),
+    Adjustment(
+        name="torch-sleeping-wait-function",
+        file="horovod/torch/handle_manager.cc",
+        old="  results_[handle] = std::make_shared<Status>(status);\n}\n",
+        new="  results_[handle] = std::make_shared<Status>(status);\n"
+        "  done_.notify_all();\n"
+        "}\n\n"
+        "void HandleManager::Wait(int handle) {\n"
+        "  std::unique_lock<std::mutex> lock(mutex_);\n"
+        "  done_.wait(lock, [&] {\n"
+        "    auto result = results_.find(handle);\n"
+        "    return result == results_.end() || result->second != nullptr;\n"
+        "  });\n"
+        "}\n",
+        when=FASTER_TORCH,
+        why="Follows from torch-sleeping-wait.",
+    ),
+    Adjustment(
+        name="torch-sleeping-wait-reset",
+        file="horovod/torch/handle_manager.cc",
+        old="  results_.clear();\n",
+        new="  results_.clear();\n  done_.notify_all();\n",
+        when=FASTER_TORCH,
+        why="Follows from torch-sleeping-wait.",
     ),
     Adjustment(
         name="no-debug-info",

@@ -32,9 +32,10 @@ from hvdkit.install.runner import Log
 )
 @click.option("--without-mpi", is_flag=True, help="Build with Gloo alone.")
 @click.option("--frameworks", metavar="LIST", help="torch, tensorflow or both, with a comma.  [default: all installed]")
+@click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")
 @click.option("--force", is_flag=True, help="Compile again, even if this build is installed or in the cache.")
 @click.option("--explain", is_flag=True, help="Say what would be done and why each change is made; do nothing.")
-def install(gpu: str, without_mpi: bool, frameworks: str | None, force: bool, explain: bool) -> int:
+def install(gpu: str, without_mpi: bool, frameworks: str | None, plain: bool, force: bool, explain: bool) -> int:
     """Build Horovod for the frameworks of this environment and install it here.
 
     Horovod 0.28.1 is compiled from its released source, with the changes that today's frameworks need, against
@@ -56,7 +57,7 @@ def install(gpu: str, without_mpi: bool, frameworks: str | None, force: bool, ex
       hvdkit install --frameworks torch --gpu nccl
       hvdkit install --explain
     """
-    options = Options(gpu, not without_mpi, parse_frameworks(frameworks) if frameworks is not None else None)
+    options = Options(gpu, not without_mpi, parse_frameworks(frameworks) if frameworks is not None else None, plain)
     check_options(options)
     facts = gather_facts(gpu=options.gpu != "none")
     if explain:
@@ -79,7 +80,7 @@ def install(gpu: str, without_mpi: bool, frameworks: str | None, force: bool, ex
 def explanation(facts: Facts, options: Options) -> str:
     """What an install would do here: the table of adjustments with reasons, and the plan or why there is none."""
     found = tuple(framework.name for framework in facts.frameworks)
-    target = Target(frozenset(found if options.frameworks is None else options.frameworks), options.gpu)
+    target = Target(frozenset(found if options.frameworks is None else options.frameworks), options.gpu, options.plain)
     head = (
         f"Horovod {HOROVOD_VERSION}, from its released source (SHA-256 {HOROVOD_SHA256}),\n"
         "with these changes where they apply to this build:\n\n"

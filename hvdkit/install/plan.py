@@ -116,7 +116,7 @@ def make_plan(facts: Facts, options: Options) -> Plan:
     requirements.check_space(facts)
 
     parts = _Parts(
-        target=Target(frozenset(framework.name for framework in frameworks), options.gpu),
+        target=Target(frozenset(framework.name for framework in frameworks), options.gpu, options.plain),
         frameworks=frameworks,
         mpi=facts.mpi if options.mpi else None,
         cuda=facts.cuda if options.gpu != "none" else None,

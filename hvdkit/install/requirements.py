@@ -22,11 +22,13 @@ class Options:
         gpu: "none", "nccl" or "mpi".
         mpi: build with MPI as well as Gloo.
         frameworks: names, or None for every one that is found.
+        plain: leave out the changes that only make Horovod faster.
     """
 
     gpu: str = "none"
     mpi: bool = True
     frameworks: tuple[str, ...] | None = None
+    plain: bool = False
 
 
 def parse_frameworks(text: str) -> tuple[str, ...]:

@@ -86,6 +86,15 @@ def test_rows_apply_to_what_is_built(frameworks: set[str], gpu: str, has: set[st
     assert not lacks & names
 
 
+def test_plain_leaves_out_what_only_makes_it_faster() -> None:
+    frameworks = frozenset({"torch", "tensorflow"})
+    faster = {row.name for row in applying(Target(frameworks, "none"))}
+    plain = {row.name for row in applying(Target(frameworks, "none", plain=True))}
+    assert plain < faster
+    assert {name.split("-")[0] for name in faster - plain} == {"cycle", "torch"}
+    assert "gloo-stall-inspector" in plain
+
+
 def test_the_digest_changes_with_what_is_changed_and_not_with_the_reason() -> None:
     assert digest([row()]) == digest([row(why="another reason")])
     assert len({digest([row()]), digest([row(new="2")]), digest([row(old="two")]), digest([row(count=2)])}) == 4

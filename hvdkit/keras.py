@@ -47,6 +47,7 @@ from hvdkit.keras_evaluate import evaluate
 from hvdkit.keras_metrics import AverageMetrics
 from hvdkit.keras_rates import LearningRateSchedule, Warmup
 from hvdkit.keras_seeds import seed_everything
+from hvdkit.keras_timeline import RecordTimeline
 from hvdkit.keras_transport import TRANSPORT
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "ElasticCommit",
     "ElasticState",
     "LearningRateSchedule",
+    "RecordTimeline",
     "Topology",
     "Warmup",
     "average_metrics",

@@ -13,6 +13,7 @@ from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -58,6 +59,7 @@ __all__ = [
     "init",
     "join",
     "pin_device",
+    "record_timeline",
     "run_elastic",
     "scale_lr",
     "seed_everything",
@@ -382,6 +384,17 @@ def join(model: Any, optimizer: Any | None, world: Topology) -> int:
     last = int(hvd.join()) if world.size > 1 else 0
     broadcast_state(model, optimizer, root=last)
     return last
+
+
+def record_timeline(
+    path: str | os.PathLike[str], steps: range | None = None, *, mark_cycles: bool = False
+) -> TimelineSteps:
+    """Record Horovod's timeline of some training steps: ``with record_timeline(...) as recording``, around the loop.
+
+    Call ``recording.step()`` on every rank after each step. Horovod must run with HOROVOD_TIMELINE=DYNAMIC
+    (``hvdkit launch --env HOROVOD_TIMELINE=DYNAMIC``). For the arguments and errors see ``TimelineSteps``.
+    """
+    return TimelineSteps(hvd, path, steps, mark_cycles)
 
 
 def fit(

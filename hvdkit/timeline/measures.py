@@ -1,0 +1,115 @@
+"""The arithmetic of a summary: distributions, unions of intervals, batches, steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of a set of values, in their unit; percentiles are exact, by linear interpolation."""
+
+    count: int
+    total: float
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+def distribution(values: NDArray[Any]) -> Distribution | None:
+    """The distribution of the values that are numbers; None when there is none."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return None
+    p50, p95, p99 = (float(value) for value in np.percentile(values, (50, 95, 99)))
+    return Distribution(len(values), float(values.sum(dtype=np.float64)), p50, p95, p99, float(values.max()))
+
+
+def union(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
+    """The intervals as disjoint ones in order of time: overlapping ones are joined.
+
+    Args:
+        starts, ends: of the intervals, in any order; those with a NaN are left out.
+    """
+    known = ~(np.isnan(starts) | np.isnan(ends))
+    starts, ends = starts[known], ends[known]
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(ends[order])
+    if not len(starts):
+        return starts, reach
+    new = np.concatenate(([True], starts[1:] > reach[:-1]))
+    last = np.concatenate((new[1:], [True]))
+    return starts[new], reach[last]
+
+
+def covered(intervals: tuple[Floats, Floats], since: Floats, until: Floats) -> Floats:
+    """For each window, how much of it the disjoint, ordered intervals cover."""
+    starts, ends = intervals
+    total = np.concatenate(([0.0], np.cumsum(ends - starts)))
+
+    def until_time(time: Floats) -> Floats:
+        index = np.searchsorted(starts, time, side="right")
+        over = np.where(index > 0, np.maximum(0.0, ends[np.maximum(index, 1) - 1] - time), 0.0) if len(ends) else 0.0
+        return np.asarray(total[index] - over, np.float64)
+
+    return until_time(until) - until_time(since)
+
+
+def batch_numbers(start: Floats, exchange_start: Floats) -> NDArray[np.intp]:
+    """Which fused operations went through the fusion buffer together, as a number per operation.
+
+    Horovod's background thread writes the start of every operation of a batch before it starts the one collective of
+    the batch, and a later batch starts after that. So an operation that started after the collective of the one before
+    belongs to the next batch. (The times of one batch differ by the microseconds that writing takes.)
+
+    Args:
+        start, exchange_start: of the operation and of its collective, in order of ``start``.
+    """
+    if not len(start):
+        return np.zeros(0, np.intp)
+    return np.concatenate(([0], np.cumsum(start[1:] > exchange_start[:-1]))).astype(np.intp)
+
+
+def repeating(counts: Sequence[int], totals: int = 3) -> list[int]:
+    """The largest group of tensors that appear equally often: those of a training step.
+
+    Args:
+        counts: how often each tensor appears.
+        totals: how often a tensor has to appear to count as repeated.
+    Returns:
+        Indices into ``counts``; of several groups the one with the most operations. Counts may differ by two in a
+        hundred or by one, because the file may end within a step.
+    """
+    best: list[int] = []
+    for count in sorted({count for count in counts if count >= totals}, reverse=True):
+        slack = max(1, count // 50)
+        group = [index for index, other in enumerate(counts) if count - slack <= other <= count]
+        if sum(counts[index] for index in group) > sum(counts[index] for index in best):
+            best = group
+    return best
+
+
+def step_numbers(tensor: NDArray[np.int32]) -> NDArray[np.intp]:
+    """The step of each operation: a new one starts with the first tensor that the current one already has.
+
+    Args:
+        tensor: of the operations of all steps, in the order in which they began.
+    """
+    numbers = np.empty(len(tensor), np.intp)
+    seen: set[int] = set()
+    step = 0
+    for index, value in enumerate(tensor.tolist()):
+        if value in seen:
+            step += 1
+            seen = set()
+        seen.add(value)
+        numbers[index] = step
+    return numbers

@@ -1,0 +1,139 @@
+"""What a timeline holds: operations (one collective of one tensor) with their phases, and marks of cycles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+COLLECTIVE_PREFIXES = ("MPI_", "NCCL_", "GLOO_", "CCL_", "DDL_")
+"""How the names of the phases start in which data is exchanged between ranks."""
+
+ITEM_SIZES = {
+    "uint8": 1,
+    "int8": 1,
+    "bool": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+"""Bytes of one element, by the name that Horovod writes."""
+
+GROUPS = ("negotiate", "wait for data", "queue", "set up", "memcpy in", "collective", "memcpy out", "other")
+"""Into what the phases of all operations and of all libraries are sorted, in the order in which they happen."""
+
+
+class Phase(NamedTuple):
+    """One named part of an operation, such as MPI_ALLREDUCE; times as in Operation."""
+
+    name: str
+    start: float
+    end: float
+
+
+class CycleMark(NamedTuple):
+    """The start of one cycle of Horovod's background thread (HOROVOD_TIMELINE_MARK_CYCLES=1)."""
+
+    time: float
+
+
+@dataclass(slots=True)
+class Operation:
+    """One collective of one tensor. All times in microseconds since the recording started.
+
+    Attributes:
+        tensor: the name of the tensor ("pid 7" where the file lost it).
+        kind: "ALLREDUCE", "BROADCAST", "ALLGATHER", ...
+        start: when all ranks were known to be ready and the work on the tensor started.
+        end: when the work was done.
+        negotiate_start: when the coordinator (rank 0) first heard of the tensor; None where the file does not say.
+        negotiate_end: when all ranks had announced it; None where the file does not say.
+        ticks: rank to the time at which the coordinator heard from it. Horovod writes it only where the tensor was
+            not in its response cache, so that it is empty in most operations.
+        phases: what happened between start and end, in the order in which it ended.
+        dtype: the type's name ("" where the file does not say).
+        shape: the shape of the result on the coordinator; None where the file does not say.
+        bytes: its size; None where shape or type are unknown.
+    """
+
+    tensor: str
+    kind: str
+    start: float
+    end: float
+    negotiate_start: float | None
+    negotiate_end: float | None
+    ticks: dict[int, float]
+    phases: list[Phase]
+    dtype: str
+    shape: tuple[int, ...] | None
+    bytes: int | None
+
+    @property
+    def begin(self) -> float:
+        """The first time known of this operation: of its negotiation, or of its work."""
+        return self.start if self.negotiate_start is None else self.negotiate_start
+
+    @property
+    def collective(self) -> Phase | None:
+        """The exchange between ranks, from its first phase to its last (a hierarchical one has several)."""
+        found = [phase for phase in self.phases if phase.name.startswith(COLLECTIVE_PREFIXES)]
+        if not found:
+            return None
+        if len(found) == 1:
+            return found[0]
+        return Phase(found[0].name, min(phase.start for phase in found), max(phase.end for phase in found))
+
+    @property
+    def fused(self) -> bool:
+        """Whether the tensor went through the fusion buffer together with others."""
+        return any(phase.name == "MEMCPY_IN_FUSION_BUFFER" for phase in self.phases)
+
+
+def group_of(phase: str) -> str:
+    """The entry of GROUPS to which a phase belongs.
+
+    Args:
+        phase: a name as Horovod writes it, e.g. "WAIT_FOR_OTHER_TENSOR_DATA" or "NEGOTIATE_ALLREDUCE".
+    """
+    if phase.startswith(COLLECTIVE_PREFIXES):
+        return "collective"
+    for prefix, group in _PREFIXES:
+        if phase.startswith(prefix):
+            return group
+    return "other"
+
+
+_PREFIXES = (
+    ("NEGOTIATE_", "negotiate"),
+    ("WAIT_FOR_", "wait for data"),
+    ("QUEUE", "queue"),
+    ("MEMCPY_IN_", "memcpy in"),
+    ("MEMCPY_OUT_", "memcpy out"),
+    ("INIT_", "set up"),
+    ("ALLOCATE_", "set up"),
+)
+
+
+def parse_shape(text: str) -> tuple[int, ...] | None:
+    """The shape that Horovod writes as "[3, 3, 1, 32]" ("[]" for a scalar); None for any other text."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    inside = text[1:-1].strip()
+    parts = inside.split(",") if inside else []
+    if not all(part.strip().isascii() and part.strip().isdecimal() and len(part) < 20 for part in parts):
+        return None
+    return tuple(int(part) for part in parts)
+
+
+def size_in_bytes(dtype: str, shape: tuple[int, ...] | None) -> int | None:
+    """Bytes of a tensor; None for an unknown type or shape, or more than any memory holds."""
+    item = ITEM_SIZES.get(dtype)
+    if item is None or shape is None:
+        return None
+    size = item * math.prod(shape)
+    return size if size < 1 << 60 else None

@@ -1,0 +1,50 @@
+"""Files that the tools write: complete or not at all, never over what they read."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from hvdkit.errors import DataError, InvalidArgumentError
+
+
+@contextmanager
+def replacing(path: Path, *sources: Path) -> Iterator[IO[bytes]]:
+    """A file to write to that takes the place of ``path`` when the block ends without an error; zipped for a .gz.
+
+    Args:
+        path: of the file to make.
+        sources: what is read meanwhile, which ``path`` must not be.
+    Raises:
+        InvalidArgumentError: path is one of the sources, or a directory.
+        DataError: it cannot be written.
+    """
+    if path.is_dir():
+        raise InvalidArgumentError(f"the output {str(path)!r} is a directory; give the name of a file.")
+    for source in sources:
+        if path.exists() and source.exists() and path.samefile(source):
+            raise InvalidArgumentError(f"the output {str(path)!r} is the input; give another name.")
+    with ExitStack() as stack:
+        try:
+            number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        except OSError as error:
+            raise DataError(
+                f"cannot write {str(path)!r} ({error.strerror}); give a path that can be written."
+            ) from error
+        temporary = Path(name)
+        stack.callback(temporary.unlink, missing_ok=True)
+        with os.fdopen(number, "wb") as file:
+            if path.suffix == ".gz":
+                with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0, compresslevel=6) as zipped:
+                    yield cast(IO[bytes], zipped)
+            else:
+                yield file
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(path)

@@ -1,0 +1,83 @@
+"""The events of a file together with the text that they were decoded from, as a stream."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from hvdkit.timeline.reader import LONGEST_EVENT, PIECE, Event, open_file
+
+CUTS = 4
+"""Places between two events at which a piece is cut before it is looked at event by event."""
+_EVENTS = msgspec.json.Decoder(list[Event])
+_EVENT = msgspec.json.Decoder(Event)
+_TEXTS = msgspec.json.Decoder(list[msgspec.Raw])
+_OBJECT = json.JSONDecoder()
+_UNREADABLE = (ValueError, RecursionError)  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
+
+Pair = tuple[Event, bytes]
+
+
+def raw_events(path: Path) -> Iterator[Pair]:
+    """Every event that can be read, in the order of the file, and its JSON text without the commas around it.
+
+    Args:
+        path: a timeline, as it is or compressed with gzip; what is damaged is left out, as by ``hvdkit.timeline.read``.
+    """
+    with open_file(path) as file:
+        rest = b""
+        while True:
+            try:
+                read = file.read(PIECE)
+            except (EOFError, OSError, zlib.error):
+                read = b""
+            piece = rest + read
+            if not read:
+                yield from _decode(piece) or _decode(piece.rstrip(b" \t\r\n]")) or _decode_singly(piece)
+                return
+            pairs, cut = _decode_most(piece)
+            rest = piece[cut:]
+            yield from pairs
+
+
+def _decode_most(piece: bytes) -> tuple[Iterable[Pair], int]:
+    """The events of a piece up to one that may be incomplete, and where that starts."""
+    cut, last = len(piece), 0
+    for _ in range(CUTS):
+        cut = max(piece.rfind(b"},{", 0, cut), piece.rfind(b"},\n{", 0, cut))
+        if cut < 0:
+            break
+        last = last or cut + 2
+        if (pairs := _decode(piece[: cut + 2])) is not None:
+            return pairs, cut + 2
+    last = last or max(0, len(piece) - LONGEST_EVENT)
+    return _decode_singly(piece[:last]), last
+
+
+def _decode(piece: bytes) -> list[Pair] | None:
+    """All events of a piece; None if something in it is not one."""
+    text = b"[" + piece.strip(b" \t\r\n,[") + b"]"
+    try:
+        text.decode()
+        return list(zip(_EVENTS.decode(text), map(bytes, _TEXTS.decode(text)), strict=True))
+    except _UNREADABLE:
+        return None
+
+
+def _decode_singly(piece: bytes) -> Iterator[Pair]:
+    """The events of a damaged piece that are whole."""
+    text = piece.decode("utf-8", "replace")
+    position = text.find("{")
+    while position >= 0:
+        try:
+            value, end = _OBJECT.raw_decode(text, position)
+            if "ph" in value:
+                event = text[position:end].encode()
+                yield _EVENT.decode(event), event
+        except _UNREADABLE:
+            end = position + 1
+        position = text.find("{", end)

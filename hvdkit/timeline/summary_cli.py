@@ -1,0 +1,72 @@
+"""The command ``hvdkit timeline summary``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.errors import CorruptDataError
+from hvdkit.timeline import show
+from hvdkit.timeline.diagnosis import diagnose
+from hvdkit.timeline.summary import FUSION_THRESHOLD, summarize
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--since", type=float, metavar="SECONDS", help="Only what began at this time of the recording or later.")
+@click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
+@click.option("--step", type=click.IntRange(min=0), metavar="K", help="Only what began in this training step, from 0.")
+@click.option("--top", type=click.IntRange(min=0), metavar="N", help="Tensors to list  [default: 10; all with --json]")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), metavar="N", help="Ranks of the job  [default: what the file says]"
+)
+@click.option(
+    "--fusion-threshold",
+    type=click.IntRange(min=0),
+    default=FUSION_THRESHOLD,
+    show_default=True,
+    metavar="BYTES",
+    help="HOROVOD_FUSION_THRESHOLD of the job.",
+)
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds, sizes in bytes.")
+def summary(
+    file: Path,
+    since: float | None,
+    until: float | None,
+    step: int | None,
+    top: int | None,
+    ranks: int | None,
+    fusion_threshold: int,
+    json_: bool,
+) -> int:
+    """Where the time of a recording went, in numbers, and what to try.
+
+    Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
+    is the time in which at least one collective ran: fused tensors, which Horovod writes once each, count once.
+
+    \b
+    Examples:
+      hvdkit timeline summary timeline.json
+      hvdkit timeline summary timeline.json.gz --step 20 --top 3
+      hvdkit timeline summary timeline.json --since 60 --json > summary.json
+
+    Exit status: 0 success, 1 no operation of Horovod in the file, 2 for bad usage.
+    """
+    found = summarize(file, since=since, until=until, step=step, ranks=ranks, fusion_threshold=fusion_threshold)
+    if not found.operations:
+        dropped = "; ".join(f"{count} x {reason}" for reason, count in found.dropped.items()) or "nothing"
+        raise CorruptDataError(
+            f"no operation of Horovod in {str(file)!r} ({found.events} events read, dropped: {dropped}); expected a "
+            "file that HOROVOD_TIMELINE named, of a job that reduced something in the part asked for."
+        )
+    findings = diagnose(found)
+    if json_:
+        click.echo(json.dumps(show.as_json(found, findings, top), indent=2, allow_nan=False))
+    else:
+        width = None if sys.stdout.isatty() else 130
+        show.print_text(found, findings, 10 if top is None else top, Console(width=width))
+    return 0

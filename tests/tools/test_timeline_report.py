@@ -1,0 +1,395 @@
+import base64
+import configparser
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from fnmatch import fnmatch
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit.cli import run
+from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.timeline.exchanges import Exchanges
+from hvdkit.timeline.model import Operation, Phase
+from hvdkit.timeline.report import render_report, write_report
+
+ROOT = Path(__file__).parents[2]
+REAL = ROOT / "tests" / "data" / "timelines"
+ATPESC = REAL / "atpesc-2023-cpu-8ranks.json"
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</script><!--<script>",
+    "' onmouseover='alert(1)",
+    "{{ 7 * 7 }}{% raw %}",
+    "größe/勾配/🎉",
+    "a\u202eb\u0000c\u2028d",
+    "layer." * 2000,
+]
+KNOWN_TAGS = re.compile(
+    "html|head|meta|title|style|body|header|main|section|h1|h2|p|dl|div|dt|dd|small|ol|ul|li|span|strong|figure|figcaption"
+    "|svg|desc|rect|line|text|path|table|caption|thead|tbody|tr|th|td|button|output|canvas|noscript|footer|script"
+)
+KNOWN_ATTRIBUTES = re.compile(
+    "lang|charset|http-equiv|content|name|class|id|aria-labelledby|aria-label|aria-live|role|viewbox|x|y|x1|x2|y1|y2"
+    "|width|height|d|transform|scope|type|data-action|tabindex"
+)
+
+
+def timeline(path, names, steps=6, length=10_000, batch=True):
+    """A recording in which each step reduces all tensors at once, fused where ``batch`` says so."""
+    started = {"start_time_since_epoch_in_micros": 1_700_000_000_000_000}
+    events = [{"name": "process_name", "ph": "M", "pid": 0, "args": started}]
+    for pid, name in enumerate(names, 1):
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+    pids = range(1, len(names) + 1)
+    for step in range(steps):
+        at = 1000 + step * length
+        phases = [
+            ("MEMCPY_IN_FUSION_BUFFER", 1100, 1200),
+            ("MPI_ALLREDUCE", 1210, 4210),
+            ("MEMCPY_OUT_FUSION_BUFFER", 4300, 4400),
+        ]
+        for name, when in (("NEGOTIATE_ALLREDUCE", 0), ("", 1000), ("ALLREDUCE", 1010)):
+            for pid in pids:
+                events.append({"ph": "B" if name else "E", "name": name, "ts": at + when, "pid": pid})
+        for name, start, end in phases if batch else phases[1:2]:
+            events += [{"ph": "B", "name": name, "ts": at + start, "pid": pid} for pid in pids]
+            events += [{"ph": "E", "ts": at + end, "pid": pid} for pid in pids]
+        args = {"dtype": "float32", "shape": "[1000]"}
+        events += [{"ph": "E", "ts": at + 4500, "pid": pid, "args": args} for pid in pids]
+    path.write_text(json.dumps(events))
+    return path
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page, as far as the tests ask."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements = []
+        self.texts = []
+        self.scripts = []
+        self.style = ""
+        self.stack = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        self.stack.append((tag, dict(attributes)))
+        if tag == "script":
+            self.scripts.append([dict(attributes), ""])
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        while self.stack and self.stack.pop()[0] != tag:
+            pass
+
+    def handle_data(self, data):
+        inside = self.stack[-1][0] if self.stack else ""
+        if inside == "script":
+            self.scripts[-1][1] += data
+        elif inside == "style":
+            self.style += data
+        else:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def lanes(self):
+        return json.loads(next(text for attributes, text in self.scripts if attributes.get("id") == "lane-data"))
+
+    @property
+    def policy(self):
+        return next(e["content"] for tag, e in self.elements if e.get("http-equiv") == "Content-Security-Policy")
+
+
+def assert_inert(page):
+    """Nothing but the elements of the template, one script, and nothing that loads or runs."""
+    assert [tag for tag, _ in page.elements if not KNOWN_TAGS.fullmatch(tag)] == []
+    names = {name for _, attributes in page.elements for name in attributes}
+    assert [name for name in names if not KNOWN_ATTRIBUTES.fullmatch(name)] == []
+    assert [attributes for attributes, _ in page.scripts] == [{"type": "application/json", "id": "lane-data"}, {}]
+    assert "url(" not in page.style
+    assert "@import" not in page.style
+
+
+def hash_of(text):
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def test_hostile_names_are_text(tmp_path):
+    page = Page(render_report(timeline(tmp_path / "t.json", HOSTILE)))
+    assert_inert(page)
+    for name in HOSTILE[:6]:
+        assert name in page.texts
+        assert name in page.lanes["lanes"]
+    assert r"a\u202eb\x00c\u2028d" in page.lanes["lanes"]
+    assert all(len(name) <= 1000 for name in page.lanes["lanes"])
+
+
+def test_a_hostile_file_name_is_text(tmp_path):
+    page = Page(render_report(timeline(tmp_path / "<img src=x onerror=alert(1)>.json", ["a"])))
+    assert_inert(page)
+    assert "Timeline of <img src=x onerror=alert(1)>.json" in page.text
+
+
+def test_hostile_names_of_operations_and_phases_are_text(tmp_path):
+    events = json.loads(timeline(tmp_path / "t.json", ["a", "b"]).read_text())
+    renamed = {"ALLREDUCE": "</script><b>", "NEGOTIATE_ALLREDUCE": "NEGOTIATE_</script><b>", "MPI_ALLREDUCE": "MPI_<i>"}
+    for event in events:
+        event["name"] = renamed.get(event.get("name"), event.get("name", ""))
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    page = Page(render_report(tmp_path / "t.json"))
+    assert_inert(page)
+    assert {"</script><b>", "MPI_<i>"} <= set(page.lanes["words"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(names=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4, unique=True))
+def test_any_name_is_text(tmp_path_factory, names):
+    page = Page(render_report(timeline(tmp_path_factory.mktemp("names") / "t.json", names, steps=3)))
+    assert_inert(page)
+    assert page.lanes["operations"]
+
+
+def test_the_policy_allows_the_one_script_and_the_one_style_sheet_only():
+    page = Page(render_report(ATPESC))
+    policy = dict(part.strip().split(" ", 1) for part in page.policy.split(";"))
+    assert policy == {
+        "default-src": "'none'",
+        "script-src": f"'{hash_of(page.scripts[1][1])}'",
+        "style-src": f"'{hash_of(page.style)}'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+
+
+def test_the_public_run_is_shown_with_its_numbers():
+    page = Page(render_report(ATPESC))
+    for expected in ("Ranks 8", "Steps 154", "each 8 tensors, 4.80 MB", "One tensor is 98% of the bytes of a step"):
+        assert expected in page.text
+    assert [e["id"] for tag, e in page.elements if tag == "title" and "id" in e] == [
+        "step-times-title",
+        "tensor-phases-title",
+        "number-by-size-title",
+        "time-by-size-title",
+        "number-by-duration-title",
+        "lanes-printed-title",
+    ]
+    labelled = [e["aria-labelledby"].split() for tag, e in page.elements if tag == "svg"]
+    ids = {e.get("id") for _, e in page.elements}
+    assert len(labelled) == 6
+    assert all(set(names) <= ids for names in labelled)
+
+
+def raw_operations(path, since, until):
+    """Operations that touch a part of the file, counted from its events without the code under test."""
+    begins, found = {}, Counter()
+    for event in json.loads(path.read_text()):
+        name = event.get("name", "")
+        if event["ph"] == "B" and name.startswith("NEGOTIATE_"):
+            begins[event["pid"]] = event["ts"]
+        if event["ph"] == "E" and "args" in event and begins[event["pid"]] < until and event["ts"] >= since:
+            found[event["pid"]] += 1
+    return found.total()
+
+
+def test_the_window_holds_the_operations_that_touch_it():
+    page = Page(render_report(ATPESC, since=9, until=10.5))
+    assert len(page.lanes["operations"]) == raw_operations(ATPESC, 9e6, 10.5e6) > 50
+    assert page.lanes["origin"] == 9e6
+    assert page.lanes["length"] == 1.5e6
+    assert "Left out" not in page.text
+
+
+def test_a_step_is_the_window_and_the_numbers_stay_those_of_the_whole():
+    page = Page(render_report(ATPESC, step=20))
+    assert page.lanes["steps"][0] == [20, 0.0]
+    assert len({operation[0] for operation in page.lanes["operations"]}) >= 8
+    assert "Step 20:" in page.text
+    assert "Steps 154" in page.text
+
+
+def test_without_a_choice_some_usual_steps_are_shown(tmp_path):
+    page = Page(render_report(timeline(tmp_path / "t.json", ["a", "b"], steps=50)))
+    assert "Steps 1 to 3, of usual length" in page.text
+    assert len({operation[2] for operation in page.lanes["operations"]}) == 3
+
+
+def test_too_many_operations_are_left_out_and_the_page_says_so():
+    page = Page(render_report(ATPESC, since=9, until=10.5, operations=20))
+    total = raw_operations(ATPESC, 9e6, 10.5e6)
+    assert len(page.lanes["operations"]) == 20
+    assert f"this part has {total} operations, of which the page holds the first 20" in page.text
+    begins = [operation[2] for operation in page.lanes["operations"]]
+    whole = Page(render_report(ATPESC, since=9, until=10.5)).lanes["operations"]
+    assert sorted(begins) == [operation[2] for operation in whole][:20]
+    assert page.lanes["length"] == whole[20][2]
+
+
+def test_the_page_does_not_grow_with_the_recording(tmp_path):
+    short = render_report(timeline(tmp_path / "short.json", ["a", "b", "c"], steps=500), since=0, operations=200)
+    long = render_report(timeline(tmp_path / "long.json", ["a", "b", "c"], steps=5000), since=0, operations=200)
+    assert len(long) < 1.2 * len(short)
+    assert "the shortest and the longest of 13 steps in a row" in Page(long).text
+
+
+def test_many_tensors_are_left_out_of_the_table_and_of_the_printed_lanes(tmp_path):
+    page = Page(render_report(timeline(tmp_path / "t.json", [f"layer{i}" for i in range(60)]), top=5))
+    assert "5 of 60 tensors" in page.text
+    assert "The other 20 tensors are on the screen only." in page.text
+    assert len(page.lanes["lanes"]) == 60
+
+
+def test_late_ranks_are_listed_where_they_were_measured_only(tmp_path):
+    assert "the last rank came" in Page(render_report(ATPESC)).text
+    page = Page(render_report(timeline(tmp_path / "t.json", ["a"])))
+    assert "Which rank was late: not available" in page.text
+
+
+def test_a_recording_without_steps_has_a_page(tmp_path):
+    page = Page(render_report(timeline(tmp_path / "t.json", ["a"], steps=1)))
+    assert "No steps were found" in page.text
+    assert len(page.lanes["operations"]) == 1
+
+
+def test_an_operation_without_length_is_shown(tmp_path):
+    path = tmp_path / "t.json"
+    negotiated = [{"ph": "B", "name": "NEGOTIATE_BROADCAST", "ts": 7, "pid": 1}, {"ph": "E", "ts": 7, "pid": 1}]
+    path.write_text(json.dumps([*negotiated, {"ph": "B", "name": "BROADCAST", "ts": 7, "pid": 1}, negotiated[1]]))
+    assert len(Page(render_report(path)).lanes["operations"]) == 1
+
+
+def test_a_recording_that_was_cut_off_has_a_page_that_says_so(tmp_path):
+    (tmp_path / "cut.json").write_bytes(ATPESC.read_bytes()[:200_003])
+    page = Page(render_report(tmp_path / "cut.json"))
+    assert "cut off at the end" in page.text
+    assert_inert(page)
+
+
+def test_a_fused_batch_counts_once(tmp_path):
+    fused = Page(render_report(timeline(tmp_path / "fused.json", ["a", "b", "c"], steps=7)))
+    assert "Exchanges 7 7 of them fused: 3 tensors, 12.0 kB each (p50)" in fused.text
+    single = Page(render_report(timeline(tmp_path / "single.json", ["a", "b", "c"], steps=7, batch=False)))
+    assert "Exchanges 21 0 of them fused" in single.text
+
+
+def operation(start, end, size, fused):
+    phases = [Phase("MPI_ALLREDUCE", start + 2.0, end - 1.0)]
+    if fused:
+        phases.insert(0, Phase("MEMCPY_IN_FUSION_BUFFER", start + 1.0, start + 2.0))
+    return Operation("t", "ALLREDUCE", start, end, None, None, {}, phases, "", None, size)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(4, 10**6), st.one_of(st.none(), st.integers(0, 10**10)), st.booleans())
+    )
+)
+def test_every_exchange_is_in_one_bin_of_each_histogram(batches):
+    exchanges, at = Exchanges(), 0.0
+    for tensors, length, size, fused in batches:
+        for _ in range(tensors if fused else 1):
+            exchanges.add(operation(at, at + length, size, fused))
+        at += length + 10
+    exchanges.finish()
+    sizes = [size * (tensors if fused else 1) for tensors, _, size, fused in batches if size is not None]
+    assert exchanges.count == len(batches) == exchanges.by_duration.total()
+    assert exchanges.fused == sum(fused for *_, fused in batches)
+    assert exchanges.by_size == Counter(size.bit_length() for size in sizes)
+    assert exchanges.unknown == len(batches) - len(sizes)
+    assert exchanges.by_duration == Counter((length - 3).bit_length() for _, length, _, _ in batches)
+
+
+@pytest.mark.parametrize(
+    ("window", "says"),
+    [
+        ({"step": 154}, "steps 0 to 153"),
+        ({"step": 1, "since": 2.0}, "either a step or a part"),
+        ({"since": 5.0, "until": 5.0}, "since before until"),
+        ({"since": float("nan")}, "since before until"),
+        ({"since": 100.0}, "since before until"),
+        ({"operations": 0}, "at least 1"),
+        ({"top": 0}, "at least 1"),
+    ],
+)
+def test_a_window_that_is_not_there_is_refused(window, says):
+    with pytest.raises(InvalidArgumentError, match=says):
+        render_report(ATPESC, **window)
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    page.write_text("an older one")
+    assert run(["timeline", "report", str(ATPESC), "-o", str(page), "--step", "3", "--top", "4"]) == 0
+    assert "report.html" in capsys.readouterr().out
+    assert "4 of 58 tensors" in Page(page.read_text(encoding="utf-8")).text
+    assert list(tmp_path.iterdir()) == [page]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["{real}"], 2, "-o"),
+        (["{real}", "-o", "{tmp}/r.html", "--step", "999"], 2, "steps 0 to 153"),
+        (["{real}", "-o", "{tmp}/r.html", "--operations", "0"], 2, "--operations"),
+        (["{real}", "-o", "{tmp}"], 2, "directory"),
+        (["{real}", "-o", "{tmp}/none/r.html"], 1, "cannot write"),
+        (["{tmp}/none.json", "-o", "{tmp}/r.html"], 1, "no timeline"),
+        (["{tmp}/empty.json", "-o", "{tmp}/r.html"], 1, "no operation of Horovod"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_no_file(tmp_path, capsys, arguments, status, says):
+    (tmp_path / "empty.json").write_text("[]")
+    assert run(["timeline", "report", *(text.format(real=ATPESC, tmp=tmp_path) for text in arguments)]) == status
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.json"]
+
+
+def test_the_recording_is_never_the_output(tmp_path):
+    path = timeline(tmp_path / "t.json", ["a"])
+    before = path.read_bytes()
+    with pytest.raises(InvalidArgumentError, match="is the input"):
+        write_report(path, path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_without_operations_is_an_error(tmp_path):
+    (tmp_path / "t.json").write_bytes(b"\x00\xff not a timeline")
+    with pytest.raises(CorruptDataError, match="no operation of Horovod"):
+        render_report(tmp_path / "t.json")
+
+
+def test_without_jinja2_the_error_names_what_to_install():
+    code = "import sys; sys.modules['jinja2'] = None; from hvdkit.cli import run; sys.exit(run(sys.argv[1:]))"
+    arguments = ["timeline", "report", str(ATPESC), "-o", "/nowhere/report.html"]
+    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 2
+    assert "pip install 'hvdkit[timeline,report]'" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_the_templates_are_part_of_the_package():
+    settings_ = configparser.ConfigParser()
+    settings_.read(ROOT / "setup.cfg")
+    patterns = settings_["options.package_data"]["hvdkit.timeline"].split(",")
+    files = [path for path in (ROOT / "hvdkit" / "timeline").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    data = [str(path.relative_to(ROOT / "hvdkit" / "timeline")) for path in files if path.suffix != ".py"]
+    assert len(data) == 3
+    assert all(any(fnmatch(name, pattern.strip()) for pattern in patterns) for name in data)

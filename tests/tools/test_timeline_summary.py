@@ -1,0 +1,313 @@
+import io
+import json
+import re
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hvdkit.cli import run
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.timeline import diagnose, measures, show, summarize
+
+REAL = Path(__file__).parent.parent / "data" / "timelines"
+ATPESC = REAL / "atpesc-2023-cpu-8ranks.json"
+TORCH = REAL / "torch-mpi-2ranks-cycles.json"
+
+
+def raw_counts(path):
+    """Top-level operations per tensor, counted from the raw events without the code under test."""
+    events = json.loads(path.read_text())
+    names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name" and "name" in e["args"]}
+    kinds = ("ALLREDUCE", "BROADCAST", "ALLGATHER")
+    return Counter((names[e["pid"]], e["name"]) for e in events if e["ph"] == "B" and e["name"] in kinds)
+
+
+@pytest.mark.parametrize("path", sorted(REAL.glob("*.json")), ids=lambda path: path.stem)
+def test_counts_per_tensor_are_those_of_the_raw_events(path):
+    summary = summarize(path)
+    assert {(one.tensor, one.kind): one.count for one in summary.tensors} == raw_counts(path)
+    assert summary.operations == raw_counts(path).total()
+    assert summary.communication <= summary.busy <= summary.duration
+
+
+def test_the_public_run_on_8_ranks_is_recognised():
+    summary = summarize(ATPESC)
+    assert summary.ranks == 8
+    assert summary.steps.tensors == 8
+    assert summary.steps.count == 154
+    gradients = [one for one in summary.tensors if one.kind == "ALLREDUCE" and one.count == 154]
+    assert len(gradients) == 8
+    assert all(re.search(r"HorovodAllreduce_grads_(\d_)?0$", one.tensor) for one in gradients)
+    assert summary.steps.bytes == sum(one.bytes for one in gradients) == 4_799_528
+    biggest = max(summary.tensors, key=lambda one: one.bytes or 0)
+    assert biggest.tensor.endswith("HorovodAllreduce_grads_4_0")
+    assert biggest.bytes == 9216 * 128 * 4
+    assert biggest.shape == (9216, 128)
+
+
+def test_rank_skew_is_that_of_the_ticks_in_the_file():
+    events = json.loads(ATPESC.read_text())
+    summary = summarize(ATPESC)
+    ranks = {int(e["name"]) for e in events if e["ph"] == "X"}
+    assert {rank.rank for rank in summary.skew.ranks} == ranks == set(range(8))
+    assert summary.skew.operations == sum(e["ph"] == "X" for e in events) // 8
+    assert summary.missed == 59
+
+
+class Writer:
+    """Writes steps of a model of equal tensors, all times in microseconds."""
+
+    def __init__(self):
+        self.events = []
+        self.names = {}
+
+    def pid(self, name):
+        if name not in self.names:
+            self.names[name] = len(self.names) + 1
+            self.events.append({"ph": "M", "name": "process_name", "pid": self.names[name], "args": {"name": name}})
+        return self.names[name]
+
+    def exchange(self, tensors, start, *, negotiate=10, wire=100, elements=1000, ticks=None, kind="ALLREDUCE"):
+        fused = len(tensors) > 1
+        pids = [self.pid(name) for name in tensors]
+        begin, work = start + negotiate, start + negotiate + 5
+        for pid in pids:
+            self.events.append({"ph": "B", "name": f"NEGOTIATE_{kind}", "ts": start, "pid": pid})
+            for rank, late in (ticks or {}).items():
+                self.events.append({"ph": "X", "name": str(rank), "ts": start + late, "pid": pid, "dur": 0})
+        self.events += [{"ph": "E", "ts": begin, "pid": pid} for pid in pids]
+        self.events += [{"ph": "B", "name": kind, "ts": work + i, "pid": pid} for i, pid in enumerate(pids)]
+        now = work + len(pids)
+        copies = [("MEMCPY_IN_FUSION_BUFFER", 20), (f"MPI_{kind}", wire), ("MEMCPY_OUT_FUSION_BUFFER", 10)]
+        for name, length in copies if fused else copies[1:2]:
+            self.events += [{"ph": "B", "name": name, "ts": now + i, "pid": pid} for i, pid in enumerate(pids)]
+            now += length
+            self.events += [{"ph": "E", "ts": now + i, "pid": pid} for i, pid in enumerate(pids)]
+            now += len(pids)
+        args = {"dtype": "float32", "shape": f"[{elements}]"}
+        self.events += [{"ph": "E", "ts": now, "pid": pid, "args": args} for pid in pids]
+        return now
+
+    def cycles(self, times):
+        self.events += [{"ph": "i", "name": "CYCLE_START", "ts": time, "s": "g"} for time in times]
+
+    def summary(self, tmp_path, **options):
+        path = tmp_path / "timeline.json"
+        path.write_text(json.dumps(self.events))
+        return summarize(path, **options)
+
+
+def steps_of(writer, count=10, period=10_000, batches=(("a", "b"), ("c",)), **options):
+    for step in range(count):
+        for batch, tensors in enumerate(batches):
+            writer.exchange(tensors, 1000 + step * period + batch * 1000, **options)
+    return writer
+
+
+def test_fused_tensors_are_one_exchange_and_their_time_counts_once(tmp_path):
+    summary = steps_of(Writer()).summary(tmp_path, fusion_threshold=80_000)
+    assert (summary.batches.fused, summary.batches.single) == (10, 10)
+    assert summary.batches.tensors.p50 == 2
+    assert summary.batches.bytes.max == 8000
+    assert summary.batches.fill.p50 == pytest.approx(0.1)
+    assert summary.batches.per_step == 2
+    assert summary.communication == pytest.approx(10 * (101 + 100)), "the two of a batch end one microsecond apart"
+
+
+def test_steps_are_found_from_the_tensors_that_repeat(tmp_path):
+    writer = Writer()
+    writer.exchange(("weights",), 0, kind="BROADCAST")
+    steps_of(writer)
+    for time in range(3000, 90_000, 30_000):
+        writer.exchange(("loss",), time, elements=1)
+    summary = writer.summary(tmp_path)
+    assert (summary.steps.count, summary.steps.tensors, summary.steps.bytes) == (10, 3, 12_000)
+    assert summary.steps.duration.p50 == summary.steps.first == 10_000
+    assert summary.steps.begins.tolist() == list(range(1000, 101_000, 10_000))
+    assert summary.steps.duration.count == 8, "all but the first and the last, whose end is unknown"
+
+
+def test_the_first_step_is_apart(tmp_path):
+    writer = Writer()
+    writer.exchange(("a", "b"), 0)
+    for step in range(9):
+        writer.exchange(("a", "b"), 500_000 + step * 10_000)
+    summary = writer.summary(tmp_path)
+    assert summary.steps.first == 500_000
+    assert summary.steps.duration.max == 10_000
+
+
+def test_bandwidth_is_of_exchanges_and_bus_bandwidth_needs_the_ranks(tmp_path):
+    writer = steps_of(Writer(), batches=(("a",),))
+    writer.exchange(("a",), 200_000, wire=50)
+    unknown = writer.summary(tmp_path)
+    assert unknown.bandwidth.best_algorithm == pytest.approx(4000 / 50e-6)
+    assert unknown.bandwidth.algorithm == pytest.approx(11 * 4000 / 1050e-6)
+    assert (unknown.ranks, unknown.bandwidth.bus) == (None, None)
+    known = writer.summary(tmp_path, ranks=4)
+    assert known.bandwidth.bus == pytest.approx(known.bandwidth.algorithm * 2 * 3 / 4)
+
+
+def test_a_part_is_chosen_by_time_or_step(tmp_path):
+    writer = steps_of(Writer())
+    writer.cycles(range(0, 110_000, 1000))
+    step = writer.summary(tmp_path, step=3)
+    assert (step.operations, step.since, step.until) == (3, 31_000, 41_000)
+    part = writer.summary(tmp_path, since=0.031, until=0.0511)
+    assert part.operations == 8
+    assert part.cycle.count < writer.summary(tmp_path).cycle.count
+    with pytest.raises(InvalidArgumentError, match="steps 0 to 9"):
+        writer.summary(tmp_path, step=10)
+    with pytest.raises(InvalidArgumentError, match="since before until"):
+        writer.summary(tmp_path, since=3, until=2)
+    with pytest.raises(InvalidArgumentError, match="at least 1"):
+        writer.summary(tmp_path, ranks=0)
+
+
+def test_ticks_of_a_part_stay_with_their_operations(tmp_path):
+    writer = Writer()
+    for step in range(6):
+        writer.exchange(
+            ("a",), 1000 + step * 10_000, ticks={0: 0, 1: 200 if step < 3 else 0, 2: 0 if step < 3 else 900}
+        )
+    early, late = writer.summary(tmp_path, until=0.03), writer.summary(tmp_path, since=0.03)
+    assert [rank.last for rank in early.skew.ranks] == [0, 3, 0]
+    assert [rank.last for rank in late.skew.ranks] == [0, 0, 3]
+    assert late.skew.spread.p50 == 900
+
+
+def test_ticks_belong_to_the_operation_that_began_first_not_to_the_one_that_ended_first(tmp_path):
+    writer = Writer()
+    writer.exchange(("long",), 1000, wire=50_000, ticks={0: 0, 1: 700})
+    writer.exchange(("short",), 5000, wire=10, ticks={0: 400, 1: 0})
+    writer.events.sort(key=lambda event: event.get("ts", -1))
+    first = writer.summary(tmp_path, until=0.003)
+    assert [rank.last for rank in first.skew.ranks] == [0, 1]
+    assert first.skew.spread.max == 700
+
+
+def test_ranks_that_are_ready_together_are_not_ordered(tmp_path):
+    summary = steps_of(Writer(), ticks={0: 0, 1: 2, 2: 4}).summary(tmp_path)
+    assert [rank.last for rank in summary.skew.ranks] == [0, 0, 0]
+
+
+def test_skew_is_not_guessed(tmp_path, capsys):
+    steps_of(Writer()).summary(tmp_path)
+    assert summarize(tmp_path / "timeline.json").skew is None
+    assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
+    assert "not available" in capsys.readouterr().out
+    assert run(["timeline", "summary", str(tmp_path / "timeline.json"), "--json"]) == 0
+    assert "--cache-capacity 0" in json.loads(capsys.readouterr().out)["skew"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "hello", "\x1f\x8b", '[{"ph": "B"}]'])
+def test_a_file_without_operations_is_one_sentence(content, tmp_path, capsys):
+    (tmp_path / "no.json").write_text(content)
+    assert summarize(tmp_path / "no.json").operations == 0
+    assert run(["timeline", "summary", str(tmp_path / "no.json")]) == 1
+    assert "no operation of Horovod" in capsys.readouterr().err
+
+
+def test_the_command_prints_text_and_json(capsys):
+    assert run(["timeline", "summary", str(ATPESC), "--top", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "154 of 8 tensors, 4.80 MB each" in text
+    assert "tensor (2 of 58)" in text
+    assert run(["timeline", "summary", str(ATPESC), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert len(values["tensors"]) == 58
+    assert values["steps"]["count"] == 154
+    assert {finding["rule"] for finding in values["diagnosis"]} >= {"one-large-tensor", "first-step"}
+    assert run(["timeline", "summary", str(ATPESC), "--json", "--top", "1", "--step", "20"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 1
+    assert run(["timeline", "summary", "/nonexistent"]) == 1
+    assert run(["timeline", "summary", str(ATPESC), "--step", "5000"]) == 2
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(tmp_path, capsys):
+    steps_of(Writer(), batches=(("\x1b[31mred\x07", "[bold]b"),)).summary(tmp_path)
+    assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert r"\x1b[31mred\x07" in text
+    assert "[bold]b" in text
+
+
+times = st.one_of(st.integers(0, 50), st.sampled_from([0, 1e16, 1e17, -1, 1e300, 0.5]))
+raw_events = st.one_of(
+    st.builds(
+        lambda ts, pid, name: {"ph": "B", "ts": ts, "pid": pid, "name": name},
+        times,
+        st.integers(0, 3),
+        st.sampled_from(["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "MPI_ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "BROADCAST"]),
+    ),
+    st.builds(
+        lambda ts, pid, shape: {"ph": "E", "ts": ts, "pid": pid, "args": {"dtype": "float32", "shape": shape}},
+        times,
+        st.integers(0, 3),
+        st.sampled_from(["[]", "[2]", "[0]", "x", f"[{', '.join(['9' * 18] * 30)}]"]),
+    ),
+    st.builds(lambda ts, pid: {"ph": "X", "ts": ts, "pid": pid, "name": str(pid)}, times, st.integers(0, 3)),
+    st.builds(lambda ts: {"ph": "i", "ts": ts, "name": "CYCLE_START"}, times),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(raw_events, max_size=60), st.sampled_from([0, 1, 1 << 27]))
+def test_no_events_make_the_summary_fail(events, threshold):
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(events * 4))
+        file.flush()
+        summary = summarize(file.name, fusion_threshold=threshold)
+    findings = diagnose(summary)
+    json.dumps(show.as_json(summary, findings, 2), allow_nan=False)
+    show.print_text(summary, findings, 5, Console(file=io.StringIO(), width=100))
+    assert summary.communication <= summary.busy + 1e-6 * summary.until
+
+
+intervals = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=12)
+
+
+@given(intervals)
+def test_the_union_counts_every_moment_once(pairs):
+    starts = np.array([start for start, _ in pairs], float)
+    ends = np.array([start + length for start, length in pairs], float)
+    first, last = measures.union(starts, ends)
+    covered = {moment for start, length in pairs for moment in range(start, start + length)}
+    assert (last - first).sum() == len(covered)
+    windows = np.arange(0, 130, 13.0)
+    found = measures.covered((first, last), windows[:-1], windows[1:])
+    assert found.tolist() == [len(covered & set(range(int(a), int(a) + 13))) for a in windows[:-1]]
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
+def test_a_distribution_is_that_of_its_values(values):
+    found = measures.distribution(np.array([*values, np.nan]))
+    assert found.count == len(values)
+    assert found.total == pytest.approx(sum(values))
+    assert found.max == max(values)
+    assert found.p50 == pytest.approx(np.median(values))
+
+
+def test_tensors_that_repeat_equally_often_are_a_step():
+    assert measures.repeating([154, 154, 153, 22, 1, 0]) == [0, 1, 2]
+    assert measures.repeating([2, 2, 2]) == []
+    assert measures.repeating([30, 500]) == [1]
+
+
+def test_a_step_that_lost_a_tensor_does_not_shift_the_next():
+    tensors = np.array([0, 1, 2, 0, 2, 0, 1, 2, 1, 0, 2], np.int32)
+    assert measures.step_numbers(tensors).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_units_and_long_names():
+    assert show.duration_text(1_500_000) == "1.50 s"
+    assert show.bytes_text(4_718_592) == "4.72 MB"
+    assert show.share_text(0.0042) == "0.42%"
+    assert show.shortened("a" * 30 + "z" * 30, 20) == "aaaaa…zzzzzzzzzzzzzz"

@@ -52,7 +52,7 @@ def run(plan_for: Callable[[int], Plan], restarts: int, *, tagged: bool) -> int:
     while True:
         job = plan_for(attempt)
         if job.direct:
-            ended = direct.run([*job.launcher, *job.command], job.environment)
+            ended = direct.run([*job.launcher, *job.command], job.environment, [host.name for host in job.hosts])
         else:
             ended = supervise.run(job, tagged=tagged)
         if ended.status == 0 or ended.interrupted or attempt == restarts:

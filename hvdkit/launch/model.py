@@ -188,6 +188,7 @@ class Plan:
         stall_dir: see ``Request``.
         direct: the launcher runs by itself, since its ranks are (or may be) on other hosts, out of the reach of
             ``supervise``.
+        hosts: where those ranks run, as far as it is known.
     """
 
     n: int
@@ -203,3 +204,4 @@ class Plan:
     stall_timeout: float | None = None
     stall_dir: Path | None = None
     direct: bool = False
+    hosts: tuple[Host, ...] = ()

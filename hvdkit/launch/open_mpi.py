@@ -9,9 +9,17 @@ from hvdkit.launch.model import Facts, LauncherLine, Mpi, Request, Setting
 
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
 
+_KEEPALIVE = {"time": "20", "intvl": "10", "probes": "4"}
+"""Seconds without a word until a host is asked whether it lives, between two such questions, and how many."""
+
 _UNTIED = Setting(
     "tied to one core, which is Open MPI's default, Horovod's background thread would fight the training thread",
     ("--bind-to", "none"),
+)
+
+_LIVELY = Setting(
+    "a host that no longer answers ends the job after a minute, not after eight",
+    variables={f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in _KEEPALIVE.items()},
 )
 
 
@@ -22,6 +30,8 @@ def line(request: Request, facts: Facts, mpi: Mpi) -> LauncherLine:
     """
     if request.hosts:
         settings = _on_hosts(request, facts, mpi)
+        if mpi.version >= (5,):
+            settings.append(_LIVELY)
     else:
         settings = [Setting("one process per rank", ("-np", str(request.n))), *_placement(request, facts, mpi)]
     settings.append(

@@ -151,8 +151,8 @@ OPTIONS = (
         type=float,
         callback=_stall_timeout,
         metavar="S",
-        help="End the job when a collective waits longer than S seconds, with every rank's Python stacks  "
-        "[default: off, since a rank may rightly be busy for as long as it likes]",
+        help="End the job when a collective waits longer than S seconds, with every rank's Python stacks (on "
+        "several hosts without them)  [default: off, since a rank may rightly be busy for as long as it likes]",
     ),
     click.option(
         "--stall-dir",

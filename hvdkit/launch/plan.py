@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -91,12 +92,13 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
         variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
         settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
     if request.stall_timeout is not None:
-        settings.append(_stall_check(request.stall_timeout, request.variables, environ))
+        limit = request.stall_timeout
+        settings.append(_stall_check(limit, request.variables, environ, direct=_is_direct(name, request)))
     return settings
 
 
-def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str]) -> Setting:
-    """Have Horovod report what waits, often enough to measure the limit.
+def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str], *, direct: bool) -> Setting:
+    """Have Horovod report what waits, often enough to measure the limit; end the job itself where nobody reads that.
 
     Raises:
         InvalidArgumentError: --env sets one of the variables otherwise.
@@ -105,6 +107,8 @@ def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str,
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(stall.check_period(limit_s)),
         "HOROVOD_STALL_CHECK_DISABLE": "0",
     }
+    if direct:
+        variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(math.ceil(limit_s))
     if environ.get("HOROVOD_LOG_LEVEL", "").lower() in ("error", "fatal"):
         variables["HOROVOD_LOG_LEVEL"] = "warning"
     for name in (*variables, "HOROVOD_LOG_LEVEL"):
@@ -112,7 +116,8 @@ def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str,
             raise InvalidArgumentError(
                 f"--env {name}={given[name]} and --stall-timeout set the same; leave one of them out."
             )
-    return Setting("--stall-timeout: Horovod reports what waits, a few times within the limit", variables=variables)
+    then = ", and ends the job" if direct else ", a few times within the limit"
+    return Setting(f"--stall-timeout: Horovod reports what waits{then}", variables=variables)
 
 
 def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> Setting:
@@ -223,6 +228,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         stall_timeout=request.stall_timeout,
         stall_dir=request.stall_dir,
         direct=direct,
+        hosts=request.hosts if direct else (),
     )
 
 
@@ -241,11 +247,6 @@ def _check(name: str, request: Request) -> None:
         raise InvalidArgumentError(
             f"--gpus-per-node and --gpus-per-task are for {' and '.join(_OF_GPUS)}; under {name} every rank sees the "
             "GPUs of its host, and hvdkit's pin_device gives it its own."
-        )
-    if request.stall_timeout is not None and _is_direct(name, request):
-        raise InvalidArgumentError(
-            f"--stall-timeout works on one machine, and {name} starts ranks on other hosts; set "
-            "--env HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=S instead, by which Horovod itself ends the job."
         )
 
 
@@ -274,6 +275,8 @@ def _notes(name: str, request: Request, facts: Facts, *, direct: bool) -> tuple[
     if not direct and request.n > facts.cores:
         cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
+    if direct and request.stall_timeout is not None:
+        notes.append("on several hosts Horovod itself ends a job that stalls, without the ranks' stacks.")
     if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:
         notes.append("Horovod was built without MPI: under mpirun each process trains alone.")
     return tuple(notes)

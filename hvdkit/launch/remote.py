@@ -14,7 +14,7 @@ _NAMES = (
     "TF_CPP_MIN_LOG_LEVEL",
 )
 _PREFIXES = ("HOROVOD_", "HVDKIT_", "OMP_", "NCCL_", "KERAS_")
-_NOT_MEANT_FOR_RANKS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+_NOT_MEANT_FOR_RANKS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "PRTE_MCA_")
 
 
 def names(environ: Iterable[str], added: Mapping[str, str]) -> list[str]:
@@ -25,4 +25,5 @@ def names(environ: Iterable[str], added: Mapping[str, str]) -> list[str]:
         added: what the job gets beside them.
     """
     inherited = [name for name in environ if name in _NAMES or name.startswith(_PREFIXES)]
-    return list(dict.fromkeys(name for name in (*added, *sorted(inherited)) if name not in _NOT_MEANT_FOR_RANKS))
+    wanted = [name for name in (*added, *sorted(inherited)) if not name.startswith(_NOT_MEANT_FOR_RANKS)]
+    return list(dict.fromkeys(wanted))

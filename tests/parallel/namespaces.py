@@ -1,16 +1,30 @@
-"""Four hosts on one machine: network namespaces on a bridge, each with an address and a rate of its own."""
+"""Four hosts on one machine: namespaces on a bridge, each with a name, an address and a rate of its own.
 
+Names matter: ranks whose hosts have one name pass for ranks of one host, with Open MPI as with Gloo.
+"""
+
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
+from pathlib import Path
 
 HOSTS = 4
 RATE = "1gbit"
+SYSTEM = Path("/etc/netns")
+"""Holds what ``ip netns exec`` lays over /etc, by namespace."""
+SSH = """#!/bin/sh
+skip='while :; do case $1 in -[op]) shift 2 ;; -*) shift ;; *) break ;; esac; done'
+eval "$skip"; name=$1; shift; eval "$skip"
+exec ip netns exec "$name" unshare --uts sh -c "hostname $name; $*"
+"""
+"""What launchers take for ``ssh [OPTION]... HOST COMMAND``."""
 
 
 def missing() -> list[str]:
     """What these hosts need and this machine has not."""
-    lacking = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    lacking = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
     lacking += ["root"] if os.geteuid() != 0 else []
     if not lacking:
         tried = subprocess.run(["ip", "netns", "add", "hvdkit-try"], capture_output=True)
@@ -20,19 +34,30 @@ def missing() -> list[str]:
 
 
 class Hosts:
-    """``addresses`` by number; ``inside(number)`` goes before a command to run it there."""
+    """``names`` and ``addresses`` by number; ``inside(number)`` goes before a command to run it there.
 
-    def __init__(self) -> None:
+    As on Debian, each host knows its own name as 127.0.1.1 and the others by their addresses. With ``bin`` first on
+    PATH, launchers reach all of them.
+    """
+
+    def __init__(self, bin: Path) -> None:
+        self.bin = bin
         self._prefix = f"hvd{os.getpid() % 10000}"
         self._bridge = f"{self._prefix}br"
+        self.names = [f"{self._prefix}n{number}" for number in range(HOSTS)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(HOSTS)]
 
     def start(self) -> None:
+        (self.bin / "ssh").write_text(SSH)
+        (self.bin / "ssh").chmod(0o755)
         self._do(f"ip link add {self._bridge} type bridge")
         self._do(f"ip link set {self._bridge} up")
         for number, address in enumerate(self.addresses):
-            name, outside = self._name(number), f"{self._prefix}v{number}"
+            name, outside = self.names[number], self._outside(number)
             self._do(f"ip netns add {name}")
+            known = {**dict(zip(self.names, self.addresses, strict=True)), "localhost": "127.0.0.1", name: "127.0.1.1"}
+            (SYSTEM / name).mkdir(parents=True, exist_ok=True)
+            (SYSTEM / name / "hosts").write_text("".join(f"{where} {who}\n" for who, where in known.items()))
             self._do(f"ip link add {outside} type veth peer name eth0 netns {name}")
             self._do(f"ip link set {outside} master {self._bridge} up")
             self._do(f"ip -n {name} addr add {address}/24 dev eth0")
@@ -41,15 +66,33 @@ class Hosts:
             self._do(f"tc qdisc add dev {outside} root tbf rate {RATE} burst 1mb latency 50ms")
 
     def stop(self) -> None:
-        for number in range(HOSTS):
-            subprocess.run(["ip", "netns", "del", self._name(number)], capture_output=True)
+        self.clear()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(SYSTEM / name, ignore_errors=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 
     def inside(self, number: int) -> list[str]:
-        return ["ip", "netns", "exec", self._name(number)]
+        name = self.names[number]
+        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
 
-    def _name(self, number: int) -> str:
-        return f"{self._prefix}n{number}"
+    def clear(self) -> None:
+        """End everything that still runs on them."""
+        for name in self.names:
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for pid in found.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+
+    def cut(self, number: int) -> None:
+        """Pull the cable of a host at the switch: what is sent to it or by it is lost, and nobody is told."""
+        self._do(f"ip link set {self._outside(number)} down")
+
+    def mend(self, number: int) -> None:
+        self._do(f"ip link set {self._outside(number)} up")
+
+    def _outside(self, number: int) -> str:
+        return f"{self._prefix}v{number}"
 
     def _do(self, command: str) -> None:
         done = subprocess.run(command.split(), capture_output=True, text=True)

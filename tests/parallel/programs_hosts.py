@@ -1,5 +1,8 @@
 """What the ranks of test_hosts_real.py do."""
 
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,3 +29,24 @@ def train() -> dict[str, Any]:
     hk.check_agreement(model, optimizer, world, loader=loader)
     values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
     return {"weights": values, "hosts": world.cross_size, "local": world.local_size}
+
+
+def go_on(marker: str, ranks: int) -> None:
+    """Train far longer than a test may take; ``marker`` appears when it has begun.
+
+    Horovod is started when all have come: Gloo's limit, which a test makes short, holds for the start as well.
+    """
+    with tempfile.NamedTemporaryFile(dir=Path(marker).parent, prefix="came-", delete=False):
+        deadline = time.monotonic() + 120
+        while len(list(Path(marker).parent.glob("came-*"))) < ranks and time.monotonic() < deadline:
+            time.sleep(0.1)
+    world = hk.init()
+    model = nn.Linear(6, 2)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    for step in range(30_000):
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+        if step == 5 and world.is_root:
+            Path(marker).touch()
+        time.sleep(0.01)

@@ -27,7 +27,8 @@ import horovod.torch as hvd
 hvd.init()
 results = {}
 def reduce(name, count):
-    results[name] = [hvd.allreduce(torch.ones(2) * (i + hvd.rank()), op=hvd.Sum, name=f"{name}{i}").tolist() for i in range(count)]
+    tensors = [torch.ones(2) * (i + hvd.rank()) for i in range(count)]
+    results[name] = [hvd.allreduce(t, op=hvd.Sum, name=f"{name}{i}").tolist() for i, t in enumerate(tensors)]
 start = time.monotonic()
 reduce("main", 8)
 threads = [threading.Thread(target=reduce, args=(name, 3)) for name in "ab"]

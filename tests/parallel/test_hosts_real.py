@@ -1,9 +1,11 @@
-"""Trainings on four hosts: network namespaces with an address each, over Gloo."""
+"""Trainings on four hosts: namespaces with a name and an address each, over Gloo and over MPI."""
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import namespaces
@@ -20,8 +22,8 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def hosts():
-    machines = namespaces.Hosts()
+def hosts(tmp_path_factory):
+    machines = namespaces.Hosts(tmp_path_factory.mktemp("bin"))
     try:
         try:
             machines.start()
@@ -32,23 +34,59 @@ def hosts():
         machines.stop()
 
 
-@pytest.fixture
-def trained(ranks_command, run_ranks, tmp_path):
-    """The command of a rank that trains on its own, its environment, and how to read what all ranks ended with."""
-    _, environment = ranks_command(1, "mpi")
-    arguments = [HERE / "programs_hosts.py", "train", tmp_path, "{}"]
-    command = [sys.executable, str(HERE / "rank_main.py"), *map(str, arguments)]
+@pytest.fixture(scope="module")
+def local():
+    """What 4 ranks of one host ended with, once they have run."""
+    return {}
 
-    def weights():
+
+@pytest.fixture
+def trained(rank_of, run_ranks, local, tmp_path):
+    """The command of a rank that trains, its environment, and how to read what all ranks ended with."""
+    command, environment = rank_of("train")
+
+    def compare():
         ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(namespaces.HOSTS)]
-        local = run_ranks("programs_hosts.py", "train", namespaces.HOSTS)
+        if not local:
+            local["ranks"] = run_ranks("programs_hosts.py", "train", namespaces.HOSTS)
         assert [rank["hosts"] for rank in ranks] == [namespaces.HOSTS] * namespaces.HOSTS
-        assert [rank["hosts"] for rank in local] == [1] * namespaces.HOSTS
+        assert [rank["hosts"] for rank in local["ranks"]] == [1] * namespaces.HOSTS
         for rank in ranks:
             assert rank["weights"] == ranks[0]["weights"]
-            assert rank["weights"] == pytest.approx(local[0]["weights"], rel=1e-10, abs=1e-12)
+            assert rank["weights"] == pytest.approx(local["ranks"][0]["weights"], rel=1e-10, abs=1e-12)
 
-    return command, environment, weights
+    return command, environment, compare
+
+
+@pytest.fixture
+def rank_of(ranks_command, tmp_path):
+    """The command that runs a function of programs_hosts.py on one rank, and its environment."""
+    _, environment = ranks_command(1, "mpi")
+
+    def build(function, **arguments):
+        words = [HERE / "rank_main.py", HERE / "programs_hosts.py", function, tmp_path, json.dumps(arguments)]
+        return [sys.executable, *map(str, words)], environment
+
+    return build
+
+
+@pytest.fixture
+def launch(hosts):
+    """Starts ``hvdkit launch`` on the first host for one rank on each; launchers find our ssh first on PATH."""
+
+    def start(launcher, command, environment, *options):
+        placed = ["-n", str(namespaces.HOSTS), "--hosts", ",".join(f"{name}:1" for name in hosts.names)]
+        argv = [sys.executable, "-m", "hvdkit.cli", "launch", *placed, "--launcher", launcher, *options, "--", *command]
+        return subprocess.Popen(
+            [*hosts.inside(0), *argv],
+            env={**environment, "PATH": f"{hosts.bin}{os.pathsep}{environment['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    yield start
+    hosts.clear()
 
 
 def test_over_gloo_as_under_srun(hosts, trained):
@@ -68,3 +106,41 @@ def test_over_gloo_as_under_srun(hosts, trained):
     texts = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * namespaces.HOSTS, texts
     compare()
+
+
+def test_over_mpi_by_hvdkit_launch(launch, trained):
+    command, environment, compare = trained
+    job = launch("mpirun", command, environment)
+    texts = job.communicate(timeout=200)
+    assert job.returncode == 0, texts
+    compare()
+
+
+LIMITS = {
+    "horovodrun": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
+    "mpirun": {
+        f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in (("time", "2"), ("intvl", "1"), ("probes", "3"))
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LIMITS)
+def test_a_link_that_is_cut_in_mid_training_ends_the_job_and_the_host_is_named(
+    hosts, launch, rank_of, launcher, tmp_path
+):
+    begun = tmp_path / "begun"
+    command, environment = rank_of("go_on", marker=str(begun), ranks=namespaces.HOSTS)
+    limits = [word for name, value in LIMITS[launcher].items() for word in ("--env", f"{name}={value}")]
+    job = launch(launcher, command, environment, *limits)
+    deadline = time.monotonic() + 120
+    while not begun.exists() and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert begun.exists(), job.communicate(timeout=5) if job.poll() is not None else "it did not begin"
+    hosts.cut(2)
+    try:
+        _, errors = job.communicate(timeout=100)
+    finally:
+        hosts.mend(2)
+    assert job.returncode == 1, errors
+    lost = f"hvdkit launch: host {hosts.names[2]} answered when the job began and no longer does: "
+    assert errors.splitlines()[-1].startswith(lost), errors

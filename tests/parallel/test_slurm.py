@@ -71,14 +71,17 @@ def test_every_process_is_rank_0_of_1_where_mpi_is_asked_for_and_that_is_explain
     assert "srun started 4 ranks, but Horovod over Open MPI" in looked.stdout
 
 
-def test_a_batch_job_trains_the_cnn_on_two_nodes(cluster, environment, tmp_path):
-    script = tmp_path / "job.sh"
-    script.write_text(
-        "#!/bin/sh\n#SBATCH -N 2\n#SBATCH -n 2\n"
-        f"srun {sys.executable} {ROOT}/examples/pytorch/cnn.py --epochs 6 --checkpoint_dir {tmp_path}/run\n"
-    )
-    done = cluster.run("sbatch", "--wait", "-o", f"{tmp_path}/out", str(script), **environment)
-    text = (tmp_path / "out").read_text()
+def test_a_batch_script_of_hvdkit_job_trains_the_cnn_on_two_nodes(cluster, environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wanted = ["--system", "slurm", "--nodes", "2", "--ppn", "1", "--walltime", "00:05:00", "-o", "job.sh"]
+    training = [f"{ROOT}/examples/pytorch/cnn.py", "--epochs", "6", "--checkpoint_dir", "with a blank"]
+    written = cluster.run(sys.executable, "-m", "hvdkit.cli", "job", *wanted, "--", *training, **environment)
+    assert written.returncode == 0, written.stderr
+    done = cluster.run("sbatch", "--wait", "job.sh", **environment)
+    (log,) = tmp_path.glob("hvdkit.*.log")
+    text = log.read_text()
     assert done.returncode == 0, text
     assert "All 2 ranks hold identical weights" in text
     assert float(re.search(r"Test accuracy: ([\d.]+) %", text)[1]) > 90
+    assert len(re.findall(r"^Hvd Procs 2 Total time: [\d.]+ second", text, re.MULTILINE)) == 1, text
+    assert list((tmp_path / "with a blank").iterdir())

@@ -41,7 +41,11 @@ def line(**options):
     return show.command_line(build(**options))
 
 
-MPIRUN = "/usr/bin/mpirun -n 8 --host h1:4,h2:4"
+ALIVE = {
+    f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in (("time", "20"), ("intvl", "10"), ("probes", "4"))
+}
+SHOWN_ALIVE = " ".join(["env", *(f"{name}={value}" for name, value in ALIVE.items())])
+MPIRUN = f"{SHOWN_ALIVE} /usr/bin/mpirun -n 8 --host h1:4,h2:4"
 YIELD = "--mca mpi_yield_when_idle 1"
 PASSED = "-x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED python train.py"
 SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.py"
@@ -87,7 +91,7 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
         ),
         (
             {"launcher": "mpirun", "hosts": (Host("h1", 6), Host("h2", 2))},
-            f"/usr/bin/mpirun -n 8 --host h1:6,h2:2 --map-by slot --bind-to none {YIELD} {PASSED}",
+            f"{SHOWN_ALIVE} /usr/bin/mpirun -n 8 --host h1:6,h2:2 --map-by slot --bind-to none {YIELD} {PASSED}",
         ),
         (
             {"launcher": "horovodrun", **TWO_HOSTS},
@@ -143,9 +147,24 @@ def test_how_variables_reach_ranks_on_other_hosts(launcher, words):
     job = build(launcher=launcher, autotune_log=Path("/tmp/a.csv"), variables={"A": "b c"}, **hosts)
     assert shlex.join(job.launcher).endswith(f" {words}")
     added = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "/tmp/a.csv", "A": "b c"}
-    assert job.added == added
+    assert job.added == {**added, **(ALIVE if launcher == "mpirun" else {})}
     assert added.items() <= job.environment.items()
     assert words in show.explanation(job)
+
+
+@pytest.mark.parametrize(("limit", "period", "shutdown"), [(60.0, "15", "60"), (2.5, "1", "3"), (0.5, "1", "1")])
+def test_horovod_itself_ends_a_stalled_job_whose_ranks_are_on_other_hosts(limit, period, shutdown):
+    job = build(launcher="mpirun", stall_timeout=limit, **TWO_HOSTS)
+    wanted = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": period,
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": shutdown,
+    }
+    assert wanted.items() <= job.added.items()
+    assert set(wanted) <= set(job.launcher)  # after -x
+    with pytest.raises(InvalidArgumentError, match="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=9 and --stall-timeout"):
+        build(launcher="srun", stall_timeout=limit, variables={"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9"})
+    assert "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS" not in build(launcher="mpirun", stall_timeout=limit).added
 
 
 @pytest.mark.parametrize(
@@ -188,8 +207,6 @@ def test_notes_name_what_other_hosts_need():
         ({"launcher": "mpirun", "ppn": 4}, "needs 2 hosts, and there is this one machine"),
         ({"launcher": "mpirun", "depth": 9}, "need 72 cores, and this machine has 64"),
         ({"launcher": "mpirun", "gpus_per_task": 1}, "are for srun and jsrun"),
-        ({"launcher": "srun", "stall_timeout": 9.0}, "--stall-timeout works on one machine"),
-        ({"launcher": "mpirun", "stall_timeout": 9.0, **TWO_HOSTS}, "--stall-timeout works on one machine"),
         ({"launcher": "horovodrun", "bind": "core", **TWO_HOSTS}, "cannot tie ranks"),
         ({"launcher": "aprun", "bind": "socket"}, "use core or numa"),
         ({"launcher": "aprun", **TWO_HOSTS}, "'h1': aprun takes node ids"),
@@ -360,7 +377,7 @@ def test_bad_usage_is_one_sentence_and_status_2(capsys, monkeypatch, tmp_path):
         "--launcher aprun",
         "--launcher jsrun",
         "--autotune-log nosuch/log.csv",
-        "--launcher srun --hosts h1:4 --preflight --dry-run --stall-timeout 3",
+        "--launcher srun --hosts h1:4 --dry-run --stall-timeout 3 --env HOROVOD_STALL_CHECK_DISABLE=1",
     ):
         status = cli.run(["launch", "-n", "2", *words.split(), "train.py"])
         out, err = capsys.readouterr()

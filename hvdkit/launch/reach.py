@@ -1,0 +1,60 @@
+"""Which hosts of a job answer: asked when it begins, and again when it has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+_PORT = 22
+_WAIT_S = 3.0
+_AT_A_TIME = 64
+
+
+class Reach:
+    """Remembers which hosts answer now; who answers never, behind a firewall, is not asked again.
+
+    Args:
+        hosts: names or addresses, each once; they are asked in the background.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._asking = ThreadPoolExecutor(1)
+        self._answered = self._asking.submit(lambda: _answering({host: host for host in hosts}))
+        self._asking.shutdown(wait=False)
+
+    def lost(self) -> str | None:
+        """A sentence that names the hosts that answered when the job began and no longer do, None without any."""
+        answered = self._answered.result()
+        answer_now = _answering(answered)
+        silent = [host for host in answered if host not in answer_now]
+        if not silent:
+            return None
+        names = silent[0] if len(silent) == 1 else f"{', '.join(silent[:-1])} and {silent[-1]}"
+        who, verb, what = ("host", "does", "the host itself") if len(silent) == 1 else ("hosts", "do", "these hosts")
+        return (
+            f"{who} {names} answered when the job began and no longer {verb}: the network between, or {what}, failed, "
+            "and the ranks there are lost."
+        )
+
+
+def _answering(addresses: dict[str, str]) -> dict[str, str]:
+    """The hosts of these that answer, with the address of each: names cannot be looked up without a network."""
+    if not addresses:
+        return {}
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(addresses))) as pool:
+        found = dict(zip(addresses, pool.map(_ask, addresses.values()), strict=True))
+    return {host: address for host, address in found.items() if address is not None}
+
+
+def _ask(host: str) -> str | None:
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(_WAIT_S)
+            with contextlib.suppress(ConnectionRefusedError):  # an answer as well
+                connection.connect(place)
+    except OSError:
+        return None
+    return str(place[0])

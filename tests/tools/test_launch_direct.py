@@ -1,0 +1,56 @@
+"""Launchers that run by themselves: their output, their status, and which hosts were lost."""
+
+import os
+import sys
+
+import pytest
+
+from hvdkit.launch import direct, reach
+
+LOST = "PRTE has lost communication with a remote daemon.\n"
+
+
+def run(program, hosts=()):
+    return direct.run([sys.executable, "-c", program], os.environ, hosts)
+
+
+def test_output_and_status_are_those_of_the_launcher(capfd):
+    done = run("import os, sys; os.write(1, b'no end of line'); os.write(2, b'\\xff\\n' * 40000); sys.exit(3)")
+    out, err = capfd.readouterr()
+    assert (done.status, done.interrupted, out) == (3, False, "no end of line")
+    assert err.count("\n") == 40000
+    assert run("import os; os.kill(os.getpid(), 9)").status == 137
+
+
+@pytest.mark.parametrize("fd", [1, 2])
+def test_mpirun_that_lost_a_host_has_failed_whatever_its_status(capfd, fd):
+    in_two = f"import os, time; t = {LOST.encode()!r}; os.write({fd}, t[:20]); time.sleep(0.2); os.write({fd}, t[20:])"
+    assert run(in_two).status == 1
+    assert "".join(capfd.readouterr()) == LOST
+    assert run(f"print({LOST!r}); raise SystemExit(5)").status == 5
+    assert run("print('a daemon')").status == 0
+
+
+def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd, monkeypatch, tmp_path):
+    down = tmp_path / "down"
+
+    def ask(host):
+        return None if host == "firewalled" or (host in "bc" and down.exists()) else host
+
+    monkeypatch.setattr(reach, "_ask", ask)
+    program = f"import os, sys; open({str(down)!r}, 'w'); os.write(2, b'ends here'); sys.exit({{}})"
+    assert run(program.format(7), ["a", "b", "firewalled"]).status == 7
+    begin = "ends here\nhvdkit launch: host"
+    end = "the network between, or the host itself, failed, and the ranks there are lost.\n"
+    assert capfd.readouterr().err == f"{begin} b answered when the job began and no longer does: {end}"
+    down.unlink()
+    run(program.format(7), ["a", "b", "c"])
+    assert capfd.readouterr().err.startswith(f"{begin}s b and c answered when the job began and no longer do: ")
+    down.unlink()
+    assert run(program.format(0), ["a", "b"]).status == 0
+    assert capfd.readouterr().err == "ends here"
+
+
+def test_this_host_answers_and_one_without_a_name_does_not():
+    assert reach.Reach(["127.0.0.1", "no-such-host.invalid"]).lost() is None
+    assert reach._answering({"here": "127.0.0.1", "nowhere": "no-such-host.invalid"}) == {"here": "127.0.0.1"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import io
+import sys
 
 import click
+
+from hvdkit.commands import group_of
 
 SUBCOMMANDS = {
     "summary": ("hvdkit.timeline.summary_cli:summary", "Where the time went, in numbers, and what to try."),
@@ -16,27 +19,7 @@ SUBCOMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """A group whose subcommands are imported when they are called."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(SUBCOMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in SUBCOMMANDS:
-            return None
-        module, _, function = SUBCOMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), function)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{module}:{function} is not a click command")
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in SUBCOMMANDS.items()])
-
-
-@click.group(cls=LazyGroup)
+@click.group(cls=group_of(SUBCOMMANDS))
 def timeline() -> None:
     """Read a file that Horovod wrote with HOROVOD_TIMELINE: where did the time go, and what to try?
 
@@ -48,3 +31,6 @@ def timeline() -> None:
 
     Each subcommand has its own --help with an example.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -80,8 +80,9 @@ def _negotiation(summary: Summary) -> tuple[float, float, float] | None:
 
 
 def _cycle_bound(summary: Summary) -> Values | None:
+    """About one cycle is lost; not said where small tensors go alone, for which a shorter cycle is worse."""
     seen = _negotiation(summary)
-    if seen is None or not seen[1] <= 2 * seen[2]:
+    if seen is None or not 0.5 * seen[2] <= seen[1] <= 2 * seen[2] or _small_alone(summary) is not None:
         return None
     known = "measured" if summary.cycle else "Horovod's default; record with --mark-cycles to measure it"
     return {

@@ -41,7 +41,7 @@ class Exchanges:
         if not operation.fused:
             self._count(size, collective.end - collective.start)
             return
-        if self._batch is not None and operation.start <= self._batch[1] and collective.start < self._batch[2]:
+        if self._batch is not None and operation.start <= self._batch[1] and collective.start <= self._batch[2]:
             total, start, end = self._batch
             self._batch = (total + size, min(start, collective.start), max(end, collective.end))
         else:

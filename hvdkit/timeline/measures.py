@@ -63,19 +63,23 @@ def covered(intervals: tuple[Floats, Floats], since: Floats, until: Floats) -> F
     return until_time(until) - until_time(since)
 
 
-def batch_numbers(start: Floats, exchange_start: Floats) -> NDArray[np.intp]:
+def batch_numbers(start: Floats, exchange: Floats) -> NDArray[np.intp]:
     """Which fused operations went through the fusion buffer together, as a number per operation.
 
     Horovod's background thread writes the start of every operation of a batch before it starts the one collective of
     the batch, and a later batch starts after that. So an operation that started after the collective of the one before
-    belongs to the next batch. (The times of one batch differ by the microseconds that writing takes.)
+    belongs to the next batch. (The times of one batch differ by the microseconds that writing takes.) On GPUs another
+    thread writes the collectives, so that a batch may start while the one before waits for its own; but its collective
+    starts after that of the one before has ended.
 
     Args:
-        start, exchange_start: of the operation and of its collective, in order of ``start``.
+        start: of the operations, in order of time.
+        exchange: (rows, 2) start and end of their collectives.
     """
     if not len(start):
         return np.zeros(0, np.intp)
-    return np.concatenate(([0], np.cumsum(start[1:] > exchange_start[:-1]))).astype(np.intp)
+    later = (start[1:] > exchange[:-1, 0]) | (exchange[1:, 0] > exchange[:-1, 1])
+    return np.concatenate(([0], np.cumsum(later))).astype(np.intp)
 
 
 def repeating(counts: Sequence[int], totals: int = 3) -> list[int]:

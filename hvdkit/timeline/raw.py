@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
-from hvdkit.timeline.reader import LONGEST_EVENT, PIECE, Event, open_file
+from hvdkit.timeline.reader import LONGEST_EVENT, OBJECT, PIECE, TRIES, Event, boundaries, decode_one, open_file
 
-CUTS = 4
-"""Places between two events at which a piece is cut before it is looked at event by event."""
 _EVENTS = msgspec.json.Decoder(list[Event])
-_EVENT = msgspec.json.Decoder(Event)
 _TEXTS = msgspec.json.Decoder(list[msgspec.Raw])
-_OBJECT = json.JSONDecoder()
 _UNREADABLE = (ValueError, RecursionError)  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
 
 Pair = tuple[Event, bytes]
@@ -46,15 +42,11 @@ def raw_events(path: Path) -> Iterator[Pair]:
 
 def _decode_most(piece: bytes) -> tuple[Iterable[Pair], int]:
     """The events of a piece up to one that may be incomplete, and where that starts."""
-    cut, last = len(piece), 0
-    for _ in range(CUTS):
-        cut = max(piece.rfind(b"},{", 0, cut), piece.rfind(b"},\n{", 0, cut))
-        if cut < 0:
-            break
-        last = last or cut + 2
-        if (pairs := _decode(piece[: cut + 2])) is not None:
-            return pairs, cut + 2
-    last = last or max(0, len(piece) - LONGEST_EVENT)
+    cuts = list(islice(boundaries(piece), TRIES))
+    for cut in cuts:
+        if (pairs := _decode(piece[:cut])) is not None:
+            return pairs, cut
+    last = cuts[0] if cuts else max(0, len(piece) - LONGEST_EVENT)
     return _decode_singly(piece[:last]), last
 
 
@@ -70,14 +62,9 @@ def _decode(piece: bytes) -> list[Pair] | None:
 
 def _decode_singly(piece: bytes) -> Iterator[Pair]:
     """The events of a damaged piece that are whole."""
-    text = piece.decode("utf-8", "replace")
-    position = text.find("{")
-    while position >= 0:
-        try:
-            value, end = _OBJECT.raw_decode(text, position)
-            if "ph" in value:
-                event = text[position:end].encode()
-                yield _EVENT.decode(event), event
-        except _UNREADABLE:
-            end = position + 1
-        position = text.find("{", end)
+    position = 0
+    while (match := OBJECT.search(piece, position)) is not None:
+        event = decode_one(match.group())
+        position = match.start() + 1 if event is None else match.end()
+        if event is not None:
+            yield event, match.group().decode("utf-8", "replace").encode()

@@ -57,7 +57,8 @@ _EVENTS = msgspec.json.Decoder(list[Event])
 _EVENT = msgspec.json.Decoder(Event)
 _STRING = rb'"(?:[^"\\\x00-\x1f]|\\.){0,16384}+"'
 _LEAF = rb'\{(?:[^{}"]++|' + _STRING + rb"){0,64}+\}"
-_OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\}")
+OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\}")
+"""What may be an event; it never goes back, so that searching damaged bytes for it stays fast."""
 _BETWEEN = re.compile(rb"\}\s*,?\s*(?=\{)")
 _NOTHING = re.compile(rb"[\s,\[\]]*+")
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -198,7 +199,7 @@ def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[Event]]:
             yield from _decode_end(rest, dropped)
             return
         piece = rest + read
-        cuts = list(islice(_boundaries(piece), TRIES))
+        cuts = list(islice(boundaries(piece), TRIES))
         for cut in cuts:
             events = _decode(piece[:cut])
             if events is not None:
@@ -216,18 +217,13 @@ def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[Event]]:
                 rest = piece
 
 
-def _boundaries(piece: bytes) -> Iterator[int]:
+def boundaries(piece: bytes) -> Iterator[int]:
     """Where the last event may start, which may be incomplete, then the one before; a name may look like that too."""
     cut = len(piece)
     while (cut := max(piece.rfind(b"},{", 0, cut), piece.rfind(b"},\n{", 0, cut))) >= 0:
         yield cut + 2
     for match in reversed(list(_BETWEEN.finditer(piece, max(0, len(piece) - LONGEST_EVENT)))):
         yield match.end()
-
-
-def _last_boundary(piece: bytes) -> int:
-    """The first of ``_boundaries``; 0 where there is none in sight."""
-    return next(_boundaries(piece), 0)
 
 
 def _decode(piece: bytes) -> list[Event] | None:
@@ -247,7 +243,7 @@ def _decode_end(piece: bytes, dropped: Counter[str]) -> Iterator[list[Event]]:
         yield events
         return
     start = max(0, body.rfind(b'{"ph"'), body.rfind(b'{"name": "process'))
-    complete = _OBJECT.match(body, start) is not None
+    complete = OBJECT.match(body, start) is not None
     if not complete:
         dropped["cut off at the end"] += 1
         body = body[:start]
@@ -259,9 +255,9 @@ def _decode_singly(piece: bytes, dropped: Counter[str]) -> list[Event]:
     events: list[Event] = []
     position = 0
     damaged = False
-    while (match := _OBJECT.search(piece, position)) is not None:
+    while (match := OBJECT.search(piece, position)) is not None:
         damaged = damaged or _NOTHING.fullmatch(piece, position, match.start()) is None
-        event = _decode_one(match.group())
+        event = decode_one(match.group())
         if event is None:
             damaged = True
             position = match.start() + 1
@@ -276,7 +272,8 @@ def _decode_singly(piece: bytes, dropped: Counter[str]) -> list[Event]:
     return events
 
 
-def _decode_one(text: bytes) -> Event | None:
+def decode_one(text: bytes) -> Event | None:
+    """The event, also where its text is not UTF-8; None if it is none."""
     for candidate in (text, text.decode("utf-8", "replace").encode()):
         try:
             event = _EVENT.decode(candidate)

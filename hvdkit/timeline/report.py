@@ -132,6 +132,11 @@ def render_report(
         )
     exchanges = recording.exchanges
     lanes = collect_lanes(Recording(given.path), choose_window(summary, since, until, step), summary, operations)
+    if not lanes.total:
+        raise InvalidArgumentError(
+            f"no operation between {lanes.first / 1e6:.6g} and {lanes.last / 1e6:.6g} s of {str(given.path)!r}; it has "
+            f"operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
+        )
     return _render(summary, diagnose(summary), exchanges, lanes, top)
 
 

@@ -60,10 +60,11 @@ class Steps:
     Attributes:
         tensors: how many tensors one step reduces.
         bytes: that most steps reduce; None where sizes are unknown.
-        duration: of all steps but the first and the last (whose end is not known).
+        duration: of all steps of the part but the first (which may have begun before) and the last (whose end is not
+            known).
         communication: in collectives, per step, of the same steps.
         idle: without any operation between announcement and end, per step, of the same steps.
-        first: duration of the first step.
+        first: duration of the first step of the recording; None where that is not in the part.
         missed: share of operations that were not in the response cache, from the third step on; None before that.
         last: the tensor that most often ended a step.
         begins: when each step started.

@@ -34,8 +34,7 @@ def as_json(summary: Summary, findings: Sequence[Finding], top: int | None) -> d
     if summary.steps is not None:
         del values["steps"]["begins"]
     values["tensors"] = values["tensors"][:top]
-    if summary.skew is None:
-        values["skew"] = NO_SKEW
+    values["skew_note"] = NO_SKEW if summary.skew is None else None
     return {"duration": summary.duration, **values, "diagnosis": [asdict(finding) for finding in findings]}
 
 
@@ -57,8 +56,10 @@ def print_text(summary: Summary, findings: Sequence[Finding], top: int, console:
         title = f"tensor ({len(tensors)} of {len(summary.tensors)})"
         names = [shortened(printable(tensor.tensor), 40 if wide else 16) for tensor in tensors]
         console.print(_table(title, tensors, names, wide=wide))
-    console.print(Text(f"each phase: median {'/ 99th percentile ' if wide else ''}in ms"))
-    console.print(Text(f"\n{len(findings)} findings" if findings else "\nNo finding."))
+    console.print(
+        Text(f"each phase: median {'/ 99th percentile ' if wide else ''}in ms; bytes: of the largest operation")
+    )
+    console.print(Text(f"\n{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "\nNo finding."))
     for finding in findings:
         console.print(Text(f"[{finding.rule}] {printable(finding.sentence)}"), soft_wrap=True)
         console.print(Text(f"  try: {printable(finding.advice)}"), soft_wrap=True)
@@ -95,7 +96,11 @@ def _step_lines(steps: Steps | None) -> list[tuple[str, str]]:
     lines = [("steps", f"{steps.count} of {steps.tensors} tensors, {size} each")]
     if steps.first is not None:
         lines.append(("first step", duration_text(steps.first)))
-    parts = (("other steps", steps.duration), ("  exchange", steps.communication), ("  no operation", steps.idle))
+    parts = (
+        ("steps took" if steps.first is None else "other steps", steps.duration),
+        ("  exchange", steps.communication),
+        ("  no operation", steps.idle),
+    )
     return lines + [(label, _three(part)) for label, part in parts if part is not None]
 
 

@@ -64,7 +64,9 @@ def slice_timeline(
     if steps is not None and (since is not None or until is not None):
         raise InvalidArgumentError("steps and since/until are two ways to name a window; give one of them.")
     first, last = _steps(source, steps) if steps is not None else (since or 0.0, math.inf if until is None else until)
-    if not 0 <= first < last:
+    if first < 0:
+        raise InvalidArgumentError(f"since is {first:g} s; expected at least 0, the start of the recording.")
+    if not first < last:
         raise InvalidArgumentError(f"the window from {first:g} s to {last:g} s is empty; give since below until.")
     window = _Window(first * 1e6, last * 1e6)
     events = 0
@@ -74,12 +76,19 @@ def slice_timeline(
             file.write(text)
             events += 1
         if not window.operations:
-            raise DataError(
-                f"no operation began between {first:g} s and {last:g} s of {str(source)!r}, whose events lie between "
-                f"{window.earliest / 1e6:g} s and {window.latest / 1e6:g} s; choose a window in it."
-            )
+            raise DataError(_nothing(source, window))
         file.write(b"]\n")
     return Slice(str(output), first, last, window.operations, events)
+
+
+def _nothing(source: Path, window: _Window) -> str:
+    if window.latest < window.earliest:
+        return f"no event of Horovod in {str(source)!r}; give a file that Horovod wrote with HOROVOD_TIMELINE."
+    end = "the end" if math.isinf(window.until) else f"{window.until / 1e6:g} s"
+    return (
+        f"no operation began between {window.since / 1e6:g} s and {end} of {str(source)!r}, whose events lie between "
+        f"{window.earliest / 1e6:g} s and {window.latest / 1e6:g} s; choose a window in it."
+    )
 
 
 def _steps(source: Path, steps: tuple[int, int]) -> tuple[float, float]:
@@ -111,7 +120,7 @@ class _Window:
     def __init__(self, since: float, until: float) -> None:
         self.since, self.until = since, until
         self.operations = 0
-        self.earliest, self.latest = math.inf, 0.0
+        self.earliest, self.latest = math.inf, -math.inf
         self._tensors: dict[int, _Tensor] = {}
 
     def texts(self, source: Path) -> Iterator[bytes]:

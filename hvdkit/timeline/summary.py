@@ -222,7 +222,7 @@ def _steps(
     durations = np.diff(begins)
     sums = np.bincount(numbers[in_steps] - own[0], columns.bytes[in_steps])[own - own[0]]
     usual = np.nanmedian(sums) if not np.isnan(sums).all() else None
-    later_rows = in_steps & (numbers >= own[0] + 2)
+    later_rows = in_steps & (numbers >= 2)
     later = slice(1, None) if len(durations) > 1 else slice(None)
     communication = measures.covered((exchanges[0], exchanges[1]), begins[:-1], begins[1:])
     open_ = measures.covered(measures.union(columns.begin, columns.end), begins[:-1], begins[1:])
@@ -233,7 +233,7 @@ def _steps(
         duration=distribution(durations[later]),
         communication=distribution(communication[later]),
         idle=distribution((durations - open_)[later]),
-        first=float(durations[0]) if len(durations) else None,
+        first=float(durations[0]) if len(durations) and own[0] == 0 else None,
         missed=float(columns.missed[later_rows].mean()) if later_rows.any() else None,
         last=_last(columns, numbers, in_steps),
         begins=begins,
@@ -265,7 +265,7 @@ def _batches(
         return None, None
     rows = np.flatnonzero(reduced & columns.fused)
     rows = rows[np.argsort(columns.start[rows], kind="stable")]
-    numbers = measures.batch_numbers(columns.start[rows], columns.exchange[rows, 0])
+    numbers = measures.batch_numbers(columns.start[rows], columns.exchange[rows])
     edges = np.flatnonzero(np.diff(numbers, prepend=-1))
     sizes = np.add.reduceat(columns.bytes[rows], edges) if len(rows) else np.zeros(0)
     times = (

@@ -9,10 +9,13 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from hvdkit.errors import CorruptDataError
+from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.timeline import show
 from hvdkit.timeline.diagnosis import diagnose
 from hvdkit.timeline.summary import FUSION_THRESHOLD, summarize
+
+WIDTH = 200
+"""Columns of what is not printed to a terminal: enough for all phases in one line."""
 
 
 @click.command()
@@ -54,19 +57,30 @@ def summary(
       hvdkit timeline summary timeline.json.gz --step 20 --top 3
       hvdkit timeline summary timeline.json --since 60 --json > summary.json
 
-    Exit status: 0 success, 1 no operation of Horovod in the file, 2 for bad usage.
+    Exit status: 0 success, 1 no operation of Horovod in the file or in that part, 2 for bad usage.
     """
     found = summarize(file, since=since, until=until, step=step, ranks=ranks, fusion_threshold=fusion_threshold)
     if not found.operations:
+        _check_part(file)
         dropped = "; ".join(f"{count} x {reason}" for reason, count in found.dropped.items()) or "nothing"
         raise CorruptDataError(
             f"no operation of Horovod in {str(file)!r} ({found.events} events read, dropped: {dropped}); expected a "
-            "file that HOROVOD_TIMELINE named, of a job that reduced something in the part asked for."
+            "file that HOROVOD_TIMELINE named, of a job that reduced something."
         )
     findings = diagnose(found)
     if json_:
         click.echo(json.dumps(show.as_json(found, findings, top), indent=2, allow_nan=False))
     else:
-        width = None if sys.stdout.isatty() else 130
+        width = None if sys.stdout.isatty() else WIDTH
         show.print_text(found, findings, 10 if top is None else top, Console(width=width))
     return 0
+
+
+def _check_part(file: Path) -> None:
+    """Raises DataError with where the operations are, if there are any outside the part asked for."""
+    whole = summarize(file)
+    if whole.operations:
+        raise DataError(
+            f"no operation began in that part of {str(file)!r}, whose operations lie between {whole.since / 1e6:.6g} s "
+            f"and {whole.until / 1e6:.6g} s; choose others for --since, --until and --step."
+        )

@@ -207,7 +207,8 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 @click.command()
 @click.argument("file", type=FILE)
 @click.option("-o", "--output", type=FILE, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
-def export(file: Path, output: Path) -> int:
+@click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
+def export(file: Path, output: Path, json_: bool) -> int:
     """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.
 
     The ending of the output decides: .pftrace has a track for each tensor, with its negotiation below it, and one
@@ -223,5 +224,8 @@ def export(file: Path, output: Path) -> int:
     from hvdkit.timeline.export import export as write
 
     written = write(file, output)
-    click.echo(f"{printable(written.path)}: {written.operations} operations of {written.tensors} tensors")
+    if json_:
+        click.echo(json.dumps(asdict(written), indent=2))
+    else:
+        click.echo(f"{printable(written.path)}: {written.operations} operations of {written.tensors} tensors")
     return 0

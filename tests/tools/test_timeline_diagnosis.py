@@ -166,6 +166,15 @@ def test_one_of_two_cases_of_negotiation_is_said():
     assert "Horovod's default; record with --mark-cycles" in found.sentence
 
 
+def test_a_short_negotiation_is_not_called_a_cycle():
+    assert diagnose(negotiation(100.0, 150.0)) == []
+
+
+def test_one_cycle_time_is_advised_not_two():
+    both = replace(negotiation(1100.0, 1500.0), batches=replace(BATCHES, single=400, small=330))
+    assert [finding.rule for finding in diagnose(both)] == ["small-tensors-alone"]
+
+
 def test_names_with_braces_are_text():
     summary = steps(last=LastTensor("{0.__class__}", 1.0, every(15_000.0)))
     assert "{0.__class__}" in diagnose(summary)[0].sentence

@@ -323,6 +323,7 @@ def test_every_exchange_is_in_one_bin_of_each_histogram(batches):
         ({"since": 5.0, "until": 5.0}, "since before until"),
         ({"since": float("nan")}, "since before until"),
         ({"since": 100.0}, "since before until"),
+        ({"since": 100.0, "until": 200.0}, "operations from 3.83686 to 31.7679 s"),
         ({"operations": 0}, "at least 1"),
         ({"top": 0}, "at least 1"),
     ],

@@ -10,7 +10,7 @@ from timeline_files import ATPESC, DATA, REAL, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.timeline import CycleMark, read
+from hvdkit.timeline import CycleMark, raw, read
 from hvdkit.timeline.slicing import slice_timeline
 
 
@@ -103,7 +103,7 @@ def test_a_compressed_file_that_was_cut_off(tmp_path):
     ("window", "message"),
     [
         ({"since": 5.0, "until": 5.0}, "empty"),
-        ({"since": -1.0}, "empty"),
+        ({"since": -1.0}, "at least 0"),
         ({"since": float("nan")}, "empty"),
         ({"since": 1.0, "steps": (1, 2)}, "one of them"),
     ],
@@ -119,6 +119,34 @@ def test_nothing_there_leaves_nothing_behind(tmp_path):
     with pytest.raises(DataError, match=r"steps 0\.\.\d+"):
         slice_timeline(ATPESC, tmp_path / "s.json", steps=(5, 100_000))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("between", [",\r\n", ", ", "\n,\n"])
+def test_a_large_file_of_another_writer_loses_nothing(tmp_path, between):
+    path = tmp_path / "other.json"
+    path.write_bytes(f"[{between.join(map(json.dumps, json.loads(ATPESC.read_text())))}]\r\n".encode())
+    slice_timeline(path, tmp_path / "part.json", since=0.0)
+    assert as_set(read(tmp_path / "part.json").items()) == as_set(read(ATPESC).items())
+
+
+def test_a_file_without_events_has_no_times_to_choose_from(tmp_path):
+    (tmp_path / "empty.json").write_text("[]")
+    with pytest.raises(DataError, match="no event of Horovod") as raised:
+        slice_timeline(tmp_path / "empty.json", tmp_path / "part.json", since=1.0)
+    assert "inf" not in str(raised.value)
+
+
+def test_damage_of_many_braces_is_passed_over_once(tmp_path, monkeypatch):
+    """Each stretch of bytes is looked at a bounded number of times: trying at each brace anew takes minutes."""
+    tried = []
+    decode = raw.decode_one
+    monkeypatch.setattr(raw, "decode_one", lambda text: tried.append(len(text)) or decode(text))
+    path = tmp_path / "damaged.json"
+    path.write_text(
+        "[" + '{"ph":"B",' * 30_000 + "\n" + ",".join(map(json.dumps, [*metadata(["a"]), *allreduce(1, 0)]))
+    )
+    assert slice_timeline(path, tmp_path / "part.json", since=0.0).operations == 1
+    assert sum(tried) < 4 * path.stat().st_size
 
 
 def test_the_input_is_never_overwritten(tmp_path):

@@ -1,6 +1,9 @@
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -14,6 +17,7 @@ from rich.console import Console
 from hvdkit.cli import run
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.timeline import diagnose, measures, show, summarize
+from hvdkit.timeline.exchanges import CountedRecording
 
 REAL = Path(__file__).parent.parent / "data" / "timelines"
 ATPESC = REAL / "atpesc-2023-cpu-8ranks.json"
@@ -120,6 +124,34 @@ def test_fused_tensors_are_one_exchange_and_their_time_counts_once(tmp_path):
     assert summary.communication == pytest.approx(10 * (101 + 100)), "the two of a batch end one microsecond apart"
 
 
+def gpu_batch(tensors, start, wait, wire, pids):
+    """One batch as NCCL's is written: what happens on the GPU when a second thread sees it, all tensors at once."""
+    events = [{"ph": "B", "name": "ALLREDUCE", "ts": start, "pid": pids[name]} for name in tensors]
+    now = start + 1
+    for name, length in (("QUEUE", wait), ("MEMCPY_IN_FUSION_BUFFER", 5), ("NCCL_ALLREDUCE", wire)):
+        events += [{"ph": "B", "name": name, "ts": now, "pid": pids[tensor]} for tensor in tensors]
+        now += length
+        events += [{"ph": "E", "ts": now, "pid": pids[tensor]} for tensor in tensors]
+    args = {"dtype": "float32", "shape": "[1000]"}
+    return events + [{"ph": "E", "ts": now, "pid": pids[name], "args": args} for name in tensors]
+
+
+@pytest.mark.parametrize("wire", [100, 0])
+def test_a_batch_on_a_gpu_may_start_before_the_collective_of_the_one_before(tmp_path, wire):
+    pids = {name: number for number, name in enumerate("abcd", start=1)}
+    events = []
+    for step in range(5):
+        events += gpu_batch("ab", step * 1000, 40, wire, pids)
+        events += gpu_batch("cd", step * 1000 + 20, 200, wire, pids)
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(sorted(events, key=lambda event: event["ts"])))
+    batches = summarize(path).batches
+    assert (batches.fused, batches.tensors.max, batches.bytes.max) == (10, 2, 8000)
+    recording = CountedRecording(path)
+    assert len(list(recording)) == 20
+    assert (recording.exchanges.count, recording.exchanges.fused) == (10, 10)
+
+
 def test_steps_are_found_from_the_tensors_that_repeat(tmp_path):
     writer = Writer()
     writer.exchange(("weights",), 0, kind="BROADCAST")
@@ -170,6 +202,15 @@ def test_a_part_is_chosen_by_time_or_step(tmp_path):
         writer.summary(tmp_path, ranks=0)
 
 
+def test_a_part_after_the_first_step_has_no_first_step(tmp_path):
+    writer = steps_of(Writer())
+    assert writer.summary(tmp_path).steps.first == 10_000
+    part = writer.summary(tmp_path, since=0.035).steps
+    assert part.first is None
+    assert part.duration.p50 == 10_000
+    assert part.missed == 0
+
+
 def test_ticks_of_a_part_stay_with_their_operations(tmp_path):
     writer = Writer()
     for step in range(6):
@@ -203,7 +244,15 @@ def test_skew_is_not_guessed(tmp_path, capsys):
     assert run(["timeline", "summary", str(tmp_path / "timeline.json")]) == 0
     assert "not available" in capsys.readouterr().out
     assert run(["timeline", "summary", str(tmp_path / "timeline.json"), "--json"]) == 0
-    assert "--cache-capacity 0" in json.loads(capsys.readouterr().out)["skew"]
+    values = json.loads(capsys.readouterr().out)
+    assert values["skew"] is None
+    assert "not available" in values["skew_note"]
+    assert "--cache-capacity 0" in values["skew_note"]
+    assert run(["timeline", "summary", str(ATPESC), "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["skew"]["operations"] == 59
+    assert measured["skew_note"] is None
+    assert list(measured) == list(values)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "hello", "\x1f\x8b", '[{"ph": "B"}]'])
@@ -228,6 +277,35 @@ def test_the_command_prints_text_and_json(capsys):
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 1
     assert run(["timeline", "summary", "/nonexistent"]) == 1
     assert run(["timeline", "summary", str(ATPESC), "--step", "5000"]) == 2
+
+
+@pytest.mark.parametrize("part", [["--since", "1000"], ["--step", "3", "--until", "4"]])
+def test_a_part_without_operations_names_where_they_are(part, capsys):
+    assert run(["timeline", "summary", str(ATPESC), *part]) == 1
+    assert "operations lie between 3.83686 s and 31.7679 s" in capsys.readouterr().err
+
+
+def test_a_terminal_without_unicode_shows_escapes(tmp_path):
+    steps_of(Writer(), batches=(("gr\u00f6\u00dfe", "layer." * 50),)).summary(tmp_path)
+    command = [sys.executable, "-c", "from hvdkit.cli import main; main()", "timeline", "summary"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "timeline.json")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert r"gr\xf6\xdfe" in done.stdout
+
+
+def test_what_is_not_a_terminal_gets_all_phases_in_one_line(capsys):
+    assert run(["timeline", "summary", str(REAL / "tf-gloo-2ranks-cycles.json")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "hvk.grads_" in line]
+    assert len(lines) == 4
+    assert all(len(re.findall(r"\d / \d", line)) == 6 for line in lines)
 
 
 def test_control_characters_of_a_name_do_not_reach_the_terminal(tmp_path, capsys):

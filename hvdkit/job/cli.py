@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def job(
         return 0
     _save(output, text, force=force)
     redirect = "< " if chosen.system == "lsf" else ""
-    click.echo(f"{output} is written; submit it: {SYSTEMS[chosen.system].submit} {redirect}{output}", err=True)
+    submit = f"{SYSTEMS[chosen.system].submit} {redirect}{shlex.quote(str(output))}"
+    click.echo(f"{output} is written; submit it: {submit}", err=True)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.job.model import Job, Site
@@ -12,7 +13,16 @@ from hvdkit.job.systems import SYSTEMS
 _WALLTIME = re.compile(r"([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]{0,127}")
-_WOULD_EXPAND = re.compile(r"[$`]")
+_WHOSE = "the hvdkit that wrote this script"
+_LOOKS_WRONG = {
+    "SC1003": re.compile(r"\\"),
+    "SC1010": re.compile(r"^(do|done|elif|else|esac|fi|then)$"),
+    "SC1110": re.compile("[\u201c\u201d]"),
+    "SC1112": re.compile("[\u2018\u2019]"),
+    "SC2016": re.compile(r"[$`]"),
+    "SC2088": re.compile(r"^~"),
+}
+"""What shellcheck takes for a mistake inside single quotes, where it means itself."""
 
 
 def check(job: Job) -> None:
@@ -63,7 +73,7 @@ def write(job: Job, site: Site, bin_directory: str) -> str:
         *(f"{system.prefix} {directive}" for directive in (*system.directives(job, site), *site.directives)),
         "",
         *site.setup,
-        f'export PATH={shlex.quote(bin_directory)}:"$PATH"  # the hvdkit that wrote this script',
+        *_as_typed([bin_directory], f'export PATH={shlex.quote(bin_directory)}:"$PATH"  # {_WHOSE}'),
         "",
         *system.enter,
         *_launch_lines(job, site),
@@ -81,6 +91,12 @@ def _launch_lines(job: Job, site: Site) -> list[str]:
     if job.gpus_per_node is not None and site.launcher in ("srun", "jsrun"):
         words += ["--gpus-per-node", str(job.gpus_per_node)]
     line = shlex.join([*words, "--", *job.command])
-    if any(_WOULD_EXPAND.search(word) for word in job.command):
-        return ["# shellcheck disable=SC2016  # nothing in the command is for this shell to expand", line]
-    return [line]
+    return _as_typed(job.command, line)
+
+
+def _as_typed(words: Sequence[str], line: str) -> list[str]:
+    """The line, and before it what keeps shellcheck from doubting the quoted words in it."""
+    codes = [code for code, pattern in _LOOKS_WRONG.items() if any(map(pattern.search, words))]
+    if not codes:
+        return [line]
+    return [f"# shellcheck disable={','.join(codes)}  # nothing in these words is for this shell to expand", line]

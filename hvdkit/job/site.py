@@ -79,9 +79,9 @@ def _checked(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def _value(key: str, value: Any, file: Path) -> Any:
     if key in ("directives", "setup"):
-        lines = value if isinstance(value, list) else [None]
-        expected, right = "a list of single lines", all(isinstance(line, str) and _one_line(line) for line in lines)
-        value = tuple(lines)
+        expected = "a list of single lines"
+        right = isinstance(value, list) and all(isinstance(line, str) and _one_line(line) for line in value)
+        value = tuple(value) if isinstance(value, list) else value
     elif key in ("whole_nodes", "account_required"):
         expected, right = "true or false", isinstance(value, bool)
     elif key == "depth":

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.launch import attempts, direct, elastic, facts, options, placement, plan, show, tuned
+from hvdkit.launch import attempts, batch, direct, elastic, facts, options, placement, plan, show, tuned
 from hvdkit.launch.command import resolve
 from hvdkit.launch.model import Plan, Request
 
@@ -106,7 +106,7 @@ def _request(
         raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
     if skew:
         chosen, given = replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
-    placed = _place(n, ppn, hosts, hostfile)
+    placed = _place(n, ppn, hosts, hostfile, anywhere=launcher in batch.PROGRAMS)
     return Request(
         n=n,
         command=command,
@@ -124,7 +124,7 @@ def _request(
     )
 
 
-def _place(n: int, ppn: int | None, hosts: str | None, hostfile: Path | None) -> placement.Placement:
+def _place(n: int, ppn: int | None, hosts: str | None, hostfile: Path | None, *, anywhere: bool) -> placement.Placement:
     """Where the ranks are to run."""
     if hosts is not None and hostfile is not None:
         raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
@@ -133,7 +133,7 @@ def _place(n: int, ppn: int | None, hosts: str | None, hostfile: Path | None) ->
         given = placement.parse(hosts)
     elif hostfile is not None:
         given = placement.read(hostfile)
-    return placement.place(n, ppn, given, os.environ, socket.gethostname())
+    return placement.place(n, ppn, given, os.environ, socket.gethostname(), anywhere=anywhere)
 
 
 def _check_elastic(request: Request, *, alone: bool) -> None:

@@ -2,7 +2,7 @@
 
 Elastic ranks are watched by horovodrun, which must replace those that fail; ranks on other hosts cannot reach the
 socket of ``supervise``. Their output comes as the launcher passes it on, and it is the launcher that ends them. When
-such a job fails, the hosts that were lost are named.
+such a job fails, the hosts that were lost, or that nothing knows, are named.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
         return Ended(128 + ended_by[0], interrupted=True)
     if any(copy.lost_daemon for copy in copies):
         status = status or 1
-    if status and (sentence := reach.lost()) is not None:
+    if status and (sentence := reach.lost() or reach.unknown()) is not None:
         begin = "\n" if copies[1].within_line else ""
         sys.stderr.write(f"{begin}hvdkit launch: {sentence}\n")
     return Ended(status if status >= 0 else 128 - status, interrupted=False)

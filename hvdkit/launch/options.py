@@ -16,7 +16,8 @@ from hvdkit.launch.model import BINDINGS
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
-def _variables(_ctx: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+def environment_variables(_ctx: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+    """Read ``NAME=VALUE`` pairs, for click."""
     variables = {}
     for pair in pairs:
         match = _VARIABLE.fullmatch(pair)
@@ -91,7 +92,7 @@ OPTIONS = (
         "--env",
         "variables",
         multiple=True,
-        callback=_variables,
+        callback=environment_variables,
         metavar="NAME=VALUE",
         help="Set an environment variable in every rank; repeatable.",
     ),

@@ -98,7 +98,13 @@ def _merged(found: Sequence[Named], source: str) -> list[Named]:
 
 
 def place(
-    n: int, ppn: int | None, given: Sequence[Named] | None, environ: Mapping[str, str], hostname: str
+    n: int,
+    ppn: int | None,
+    given: Sequence[Named] | None,
+    environ: Mapping[str, str],
+    hostname: str,
+    *,
+    anywhere: bool = False,
 ) -> Placement:
     """The hosts of a job of ``n`` ranks.
 
@@ -108,6 +114,7 @@ def place(
         given: what the user named, None for the hosts of the batch job, if there is one.
         environ: the environment, which names the batch job's hosts.
         hostname: the name of this machine.
+        anywhere: the launcher takes any host of the batch job unless it is told, so that this machine, too, is named.
     Raises:
         InvalidArgumentError: more ranks than slots, or a host that the batch job does not have.
         LauncherError: the batch job's list cannot be read.
@@ -126,7 +133,9 @@ def place(
             f"{n} ranks are more than the {room} slots of {_listed([str(host) for host in hosts])}{limit}; ask for "
             "fewer ranks (-n), or for more hosts or slots."
         )
-    if all(is_here(host.name, hostname) for host in hosts):
+    if anywhere and given is not None:
+        hosts = tuple(Host(hostname, host.slots) if host.name in _LOCAL else host for host in hosts)
+    elif all(is_here(host.name, hostname) for host in hosts):
         hosts = ()
     return Placement(hosts, chosen=given is not None)
 

@@ -123,10 +123,10 @@ def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str,
 def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> Setting:
     if request.threads is not None:
         return Setting("--threads", variables={"OMP_NUM_THREADS": str(request.threads)})
-    if environ.get("OMP_NUM_THREADS"):
-        return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
     if request.tuned.threads is not None:
         return Setting(f"--tuned: {request.tuned.source}", variables={"OMP_NUM_THREADS": str(request.tuned.threads)})
+    if environ.get("OMP_NUM_THREADS"):
+        return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
     if request.depth is not None:
         return Setting("--depth: a thread for each core", variables={"OMP_NUM_THREADS": str(request.depth)})
     together = _on_a_host(request) if _is_direct(name, request) else request.n

@@ -20,6 +20,7 @@ class Reach:
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
         self._asking = ThreadPoolExecutor(1)
         self._answered = self._asking.submit(lambda: _answering({host: host for host in hosts}))
         self._asking.shutdown(wait=False)
@@ -37,6 +38,22 @@ class Reach:
             f"{who} {names} answered when the job began and no longer {verb}: the network between, or {what}, failed, "
             "and the ranks there are lost."
         )
+
+    def unknown(self) -> str | None:
+        """A sentence that names the hosts whose names have no address here, None without any."""
+        answered = self._answered.result()
+        names = [host for host in self._hosts if host not in answered and not _has_address(host)]
+        if not names:
+            return None
+        who = f"host {names[0]} is unknown" if len(names) == 1 else f"hosts {', '.join(names)} are unknown"
+        return f"{who}: no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
+
+
+def _has_address(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def _answering(addresses: dict[str, str]) -> dict[str, str]:

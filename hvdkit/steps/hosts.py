@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -97,10 +98,19 @@ def of_job(environ: Mapping[str, str]) -> list[str]:
         if environ.get(name):
             return list(dict.fromkeys(_lines(name, environ[name])))
     if environ.get("LSB_DJOB_RANKFILE"):
-        # The first line is the host that runs the batch script; jsrun starts ranks there only if it comes again.
-        first, *rest = _lines("LSB_DJOB_RANKFILE", environ["LSB_DJOB_RANKFILE"]) or [""]
-        return list(dict.fromkeys(rest or [first]))
+        return _of_rankfile(_lines("LSB_DJOB_RANKFILE", environ["LSB_DJOB_RANKFILE"]))
     return []
+
+
+def _of_rankfile(slots: list[str]) -> list[str]:
+    """The hosts of LSF's list, which has a line for each slot.
+
+    With jsrun its first line is the service node of the batch script, whose one slot stands before hosts of many.
+    """
+    counts = Counter(slots)
+    first = slots[0] if slots else ""
+    service_node = counts[first] == 1 < max(counts.values(), default=0)
+    return [host for host in counts if not (service_node and host == first)]
 
 
 def _lines(name: str, file: str) -> list[str]:

@@ -9,6 +9,7 @@ same values, and stand before it. A row counts as found when all variables of ``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class Launcher:
         rank, size, local_rank, local_size: names to read, the first that is set; () where it sets none, so that MPI or
             Horovod must say it.
         proves: a further condition on the environment, or None.
+        local_size_of: reads the local size where no variable holds it as a number; None, or what it returns as None,
+            leaves it to ``local_size``.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Launcher:
     local_rank: tuple[str, ...] = ()
     local_size: tuple[str, ...] = ()
     proves: Callable[[Mapping[str, str]], bool] | None = None
+    local_size_of: Callable[[Mapping[str, str]], int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,27 @@ def _inside_srun(environ: Mapping[str, str]) -> bool:
     """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < _FIRST_SPECIAL_SLURM_STEP
+
+
+_TASKS_OF_HOSTS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+
+
+def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
+    """How many tasks of the srun step share this host; None where Slurm does not say.
+
+    SLURM_NTASKS_PER_NODE is what the job asked for: a step of fewer tasks, or on more hosts, inherits it from the
+    ``sbatch`` script all the same.
+
+    Source: srun(1), SLURM_STEP_TASKS_PER_NODE ("4(x2),1": two hosts of 4, one of 1) and SLURM_NODEID.
+    """
+    node = environ.get("SLURM_NODEID", "")
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = _TASKS_OF_HOSTS.fullmatch(part.strip())
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
 LAUNCHERS: tuple[Launcher, ...] = (
@@ -101,13 +126,16 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
-    Launcher(
-        "PALS",
-        markers=("PALS_LOCAL_RANKID",),
-        rank=("PALS_RANKID", "PMI_RANK"),
-        size=("PMI_SIZE",),
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_size=("PALS_LOCAL_SIZE",),
+    *(
+        Launcher(
+            "PALS",
+            markers=markers,
+            rank=("PALS_RANKID", "PMI_RANK"),
+            size=("PMI_SIZE",),
+            local_rank=("PALS_LOCAL_RANKID",),
+            local_size=("PALS_LOCAL_SIZE",),
+        )
+        for markers in (("PALS_LOCAL_RANKID",), ("PALS_RANKID",), ("PALS_APID", "PMI_RANK"))  # versions differ
     ),
     Launcher(
         "Flux",
@@ -139,11 +167,29 @@ LAUNCHERS: tuple[Launcher, ...] = (
         local_rank=("SLURM_LOCALID",),
         local_size=("SLURM_NTASKS_PER_NODE",),
         proves=_inside_srun,
+        local_size_of=_tasks_on_this_node,
+    ),
+    Launcher(  # other PMI launchers, and a Hydra that says nothing of the host
+        "MPICH",
+        markers=("PMI_RANK", "PMI_SIZE"),
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+    ),
+    Launcher(  # launchers that speak torchrun's language without being torchrun
+        "torchrun",
+        markers=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        rank=("RANK",),
+        size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
     ),
 )
 
 
-KNOWN = tuple(launcher.name for launcher in LAUNCHERS)
+_SIZE_IS_THEIRS = ("horovodrun", "jsrun", "Open MPI", "MVAPICH2")
+"""Launchers whose size no batch job and no user sets: where it is left alone, the rank was lost on the way."""
+
+KNOWN = tuple(dict.fromkeys(launcher.name for launcher in LAUNCHERS))
 """The names of the launchers, for messages."""
 
 
@@ -159,25 +205,37 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
     for row in LAUNCHERS:
         if all(name in environ for name in row.markers) and (row.proves is None or row.proves(environ)):
             return _read(row, environ)
+    for row in LAUNCHERS:
+        if row.name in _SIZE_IS_THEIRS and row.size[0] in environ:
+            raise _incomplete(row, row.size[0], row.rank)
     return None
 
 
 def _read(row: Launcher, environ: Mapping[str, str]) -> Launched:
     rank, size = _number(row, row.rank, environ), _number(row, row.size, environ)
     if rank is None or (size is None and row.size):
-        missing = " or ".join(row.rank if rank is None else row.size)
-        known = ", ".join(KNOWN)
-        raise LauncherError(
-            f"{row.name} started this process ({row.markers[0]} is set) but {missing} is not set, so its rank is "
-            f"unknown; pass the launcher's whole environment on, or unset {row.markers[0]} (launchers known: {known})."
-        )
+        raise _incomplete(row, row.markers[0], row.rank if rank is None else row.size)
     if size is not None and not 0 <= rank < size:
         raise LauncherError(
             f"{row.name}: rank must be in 0 .. size-1, got {row.rank[0]}={rank} with a size of {size}; "
             "variables of two jobs are mixed in this environment."
         )
-    local_rank, local_size = _number(row, row.local_rank, environ), _number(row, row.local_size, environ)
+    local_rank, local_size = _number(row, row.local_rank, environ), _local_size(row, environ)
+    if local_size is not None and not (local_rank or 0) < local_size <= (local_size if size is None else size):
+        local_size = None  # that of an outer job: Horovod or MPI must say it
     return Launched(row.name, rank, size, local_rank, local_size)
+
+
+def _incomplete(row: Launcher, found: str, missing: tuple[str, ...]) -> LauncherError:
+    return LauncherError(
+        f"{row.name} started this process ({found} is set) but {' or '.join(missing)} is not set, so its rank is "
+        f"unknown; pass the launcher's whole environment on, or unset {found} (launchers known: {', '.join(KNOWN)})."
+    )
+
+
+def _local_size(row: Launcher, environ: Mapping[str, str]) -> int | None:
+    counted = None if row.local_size_of is None else row.local_size_of(environ)
+    return _number(row, row.local_size, environ) if counted is None else counted
 
 
 def _number(row: Launcher, names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:

@@ -27,7 +27,7 @@ class Wish:
     Attributes:
         n: number of ranks, > 0.
         command: what each rank runs.
-        launcher, ppn, depth, hosts, hostfile, variables: see ``hvdkit launch``.
+        launcher, ppn, depth, hosts, hostfile, variables, threads: see ``hvdkit launch``.
     """
 
     n: int
@@ -38,11 +38,13 @@ class Wish:
     hosts: str | None
     hostfile: Path | None
     variables: Mapping[str, str]
+    threads: int | None = None
 
     def options(self) -> list[str]:
         """The options of ``hvdkit launch`` that say so."""
         words = ["--launcher", self.launcher] if self.launcher != "auto" else []
         named = {"--ppn": self.ppn, "--depth": self.depth, "--hosts": self.hosts, "--hostfile": self.hostfile}
+        named["--threads"] = self.threads
         for option, value in named.items():
             words += [] if value is None else [option, str(value)]
         for name, value in self.variables.items():
@@ -62,10 +64,11 @@ class Wish:
             given = placement.parse(self.hosts)
         elif self.hostfile is not None:
             given = placement.read(self.hostfile)
-        placed = placement.place(self.n, self.ppn, given, environ, socket.gethostname())
+        anywhere = self.launcher in batch.PROGRAMS
+        placed = placement.place(self.n, self.ppn, given, environ, socket.gethostname(), anywhere=anywhere)
         return Request(
-            self.n, self.command, self.launcher, variables=self.variables, ppn=self.ppn or placed.ppn, depth=self.depth,
-            hosts=placed.hosts, hosts_chosen=placed.chosen,
+            self.n, self.command, self.launcher, self.threads, variables=self.variables, ppn=self.ppn or placed.ppn,
+            depth=self.depth, hosts=placed.hosts, hosts_chosen=placed.chosen,
         )  # fmt: skip
 
 
@@ -148,6 +151,8 @@ def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
         InvalidArgumentError: no such command, launcher or host, or Horovod's autotuner is on.
         LaunchError: there is nothing to launch with.
     """
+    if not wish.command:
+        raise InvalidArgumentError("No command to run was given; write it last: hvdkit tune -n 2 -- python train.py")
     environ = dict(os.environ) if environ is None else dict(environ)
     autotune = {**environ, **wish.variables}.get("HOROVOD_AUTOTUNE", "")
     if autotune not in ("", "0"):

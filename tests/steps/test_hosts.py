@@ -37,6 +37,10 @@ def test_each_batch_system_is_read(tmp_path):
     assert of_job({"COBALT_NODEFILE": str(nodefile)}) == ["x1", "x2"]
     assert of_job({"LSB_DJOB_RANKFILE": str(rankfile)}) == ["h1", "h2"]
     assert of_job({}) == []
+    rankfile.write_text("h1\nh2\n")  # plain LSF, a slot on each host
+    assert of_job({"LSB_DJOB_RANKFILE": str(rankfile)}) == ["h1", "h2"]
+    rankfile.write_text("h1\nh1\nh2\n")
+    assert of_job({"LSB_DJOB_RANKFILE": str(rankfile)}) == ["h1", "h2"]
     rankfile.write_text("only1\n")
     assert of_job({"LSB_DJOB_RANKFILE": str(rankfile)}) == ["only1"]
     with pytest.raises(LauncherError, match=r"PBS_NODEFILE names .*nowhere, which cannot be read"):

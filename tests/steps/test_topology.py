@@ -24,6 +24,9 @@ def test_recorded_environments_are_recognised(case):
 def test_a_launcher_without_its_rank_is_an_error_and_never_rank_zero():
     with pytest.raises(LauncherError, match=r"Open MPI started .* OMPI_COMM_WORLD_SIZE is not set.*known: horovodrun"):
         launchers.detect({"OMPI_COMM_WORLD_RANK": "0"})
+    for size in ("HOROVOD_SIZE", "JSM_NAMESPACE_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"):
+        with pytest.raises(LauncherError, match=rf"\({size} is set\) but \w+_RANK is not set, so its rank is unknown"):
+            launchers.detect({size: "4"})
 
 
 @pytest.mark.parametrize("rank", ["", "one", "-1", "1.5", "²"])

@@ -22,7 +22,8 @@ from hvdkit.launch.cli import launch
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").rglob("*.sh"))
 JOB = Job(2, 4, "00:30:00", ("python", "train.py", "--epochs", "3"), account="me")
-NASTY = ("python", "my train.py", 'it\'s $HOME `id` \\ "q"', "", "*", "~", "!x", "{a,b}", "#PBS -q other", "é;rm -rf /")
+NASTY = ("python", "my train.py", 'it\'s $HOME `id` \\ "q"', "", "*", "~", "!x", "{a,b}", "#PBS -q other", "é;rm -rf /",
+         "\\", "~/data", "then", "it\u2019s \u201cq\u201d")  # fmt: skip
 
 
 def job(capsys, *words):
@@ -139,7 +140,7 @@ def test_what_each_system_is_told(site_name, changes, expected):
 @pytest.mark.parametrize("site_name", site.known())
 def test_every_script_is_clean_and_launches_what_was_typed(site_name):
     asked = Job(2, 4, "00:30:00", NASTY, account="me", gpus_per_node=4, depth=2, queue="q")
-    text = script.write(asked, site.find(None, site_name), "/my venv/bin")
+    text = script.write(asked, site.find(None, site_name), "/my venv/of $USER/it's/bin")
     assert passes_bash(text) is True
     (line,) = launch_lines(text)
     options = parsed(line)
@@ -202,6 +203,13 @@ def test_no_line_of_the_command_becomes_a_line_of_the_script(capsys, word):
     assert job(capsys, *usual)[0] == 2
 
 
+def test_the_line_that_submits_can_be_pasted(capsys, tmp_path):
+    file = tmp_path / "my job.sh"
+    usual = ["--nodes", "2", "--ppn", "4", "--walltime", "00:30:00", "-o", str(file)]
+    _, _, err = job(capsys, "--system", "lsf", *usual, "--", "x")
+    assert err.endswith(f"submit it: bsub < '{file}'\n")
+
+
 def test_a_file_is_written_once_unless_forced(capsys, tmp_path):
     file = tmp_path / "job.sh"
     words = ["--system", "slurm", "--nodes", "1", "--ppn", "2", "--walltime", "0:10:00", "-o", str(file)]
@@ -236,7 +244,7 @@ def test_a_site_of_ones_own(tmp_path):
         ('system = "condor"', "'system' must be one of pbs"),
         ("system = 3", "'system' must be one of pbs"),
         ('system = "pbs"\ncolour = 1', "'colour' is not one of"),
-        ('system = "pbs"\nsetup = "module load x"', "'setup' must be a list"),
+        ('system = "pbs"\nsetup = "module load x"', "'setup' must be a list of single lines, got 'module load x'"),
         ('system = "pbs"\nsetup = [1]', "'setup' must be a list"),
         ('system = "pbs"\ndirectives = ["a\\nb"]', "'directives' must be a list of single lines"),
         ('system = "pbs"\ndepth = 0', "'depth' must be a number above 0"),

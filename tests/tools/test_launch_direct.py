@@ -51,6 +51,18 @@ def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd,
     assert capfd.readouterr().err == "ends here"
 
 
+def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monkeypatch):
+    monkeypatch.setattr(reach, "_ask", lambda host: host if host == "a" else None)
+    monkeypatch.setattr(reach, "_has_address", lambda host: not host.startswith("no"))
+    known = "no name server has an address; correct --hosts or the host file, unless ssh has such an alias.\n"
+    run("raise SystemExit(1)", ["a", "nosuch", "firewalled"])
+    assert capfd.readouterr().err == f"hvdkit launch: host nosuch is unknown: {known}"
+    run("raise SystemExit(1)", ["nosuch", "nor"])
+    assert capfd.readouterr().err == f"hvdkit launch: hosts nosuch, nor are unknown: {known}"
+    run("raise SystemExit(0)", ["nosuch"])
+    assert capfd.readouterr().err == ""
+
+
 def test_this_host_answers_and_one_without_a_name_does_not():
     assert reach.Reach(["127.0.0.1", "no-such-host.invalid"]).lost() is None
     assert reach._answering({"here": "127.0.0.1", "nowhere": "no-such-host.invalid"}) == {"here": "127.0.0.1"}

@@ -273,8 +273,8 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
 
 
 def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
-    def place(n, ppn=None, given=None, environ=SLURM):
-        placed = placement.place(n, ppn, given, environ, "n1")
+    def place(n, ppn=None, given=None, environ=SLURM, **options):
+        placed = placement.place(n, ppn, given, environ, "n1", **options)
         return [str(host) for host in placed.hosts], placed.chosen
 
     assert place(4) == (["n1:2", "n2:2"], False)
@@ -283,6 +283,8 @@ def test_ranks_are_placed_on_what_is_named_or_what_the_batch_job_has():
     assert place(4, given=[("n2.cluster", 8)]) == (["n2.cluster:8"], True)
     assert place(4, 2, [("n1", 8), ("n2", 8)]) == (["n1:2", "n2:2"], True)
     assert place(2, given=[("localhost", 2)]) == ([], True)
+    assert place(2, given=[("localhost", 2)], anywhere=True) == (["n1:2"], True)
+    assert place(2, environ={**SLURM, "SLURM_JOB_NODELIST": "n1"}, anywhere=True) == ([], False)
     assert place(2, environ={}) == ([], False)
     assert place(2, environ={**SLURM, "SLURM_JOB_NODELIST": "n1"}) == ([], False)
 

@@ -136,6 +136,14 @@ def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(caps
     assert "OMP_NUM_THREADS=1" in variables and "/venv/bin/mpirun" in words
 
 
+def test_the_threads_of_a_tuned_file_win_over_the_environment(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "tuned.json"
+    tuned.write(path, Tuned(threads=3), {})
+    _, variables, _, _ = dry_run(capsys, "--tuned", str(path))
+    assert "OMP_NUM_THREADS=3" in variables
+
+
 def test_options_win_over_the_file_and_env_over_both(capsys):
     words = ["--tuned", str(LOG), "--cycle-time-ms", "0.25", "--fusion-threshold-mb", "4.9", "--cache-capacity", "512"]
     _, variables, _, err = dry_run(capsys, *words, "--hierarchical-allreduce", "--env", "HOROVOD_CACHE_CAPACITY=7")

@@ -487,6 +487,7 @@ def test_more_ranks_than_cores_is_said(machine, capsys):
     ("words", "said"),
     [
         (["missing.py"], "missing.py"),
+        ([], "hvdkit tune -n 2 -- python train.py"),
         (["--cycle-times-ms", "fast", "train.py"], "commas"),
         (["--threads", "0", "train.py"], "1 or more"),
         (["--budget", "-1", "train.py"], "above 0"),

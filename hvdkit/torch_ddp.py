@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
-from hvdkit.steps import bootstrap, hosts, launchers, meeting
+from hvdkit.steps import bootstrap, hosts, launchers, meeting, topology
 from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
 
@@ -45,6 +45,8 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     atexit.register(_end_workers)
     launched = launchers.detect(os.environ)
+    if launched is None:
+        topology.say_alone()
     if launched is None or launched.size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return Topology(0, 1, launcher=launched.launcher if launched else "none")

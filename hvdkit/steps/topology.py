@@ -83,15 +83,20 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
     world = of(horovod, launched.launcher if launched else "none")
     if launched is None:
         if world.size == 1:
-            _LOG.warning(
-                "hvdkit: no launcher started this process (known: %s); it trains alone, as rank 0 of 1.",
-                ", ".join(launchers.KNOWN),
-            )
+            say_alone()
         return world
     if environ.get("HOROVOD_ELASTIC") == "1":  # the ranks may have changed since this process was started
         return world
     library = (loaded_mpi() or "MPI") if horovod.mpi_enabled() else "Gloo"
     return confirm(world, launched.rank, launched.size, launched.launcher, library)
+
+
+def say_alone() -> None:
+    """Log that this process trains alone, which several processes would each do if their launcher is not known."""
+    _LOG.warning(
+        "hvdkit: no launcher started this process (known: %s); it trains alone, as rank 0 of 1.",
+        ", ".join(launchers.KNOWN),
+    )
 
 
 def of(horovod: Any, launcher: str) -> Topology:

@@ -121,6 +121,7 @@ def test_a_process_ends_after_the_threads_of_its_process_group_rest():
     """PyTorch aborts a process that ends while one of them still holds a tensor."""
     done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, timeout=180)
     assert (done.stdout, done.returncode) == ("20\n", 0), done.stderr
+    assert "no launcher started this process" in done.stderr
 
 
 def test_the_ddp_example_goes_on(ranks_command, tmp_path):

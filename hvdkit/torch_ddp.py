@@ -60,7 +60,7 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     return Topology(rank, size, *met.place(rank), launched.launcher)
 
 
-def _end_workers(limit: float = 1.0) -> None:
+def _end_workers(limit: float = 30.0) -> None:
     """Leave the process group, and wait until Gloo's worker threads rest, for at most ``limit`` seconds.
 
     One that drops its last tensor while the interpreter ends needs the GIL, and the process is then aborted (PyTorch

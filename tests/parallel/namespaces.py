@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 HOSTS = 4
@@ -89,7 +90,19 @@ class Hosts:
         self._do(f"ip link set {self._outside(number)} down")
 
     def mend(self, number: int) -> None:
+        """Put it back, and wait until it and the others reach each other: addresses they gave up take a moment."""
         self._do(f"ip link set {self._outside(number)} up")
+        for other in range(HOSTS):
+            for here, there in ((number, other), (other, number)):
+                self._wait_for_answer(here, there)
+
+    def _wait_for_answer(self, here: int, there: int) -> None:
+        ask = f"import socket; socket.create_connection(('{self.addresses[there]}', 9), timeout=1)"
+        for _ in range(30):
+            command = ["ip", "netns", "exec", self.names[here], sys.executable, "-c", ask]
+            if b"ConnectionRefusedError" in subprocess.run(command, capture_output=True).stderr:
+                return
+        raise RuntimeError(f"{self.names[here]} does not reach {self.names[there]} after its link was mended")
 
     def _outside(self, number: int) -> str:
         return f"{self._prefix}v{number}"

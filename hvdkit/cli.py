@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
 import click
 
 import hvdkit
+from hvdkit.commands import group_of
 
 COMMANDS = {
     "install": ("hvdkit.install.cli:install", "Build Horovod for the frameworks found here and install it."),
@@ -19,30 +19,11 @@ COMMANDS = {
     "timeline": ("hvdkit.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
     "job": ("hvdkit.job.cli:job", "Write a batch script that starts one on several hosts."),
     "tune": ("hvdkit.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
+    "bench": ("hvdkit.bench.cli:bench", "Measure how a training scales with the number of ranks."),
 }
 
 
-class LazyGroup(click.Group):
-    """A click group whose commands are imported when they are called, so that ``--help`` stays fast."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, function = COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(module), function)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{module}:{function} is not a click command")
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=group_of(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hvdkit.__version__, prog_name="hvdkit")
 def hvdkit_command() -> None:
     """The eight steps of data-parallel training with Horovod, and the tools around them.

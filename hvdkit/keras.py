@@ -47,6 +47,7 @@ from hvdkit.keras_evaluate import evaluate
 from hvdkit.keras_metrics import AverageMetrics
 from hvdkit.keras_rates import LearningRateSchedule, Warmup
 from hvdkit.keras_seeds import seed_everything
+from hvdkit.keras_step_times import RecordSteps
 from hvdkit.keras_timeline import RecordTimeline
 from hvdkit.keras_transport import TRANSPORT
 
@@ -59,6 +60,7 @@ __all__ = [
     "ElasticCommit",
     "ElasticState",
     "LearningRateSchedule",
+    "RecordSteps",
     "RecordTimeline",
     "Topology",
     "Warmup",
@@ -372,6 +374,6 @@ def fit(
     saving = [Checkpoint(checkpoint_dir)] if checkpoint_dir is not None else []  # 6
     data = shard(train_set, world, batch_size, seed=seed)  # 7
     steps = steps_per_epoch(data.share.n_samples, batch_size, world)  # 8
-    callbacks = [AverageMetrics(world), warmup(optimizer, world, steps, warmup_epochs), *saving]
+    callbacks = [RecordSteps(), AverageMetrics(world), warmup(optimizer, world, steps, warmup_epochs), *saving]
     history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
     return [{"loss": mean} for mean in history.get("loss", [])]

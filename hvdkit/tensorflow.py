@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import device, topology
+from hvdkit.steps import device, step_times, topology
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
@@ -59,6 +59,7 @@ __all__ = [
     "init",
     "join",
     "pin_device",
+    "record_steps",
     "record_timeline",
     "run_elastic",
     "scale_lr",
@@ -68,6 +69,8 @@ __all__ = [
     "warmup",
     "weighted_loss",
 ]
+
+_Batch = TypeVar("_Batch")
 
 
 # 1 ------------------------------------------------------------------------------------------------------------------
@@ -386,6 +389,18 @@ def join(model: Any, optimizer: Any | None, world: Topology) -> int:
     return last
 
 
+def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
+    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(dataset)``.
+
+    The time in the data set is recorded apart from that of the step. Does nothing, and returns ``batches`` themselves,
+    unless HVDKIT_STEP_TIMES names a directory to write to. On a GPU, times are those of the host.
+
+    Args:
+        batches: any iterable, such as the data set of ``shard``.
+    """
+    return step_times.record_steps(batches)
+
+
 def record_timeline(
     path: str | os.PathLike[str], steps: range | None = None, *, mark_cycles: bool = False
 ) -> TimelineSteps:
@@ -446,7 +461,7 @@ def fit(
 
     losses = dict.fromkeys(range(dataset.epoch, epochs), 0.0)
     for epoch in losses:
-        for batch in dataset:
+        for batch in record_steps(dataset):
             losses[epoch] += float(train_step(*batch)) / steps
             schedule.step()
         if checkpoints is not None:

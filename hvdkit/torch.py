@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import device, topology
+from hvdkit.steps import device, step_times, topology
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
@@ -18,6 +18,7 @@ from hvdkit.steps.topology import Topology
 
 try:
     import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 except ImportError as error:
     raise MissingFrameworkError(
         "hvdkit.torch needs PyTorch, which cannot be imported; run `pip install torch`."
@@ -57,6 +58,7 @@ __all__ = [
     "init_process_group",
     "join",
     "pin_device",
+    "record_steps",
     "record_timeline",
     "run_elastic",
     "scale_lr",
@@ -67,6 +69,8 @@ __all__ = [
     "warmup",
     "weighted_loss",
 ]
+
+_Batch = TypeVar("_Batch")
 
 
 # 1 ------------------------------------------------------------------------------------------------------------------
@@ -395,6 +399,23 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world:
     return last
 
 
+def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
+    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
+
+    The time in the loader is recorded apart from that of the step, and in it when the gradients were there and the
+    wait for other ranks began (the first ``step()`` of an optimizer). Does nothing, and returns ``batches`` themselves,
+    unless HVDKIT_STEP_TIMES names a directory to write to. On a GPU, times are those of the host.
+
+    Args:
+        batches: any iterable, such as the loader of ``shard``.
+    """
+    return step_times.record_steps(batches, _mark_optimizer_steps)
+
+
+def _mark_optimizer_steps(recorder: step_times.Recorder) -> None:
+    register_optimizer_step_pre_hook(lambda *_: recorder.ready())
+
+
 def record_timeline(
     path: str | os.PathLike[str], steps: range | None = None, *, mark_cycles: bool = False
 ) -> TimelineSteps:
@@ -448,7 +469,7 @@ def fit(
     history = []
     for epoch in range(loader.epoch, epochs):
         total = 0.0
-        for x, y, *weights in loader:
+        for x, y, *weights in record_steps(loader):
             optimizer.zero_grad()
             batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
             batch_loss.backward()  # type: ignore[no-untyped-call]

@@ -158,7 +158,7 @@ def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
     if autotune not in ("", "0"):
         raise InvalidArgumentError(
             f"HOROVOD_AUTOTUNE={autotune} has Horovod change the settings while they are measured; unset it, or use "
-            "'hvdkit launch --autotune-log' and '--tuned' instead of 'hvdkit tune'."
+            "'hvdkit launch --autotune-log', and '--tuned' afterwards."
         )
     request = wish.request(environ)
     python = facts.own_python()

@@ -1,0 +1,200 @@
+"""What the measurements mean: speed-up, efficiency, fitted laws, and what cannot be told."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdkit.bench import intervals, laws
+from hvdkit.bench.intervals import Estimate
+from hvdkit.bench.measurement import Parts, Slowest
+from hvdkit.bench.results import STEPS, Measured, Results
+
+_MUCH_WAIT = 0.05
+"""Share of a step from which on the wait for slower ranks is said aloud."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of ranks.
+
+    Attributes:
+        ranks: the number.
+        repeats: jobs that count.
+        failed: jobs that do not.
+        oversubscribed: more ranks than cores.
+        seconds: of a step (weak scaling) or of all the work (strong scaling), the median of the repeats; None where no
+            job counts, as are the next two.
+        speedup: work per second compared with the smallest number of ranks.
+        efficiency: speed-up divided by how many times as many ranks there are.
+        step_s, parts, slowest: of the repeat with the median step; None without recorded steps.
+        startup_s, first_step_s: medians of the repeats; None without recorded steps.
+    """
+
+    ranks: int
+    repeats: int
+    failed: int
+    oversubscribed: bool
+    seconds: Estimate | None = None
+    speedup: Estimate | None = None
+    efficiency: Estimate | None = None
+    step_s: float | None = None
+    startup_s: float | None = None
+    first_step_s: float | None = None
+    parts: Parts | None = None
+    slowest: Slowest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What was found.
+
+    Attributes:
+        mode: "strong" or "weak".
+        measure: what was compared, ``results.STEPS`` or ``results.CLOSING_LINE``; "" when there is nothing.
+        rows: by number of ranks.
+        fits: the laws, without oversubscribed points.
+        notes: full sentences: what a reader should know.
+    """
+
+    mode: str
+    measure: str
+    rows: tuple[Row, ...]
+    fits: tuple[laws.Fit, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """For a program."""
+        return {
+            "mode": self.mode,
+            "measure": self.measure,
+            "confidence": intervals.CONFIDENCE,
+            "rows": [asdict(row) for row in self.rows],
+            "fits": [
+                {**asdict(fit), "residuals": [{"ranks": n, "relative": r} for n, r in fit.residuals.items()]}
+                for fit in self.fits
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def analyse(results: Results) -> Analysis:
+    """Everything that follows from the results so far; the intervals are the same for the same results."""
+    rng = np.random.default_rng(results.subject.asked["seed"])
+    samples = results.samples()
+    crowded = {launch["ranks"] for launch in results.subject.launches if launch["oversubscribed"]}
+    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.subject.asked["ranks"])
+    fitted = {n: seconds for n, seconds in samples.items() if n not in crowded}
+    fits = tuple(laws.fits(results.mode, fitted, rng))
+    notes = [
+        *results.subject.notes,
+        *_notes_of_failures(results),
+        *_notes_of_crowding(rows, results.subject.environment["cores"]),
+        *_notes_of_noise(results.mode, samples, rng),
+        *_notes_of_fits(fits),
+        *_notes_of_waits(rows),
+    ]
+    return Analysis(results.mode, results.measure, rows, fits, tuple(notes))
+
+
+def _row(results: Results, n: int, samples: dict[int, list[float]], crowded: bool, rng: np.random.Generator) -> Row:
+    counted = [job for job in results.counted() if job.ranks == n]
+    failed = sum(job.ranks == n and job.failure is not None for job in results.jobs)
+    row = Row(n, len(counted), failed, crowded)
+    if n not in samples:
+        return row
+    base = min(samples)
+    more = n / base if results.mode == "weak" else 1.0
+    speedup = Estimate(1.0, 1.0, 1.0) if n == base else intervals.ratio(samples[base], samples[n], rng, more)
+    return replace(
+        row,
+        seconds=intervals.median(samples[n], rng),
+        speedup=speedup,
+        efficiency=speedup.scaled(base / n),
+        **(_of_steps(counted) if results.measure == STEPS else {}),
+    )
+
+
+def _of_steps(counted: Sequence[Measured]) -> dict[str, Any]:
+    steps = sorted((job.steps for job in counted if job.steps is not None), key=lambda steps: steps.step_s)
+    middle = steps[(len(steps) - 1) // 2]
+    return {
+        "step_s": middle.step_s,
+        "startup_s": statistics.median(one.startup_s for one in steps),
+        "first_step_s": statistics.median(one.first_step_s for one in steps),
+        "parts": middle.parts,
+        "slowest": middle.slowest,
+    }
+
+
+def _notes_of_failures(results: Results) -> list[str]:
+    return [
+        f"Repeat {job.repeat + 1} on {ranks_text(job.ranks)} failed and is left out: it {job.failure}"
+        for job in results.jobs
+        if job.failure is not None
+    ]
+
+
+def _notes_of_crowding(rows: Sequence[Row], cores: int) -> list[str]:
+    crowded = [str(row.ranks) for row in rows if row.oversubscribed]
+    if not crowded:
+        return []
+    return [
+        f"More ranks than the {cores} usable cores (*): {', '.join(crowded)}; how the ranks contend for cores is what "
+        "is measured there, so no law is fitted to these points."
+    ]
+
+
+def _notes_of_noise(mode: str, samples: dict[int, list[float]], rng: np.random.Generator) -> list[str]:
+    notes = []
+    ranks = sorted(samples)
+    least = min(map(len, samples.values()), default=0)
+    if least == 1:
+        notes.append("One repeat says nothing about noise: there are no intervals; give --repeats 5 or more.")
+    elif 1 < least < intervals.ENOUGH_REPEATS:
+        share = 1 - 2 ** (1 - least)
+        notes.append(
+            f"With {least} repeats the interval of a median is their range at most, which holds the median of many in "
+            f"{100 * share:.0f} % of cases, not 95; give --repeats {intervals.ENOUGH_REPEATS} or more."
+        )
+    for fewer, more in itertools.pairwise(ranks):
+        gain = intervals.ratio(samples[fewer], samples[more], rng, more / fewer if mode == "weak" else 1.0)
+        if gain.low is not None and gain.high is not None and gain.low <= 1 <= gain.high:
+            notes.append(
+                f"Noise: cannot tell {fewer} from {more} ranks apart; the speed-up from one to the other is "
+                f"{gain.value:.2f}, interval {gain.low:.2f} to {gain.high:.2f}. More repeats may tell."
+            )
+    return notes
+
+
+def _notes_of_fits(fits: Sequence[laws.Fit]) -> list[str]:
+    exact = [fit.name for fit in fits if fit.exact]
+    if not exact:
+        return []
+    return [
+        f"{' and '.join(exact)}: as many parameters as points, so that the fit passes through them whatever the truth "
+        "is; measure at more numbers of ranks to test it."
+    ]
+
+
+def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
+    notes = []
+    for row in rows:
+        if row.parts is None or row.slowest is None or row.step_s is None or row.slowest.share <= 0.5:
+            continue
+        if row.parts.wait >= _MUCH_WAIT * row.step_s:
+            notes.append(
+                f"On {row.ranks} ranks, rank {row.slowest.rank} is the slowest in {100 * row.slowest.share:.0f} % of "
+                f"the steps; a rank waits {1000 * row.parts.wait:.3g} ms of {1000 * row.step_s:.3g} ms for slower ones."
+            )
+    return notes
+
+
+def ranks_text(n: int) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return "1 rank" if n == 1 else f"{n} ranks"

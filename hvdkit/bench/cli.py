@@ -1,0 +1,25 @@
+"""The command ``hvdkit bench``: a table of subcommands, each imported when it is used."""
+
+from __future__ import annotations
+
+import click
+
+from hvdkit.commands import group_of
+
+SUBCOMMANDS = {
+    "scaling": ("hvdkit.bench.scaling_cli:scaling", "Run a training on 1, 2, 4 ... ranks: how much faster is it?"),
+    "show": ("hvdkit.bench.scaling_cli:show", "Print what `scaling` measured, once more or in another form."),
+    "compare": ("hvdkit.bench.comparison_cli:compare", "Say whether a second result is slower than a first one."),
+}
+
+
+@click.group(cls=group_of(SUBCOMMANDS))
+def bench() -> None:
+    """Measure how a training scales, with intervals that say how sure the numbers are.
+
+    \b
+      hvdkit bench scaling -n 1,2,4 -o results.json -- python train.py
+      hvdkit bench compare before.json results.json --fail-below 0.95
+
+    Each subcommand has its own --help with an example.
+    """

@@ -1,0 +1,141 @@
+"""One job: seconds per step, where they go, and what came before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.errors import DataError
+from hvdkit.steps.step_times import RankTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Where a step goes: seconds per step, the mean over steps and ranks; the parts add up to the step.
+
+    Attributes:
+        input: until the batch was there.
+        compute: the rank's own work; where ``communication`` is None, with the exchange and the wait inside of it.
+        communication: after the last rank was ready, the update of the weights with it; None where the ranks did not
+            say when they were.
+        wait: for ranks that were slower in this step.
+    """
+
+    input: float
+    compute: float
+    communication: float | None
+    wait: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """The rank that was most often the last of a step.
+
+    Attributes:
+        rank: which.
+        share: of the steps, from 0 to 1.
+    """
+
+    rank: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of one job, without the warm-up.
+
+    Attributes:
+        count: steps of one rank, the warm-up included.
+        step_s: mean seconds of a step, each as long as that of its slowest rank.
+        median_s, p95_s: of the same steps.
+        startup_s: from the start of the job until its last rank asked for its first batch.
+        first_step_s: of the first step.
+        parts: see ``Parts``.
+        slowest: None with one rank.
+    """
+
+    count: int
+    step_s: float
+    median_s: float
+    p95_s: float
+    startup_s: float
+    first_step_s: float
+    parts: Parts
+    slowest: Slowest | None
+
+
+def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps: int) -> Steps:
+    """What the steps that all ranks of a job recorded say.
+
+    A step ends on all ranks at the same time, when they exchange gradients: clocks of different hosts are compared
+    nowhere but in ``startup_s``.
+
+    Args:
+        times: of each rank, by rank.
+        ranks: how many the job had.
+        started: when the job was started, seconds since the epoch of Unix.
+        warmup_steps: how many of the first steps are left out, >= 0.
+    Raises:
+        DataError: ranks are missing, took different numbers of steps, or too few.
+    """
+    counts = [len(rank.steps) for rank in times]
+    if [rank.rank for rank in times] != list(range(ranks)):
+        raise DataError(f"recorded the steps of ranks {[rank.rank for rank in times]}, not of {ranks} ranks")
+    if len(set(counts)) > 1:
+        raise DataError(f"its ranks took different numbers of steps: {counts}")
+    if counts[0] <= warmup_steps:
+        raise DataError(
+            f"took {counts[0]} steps, of which {warmup_steps} are warm-up; train longer, or lower --warmup-steps"
+        )
+    table = np.array(
+        [[(s.asked, s.given, np.nan if s.ready is None else s.ready, s.ended) for s in rank.steps] for rank in times]
+    )
+    whole = table[:, :, 3] - table[:, :, 0]
+    slowest = whole.max(axis=0)
+    kept = slowest[warmup_steps:]
+    return Steps(
+        count=counts[0],
+        step_s=float(kept.mean()),
+        median_s=float(np.median(kept)),
+        p95_s=float(np.percentile(kept, 95)),
+        startup_s=max(0.0, float(table[:, 0, 0].max()) - started),
+        first_step_s=float(slowest[0]),
+        parts=_parts(table[:, warmup_steps:], kept),
+        slowest=_slowest(table[:, warmup_steps:]) if ranks > 1 else None,
+    )
+
+
+def _parts(table: NDArray[np.float64], slowest: NDArray[np.float64]) -> Parts:
+    """Ranks that are ready sooner than the last one wait for it; the rest of the step is common to all."""
+    asked, given, ready, ended = np.moveaxis(table, 2, 0)
+    waiting = given - asked
+    if np.isnan(ready).any():
+        return Parts(
+            float(waiting.mean()), float((ended - given).mean()), None, float((slowest - (ended - asked)).mean())
+        )
+    own = ready - asked
+    last = own.max(axis=0)
+    return Parts(
+        input=float(waiting.mean()),
+        compute=float((ready - given).mean()),
+        communication=float((slowest - last).mean()),
+        wait=float((last - own).mean()),
+    )
+
+
+def _slowest(table: NDArray[np.float64]) -> Slowest:
+    asked, _, ready, ended = np.moveaxis(table, 2, 0)
+    own = ended - asked if np.isnan(ready).any() else ready - asked
+    times = np.bincount(own.argmax(axis=0), minlength=len(table))
+    return Slowest(int(times.argmax()), float(times.max() / times.sum()))
+
+
+def from_json(value: dict[str, Any]) -> Steps:
+    """The inverse of ``dataclasses.asdict``."""
+    slowest = value["slowest"]
+    parts = Parts(**value["parts"])
+    return Steps(**{**value, "parts": parts, "slowest": None if slowest is None else Slowest(**slowest)})

@@ -1,0 +1,117 @@
+"""Which job runs next, and what becomes of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit.bench.measurement import Steps, measure
+from hvdkit.bench.results import Measured, Results
+from hvdkit.bench.subject import Asked
+from hvdkit.errors import DataError, LaunchError
+from hvdkit.steps import step_times
+from hvdkit.tune.jobs import Job, Launch
+from hvdkit.tune.space import DEFAULT
+
+Run = Callable[[int], tuple[Job, Steps | None]]
+"""Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Runs jobs through ``hvdkit launch`` and reads what their ranks recorded.
+
+    Attributes:
+        command: what each rank runs.
+        options: of ``hvdkit launch``.
+        warmup_steps: first steps that are left out.
+        directory: where the ranks write for the while; on several hosts, shared by all.
+        timeout_s: seconds after which a job has failed; None for no limit.
+    """
+
+    command: Sequence[str]
+    options: Sequence[str]
+    warmup_steps: int
+    directory: Path
+    timeout_s: float | None = None
+
+    def __call__(self, ranks: int) -> tuple[Job, Steps | None]:
+        """Run one job.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C; the job was ended.
+        """
+        with tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-") as folder:
+            told = f"{step_times.VARIABLE}={Path(folder).absolute()}"
+            started = time.time()
+            job = Launch(ranks, self.command, (*self.options, "--env", told))(DEFAULT, self.timeout_s)
+            if job.failure is not None:
+                return job, None
+            try:
+                times = step_times.read(Path(folder))
+                return job, measure(times, ranks, started, self.warmup_steps) if times else None
+            except DataError as error:
+                return Job(job.wall_s, job.closing_s, str(error)), None
+
+
+def order(asked: Asked) -> list[tuple[int, int]]:
+    """The jobs, (ranks, repeat), in the order of running: every round has each number of ranks once, at random."""
+    rng = np.random.default_rng(asked.seed)
+    return [
+        (asked.ranks[index], repeat) for repeat in range(asked.repeats) for index in rng.permutation(len(asked.ranks))
+    ]
+
+
+class Watcher:
+    """Is told what happens; this one tells nobody."""
+
+    def begins(self, ranks: int, repeat: int, done: int, total: int) -> None:
+        """A job begins; ``done`` of ``total`` are done."""
+
+    def says(self, sentence: str) -> None:
+        """Something a user should know."""
+
+
+def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], watcher: Watcher | None = None) -> None:
+    """Run the jobs that are still missing.
+
+    Args:
+        asked: what is to be measured.
+        run: runs one job.
+        results: what is measured already; the others are added.
+        keep: is called after every job.
+        watcher: is told what happens.
+    Raises:
+        LaunchError: every job of the first round failed, so that nothing can be compared.
+    """
+    watcher = watcher or Watcher()
+    jobs = order(asked)
+    done = {(job.ranks, job.repeat) for job in results.jobs}
+    if done:
+        watcher.says(f"goes on after {len(done)} of {len(jobs)} jobs that are measured already")
+    for ranks, repeat in jobs:
+        if (ranks, repeat) in done:
+            continue
+        watcher.begins(ranks, repeat, len(results.jobs), len(jobs))
+        job, steps = run(ranks)
+        measured = Measured(ranks, repeat, job.wall_s, job.closing_s, steps, job.failure or _useless(job, steps))
+        results.jobs.append(measured)
+        keep()
+        if measured.failure is not None:
+            watcher.says(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
+        if len(results.jobs) == len(asked.ranks) and not results.counted():
+            raise LaunchError("Every job of the first round failed, so that nothing can be compared.")
+
+
+def _useless(job: Job, steps: Steps | None) -> str | None:
+    if steps is not None or (job.closing_s is not None and job.closing_s > 0):
+        return None
+    return (
+        "neither recorded its steps (record_steps of the adapters) nor printed 'Hvd Procs N Total time: X second' "
+        "with a time above 0"
+    )

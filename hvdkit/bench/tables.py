@@ -1,0 +1,137 @@
+"""What was found, as a table for a terminal, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from hvdkit.bench.analysis import Analysis, Row
+from hvdkit.bench.intervals import Estimate
+from hvdkit.bench.laws import Fit
+from hvdkit.bench.results import STEPS
+
+_PARTS = ("ranks", "step ms", "input", "compute", "communication", "wait", "start-up s", "first step s")
+
+
+def show(analysis: Analysis, console: Console) -> None:
+    """Print it for a reader."""
+    for title, names, rows in _tables(analysis):
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for name in names:
+            table.add_column(name, justify="right" if name != "fit" else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for note in analysis.notes:
+        console.print(f"- {note}", soft_wrap=True)
+
+
+def markdown(analysis: Analysis) -> str:
+    """The same tables in Markdown."""
+    blocks = []
+    for title, names, rows in _tables(analysis):
+        lines = [f"**{title}**", "", _line(names), _line(["---" if name == "fit" else "---:" for name in names])]
+        blocks.append("\n".join([*lines, *map(_line, rows)]))
+    notes = [f"- {_escaped(note)}" for note in analysis.notes]
+    return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])])
+
+
+def comma_separated(analysis: Analysis) -> str:
+    """One line for each number of ranks; empty where something is not known."""
+    names = ["ranks", "repeats", "failed", "oversubscribed"]
+    for name in ("seconds", "speedup", "efficiency"):
+        names += [name, f"{name}_low", f"{name}_high"]
+    names += ["step_s", "startup_s", "first_step_s", "input_s", "compute_s", "communication_s", "wait_s"]
+    names += ["slowest_rank", "slowest_share"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for row in analysis.rows:
+        words: list[object] = [row.ranks, row.repeats, row.failed, int(row.oversubscribed)]
+        for estimate in (row.seconds, row.speedup, row.efficiency):
+            words += [None] * 3 if estimate is None else [estimate.value, estimate.low, estimate.high]
+        words += [row.step_s, row.startup_s, row.first_step_s]
+        parts = row.parts
+        words += [None] * 4 if parts is None else [parts.input, parts.compute, parts.communication, parts.wait]
+        words += [None] * 2 if row.slowest is None else [row.slowest.rank, row.slowest.share]
+        writer.writerow(words)
+    return text.getvalue()
+
+
+def _tables(analysis: Analysis) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    seconds = "step ms" if analysis.mode == "weak" and analysis.measure == STEPS else "seconds"
+    factor = 1000 if seconds == "step ms" else 1
+    title = f"{analysis.mode.capitalize()} scaling, by {_measure(analysis)}; medians with 95 % intervals"
+    names = ("ranks", "repeats", seconds, "speed-up", "efficiency")
+    tables: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        (title, names, [_row(row, factor) for row in analysis.rows])
+    ]
+    with_parts = [row for row in analysis.rows if row.parts is not None]
+    if with_parts:
+        inside = any(row.parts.communication is None for row in with_parts if row.parts is not None)
+        what = "compute holds communication and wait for ranks that were slow inside a step" if inside else "mean ms"
+        tables.append((f"Where a step goes ({what})", _PARTS, [_part_row(row) for row in with_parts]))
+    if analysis.fits:
+        tables.append(("Fitted laws", ("fit", "parameters", "residuals"), [_fit_row(fit) for fit in analysis.fits]))
+    return tables
+
+
+def _measure(analysis: Analysis) -> str:
+    if not analysis.measure:
+        return "nothing, since no job counts"
+    if analysis.measure != STEPS:
+        return "the closing line"
+    return "the time of a step" if analysis.mode == "weak" else "the time of all steps"
+
+
+def _row(row: Row, factor: float) -> list[str]:
+    repeats = f"{row.repeats} ({row.failed} failed)" if row.failed else str(row.repeats)
+    seconds = "-" if row.seconds is None else interval(row.seconds.scaled(factor))
+    words = ["-" if estimate is None else interval(estimate) for estimate in (row.speedup, row.efficiency)]
+    return [f"{row.ranks}*" if row.oversubscribed else str(row.ranks), repeats, seconds, *words]
+
+
+def _part_row(row: Row) -> list[str]:
+    parts = row.parts
+    if parts is None:
+        return [str(row.ranks)]
+    inside = [parts.input, parts.compute, parts.communication, parts.wait]
+    return [
+        str(row.ranks),
+        *("-" if seconds is None else f"{1000 * seconds:.4g}" for seconds in (row.step_s, *inside)),
+        *("-" if seconds is None else f"{seconds:.3g}" for seconds in (row.startup_s, row.first_step_s)),
+    ]
+
+
+def _fit_row(fit: Fit) -> list[str]:
+    parameters = ", ".join(f"{name} {interval(estimate)}" for name, estimate in fit.parameters.items())
+    residuals = ", ".join(f"{n}: {100 * residual:+.1f} %" for n, residual in fit.residuals.items())
+    return [f"{fit.name}: {fit.formula}", parameters, residuals]
+
+
+def interval(estimate: Estimate) -> str:
+    """``1.92 [1.88, 1.95]``, or the value alone."""
+    if estimate.low is None or estimate.high is None or estimate.low == estimate.high == estimate.value:
+        return _short(estimate.value)
+    return f"{_short(estimate.value)} [{_short(estimate.low)}, {_short(estimate.high)}]"
+
+
+def _short(value: float) -> str:
+    return (
+        f"{value:.3g}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.2e}" if value < 1 else f"{value:.0f}"
+    )
+
+
+def _line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_escaped, words))} |"
+
+
+def _escaped(text: str) -> str:
+    """A text that Markdown shows as it is."""
+    for sign in "\\`*_[]<>|":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())

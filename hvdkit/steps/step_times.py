@@ -1,0 +1,211 @@
+"""When every step of a training begins and ends on this rank, for ``hvdkit bench``; nothing unless it asks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from hvdkit.errors import DataError
+from hvdkit.steps import launchers
+
+VARIABLE = "HVDKIT_STEP_TIMES"
+"""Environment variable with the directory to which every rank writes; unset or empty: nothing is recorded."""
+_MARK = "step times"
+_VERSION = 1
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank; seconds since the epoch of Unix, on a clock that never goes back within a process.
+
+    Attributes:
+        asked: the batch was asked for; the step before had ended.
+        given: the batch was there.
+        ready: the gradients were there, and the rank began to wait for the others; None where nobody said so.
+        ended: the step was complete.
+    """
+
+    asked: float
+    given: float
+    ready: float | None
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one rank wrote."""
+
+    rank: int
+    steps: tuple[Step, ...]
+
+
+class Recorder:
+    """Writes the steps of one process to ``rank-R.jsonl`` in a directory; a failure to write never ends a training.
+
+    Args:
+        directory: where to write.
+        rank: of this process.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], rank: int) -> None:
+        self._path = Path(directory) / f"rank-{rank}.jsonl"
+        self._rank = rank
+        self._offset = time.time() - time.perf_counter()
+        self._asked = self._given = 0.0
+        self._ready: float | None = None
+        self._open = False
+        self._steps: list[tuple[float, float, float | None, float]] = []
+        self._begun = False
+
+    def asked(self) -> None:
+        """The next batch is asked for; a step that is open ends here."""
+        now = time.perf_counter()
+        self._end(now)
+        self._asked = now
+
+    def given(self) -> None:
+        """The batch is there: the step begins to work."""
+        self._given = time.perf_counter()
+        self._ready = None
+        self._open = True
+
+    def ready(self) -> None:
+        """This rank's part of the step is computed; the first call in a step counts."""
+        if self._open and self._ready is None:
+            self._ready = time.perf_counter()
+
+    def finished(self) -> None:
+        """No further batch for now (the end of an epoch): write what there is."""
+        self._end(time.perf_counter())
+        self._write()
+
+    def _end(self, now: float) -> None:
+        if self._open:
+            self._steps.append((self._asked, self._given, self._ready, now))
+            self._open = False
+
+    def _write(self) -> None:
+        lines = [] if self._begun else [json.dumps({"hvdkit": _MARK, "version": _VERSION, "rank": self._rank})]
+        for times in self._steps:
+            lines.append(json.dumps([None if at is None else round(self._offset + at, 7) for at in times]))
+        self._steps = []
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+            self._begun = True
+        except OSError as error:
+            warnings.warn(f"the times of the steps are lost: {self._path}: {error.strerror}", stacklevel=3)
+
+
+class RecordedSteps(Generic[_T]):
+    """An iterable whose every turn of the loop is recorded as a step; has a length where the batches have one."""
+
+    def __init__(self, batches: Iterable[_T], recorder: Recorder) -> None:
+        self._batches = batches
+        self._recorder = recorder
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        if not isinstance(self._batches, Sized):
+            raise TypeError(f"{type(self._batches).__name__} has no length")
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is that of the batches."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __iter__(self) -> Iterator[_T]:
+        """One epoch."""
+        recorder = self._recorder
+        try:
+            recorder.asked()
+            for batch in self._batches:
+                recorder.given()
+                yield batch
+                recorder.asked()
+        finally:
+            recorder.finished()
+
+
+_recorder: Recorder | None = None
+
+
+def recorder() -> Recorder | None:
+    """The recorder of this process; None when the environment does not ask for one.
+
+    Raises:
+        LauncherError: the launcher's environment is incomplete.
+    """
+    global _recorder
+    directory = os.environ.get(VARIABLE)
+    if not directory:
+        return None
+    if _recorder is None:
+        launched = launchers.detect(os.environ)
+        _recorder = Recorder(directory, 0 if launched is None else launched.rank)
+    return _recorder
+
+
+def record_steps(batches: Iterable[_T], on_record: Callable[[Recorder], Any] | None = None) -> Iterable[_T]:
+    """The inside of an adapter's ``record_steps``: ``batches`` themselves when nothing is to be recorded.
+
+    Args:
+        batches: any iterable of batches.
+        on_record: is called once per process with the recorder, to have ``ready`` called by the framework.
+    """
+    first = _recorder is None
+    found = recorder()
+    if found is None:
+        return batches
+    if first and on_record is not None:
+        on_record(found)
+    return RecordedSteps(batches, found)
+
+
+def ready() -> None:
+    """Say that this rank's gradients are there and that it only waits for the others from now on.
+
+    Without it the wait for slower ranks counts as part of the computation. Does nothing unless steps are recorded.
+    """
+    if _recorder is not None:
+        _recorder.ready()
+
+
+def read(directory: Path) -> list[RankTimes]:
+    """What the ranks wrote to a directory, by rank; empty when none wrote anything.
+
+    Raises:
+        DataError: a file that is not what a rank writes.
+    """
+    return sorted((_read(path) for path in directory.glob("rank-*.jsonl")), key=lambda times: times.rank)
+
+
+def _read(path: Path) -> RankTimes:
+    try:
+        header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if header["hvdkit"] != _MARK or header["version"] != _VERSION:
+            raise ValueError(f"the first line is {header!r}")
+        steps = tuple(Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3])) for line in lines)
+        return RankTimes(int(header["rank"]), steps)
+    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise DataError(f"{path} is not a file of step times (version {_VERSION}) or not complete: {error}.") from error
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"a time is {value!r}")
+    return float(value)
+
+
+def _ready(value: Any) -> float | None:
+    return None if value is None else _seconds(value)

@@ -1,0 +1,356 @@
+"""``hvdkit bench scaling`` on jobs that are only numbers: what it measures, keeps, finds and says."""
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from bench_machine import Machine
+
+import hvdkit.bench
+from hvdkit import cli
+from hvdkit.bench import results
+from hvdkit.bench.scaling import order
+from hvdkit.bench.subject import Asked
+from hvdkit.launch import facts
+from hvdkit.launch.model import Facts, Horovod, Mpi
+from hvdkit.tune.jobs import Launch
+
+SERIAL = 0.1
+SCHEMA = json.loads((Path(hvdkit.bench.__file__).parent / "schema.json").read_text())
+
+
+def amdahl(n):
+    return 0.01 * (SERIAL + (1 - SERIAL) / n)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Have jobs run on a machine of numbers, with 4 cores, Open MPI and train.py."""
+
+    def use(machine, cores=4):
+        found = Facts(
+            cores, False, Path("/venv/bin/python"), os.environ["PATH"], Horovod(mpi=True, gloo=True),
+            Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), Path("/venv/bin/horovodrun"),
+        )  # fmt: skip
+        monkeypatch.setattr(facts, "gather", lambda request, environ: found)
+        monkeypatch.setattr(Launch, "__call__", machine.launch_method())
+        return machine
+
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in ("OMP_NUM_THREADS", "HOROVOD_AUTOTUNE", "HOROVOD_CYCLE_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    return use
+
+
+def bench(*words, ranks="1,2,4"):
+    return cli.run(["bench", "scaling", "-n", ranks, "-o", "results.json", "--threads", "1", *words, "--", "train.py"])
+
+
+def saved(path="results.json"):
+    return json.loads(Path(path).read_text())
+
+
+# What it finds
+
+
+def test_a_planted_serial_fraction_comes_back_within_its_interval(start):
+    inside = 0
+    for seed in range(20):
+        start(Machine(amdahl, noise=0.01, seed=seed))
+        Path("results.json").unlink(missing_ok=True)
+        assert bench() == 0
+        (fit,) = [fit for fit in saved()["summary"]["fits"] if fit["name"] == "Amdahl"]
+        found = fit["parameters"]["serial"]
+        inside += found["low"] <= SERIAL <= found["high"]
+        assert found["value"] == pytest.approx(SERIAL, abs=0.05)
+        assert found["high"] - found["low"] < 0.15
+    assert inside >= 16
+
+
+def test_a_planted_serial_fraction_of_weak_scaling_comes_back(start):
+    start(Machine(lambda n: 0.01 * n / (SERIAL + (1 - SERIAL) * n), noise=0.002))
+    assert bench("--weak") == 0
+    (fit,) = [fit for fit in saved()["summary"]["fits"] if fit["name"] == "Gustafson"]
+    assert fit["parameters"]["serial"]["value"] == pytest.approx(SERIAL, abs=0.02)
+    rows = {row["ranks"]: row for row in saved()["summary"]["rows"]}
+    assert rows[4]["speedup"]["value"] == pytest.approx(SERIAL + (1 - SERIAL) * 4, rel=0.02)
+    assert rows[4]["efficiency"]["value"] == pytest.approx((SERIAL + (1 - SERIAL) * 4) / 4, rel=0.02)
+
+
+def test_planted_contention_and_coherence_come_back(start):
+    sigma, kappa = 0.05, 0.02
+    start(Machine(lambda n: 0.01 * (1 + sigma * (n - 1) + kappa * n * (n - 1)) / n, noise=0.001), cores=8)
+    assert bench(ranks="1,2,4,8") == 0
+    (fit,) = [fit for fit in saved()["summary"]["fits"] if fit["name"] == "USL"]
+    assert fit["parameters"]["sigma"]["value"] == pytest.approx(sigma, abs=0.01)
+    assert fit["parameters"]["kappa"]["value"] == pytest.approx(kappa, abs=0.003)
+    assert all(abs(residual["relative"]) < 0.01 for residual in fit["residuals"])
+
+
+def test_strong_scaling_counts_the_steps_that_fewer_ranks_take_more_of(start):
+    machine = start(Machine(lambda n: 0.01, noise=0.001))
+    machine.count = lambda n: 5 + 40 // n
+    assert bench("--warmup-steps", "5") == 0
+    row = saved()["summary"]["rows"][-1]
+    assert row["speedup"]["value"] == pytest.approx(45 / 15, rel=0.01)
+
+
+def test_warm_up_is_left_out_and_the_first_step_is_told_apart(start):
+    start(Machine(lambda n: 0.01, noise=0.001))
+    assert bench("--weak") == 0
+    row = saved()["summary"]["rows"][0]
+    assert row["step_s"] == pytest.approx(0.01, rel=0.01)
+    assert row["first_step_s"] == pytest.approx(0.1, rel=0.01)
+    assert 1.5 < row["startup_s"] < 4
+
+
+def test_a_late_rank_is_shown_as_wait_of_the_others_and_the_parts_add_up(start, capsys):
+    machine = start(Machine(lambda n: 0.010, noise=0.001))
+    machine.late, machine.marks = {1: 0.006}, True
+    assert bench("--weak", ranks="1,2") == 0
+    row = saved()["summary"]["rows"][-1]
+    assert sum(row["parts"].values()) == pytest.approx(row["step_s"], rel=0.05)
+    assert row["parts"]["wait"] == pytest.approx(0.006 / 2, rel=0.01)
+    assert row["parts"]["communication"] == pytest.approx(0.003, rel=0.02)
+    assert row["parts"]["input"] == pytest.approx(0.001, rel=0.02)
+    assert row["slowest"] == {"rank": 1, "share": 1.0}
+    assert (
+        "On 2 ranks, rank 1 is the slowest in 100 % of the steps; a rank waits 3 ms of 16 ms" in capsys.readouterr().out
+    )
+
+
+def test_ranks_that_do_not_say_when_they_are_ready_have_no_communication(start, capsys):
+    start(Machine(amdahl))
+    assert bench() == 0
+    parts = saved()["summary"]["rows"][-1]["parts"]
+    assert parts["communication"] is None
+    assert "compute holds communication" in capsys.readouterr().out
+
+
+def test_the_closing_line_serves_where_no_steps_are_recorded(start, capsys):
+    machine = start(Machine(amdahl, noise=0.001))
+    machine.silent = True
+    assert bench() == 0
+    assert saved()["summary"]["measure"] == "closing line"
+    assert saved()["summary"]["rows"][2]["speedup"]["value"] == pytest.approx(amdahl(1) / amdahl(4), rel=0.01)
+    assert "by the closing line" in capsys.readouterr().out
+
+
+# What cannot be told
+
+
+def test_noise_is_said_aloud(start, capsys):
+    start(Machine(lambda n: 0.01 if n == 1 else 0.006, noise=0.05))
+    assert bench() == 0
+    out = capsys.readouterr().out
+    assert "cannot tell 2 from 4 ranks apart" in out
+    assert "cannot tell 1 from 2" not in out
+
+
+def test_crowded_points_are_marked_and_kept_out_of_the_fits(start, capsys):
+    start(Machine(lambda n: amdahl(n) if n < 4 else 1.0, noise=0.001), cores=2)
+    assert bench() == 0
+    out = capsys.readouterr().out
+    assert "4*" in out and "More ranks than the 2 usable cores (*): 4" in out
+    (fit,) = saved()["summary"]["fits"]
+    assert [residual["ranks"] for residual in fit["residuals"]] == [1, 2]
+    assert fit["parameters"]["serial"]["value"] == pytest.approx(SERIAL, abs=0.02)
+    assert "as many parameters as points" in out
+
+
+def test_one_repeat_has_no_interval(start, capsys):
+    start(Machine(amdahl))
+    assert bench("--repeats", "1") == 0
+    assert saved()["summary"]["rows"][1]["speedup"]["low"] is None
+    assert "One repeat says nothing about noise" in capsys.readouterr().out
+
+
+# What it keeps
+
+
+def test_one_failed_repeat_keeps_the_others_and_is_said(start, capsys):
+    machine = start(Machine(amdahl))
+    machine.fails = (5,)
+    assert bench() == 0
+    failed = [job for job in saved()["jobs"] if job["failure"]]
+    assert len(saved()["jobs"]) == 15 and len(failed) == 1
+    out, err = capsys.readouterr()
+    assert "4 (1 failed)" in out and "ValueError: broken" in out
+    assert "job 5 failed and is left out" in err
+
+
+def test_a_number_of_ranks_without_any_result_is_status_1(start):
+    machine = start(Machine(amdahl))
+    whole = machine.launch
+    machine.launch = lambda launch: whole(launch) if launch.n != 4 else machine.failed()
+    assert bench("--repeats", "2") == 1
+    assert [row["repeats"] for row in saved()["summary"]["rows"]] == [2, 2, 0]
+
+
+def test_a_first_round_of_failures_ends_it(start, capsys):
+    machine = start(Machine(amdahl))
+    machine.fails = range(1, 100)
+    assert bench() == 1
+    assert len(machine.ran) == 3
+    assert "ValueError: broken" in capsys.readouterr().err
+    machine.fails = ()
+    assert bench("--repeats", "3") == 0, "a file without any result stands in the way of nothing"
+    assert len(saved()["jobs"]) == 9
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(start, capsys):
+    machine = start(Machine(amdahl))
+    machine.interrupt_at = 7
+    assert bench() == 130
+    before = saved()["jobs"]
+    assert len(before) == 6
+    assert "the same command line goes on" in capsys.readouterr().err
+    assert bench() == 0
+    assert saved()["jobs"][:6] == before
+    assert [(job["ranks"], job["repeat"]) for job in saved()["jobs"]] == order(Asked(("train.py",), ranks=(1, 2, 4)))
+    assert len(machine.ran) == 15
+    assert bench() == 0
+    assert len(machine.ran) == 15
+
+
+@pytest.mark.parametrize("other", [["--repeats", "3"], ["--weak"], ["--warmup-steps", "2"], ["--env", "A=1"]], ids=str)
+def test_other_arguments_are_refused(start, capsys, other):
+    machine = start(Machine(amdahl))
+    assert bench() == 0
+    assert bench(*other) == 2
+    assert "cannot be mixed" in capsys.readouterr().err
+    assert len(machine.ran) == 15
+
+
+def test_another_number_of_cores_is_refused(start, capsys):
+    start(Machine(amdahl))
+    assert bench() == 0
+    start(Machine(amdahl), cores=8)
+    assert bench() == 2
+    assert "cores 4, and now it is 8" in capsys.readouterr().err
+
+
+def test_every_round_has_each_number_once_in_its_own_order():
+    jobs = order(Asked(("train.py",), ranks=(1, 2, 4, 8), repeats=6))
+    rounds = [tuple(n for n, repeat in jobs if repeat == number) for number in range(6)]
+    assert all(sorted(one) == [1, 2, 4, 8] for one in rounds)
+    assert len(set(rounds)) > 2
+
+
+def test_nothing_is_left_beside_the_file(start):
+    start(Machine(amdahl))
+    assert bench() == 0
+    assert sorted(path.name for path in Path().iterdir()) == ["results.json", "train.py"]
+
+
+# Forms
+
+
+def fitting(value, schema):
+    """A small check of a JSON schema: the words that ours uses."""
+    if "$ref" in schema:
+        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    if "const" in schema:
+        return value == schema["const"]
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = {
+        "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+        "null": type(None),
+    }  # fmt: skip
+    allowed = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if not any(
+        isinstance(value, kinds[kind]) and (kind == "boolean" or not isinstance(value, bool)) for kind in allowed
+    ):
+        return False
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties")
+        if not set(schema.get("required", ())) <= set(value) or (others is False and set(value) - set(known)):
+            return False
+        return all(fitting(inner, known.get(name, others)) for name, inner in value.items())
+    if isinstance(value, list):
+        return all(fitting(inner, schema["items"]) for inner in value)
+    return not (isinstance(value, int | float) and value < schema.get("minimum", value))
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_file_is_as_its_schema_says(start, marks):
+    machine = start(Machine(amdahl))
+    machine.fails, machine.marks, machine.interrupt_at = (4,), marks, 9
+    bench()
+    assert fitting(saved(), SCHEMA)
+    bench()
+    assert fitting(saved(), SCHEMA)
+    assert not fitting({**saved(), "host": "node17"}, SCHEMA)
+
+
+def test_hosts_and_the_home_directory_are_not_told(start, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "mallory"))
+    start(Machine(amdahl))
+    assert bench("--hosts", "gandalf:2,saruman:2", "--env", f"DATA={tmp_path}/mallory/data", "--repeats", "1") == 0
+    text = Path("results.json").read_text()
+    assert not any(name in text for name in ("gandalf", "saruman", "mallory"))
+    assert "host1:2,host2:2" in text and "~/data" in text
+
+
+def test_the_forms_say_the_same(start, capsys):
+    start(Machine(amdahl))
+    assert bench("--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert cli.run(["bench", "show", "results.json", "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [int(row["ranks"]) for row in rows] == [1, 2, 4]
+    assert float(rows[2]["speedup"]) == summary["rows"][2]["speedup"]["value"]
+    assert float(rows[2]["speedup_high"]) == summary["rows"][2]["speedup"]["high"]
+    assert cli.run(["bench", "show", "results.json", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "| ranks | repeats | seconds | speed-up | efficiency |" in out
+    assert f"{summary['rows'][2]['speedup']['value']:.3g}" in out
+
+
+def test_markdown_shows_what_a_job_printed_as_it_is(start, capsys):
+    machine = start(Machine(amdahl))
+    machine.fails = (5,)
+    machine.failure = "wrote <img src=x> | [a](b)"
+    assert bench("--markdown") == 0
+    assert "wrote \\<img src=x\\> \\| \\[a\\](b)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "1,x", "-o", "r.json", "train.py"], "numbers of ranks"),
+        (["-n", "0", "-o", "r.json", "train.py"], "numbers of ranks"),
+        (["-n", "1,2", "-o", "no/such/r.json", "train.py"], "does not exist"),
+        (["-n", "1,2", "-o", ".", "train.py"], "is a directory"),
+        (["-n", "1,2", "-o", "r.json", "missing.py"], "missing.py"),
+        (["-n", "1,2", "-o", "r.json"], "COMMAND"),
+        (["-n", "1,2", "-o", "train.py", "train.py"], "is not a file of 'hvdkit bench scaling'"),
+    ],
+)
+def test_mistakes_are_one_sentence(start, capsys, words, said):
+    machine = start(Machine(amdahl))
+    assert cli.run(["bench", "scaling", *words]) in (1, 2)
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+    assert machine.ran == []
+
+
+def test_too_few_steps_are_said(start, capsys):
+    machine = start(Machine(amdahl))
+    machine.count = lambda n: 4
+    assert bench() == 1
+    assert "took 4 steps, of which 5 are warm-up" in capsys.readouterr().err
+
+
+def test_ranks_that_are_missing_are_said(start, capsys):
+    machine = start(Machine(amdahl))
+    write = machine._write
+    machine._write = lambda directory, rank, n, step: rank == 0 and write(directory, rank, n, step)
+    assert bench() == 1
+    assert any("of 2 ranks" in (job.failure or "") for job in results.read(Path("results.json")).jobs)

@@ -41,6 +41,7 @@ from hvdkit.torch_batch_norm import average_statistics, sync_batch_norm
 from hvdkit.torch_ddp import init_process_group
 from hvdkit.torch_elastic import ElasticState, run_elastic
 from hvdkit.torch_loss import weighted_loss
+from hvdkit.torch_profile import profile
 from hvdkit.torch_seeds import seed_everything
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "init_process_group",
     "join",
     "pin_device",
+    "profile",
     "record_steps",
     "record_timeline",
     "run_elastic",

@@ -278,7 +278,7 @@ def test_the_sites_are_known_by_name_and_travel_with_the_package():
 def test_there_is_a_script_for_each_place_and_purpose():
     found = {(file.parent.name, file.stem) for file in JOBS}
     places = ("local", "polaris", "theta", "slurm", "lsf")
-    assert {(place, purpose) for place in places for purpose in ("train", "timeline", "scaling")} <= found
+    assert {(place, purpose) for place in places for purpose in ("train", "timeline", "scaling", "profile")} <= found
 
 
 @pytest.mark.parametrize("file", JOBS, ids=lambda file: f"{file.parent.name}/{file.name}")
@@ -291,7 +291,8 @@ def test_a_ready_script_is_short_clean_and_only_launches(file):
     assert commands and commands == launch_lines(text)
     for line in commands:
         options = parsed(line)
-        program, example = options["command"][:2]
+        program, *words = options["command"]
+        example = words[2] if words[:2] == ["-m", "hvdkit.torch_profile"] else words[0]
         assert program == "python" and (ROOT / example).is_file()
         assert options["ppn"] is None or options["n"] % options["ppn"] == 0
     others = [line for line in lines if line and not line.startswith(("#", "hvdkit launch ", "cd ", "export PATH="))]

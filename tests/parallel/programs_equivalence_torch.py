@@ -112,6 +112,10 @@ def everything() -> dict[str, Any]:
         "accumulation": train(world, samples=48, backward_passes_per_step=2),
         "fp16": train(world, compression="fp16"),
         "predivide": train(world, gradient_predivide_factor=2.0),
+        "one bucket": train(world, adam, bucket_mb=1),
+        "small buckets": train(world, bucket_mb=1e-4, gradient_predivide_factor=2.0),
+        "buckets with accumulation": train(world, samples=48, backward_passes_per_step=2, bucket_mb=1e-4),
+        "fp16 in buckets": train(world, compression="fp16", bucket_mb=1e-4),
         "global batch norm": train(world, batch_norm="global"),
         "local batch norm": train(world, samples=TWO_EACH, batch_norm="local"),
     }

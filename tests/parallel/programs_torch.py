@@ -160,6 +160,73 @@ def gradients(variants: list[dict[str, Any]]) -> list[list[float]]:
     return updates
 
 
+def buckets() -> dict[str, Any]:
+    """What gradients in buckets do at the edges; each answer is a gradient or what was said."""
+    world = hk.init()
+    own = 1.0 + world.rank
+
+    def make(**options: Any) -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
+        for layer in model:
+            nn.init.zeros_(layer.weight)
+        model[2].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return model, hk.distribute(optimizer, model, bucket_mb=1, **options)
+
+    def updates(model: nn.ModuleList) -> list[float]:
+        return [-weight for layer in model for weight in layer.weight.detach().reshape(-1).tolist()]
+
+    ones, found = torch.ones(1, 2), {}
+    model, optimizer = make()
+    (model[0](own * ones) + (model[1](own * ones) if world.is_root else 0)).sum().backward()
+    optimizer.step()
+    found["missing on a rank"] = updates(model)
+
+    model, optimizer = make()
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(layer(own * ones) for layer in model).sum().backward()
+        for parameter in (one for one in model.parameters() if one.grad is not None):
+            parameter.grad = parameter.grad.clone()  # as those do that replace gradients after backward
+        model[0].weight.grad = model[0].weight.grad * 2
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    found["clipped"] = updates(model)
+
+    model, optimizer = make()
+    for _ in range(2):
+        nn.Module.zero_grad(model, set_to_none=False)
+        sum(layer(own * ones) for layer in model).sum().backward()
+        optimizer.step()
+    found["zeroed in place"] = updates(model)
+
+    model, optimizer = make(backward_passes_per_step=2)
+    model[0](own * ones).sum().backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    for _ in range(2):
+        sum(layer(own * ones) for layer in model).sum().backward()
+    optimizer.step()
+    found["state loaded between passes"] = updates(model)
+
+    table = nn.Embedding(4, 2, sparse=True)
+    sparse = hk.distribute(torch.optim.SGD(table.parameters(), lr=1.0), table, bucket_mb=1)
+    try:
+        table(torch.tensor([1])).sum().backward()
+        sparse.step()
+    except hvdkit.InvalidArgumentError as error:
+        found["sparse"] = str(error)
+    for name, options in {"adasum": {"op": "adasum"}, "groups": {"groups": 1}, "size": {"bucket_mb": 0}}.items():
+        model = make_model()
+        try:
+            hk.distribute(torch.optim.SGD(model.parameters(), lr=1.0), model, **{"bucket_mb": 1, **options})
+        except hvdkit.InvalidArgumentError as error:
+            found[name] = str(error)
+    return found
+
+
 def process_set_gradients() -> dict[str, Any]:
     """Ranks 0 and 1 average among themselves; rank 2 is alone."""
     pair = hvd.ProcessSet([0, 1])

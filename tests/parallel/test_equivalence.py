@@ -19,7 +19,8 @@ pytestmark = [
 ]
 
 RANKS = (2, 3, 4)
-EXACT = ("sgd", "adam", "filler", "accumulation", "predivide", "global batch norm")
+BUCKETS = {"one bucket": "adam", "small buckets": "predivide", "buckets with accumulation": "accumulation"}
+EXACT = ("sgd", "adam", "filler", "accumulation", "predivide", "global batch norm", *BUCKETS)
 _answers: dict[tuple[str, int], list[Any]] = {}
 
 
@@ -60,6 +61,17 @@ def test_fp16_gradients_stay_within_their_rounding(on, n):
     for rank in on(n):
         off = np.linalg.norm(rank["trained"]["fp16"] - exact) / travelled
         assert 1e-7 < off < (n + 1) * 2**-11
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_gradients_in_buckets_end_with_the_weights_of_gradients_that_travel_alone(on, n):
+    for rank in on(n):
+        trained = rank["trained"]
+        for bucketed, alone in BUCKETS.items():
+            if bucketed in trained:
+                assert trained[bucketed] == pytest.approx(trained[alone], rel=1e-10, abs=1e-12), bucketed
+        if "fp16 in buckets" in trained:
+            assert 0 < differs(trained["fp16 in buckets"], trained["sgd"]) < 0.01
 
 
 @pytest.mark.parametrize("n", RANKS)

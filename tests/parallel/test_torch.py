@@ -124,3 +124,13 @@ def test_fit_on_every_sample_is_that_of_one_process(run_ranks):
     (alone,) = run_ranks(PROGRAM, "fit", 1, batch_size=8, base_lr=0.2, remainder="exact")
     for rank in run_ranks(PROGRAM, "fit", 2, batch_size=4, base_lr=0.1, remainder="exact"):
         assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-10, abs=1e-12)
+
+
+def test_gradients_in_buckets_at_the_edges(run_ranks):
+    for rank in run_ranks(PROGRAM, "buckets", 2):
+        assert rank["missing on a rank"] == [1.5, 1.5, 0.5, 0.5, 0.0, 0.0]
+        assert rank["zeroed in place"] == [3.0, 3.0, 3.0, 3.0, 0.0, 0.0]
+        assert rank["state loaded between passes"] == [3.0, 3.0, 3.0, 3.0, 0.0, 0.0]
+        assert sum(part**2 for part in rank["clipped"]) == pytest.approx(4.0)
+        for name in ("sparse", "adasum", "groups", "size"):
+            assert "bucket" in rank[name]

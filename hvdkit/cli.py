@@ -20,6 +20,7 @@ COMMANDS = {
     "job": ("hvdkit.job.cli:job", "Write a batch script that starts one on several hosts."),
     "tune": ("hvdkit.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
     "bench": ("hvdkit.bench.cli:bench", "Measure how a training scales with the number of ranks."),
+    "plan": ("hvdkit.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
 }
 
 

@@ -1,6 +1,7 @@
-"""A click group whose commands are imported when they are called, so that ``--help`` stays fast.
+"""What the command lines share: groups that import a command when it is called, and readers of options.
 
-Why this room exists: ``hvdkit`` itself and those of its commands that have subcommands work the same way.
+Why this room exists: ``hvdkit`` itself and those of its commands that have subcommands work the same way, and
+``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -43,3 +44,15 @@ class LazyGroup(click.Group):
 def group_of(commands: Mapping[str, tuple[str, str]]) -> type[LazyGroup]:
     """A group class, for ``click.group(cls=...)``, of a table: see ``LazyGroup``."""
     return type("Group", (LazyGroup,), {"table": commands})
+
+
+def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    """A click callback for ``1,2,4``: each number once, in ascending order.
+
+    Raises:
+        click.BadParameter: no numbers above 0 with commas between them.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise click.BadParameter(f"expected numbers of ranks with commas between them, like 1,2,4, got {text!r}")
+    return tuple(sorted({int(word) for word in words}))

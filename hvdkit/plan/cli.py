@@ -1,0 +1,139 @@
+"""``hvdkit plan``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.bench.intervals import Estimate
+from hvdkit.commands import numbers_of_ranks
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.plan import model, tables
+from hvdkit.steps.epochs import REMAINDERS
+from hvdkit.steps.learning_rate import RULES
+
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def _finite(above: bool) -> object:
+    def check(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
+        if not math.isfinite(value) or value < 0 or (above and value == 0):
+            raise click.BadParameter(f"expected a finite number {'above 0' if above else '>= 0'}, got {value}")
+        return value
+
+    return check
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--samples", type=click.IntRange(min=1), required=True, metavar="S", help="Samples in the training set.")
+@click.option("--batch-size", type=click.IntRange(min=1), required=True, metavar="B", help="Samples a step on a rank.")
+@click.option(
+    "--lr", type=float, callback=_finite(True), required=True, metavar="L", help="Learning rate for one process."
+)
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, metavar="E")
+@click.option(
+    "-n",
+    "ranks",
+    required=True,
+    callback=numbers_of_ranks,
+    metavar="N,...",
+    help="Numbers of ranks, such as 1,2,4,8.",
+)
+@click.option("--rule", type=click.Choice(RULES), default="linear", show_default=True, help="Scales the rate.")
+@click.option(
+    "--warmup-epochs", type=float, callback=_finite(False), default=5.0, show_default=True, metavar="W", help="0: none."
+)
+@click.option(
+    "--remainder",
+    type=click.Choice(REMAINDERS),
+    default="drop",
+    show_default=True,
+    help="What becomes of the ragged end of an epoch; all three are shown, the steps are those of this one.",
+)
+@click.option(
+    "--checkpoint-epochs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="A checkpoint after every K epochs, and after the last.",
+)
+@click.option("--parameters", type=click.IntRange(min=1), metavar="P", help="Of the model; its gradients are as many.")
+@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", show_default=True, help="Of gradients.")
+@click.option(
+    "--fit",
+    "fits",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    metavar="FILE",
+    help="Of `hvdkit emulate --json`: predict how long the allreduce of the gradients takes. May be repeated.",
+)
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the learning rate (.svg, .png).")
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def plan(
+    samples: int,
+    batch_size: int,
+    lr: float,
+    epochs: int,
+    ranks: tuple[int, ...],
+    rule: str,
+    warmup_epochs: float,
+    remainder: str,
+    checkpoint_epochs: int,
+    parameters: int | None,
+    dtype: str,
+    fits: tuple[Path, ...],
+    plot: Path | None,
+    form: str | None,
+) -> int:
+    """Say what a training will do on each of N ranks; no process is started.
+
+    Steps per epoch, global batch, samples that a remainder policy leaves out or uses twice, the learning rate with
+    its warmup, checkpoints and the size of the gradients: the numbers that hvdkit's functions will give the training.
+
+    \b
+    Examples:
+      hvdkit plan --samples 60000 --batch-size 64 --lr 0.01 --epochs 12 -n 1,2,4,8
+      hvdkit plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 8 --warmup-epochs 3 --plot rates.svg
+      hvdkit plan --samples 1281167 --batch-size 256 --lr 0.1 --epochs 90 -n 8,64 --parameters 25557032
+    """
+    gradient_bytes = None if parameters is None else parameters * _BYTES[dtype]
+    training = model.Training(
+        samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
+    )
+    predicted = _predict(fits, gradient_bytes, ranks) if fits else [None] * len(ranks)
+    rows = [model.row(training, n, seconds) for n, seconds in zip(ranks, predicted, strict=True)]
+    notes = model.notes(training, rows)
+    if plot is not None:
+        from hvdkit.plan import plot as drawing
+
+        drawing.write(plot, training, rows)
+    _print(training, rows, notes, form)
+    return 0
+
+
+def _predict(fits: Sequence[Path], gradient_bytes: int | None, ranks: Sequence[int]) -> list[Estimate | None]:
+    if gradient_bytes is None:
+        raise InvalidArgumentError("--fit needs the size of the gradients; give --parameters, too.")
+    from hvdkit.emulate import results
+    from hvdkit.predict.model import fit
+
+    costs = fit([results.read(path) for path in fits])
+    return [costs.allreduce_s(gradient_bytes, n) for n in ranks]
+
+
+def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[str], form: str | None) -> None:
+    if form == "json":
+        value = {"training": asdict(training), "rows": [row.as_json() for row in rows], "notes": list(notes)}
+        click.echo(json.dumps(value, indent=2))
+    elif form == "markdown":
+        click.echo(tables.markdown(training, rows, notes))
+    else:
+        tables.show(training, rows, notes, Console(highlight=False, markup=False))

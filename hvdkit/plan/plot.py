@@ -1,0 +1,47 @@
+"""The learning rate over the training, a curve for each number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.plan.model import Row, Training, curve
+from hvdkit.timeline.output import replacing
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise InvalidArgumentError(
+        "--plot needs the package matplotlib, which is not installed; install it with: pip install 'hvdkit[report]'"
+    ) from error
+
+FORMATS = (".svg", ".png", ".pdf")
+_POINTS = 1000
+
+
+def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
+    """Draw the learning rate over the epochs; x in epochs, so that numbers of ranks can be compared.
+
+    Raises:
+        InvalidArgumentError: a file name that does not end in one of ``FORMATS``, or no number of ranks has a step.
+        DataError: the file cannot be written.
+    """
+    if path.suffix not in FORMATS:
+        raise InvalidArgumentError(f"--plot expects a file name that ends in {', '.join(FORMATS)}, got {str(path)!r}.")
+    drawn = [row for row in rows if row.steps is not None]
+    if not drawn:
+        raise InvalidArgumentError("at no number of ranks is a step left, so there is no learning rate to plot.")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for row in drawn:
+        rates = curve(training, row)
+        every = max(1, len(rates) // _POINTS)
+        epochs = [step / (row.steps_per_epoch or 1) for step in range(0, len(rates), every)]
+        axes.plot(epochs, rates[::every], label=str(row.ranks))
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("learning rate")
+    axes.set_ylim(bottom=0)
+    axes.legend(title="ranks")
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:])

@@ -1,0 +1,128 @@
+"""``hvdkit plan``: the numbers that the training itself will get."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdkit import cli
+from hvdkit.plan import model
+from hvdkit.steps.shards import Shard
+from hvdkit.steps.topology import Topology
+
+TUTORIAL = ["--samples", "60000", "--batch-size", "512", "--lr", "0.01", "--epochs", "50", "--warmup-epochs", "3"]
+
+
+def planned(capsys, *words):
+    assert cli.run(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 9), st.sampled_from(["drop", "pad", "exact"]))
+def test_steps_and_samples_are_those_of_shard(samples, batch_size, ranks, remainder):
+    row = model.row(model.Training(samples, batch_size, 0.1, 3, remainder=remainder), ranks)
+    policy = next(one for one in row.policies if one.remainder == remainder)
+    assert row.steps_per_epoch == policy.steps
+    if policy.steps is None:
+        assert remainder == "drop" and samples < batch_size * ranks
+        return
+    shards = [Shard(samples, Topology(rank, ranks), batch_size, remainder, shuffle=False) for rank in range(ranks)]
+    assert policy.steps == len(shards[0])
+    used = [index for shard in shards for batch in shard.batches(0) if batch.weight for index in batch.indices]
+    assert len(set(used)) == samples - policy.dropped
+    assert len(used) - len(set(used)) == policy.padded
+    assert row.steps == 3 * policy.steps
+
+
+def test_the_rates_of_the_tutorials_warmup(capsys):
+    (row,) = planned(capsys, *TUTORIAL, "-n", "8")["rows"]
+    assert (row["global_batch"], row["steps_per_epoch"], row["steps"], row["lr"]) == (4096, 14, 700, 0.08)
+    assert row["warmup_lr"] == pytest.approx([0.1 / 3, 0.17 / 3, 0.08])
+    assert row["checkpoints"] == 50
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("linear", 0.04), ("sqrt", 0.02), ("none", 0.01)])
+def test_the_rule_decides_the_rate_and_whether_there_is_a_warmup(capsys, rule, lr):
+    (row,) = planned(capsys, *TUTORIAL, "-n", "4", "--rule", rule)["rows"]
+    assert row["lr"] == pytest.approx(lr)
+    assert row["warmup_steps"] == (0 if rule == "none" else 3 * row["steps_per_epoch"])
+
+
+def test_it_says_that_samples_over_size_forgets_the_batch_size(capsys):
+    assert cli.run(["plan", *TUTORIAL, "-n", "1,8"]) == 0
+    out = capsys.readouterr().out
+    assert "forgets the batch size" in out
+    assert "536 times on 8 ranks" in out
+    assert cli.run(["plan", "--samples", "64", "--batch-size", "1", "--lr", "1", "-n", "2"]) == 0
+    assert "forgets" not in capsys.readouterr().out
+
+
+def test_what_is_left_out_and_batches_that_are_too_large_are_said(capsys):
+    found = planned(capsys, *TUTORIAL, "-n", "1,64,200")
+    notes = " ".join(found["notes"])
+    assert "On 64 ranks: 'drop' leaves out 27232 samples of every epoch (45 %" in notes
+    assert "global batch of 32768 is above 8192" in notes
+    assert "On 200 ranks: 60000 samples are fewer than one global batch of 102400" in notes
+    assert "On 1 rank:" not in notes
+    assert found["rows"][2]["steps"] is None
+
+
+def test_a_training_that_ends_within_its_warmup_is_said(capsys):
+    few = ["--samples", "600", "--batch-size", "10", "--lr", "0.1", "--epochs", "2", "-n", "4"]
+    assert "ends within its warmup" in " ".join(planned(capsys, *few)["notes"])
+    assert "ends within" not in " ".join(planned(capsys, *few, "--warmup-epochs", "0")["notes"])
+
+
+def test_checkpoints_and_gradients_are_counted(capsys):
+    words = [*TUTORIAL, "-n", "2", "--checkpoint-epochs", "20", "--parameters", "1000", "--dtype", "float16"]
+    found = planned(capsys, *words)
+    assert found["rows"][0]["checkpoints"] == 3
+    assert found["training"]["gradient_bytes"] == 2000
+
+
+def test_the_curve_rises_to_the_scaled_rate_and_stays():
+    training = model.Training(640, 16, 0.1, 8, warmup_epochs=2)
+    row = model.row(training, 4)
+    rates = model.curve(training, row)
+    assert len(rates) == row.steps == 80
+    assert rates[0] == pytest.approx(0.1) and rates[20] == pytest.approx(0.4)
+    assert all(before < after for before, after in itertools.pairwise(rates[:21]))
+    assert set(rates[20:]) == {0.4}
+
+
+def test_the_plot_has_a_curve_for_each_number_of_ranks(tmp_path, capsys):
+    lines = {}
+    for ranks in ("8", "1,8"):
+        file = tmp_path / f"{ranks}.svg"
+        assert cli.run(["plan", *TUTORIAL, "-n", ranks, "--plot", str(file)]) == 0
+        lines[ranks] = file.read_text().count('id="line2d')
+    assert lines["1,8"] == lines["8"] + 2  # the curve, and its line in the legend
+    assert cli.run(["plan", *TUTORIAL, "-n", "1", "--plot", str(tmp_path / "rates.doc")]) == 2
+    assert "rates.doc" in capsys.readouterr().err
+    assert not (tmp_path / "rates.doc").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lr", "nan", "-n", "1"], "nan"),
+        (["--lr", "-0.1", "-n", "1"], "-0.1"),
+        (["--lr", "0.1", "-n", "1,x"], "1,x"),
+        (["--lr", "0.1", "-n", "0"], "'0'"),
+        (["--lr", "0.1", "-n", "1", "--warmup-epochs", "inf"], "inf"),
+        (["--lr", "0.1", "-n", "1", "--rule", "cubic"], "cubic"),
+    ],
+)
+def test_mistakes_are_one_sentence_with_status_2(capsys, words, said):
+    assert cli.run(["plan", "--samples", "100", "--batch-size", "4", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_a_prediction_needs_the_size_of_the_gradients(tmp_path, capsys):
+    file = tmp_path / "emulate.json"
+    file.write_text("{}")
+    assert cli.run(["plan", *TUTORIAL, "-n", "2", "--fit", str(file)]) == 2
+    assert "--parameters" in capsys.readouterr().err

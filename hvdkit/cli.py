@@ -20,7 +20,11 @@ COMMANDS = {
     "job": ("hvdkit.job.cli:job", "Write a batch script that starts one on several hosts."),
     "tune": ("hvdkit.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
     "bench": ("hvdkit.bench.cli:bench", "Measure how a training scales with the number of ranks."),
+    "emulate": ("hvdkit.emulate.cli:emulate", "Replay a model's collectives without the model, and time them."),
+    "predict": ("hvdkit.predict.cli:predict", "Say what a step will take on more ranks than there are."),
     "plan": ("hvdkit.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
+    "memory": ("hvdkit.memory.cli:memory", "Say what a training needs in memory, term by term."),
+    "mpi-profile": ("hvdkit.mpi_profile.cli:mpi_profile", "Read what MPI did: calls, bytes and time by routine."),
 }
 
 

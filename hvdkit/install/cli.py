@@ -12,7 +12,7 @@ from types import FrameType
 
 import click
 
-from hvdkit.errors import InstallError
+from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.install import adjustments, environment
 from hvdkit.install.adjustments import Target
 from hvdkit.install.build import build_wheel
@@ -114,6 +114,7 @@ def _install(facts: Facts, options: Options, force: bool, progress: Progress) ->
             if wheel is None:
                 wheel = build_wheel(plan, facts, cache, progress, log)
             _put_in_place(wheel, plan, facts, cache, built, progress, log)
+    _compile_mpi_recorder(plan, facts, progress)
     click.echo(_summary(plan, built, progress.seconds))
 
 
@@ -144,6 +145,18 @@ def _put_in_place(
             # What does not work where it was built is no use to anybody else.
             cache.drop(plan.key)
             raise
+
+
+def _compile_mpi_recorder(plan: Plan, facts: Facts, progress: Progress) -> None:
+    """Have what `hvdkit launch --mpi-profile` preloads ready; compute nodes often lack a compiler."""
+    if plan.mpi is None:
+        return
+    from hvdkit.mpi_profile import library
+
+    try:
+        library.ensure(plan.mpi.bin / "mpicc", facts.environ, facts.cache_directory, progress.say)
+    except HvdkitError as error:
+        progress.say(f"Note: {error}")
 
 
 def _describe(plan: Plan, facts: Facts) -> str:

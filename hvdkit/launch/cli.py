@@ -15,6 +15,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.launch import attempts, batch, direct, elastic, facts, options, placement, plan, show, tuned
 from hvdkit.launch.command import resolve
 from hvdkit.launch.model import Plan, Request
+from hvdkit.mpi_profile import recording
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
@@ -50,6 +51,7 @@ def launch(
       hvdkit launch -n 2 --dry-run --explain python train.py
       hvdkit launch -n 4 --preflight --restarts 3 -- python train.py --resume
       hvdkit launch -n 4 --tuned tuned.json -- python train.py
+      hvdkit launch -n 4 --mpi-profile profile -- python train.py
       hvdkit launch -n 8 --hosts h1:4,h2:4 -- python train.py
       hvdkit launch -n 8 --ppn 4 --depth 16 -- python train.py      (in a batch job)
       hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
@@ -76,7 +78,7 @@ def launch(
     if first and not attempts.preflight(job, facts.own_python()):
         click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
         return 1
-    return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag)
+    return _run(request, job, restarts, tagged=tag)
 
 
 def _request(
@@ -106,6 +108,8 @@ def _request(
         raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
     if skew:
         chosen, given = replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
+    if rest["mpi_profile_wait"] and rest["mpi_profile"] is None:
+        raise InvalidArgumentError("--mpi-profile-wait needs --mpi-profile, the directory that it is written to.")
     placed = _place(n, ppn, hosts, hostfile, anywhere=launcher in batch.PROGRAMS)
     return Request(
         n=n,
@@ -142,6 +146,16 @@ def _check_elastic(request: Request, *, alone: bool) -> None:
             "an elastic job is horovodrun's alone: leave --preflight, --restarts, --stall-timeout, --hosts, --hostfile "
             "and other launchers out."
         )
+
+
+def _run(request: Request, job: Plan, restarts: int, *, tagged: bool) -> int:
+    """The job, with what its MPI profile came to; its exit status."""
+    directory = request.mpi_profile
+    before = {} if directory is None else recording.prepare(directory)
+    status = attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tagged)
+    if directory is not None:
+        click.echo(f"hvdkit launch: {recording.outcome(directory, before)}", err=True)
+    return status
 
 
 def _attempt(request: Request, job: Plan, attempt: int) -> Plan:

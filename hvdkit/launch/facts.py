@@ -13,6 +13,7 @@ from hvdkit.launch import batch, mpi
 from hvdkit.launch.horovod import installed_horovod, recorded_horovod
 from hvdkit.launch.machine import usable_cores
 from hvdkit.launch.model import Facts, Horovod, Request
+from hvdkit.mpi_profile import recording
 from hvdkit.steps import hosts as job_hosts
 
 
@@ -52,6 +53,8 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
     if mpirun is not None and str(mpirun.parent) not in path.split(os.pathsep):
         path = os.pathsep.join([path, str(mpirun.parent)])  # Intel's mpirun looks for its parts there
     horovodrun = shutil.which("horovodrun", path=path)
+    records = request.mpi_profile is not None and request.launcher != "horovodrun"
+    without_mpi = request.launcher == "auto" and horovod is not None and not horovod.mpi
     return Facts(
         cores=usable_cores(),
         root=os.geteuid() == 0,
@@ -63,7 +66,19 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
         mpi4py=importlib.util.find_spec("mpi4py") is not None,
         programs=programs,
         batch=chosen,
+        mpi_recorder=_mpi_recorder(request, horovod, mpirun, environ) if records and not without_mpi else None,
     )
+
+
+def _mpi_recorder(request: Request, horovod: Horovod | None, mpirun: Path | None, environ: Mapping[str, str]) -> Path:
+    """The library that records MPI calls, for the MPI that the job runs with."""
+    own = horovod.mpi_bin if horovod is not None else None
+    mpi_bin = mpirun.parent if mpirun is not None else own
+    return recording.recorder(mpi_bin, environ, _say, dry=request.dry_run)
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"hvdkit launch: {sentence}\n")
 
 
 def _wanted(request: Request, environ: Mapping[str, str]) -> list[str]:

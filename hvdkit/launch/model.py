@@ -45,6 +45,8 @@ class Request:
         autotune_log: absolute path of the log of Horovod's autotuner, None to leave it off.
         tuned: Horovod's settings for speed; ``launcher``, ``threads`` and a batch job win over its own.
         options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned.source``.
+        mpi_profile: absolute path of the directory for the MPI profile, None for none.
+        mpi_profile_wait: it also measures how long a rank waits for the others.
         dry_run: the command line is only to be shown; the launcher may be missing.
     """
 
@@ -67,6 +69,8 @@ class Request:
     autotune_log: Path | None = None
     tuned: Tuned = field(default_factory=Tuned)
     options: Mapping[str, str] = field(default_factory=dict)
+    mpi_profile: Path | None = None
+    mpi_profile_wait: bool = False
     dry_run: bool = False
 
 
@@ -118,6 +122,7 @@ class Facts:
         mpi4py: the package is installed beside ``python``.
         programs: paths of the launchers of batch systems that are installed, by name: see ``batch.PROGRAMS``.
         batch: launcher that the batch job around this process calls for, and why; None outside, and without one.
+        mpi_recorder: the library that records MPI calls, None where none is to be recorded.
     """
 
     cores: int
@@ -130,6 +135,7 @@ class Facts:
     mpi4py: bool = False
     programs: Mapping[str, Path] = field(default_factory=dict)
     batch: tuple[str, str] | None = None
+    mpi_recorder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,10 @@ def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | 
     return file
 
 
+def _absolute(_ctx: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
 def _stall_timeout(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
     if seconds is not None and not (0 < seconds < math.inf):
         raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
@@ -108,6 +112,18 @@ OPTIONS = (
         "--skew",
         is_flag=True,
         help="Have the timeline say in every step which rank was late, at the price of slower negotiation (no cache).",
+    ),
+    click.option(
+        "--mpi-profile",
+        type=click.Path(path_type=Path, file_okay=False),
+        callback=_absolute,
+        metavar="DIR",
+        help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
+    ),
+    click.option(
+        "--mpi-profile-wait",
+        is_flag=True,
+        help="Also measure how long each rank waits in collectives for the others, by a barrier before each one.",
     ),
     click.option(
         "--autotune-log",

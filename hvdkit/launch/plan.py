@@ -10,6 +10,7 @@ from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.launch import aprun, batch, horovodrun, hydra, jsrun, open_mpi, pals, speed, srun, stall
 from hvdkit.launch.command import Command, through_mpi4py
 from hvdkit.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
+from hvdkit.mpi_profile import library, recording
 
 
 def _mpirun_line(request: Request, facts: Facts) -> LauncherLine:
@@ -95,6 +96,22 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
         limit = request.stall_timeout
         settings.append(_stall_check(limit, request.variables, environ, direct=_is_direct(name, request)))
     return settings
+
+
+def _recorded(
+    request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
+) -> tuple[Command, list[Setting]]:
+    """The command with the recorder of MPI calls preloaded into it alone, not into the launcher."""
+    before = request.variables.get("LD_PRELOAD", environ.get("LD_PRELOAD", ""))
+    words = recording.words(facts.mpi_recorder or Path(library.NAME), before)
+    script = None if command.script is None else command.script + len(words)
+    assert request.mpi_profile is not None  # noqa: S101
+    variables = recording.variables(request.mpi_profile, wait=request.mpi_profile_wait)
+    settings = [
+        Setting("--mpi-profile: each rank writes what it called there", variables=variables),
+        Setting("--mpi-profile: the recorder stands between the ranks and their MPI; not in the launcher", words),
+    ]
+    return Command((*words, *command.words), script), settings
 
 
 def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str], *, direct: bool) -> Setting:
@@ -203,6 +220,9 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
                 ("-m", "mpi4py"),
             )
         )
+    if request.mpi_profile is not None:
+        command, recorded = _recorded(request, facts, command, environ)
+        settings += recorded
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
     added: dict[str, str] = {}
@@ -242,6 +262,11 @@ def _check(name: str, request: Request) -> None:
         raise InvalidArgumentError(
             f"{name} starts as many ranks on every host, got {', '.join(map(str, request.hosts))}; give all hosts the "
             "same number of slots."
+        )
+    if request.mpi_profile is not None and name == "horovodrun":
+        raise InvalidArgumentError(
+            "--mpi-profile records MPI calls, and this job is started by 'horovodrun --gloo', which makes none; use "
+            "--launcher mpirun with a Horovod that was built with MPI, or --timeline."
         )
     if name not in _OF_GPUS and (request.gpus_per_node is not None or request.gpus_per_task is not None):
         raise InvalidArgumentError(

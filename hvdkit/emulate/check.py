@@ -1,0 +1,156 @@
+"""What every rank gives and what every rank must get: integers whose sums every type holds exactly.
+
+Element i of rank r in trial t is (h(i) + r + t) mod m, with h a fixed mixing of the position and m so small that the
+sum over all ranks, and with it every partial sum in any order, is exact in the type. What must come out follows from
+h(i) alone, by a table of m sums, so that checking an element costs one look-up. A rank that counts twice, an element
+that came to another place or the result of another trial are other numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.errors import InvalidArgumentError
+
+ALLREDUCE, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL = COLLECTIVES = (
+    "allreduce",
+    "reduce_scatter_all_gather",
+    "broadcast",
+    "all_to_all",
+)
+ROOT = 0
+"""The rank whose values a broadcast brings to the others."""
+
+EXACT = {
+    "float16": 2**11,
+    "bfloat16": 2**8,
+    "float32": 2**24,
+    "float64": 2**53,
+    "int8": 2**7 - 1,
+    "uint8": 2**8 - 1,
+    "int16": 2**15 - 1,
+    "uint16": 2**16 - 1,
+    "int32": 2**31 - 1,
+    "int64": 2**63 - 1,
+}
+"""Up to here a type holds every whole number from 0 on."""
+_MOST_VALUES = 251
+_MIXER = 2654435761  # Knuth, The Art of Computer Programming 3 (1998), section 6.4: multiplicative hashing
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    """The NumPy type that holds the elements; a bfloat16, which NumPy does not know, as the 16 bits that it is."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def split(elements: int, parts: int) -> list[int]:
+    """Elements of each part of an array that is divided as evenly as can be: the first parts have one more."""
+    least, more = divmod(elements, parts)
+    return [least + (part < more) for part in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """The first element that is not what it must be.
+
+    Attributes:
+        index: its position in this rank's result.
+        got, expected: its values, None for an element that is missing or too many.
+        count: how many elements are wrong.
+        size: elements of the result.
+    """
+
+    index: int
+    got: float | None
+    expected: float | None
+    count: int
+    size: int
+
+    def __str__(self) -> str:
+        got = "missing" if self.got is None else f"{self.got:g}"
+        expected = "no element" if self.expected is None else f"{self.expected:g}"
+        return f"element {self.index} is {got}, expected {expected} ({self.count} of {self.size} elements wrong)"
+
+
+class Values:
+    """The values of one collective of a plan.
+
+    Args:
+        collective: one of ``COLLECTIVES``.
+        elements: that each rank gives, > 0.
+        dtype: a key of ``EXACT``.
+        ranks: how many, > 0.
+        check: the sums are to be exact; without it values may repeat or overflow.
+    Raises:
+        InvalidArgumentError: so many ranks have no sums that the type holds exactly.
+    """
+
+    def __init__(self, collective: str, elements: int, dtype: str, ranks: int, *, check: bool = True) -> None:
+        adds = collective in (ALLREDUCE, REDUCE_SCATTER)
+        largest = EXACT[dtype] // (ranks if adds else 1)
+        if check and largest < 1:
+            raise InvalidArgumentError(
+                f"The sum over {ranks} ranks cannot be checked in {dtype}, which holds whole numbers up to "
+                f"{EXACT[dtype]} only; use another type, or --no-check."
+            )
+        self._collective, self._dtype, self._ranks = collective, dtype, ranks
+        self._modulus = min(_MOST_VALUES, max(1, largest) + 1)
+        positions = np.arange(elements, dtype=np.uint64)
+        self._mixed = ((positions * _MIXER >> np.uint64(16)) % np.uint64(self._modulus)).astype(np.uint8)
+
+    def given(self, rank: int, trial: int) -> NDArray[Any]:
+        """What a rank gives, shape (elements,)."""
+        return self._looked_up(self._numbers(rank + trial), self._mixed)
+
+    def expected(self, rank: int, trial: int) -> NDArray[Any]:
+        """What a rank must get: shape (elements,), of an all-to-all (ranks * its share of the elements,)."""
+        if self._collective == BROADCAST:
+            return self.given(ROOT, trial)
+        if self._collective == ALL_TO_ALL:
+            shares = split(len(self._mixed), self._ranks)
+            start = sum(shares[:rank])
+            own = self._mixed[start : start + shares[rank]]
+            return np.concatenate(
+                [self._looked_up(self._numbers(sender + trial), own) for sender in range(self._ranks)]
+            )
+        sums = np.zeros(self._modulus, dtype=np.int64)
+        for other in range(self._ranks):
+            sums += self._numbers(other + trial)
+        return self._looked_up(sums, self._mixed)
+
+    def wrong(self, result: NDArray[Any], rank: int, trial: int) -> Wrong | None:
+        """The first element of a rank's result that is not what it must be, None when all are right."""
+        expected = self.expected(rank, trial)
+        if result.shape != expected.shape:
+            index = min(len(result), len(expected))
+            got, wanted = (self._number(array, index) for array in (result, expected))
+            return Wrong(index, got, wanted, abs(len(result) - len(expected)), len(expected))
+        differ = result != expected
+        if not differ.any():
+            return None
+        index = int(np.argmax(differ))
+        got, wanted = self._number(result, index), self._number(expected, index)
+        return Wrong(index, got, wanted, int(np.count_nonzero(differ)), len(expected))
+
+    def _numbers(self, shift: int) -> NDArray[np.int64]:
+        """The value at each mixed position."""
+        return (np.arange(self._modulus, dtype=np.int64) + shift) % self._modulus
+
+    def _looked_up(self, numbers: NDArray[np.int64], positions: NDArray[np.uint8]) -> NDArray[Any]:
+        if self._dtype == "bfloat16":
+            table = (numbers.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        else:
+            with np.errstate(over="ignore"):  # only without a check
+                table = numbers.astype(storage(self._dtype))
+        return np.asarray(np.take(table, positions))
+
+    def _number(self, array: NDArray[Any], index: int) -> float | None:
+        if index >= len(array):
+            return None
+        if self._dtype == "bfloat16":
+            return float((array[index : index + 1].astype(np.uint32) << np.uint32(16)).view(np.float32)[0])
+        return float(array[index])

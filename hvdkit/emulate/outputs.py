@@ -1,0 +1,77 @@
+"""The files that a run is turned into where they are asked for: plots and a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvdkit.emulate.analysis import Analysis, analyse
+from hvdkit.emulate.results import Results
+from hvdkit.errors import InvalidArgumentError
+
+PLOT_FORMATS = (".svg", ".png")
+
+
+def check(*, plot: Path | None = None, size_plot: Path | None = None, report: Path | None = None) -> None:
+    """Find out before anything is measured whether these files can be written.
+
+    Raises:
+        MissingFrameworkError: matplotlib or jinja2 is needed and not installed.
+        InvalidArgumentError: a plot is neither SVG nor PNG, or a path is a directory or in one that is not there.
+    """
+    for path in (plot, size_plot, report):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InvalidArgumentError(f"The output {str(path)!r} is a directory; give the name of a file in it.")
+        if not path.absolute().parent.is_dir():
+            raise InvalidArgumentError(
+                f"The directory of the output {str(path)!r} does not exist; make it, or give another path."
+            )
+        if path is not report and path.suffix.lower() not in PLOT_FORMATS:
+            raise InvalidArgumentError(
+                f"The plot {str(path)!r} ends in {path.suffix!r}; expected {' or '.join(PLOT_FORMATS)}."
+            )
+    if plot is not None or size_plot is not None:
+        import hvdkit.emulate.plots
+    if report is not None:
+        import hvdkit.emulate.report  # noqa: F401
+
+
+def write_all(
+    results: Results,
+    *,
+    json_file: Path | None = None,  # noqa: ARG001
+    plot: Path | None = None,
+    size_plot: Path | None = None,
+    report: Path | None = None,
+    analysis: Analysis | None = None,
+) -> None:
+    """Write the files that are asked for, each completely or not at all.
+
+    Args:
+        results: with at least one sample.
+        json_file: not used: ``results.write`` writes it.
+        plot: the distribution of the delays, SVG or PNG.
+        size_plot: the delays by size, SVG or PNG.
+        report: an HTML page.
+        analysis: of these results, where it is there already.
+    Raises:
+        MissingFrameworkError: matplotlib or jinja2 is needed and not installed.
+        InvalidArgumentError: as in ``check``.
+        DataError: there is no sample, or a file cannot be written.
+    """
+    check(plot=plot, size_plot=size_plot, report=report)
+    if plot is None and size_plot is None and report is None:
+        return
+    found = analyse(results) if analysis is None else analysis
+    if plot is not None or size_plot is not None:
+        from hvdkit.emulate import plots
+
+        if plot is not None:
+            plots.write_cdf(plot, results, found)
+        if size_plot is not None:
+            plots.write_delays(size_plot, results, found)
+    if report is not None:
+        from hvdkit.emulate.report import write_report
+
+        write_report(report, results, found)

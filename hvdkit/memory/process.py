@@ -1,0 +1,49 @@
+"""``python -m hvdkit.memory.process QUESTION REPLY``: makes a model and measures what it needs in memory.
+
+QUESTION is JSON (see ``hvdkit.memory.live``), REPLY the file to write; frameworks are imported in this process only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.model_factory.making import framework_of, make
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """The measured terms, and with ``question["measure"]`` what the allocator really held.
+
+    Raises:
+        InvalidArgumentError: the factory fails, or its model cannot be measured.
+    """
+    made = make(question["module"], question["factory"], question["input_shape"])
+    framework = framework_of(made.model, question["framework"])
+    if framework == "tensorflow":
+        raise InvalidArgumentError("it gave a tf.Module, whose layers are not known; expected a torch or Keras model.")
+    insides = importlib.import_module(f"hvdkit.memory.model_{framework}")
+    found: dict[str, Any] = {"framework": framework, **insides.measure(made, question)}
+    if question["measure"]:
+        if framework != "torch":
+            raise InvalidArgumentError("--measure counts PyTorch's allocations; leave it out for a Keras model.")
+        found["measured_peak"] = insides.peak_of_allocator(made, question)
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Answer the question of the command line into the file that it names."""
+    question, reply = arguments
+    try:
+        said = answer(json.loads(question))
+    except InvalidArgumentError as error:
+        said = {"error": str(error)}
+    Path(reply).write_text(json.dumps(said), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,392 @@
+"""The cost of an allreduce of any size on any number of ranks, fitted to what ``hvdkit emulate`` measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdkit.bench.intervals import Estimate, estimate
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.predict import fitting, formulas
+from hvdkit.predict.fitting import Array, Cell, Misfit
+from hvdkit.predict.formulas import Terms
+from hvdkit.timeline.show_units import bytes_text
+
+if TYPE_CHECKING:
+    from hvdkit.emulate.results import Results
+
+HOST, NETWORK = "host", "network"
+LIBRARY = "library"
+MOST_RANKS = 1_000_000
+_LIKELY = ("ring", "rabenseifner", "recursive_doubling", "tree")
+"""What a library's choice may be; where several fit, the first: libraries use it for large messages."""
+_GIVE_NETWORK = "give the network's own with --alpha-us and --bandwidth-gbit"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a level costs: the memory of a host, or the network between hosts.
+
+    Attributes:
+        algorithm: the formula of ``formulas.FLAT`` that belongs to it.
+        knots: where the pieces of the cost of a byte begin, in bytes.
+        best: overhead s, alpha s, slopes s/byte, gamma s/byte; shape (3 + pieces,).
+        draws: the same from resamples, shape (fitting.DRAWS, 3 + pieces).
+        misfit: how far measurements are off the formula; None where nothing was measured.
+        told: which coefficients the measurements tell; the others are 0.
+        residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
+        rivals: algorithms that fit about as well.
+    """
+
+    algorithm: str
+    knots: tuple[float, ...]
+    best: Array
+    draws: Array
+    misfit: Misfit | None
+    told: tuple[bool, ...]
+    residuals: tuple[float, ...] = ()
+    rivals: tuple[str, ...] = ()
+
+    def seconds(self, terms: Terms) -> tuple[float, Array]:
+        """The time of an allreduce with these terms: the best one, and by draw, shape (fitting.DRAWS,)."""
+        row = fitting.features(terms, self.knots)
+        factors = 1.0 if self.misfit is None else self.misfit.factors(terms.moved)
+        return float(self.best @ row), np.asarray(self.draws @ row * factors)
+
+    def parameters(self) -> dict[str, Estimate]:
+        """Overhead and alpha in s, beta of the largest messages and gamma in s/byte; only those that are known."""
+        columns = {"overhead_s": 0, "alpha_s": 1, "beta_s_per_byte": -2, "gamma_s_per_byte": -1}
+        return {
+            name: _estimate(float(self.best[column]), self.draws[:, column])
+            for name, column in columns.items()
+            if self.told[column]
+        }
+
+    def faster(self, times: float) -> Link:
+        """The level with links that carry ``times`` as many bytes in a second; messages start no sooner."""
+        scale = np.ones(len(self.best))
+        scale[2:-1] = 1 / times
+        return replace(self, best=self.best * scale, draws=self.draws * scale)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What an allreduce costs.
+
+    Attributes:
+        host: the memory of a host; None where it was not measured.
+        network: between hosts; None where it is not known.
+        ppn: ranks that a host holds, > 0.
+        algorithm: what is predicted when nothing else is asked for.
+        notes: full sentences: what a reader should know.
+    """
+
+    host: Link | None
+    network: Link | None
+    ppn: int
+    algorithm: str
+    notes: tuple[str, ...] = ()
+
+    def allreduce_s(self, nbytes: int, ranks: int, algorithm: str | None = None) -> Estimate:
+        """Seconds from the last rank's arrival until the last rank is done.
+
+        Args:
+            nbytes: of each rank's vector, >= 0.
+            ranks: >= 1; one rank has nothing to send: 0.
+            algorithm: of ``formulas.ALGORITHMS``, or "library"; by default what was measured.
+        Returns:
+            The median to be expected with the 95 % prediction interval of a median that is measured anew: it holds how
+            sure the parameters are and how far measurements are off the formula. No ends where nothing was measured.
+        Raises:
+            InvalidArgumentError: a number that cannot be right, an unknown algorithm, or a level that is not known.
+        """
+        best, draws = self.draws_s(nbytes, ranks, algorithm)
+        return _estimate(best, draws)
+
+    def draws_s(self, nbytes: float, ranks: int, algorithm: str | None = None) -> tuple[float, Array]:
+        """As ``allreduce_s``: the best value, and one for each draw, shape (fitting.DRAWS,)."""
+        _check(nbytes, ranks)
+        chosen = algorithm or self.algorithm
+        if chosen not in (*formulas.ALGORITHMS, LIBRARY):
+            expected = ", ".join((LIBRARY, *formulas.ALGORITHMS))
+            raise InvalidArgumentError(f"the algorithm is {chosen!r}; expected one of {expected}.")
+        if ranks == 1 or nbytes == 0:
+            return 0.0, np.zeros(fitting.DRAWS)
+        if chosen == formulas.HIERARCHICAL:
+            return self._hierarchical(nbytes, ranks)
+        link = self._link(ranks)
+        if chosen == LIBRARY:
+            chosen = link.algorithm
+        ppn = 1 if link is self.host else self.ppn
+        return link.seconds(formulas.shared(chosen, nbytes, ranks, ppn))
+
+    def bound_s(self, nbytes: float, ranks: int) -> float:
+        """The least that any allreduce takes over these links: 2(n-1)/n * nbytes at the rate of the fastest piece.
+
+        Source: Patarasuk, Yuan 2009, section 2.
+        """
+        _check(nbytes, ranks)
+        return formulas.ring(nbytes, ranks).moved * float(self._link(ranks).best[2:-1].min()) if ranks > 1 else 0.0
+
+    def hosts(self, ranks: int) -> int:
+        """How many hosts hold so many ranks."""
+        return -(-ranks // self.ppn)
+
+    def _link(self, ranks: int) -> Link:
+        level = HOST if ranks <= self.ppn and self.ppn > 1 else NETWORK
+        link = self.host if level == HOST else self.network
+        if link is not None:
+            return link
+        if level == NETWORK:
+            raise InvalidArgumentError(
+                f"{ranks} ranks need {self.hosts(ranks)} hosts of {self.ppn} each, and only the memory of one host was "
+                f"measured, which says nothing about a network: measure between hosts with 'hvdkit emulate --hosts', "
+                f"{_GIVE_NETWORK}, or say with --ppn that one host holds more."
+            )
+        raise InvalidArgumentError(
+            f"{ranks} ranks fit on one host of {self.ppn}, and only a network is known: add a measurement on one host, "
+            "or ask for more ranks, or for --ppn 1."
+        )
+
+    def _hierarchical(self, nbytes: float, ranks: int) -> tuple[float, Array]:
+        inside, between = formulas.hierarchical(nbytes, ranks, self.ppn)
+        total, draws = 0.0, np.zeros(fitting.DRAWS)
+        if inside.messages > 0:
+            if self.host is None:
+                raise InvalidArgumentError(
+                    "hierarchical needs the cost within a host, which is not known: add a measurement on one host."
+                )
+            total, draws = self.host.seconds(inside)
+        if between.messages > 0:
+            best, more = self._link(ranks).seconds(between)
+            total, draws = total + best, draws + more
+        return total, draws
+
+    def with_network(self, alpha_s: float | None, bytes_per_s: float | None) -> CostModel:
+        """The model with a network of which alpha or beta or both are told.
+
+        Args:
+            alpha_s: seconds of a message without content, >= 0.
+            bytes_per_s: of one link in one direction, > 0.
+        Raises:
+            InvalidArgumentError: only one of them is told, and the other was not measured.
+        """
+        if alpha_s is None and bytes_per_s is None:
+            return self
+        network = self.network
+        if network is None:
+            if alpha_s is None or bytes_per_s is None:
+                missing = "--bandwidth-gbit" if bytes_per_s is None else "--alpha-us"
+                raise InvalidArgumentError(
+                    f"no network was measured, and of its two numbers {missing} is missing: give both --alpha-us and "
+                    "--bandwidth-gbit."
+                )
+            network = _untold(self.host)
+        if bytes_per_s is not None:
+            network = _with_columns(network, (0.0,), network.best[:2], network.draws[:, :2], 1 / bytes_per_s)
+        if alpha_s is not None:
+            best, draws = network.best.copy(), network.draws.copy()
+            best[1] = draws[:, 1] = alpha_s
+            network = replace(network, best=best, draws=draws, told=(network.told[0], True, *network.told[2:]))
+        return replace(self, network=network)
+
+    def with_faster_links(self, times: float) -> CostModel:
+        """The model with a network that carries ``times`` as many bytes in a second, > 0.
+
+        Raises:
+            InvalidArgumentError: no network is known.
+        """
+        if self.network is None:
+            raise InvalidArgumentError(
+                f"--faster-links is about the network, and only the memory of one host was measured: {_GIVE_NETWORK}, "
+                "or measure between hosts."
+            )
+        return replace(self, network=self.network.faster(times))
+
+    def as_json(self) -> dict[str, Any]:
+        """For a program; seconds and bytes."""
+        levels = {HOST: self.host, NETWORK: self.network}
+        return {
+            "algorithm": self.algorithm,
+            "ppn": self.ppn,
+            "levels": {name: None if link is None else _link_json(link) for name, link in levels.items()},
+        }
+
+
+def given(alpha_s: float, bytes_per_s: float, ppn: int = 1, algorithm: str = formulas.RING) -> CostModel:
+    """A model of a network that was not measured: no intervals."""
+    return CostModel(None, None, ppn, algorithm).with_network(alpha_s, bytes_per_s)
+
+
+def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) -> CostModel:
+    """Fit a model to measurements of allreduces.
+
+    Args:
+        results: of ``hvdkit emulate``: one host, several hosts, or both; two sizes at least on each level, and two
+            numbers of ranks for the overhead to be told from alpha.
+        ppn: ranks that a host holds; by default as many as were measured on one.
+        seed: of the resamples.
+    Raises:
+        InvalidArgumentError: measurements that cannot be one model, or too few of them.
+        MissingFrameworkError: SciPy is not installed.
+    """
+    cells = {level: _cells(level, results) for level in (HOST, NETWORK)}
+    if not any(cells.values()):
+        raise InvalidArgumentError(
+            "there is no allreduce on two ranks or more in the measurements; run "
+            "'hvdkit emulate --sizes 65536,1048576,16777216 -n 2 --json two.json' and the same with -n 3."
+        )
+    if ppn is not None and ppn < 1:
+        raise InvalidArgumentError(f"ppn is {ppn}; expected 1 or more ranks per host.")
+    rng = np.random.default_rng(seed)
+    links = {level: _fit_level(level, found, rng) for level, found in cells.items() if found}
+    measured = [cell.ppn for cell in cells[NETWORK]] + [cell.ranks for cell in cells[HOST]]
+    holds = ppn or max(measured)
+    labels = {str(one.asked["algorithm"]) for one in results}
+    notes = [note for level, link in links.items() for note in _notes(level, link, cells[level])]
+    return CostModel(
+        links.get(HOST),
+        links.get(NETWORK),
+        holds,
+        formulas.RING if labels == {formulas.RING} else LIBRARY,
+        tuple(notes),
+    )
+
+
+def _cells(level: str, results: Sequence[Results]) -> list[Cell]:
+    found: dict[tuple[int, int, int, bool], list[float]] = {}
+    engines: dict[bool, set[str]] = {True: set(), False: set()}
+    for one in results:
+        asked = one.asked
+        if asked["collective"] != "allreduce":
+            raise InvalidArgumentError(
+                f"a measurement is of {asked['collective']!r}; expected allreduce, which is what trainings wait for."
+            )
+        if asked.get("fusion"):
+            raise InvalidArgumentError(
+                "a measurement was made with fusion, where several collectives run as one and none has a time of its "
+                "own; measure with 'hvdkit emulate --fusion off'."
+            )
+        ranks, hosts = int(asked["ranks"]), int(asked.get("hosts") or 1)
+        if ranks == 1 or (hosts > 1) != (level == NETWORK):
+            continue
+        ring = asked["algorithm"] == formulas.RING
+        engines[ring].add(str(asked["engine"]))
+        ppn = int(asked.get("ppn") or -(-ranks // hosts))
+        for sample in one.samples:
+            if not 0 <= sample.transfer_s < math.inf:
+                raise DataError(f"a measured time is {sample.transfer_s!r}; expected seconds of at least 0.")
+            if sample.nbytes > 0 and sample.transfer_s > 0:
+                found.setdefault((ranks, ppn, int(sample.nbytes), ring), []).append(sample.transfer_s)
+    for names in engines.values():
+        if len(names) > 1:
+            raise InvalidArgumentError(
+                f"the measurements are of different engines, {' and '.join(sorted(names))}; fit those of one engine."
+            )
+    return [Cell(*key, seconds=np.array(times)) for key, times in sorted(found.items())]
+
+
+def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> Link:
+    if len({cell.nbytes for cell in cells}) < 2:
+        where = "on one host" if level == HOST else "between hosts"
+        raise InvalidArgumentError(
+            f"all allreduces measured {where} have one size, {cells[0].nbytes} bytes, which cannot tell the start of a "
+            "message from its bytes: measure two sizes or more, such as --sizes 65536,1048576,16777216."
+        )
+
+    def terms(cell: Cell, algorithm: str) -> Terms:
+        ppn = 1 if level == HOST else cell.ppn
+        return formulas.shared(formulas.RING if cell.ring else algorithm, cell.nbytes, cell.ranks, ppn)
+
+    algorithms = (formulas.RING,) if all(cell.ring for cell in cells) else _LIKELY
+    found = fitting.fit(cells, algorithms, terms, rng)
+    return Link(
+        found.algorithm,
+        found.knots,
+        found.best,
+        found.draws,
+        found.misfit,
+        found.told,
+        found.residuals,
+        found.rivals,
+    )
+
+
+def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
+    where = "on one host" if level == HOST else "between hosts"
+    notes = []
+    if not all(cell.ring for cell in cells):
+        others = f"; {', '.join(link.rivals)} fit about as well, and predict otherwise" if link.rivals else ""
+        notes.append(f"The library's allreduce {where} behaves like {link.algorithm}{others}.")
+    if not link.told[0]:
+        notes.append(
+            f"Measured {where} with one number of ranks: what a call costs cannot be told from what each message "
+            "costs, so all of it grows with the ranks; measure with a second number of ranks."
+        )
+    if not link.told[-1]:
+        notes.append(
+            f"The time of the sums {where} is part of the time of a byte: one algorithm does not tell them apart."
+        )
+    if len(link.knots) > 1:
+        pieces = zip(link.knots, link.best[2:-1], strict=True)
+        rates = [
+            f"{f'{8e-9 / slope:.3g} Gbit/s' if slope else 'nothing measurable'} from {bytes_text(at)} on"
+            for at, slope in pieces
+        ]
+        notes.append(f"What moving a byte costs {where} changes with the size: {', '.join(rates)}.")
+    if min(len(cell.seconds) for cell in cells) < 5:
+        notes.append(f"Some sizes were measured {where} fewer than 5 times: the intervals hold less than they say.")
+    return notes
+
+
+def _untold(host: Link | None) -> Link:
+    """A network without alpha and beta; the overhead of a call and the time of sums are the host's, if known."""
+    best, draws = np.zeros(4), np.zeros((fitting.DRAWS, 4))
+    told = (False, False, False, False)
+    if host is not None:
+        for column in (0, -1):
+            best[column], draws[:, column] = host.best[column], host.draws[:, column]
+        told = (host.told[0], False, False, host.told[-1])
+    return Link(formulas.RING if host is None else host.algorithm, (0.0,), best, draws, None, told)
+
+
+def _with_columns(link: Link, knots: tuple[float, ...], best: Array, draws: Array, beta: float) -> Link:
+    """The link with one slope instead of its own."""
+    count = len(draws)
+    return replace(
+        link,
+        knots=knots,
+        best=np.array([*best, beta, link.best[-1]]),
+        draws=np.column_stack([draws, np.full(count, beta), link.draws[:, -1]]),
+        told=(*link.told[:2], True, link.told[-1]),
+    )
+
+
+def _estimate(best: float, draws: Array) -> Estimate:
+    return estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
+
+
+def _check(nbytes: float, ranks: int) -> None:
+    if isinstance(ranks, bool) or int(ranks) != ranks or not 1 <= ranks <= MOST_RANKS:
+        raise InvalidArgumentError(f"the number of ranks is {ranks!r}; expected a whole number from 1 to {MOST_RANKS}.")
+    if not 0 <= nbytes < math.inf:
+        raise InvalidArgumentError(f"the size is {nbytes!r} bytes; expected a number of at least 0.")
+
+
+def _link_json(link: Link) -> dict[str, Any]:
+    return {
+        "algorithm": link.algorithm,
+        "rivals": list(link.rivals),
+        "parameters": {
+            name: {"value": one.value, "low": one.low, "high": one.high} for name, one in link.parameters().items()
+        },
+        "pieces": [
+            {"from_bytes": knot, "s_per_byte": float(slope)}
+            for knot, slope in zip(link.knots, link.best[2:-1], strict=True)
+        ],
+        "residuals": list(link.residuals),
+    }

@@ -1,0 +1,49 @@
+"""Efficiency and the parts of a step over the number of ranks, as a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.predict.prediction import Row
+from hvdkit.timeline.output import replacing
+
+FORMS = (".png", ".svg", ".pdf")
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Write the figure; an older one stays whole until the new one is complete.
+
+    Args:
+        path: ends with one of ``FORMS``.
+        rows: with an efficiency.
+    Raises:
+        InvalidArgumentError: another ending.
+        MissingFrameworkError: Matplotlib is not installed.
+        DataError: it cannot be written.
+    """
+    if path.suffix not in FORMS:
+        raise InvalidArgumentError(f"the plot is {path.name!r}; expected a name that ends with {', '.join(FORMS)}.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingFrameworkError(
+            "--plot draws with Matplotlib, which is not installed; pip install 'hvdkit[report]'"
+        ) from error
+    known = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
+    ranks = [n for n, _ in known]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.fill_between(
+        ranks,
+        [one.value if one.low is None else one.low for _, one in known],
+        [one.value if one.high is None else one.high for _, one in known],
+        alpha=0.25,
+        label="95 % interval",
+    )
+    axes.plot(ranks, [one.value for _, one in known], marker="o", label="predicted")
+    axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
+    axes.legend()
+    with replacing(path) as file:
+        figure.savefig(file, format=path.suffix[1:])

@@ -1,0 +1,249 @@
+"""``hvdkit emulate`` with real ranks: every engine, faults, signals, and four hosts with a rate."""
+
+import importlib.util
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import namespaces
+import pytest
+
+from hvdkit.emulate import results, run_job, run_join
+from hvdkit.emulate.plan import Collective, Plan
+from hvdkit.emulate.run_job import Job
+
+pytestmark = pytest.mark.parallel
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 150
+LIST = "803840,131584,33024,2600"
+PROGRAMS = "programs_emulate.py"
+ALL = ("allreduce", "reduce_scatter_all_gather", "broadcast", "all_to_all")
+
+needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+@pytest.fixture
+def environment(ranks_command):
+    return ranks_command(1, "mpi")[1]
+
+
+def argv(*words, n=4):
+    return [sys.executable, "-m", "hvdkit.cli", "emulate", "-n", str(n), "--json", "r.json", *words]
+
+
+def run(command, directory, environment):
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def todo(collectives, *dtypes):
+    return [(collective, dtype) for dtype in dtypes for collective in collectives]
+
+
+# Engines
+
+
+@needs_mpi
+def test_mpi_s_own_collectives_of_any_size_are_right(run_ranks, tmp_path):
+    cases = todo(ALL, "float32", "float64", "int8", "int64", "uint16")
+    for rank in run_ranks(
+        "programs_emulate.py", "collectives", 3, engine="mpi", ranks=3, todo=cases, folder=str(tmp_path)
+    ):
+        assert rank["verified"] == [[*case, 2] for case in cases]
+
+
+@needs_mpi
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_ring_is_right_for_any_number_of_ranks_and_any_size(run_ranks, tmp_path, n):
+    cases = todo(ALL[:3], "float32", "float16", "int32")
+    ranks = run_ranks(
+        "programs_emulate.py",
+        "collectives",
+        n,
+        engine="mpi",
+        algorithm="ring",
+        ranks=n,
+        todo=cases,
+        folder=str(tmp_path),
+    )
+    assert [rank["verified"] for rank in ranks] == [[[*case, 2] for case in cases]] * n
+
+
+@needs_torch
+def test_gloo_through_torch_distributed_is_right(run_ranks, tmp_path):
+    cases = [*todo(ALL, "float32"), ("allreduce", "float16"), ("allreduce", "bfloat16"), ("all_to_all", "int64")]
+    for rank in run_ranks(
+        "programs_emulate.py",
+        "collectives",
+        2,
+        engine="torch",
+        backend="gloo",
+        ranks=2,
+        todo=cases,
+        folder=str(tmp_path),
+    ):
+        assert rank["verified"] == [[*case, 2] for case in cases]
+
+
+@pytest.mark.parametrize(("controller", "fusion"), [("mpi", True), ("gloo", False)])
+def test_horovod_is_right(run_ranks, tmp_path, controller, fusion):
+    pytest.importorskip("horovod.torch")
+    cases = [*todo(ALL, "float32"), ("allreduce", "float16"), ("reduce_scatter_all_gather", "int64")]
+    for rank in run_ranks(
+        PROGRAMS, "collectives", 2, controller=controller, engine="horovod", fusion=fusion, ranks=2,
+        todo=cases, folder=str(tmp_path),
+    ):  # fmt: skip
+        assert rank == {"overlaps": fusion, "verified": [[*case, 2] for case in cases], "notes": []}
+
+
+def test_horovod_is_right_where_only_tensorflow_has_it(run_ranks, tmp_path):
+    pytest.importorskip("horovod.tensorflow")
+    cases = [*todo(ALL, "float32"), ("allreduce", "float16")]
+    for rank in run_ranks(
+        PROGRAMS, "collectives", 2, engine="horovod", fusion=True, ranks=2, todo=cases, folder=str(tmp_path),
+        without=["horovod.torch"],
+    ):  # fmt: skip
+        assert (rank["overlaps"], rank["verified"]) == (False, [[*case, 2] for case in cases])
+        assert "given one by one" in rank["notes"][0]
+
+
+# The command
+
+
+@needs_mpi
+def test_the_tutorial_s_list_over_the_ring(tmp_path, environment):
+    done = run(
+        argv("--engine", "ring", "--sizes", LIST, "--samples", "60000", "--batch-size", "8192"), tmp_path, environment
+    )
+    assert done.returncode == 0, done.stderr
+    found = results.read(tmp_path / "r.json")
+    assert found.plan.trials == 8
+    assert [one.nbytes for one in found.samples] == [2600, 33024, 131584, 803840] * 8
+    assert "803840" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json"]
+
+
+@needs_mpi
+def test_a_wrong_element_ends_the_job_and_is_named(tmp_path, environment):
+    code = (
+        "import sys\nfrom hvdkit import cli\nfrom hvdkit.emulate import run\n"
+        f"run.WORKER = (sys.executable, {str(HERE / 'programs_emulate.py')!r})\ncli.main(sys.argv[1:])\n"
+    )
+    words = argv("--engine", "mpi", "--sizes", "400,800", "--order", "replay", "--warmup-trials", "1", n=2)[3:]
+    done = run([sys.executable, "-c", code, *words], tmp_path, environment)
+    assert done.returncode == 1, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("hvdkit: Rank 1 got a wrong result of allreduce 1 (")
+    assert "800 bytes of float32" in last
+    assert "in trial 1: element 17 is " in last
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    done = run([sys.executable, "-c", code, *words, "--no-check"], tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_mpi
+def test_a_straggler_is_seen_as_skew_and_not_as_transfer(tmp_path, environment):
+    words = ["--engine", "ring", "--sizes", "4000", "--trials", "15", "--straggler", "1:40"]
+    done = run(argv(*words, n=2), tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    samples = results.read(tmp_path / "r.json").samples
+    assert statistics.median(one.skew_s for one in samples) > 0.03
+    assert sum(one.ranks_s[1] < one.ranks_s[0] for one in samples) > 10
+    assert "rank 1 comes last most often" in done.stdout
+
+
+@needs_mpi
+def test_ctrl_c_keeps_what_was_measured(tmp_path, environment):
+    process = subprocess.Popen(
+        argv("--engine", "ring", "--sizes", "4000,400", "--trials", "10000000", n=2),
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not any(file.stat().st_size > 2000 for file in tmp_path.glob(".hvdkit-emulate-*/rank-1.jsonl")):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    found = results.read(tmp_path / "r.json")
+    trials = [one.trial for one in found.samples[::2]]
+    assert len(trials) >= 5
+    assert trials == list(range(len(trials)))
+    assert f"It was interrupted: {len(trials)} of 10000000 trials were measured by all ranks." in found.notes
+    assert json.loads((tmp_path / "r.json").read_text())["summary"]["trials"] == len(trials)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+# Several machines
+
+
+@needs_mpi
+@pytest.mark.root
+def test_clocks_that_are_hours_apart_are_compared(ranks_command, tmp_path):
+    away = ["unshare", "--time", "--monotonic", "9000"]
+    if subprocess.run([*away, "true"], capture_output=True).returncode:
+        pytest.skip("needs time namespaces")
+    job = Job(tmp_path, Plan((Collective("a", 1000),), trials=5), 2, "mpi", apart=True)
+    run_job.write(job)
+    start, environment = ranks_command(2, "mpi")
+    worker = [sys.executable, "-m", "hvdkit.emulate.worker", str(tmp_path)]
+    alone = ["-n", "1"]
+    done = run([start[0], *start[3:], *alone, *worker, ":", *alone, *away, *worker], tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    joined = run_join.join(tmp_path, job.plan, 2)
+    assert (joined.trials, joined.machines) == (5, 2)
+    assert all(one.skew_s < 60 and one.transfer_s < 60 for one in joined.samples)
+    (note,) = joined.notes
+    assert note.startswith("The clocks of 2 machines were compared with that of rank 0 before and after")
+
+
+# Four hosts
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    missing = namespaces.missing()
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    (tmp_path / "bin").mkdir()
+    machines = namespaces.Hosts(tmp_path / "bin")
+    try:
+        try:
+            machines.start()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        yield machines
+    finally:
+        machines.stop()
+
+
+@needs_mpi
+@pytest.mark.root
+def test_the_ring_over_four_hosts_is_right_and_never_beats_the_bandwidth_bound(hosts, tmp_path, environment):
+    size, link, burst = 40_000_000, 1e9 / 8, 2**20
+    words = ["--engine", "ring", "--sizes", str(size), "--trials", "2", "--warmup-trials", "0", "--launcher", "mpirun"]
+    placed = ["--hosts", ",".join(f"{name}:1" for name in hosts.names)]
+    environment = {**environment, "PATH": f"{hosts.bin}{os.pathsep}{environment['PATH']}"}
+    done = run([*hosts.inside(0), *argv(*words, *placed)], tmp_path, environment)
+    hosts.clear()
+    assert done.returncode == 0, done.stderr
+    found = results.read(tmp_path / "r.json")
+    assert (found.asked["hosts"], len(found.samples)) == (4, 2)
+    moved = 2 * 3 / 4 * size
+    for one in found.samples:
+        # Before the last rank arrives, others may have begun; a burst passes at once.
+        assert one.transfer_s + one.skew_s >= (moved - burst) / link
+        assert moved / one.slowest_s <= 1.02 * link

@@ -1,0 +1,48 @@
+"""Results of an emulation that are made, not measured, for the tests of what is read from them."""
+
+import numpy as np
+
+from hvdkit.emulate import plan
+from hvdkit.emulate.results import Results, Sample
+
+ENVIRONMENT = {"hvdkit": "1", "python": "3.11", "packages": {"mpi4py": "4"}, "cores": 4}
+
+
+def asked(**changes):
+    return {
+        "engine": "ring",
+        "collective": "allreduce",
+        "algorithm": "ring",
+        "ranks": 4,
+        "hosts": 1,
+        "ppn": 4,
+        "check": True,
+        **changes,
+    }
+
+
+def sample(trial, index, nbytes, own, skew=0.0, transfer=None):
+    """A collective whose ranks took ``own`` seconds each."""
+    slowest = max(own)
+    return Sample(
+        trial, index, nbytes, skew, slowest - skew if transfer is None else transfer, slowest, own.index(slowest),
+        tuple(own),
+    )  # fmt: skip
+
+
+def made(seconds, trials=8, noise=0.0, seed=0, ranks=4, environment=ENVIRONMENT, notes=(), **changes):
+    """Results of a step with one collective for each entry of ``seconds``: bytes to the delay of its slowest rank."""
+    rng = np.random.default_rng(seed)
+    steps = plan.from_sizes(list(seconds), trials=trials, names=[f"size{size}" for size in seconds])
+    samples = []
+    for trial in range(trials):
+        for index, (size, mean) in enumerate(seconds.items()):
+            delay = mean * float(np.exp(rng.normal(0, noise)))
+            samples.append(sample(trial, index, size, [delay] + [delay * 0.9] * (ranks - 1), skew=0.1 * delay))
+    return results(steps, samples, environment=environment, notes=notes, ranks=ranks, **changes)
+
+
+def results(steps, samples, environment=ENVIRONMENT, notes=(), **changes):
+    return Results(
+        asked=asked(**changes), environment=dict(environment), plan=steps, samples=list(samples), notes=list(notes)
+    )

@@ -1,0 +1,250 @@
+"""What ranks give and must get, how clocks are compared, and what a rank does in a trial."""
+
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdkit import InvalidArgumentError
+from hvdkit.emulate import clock
+from hvdkit.emulate.check import EXACT, Values, split, storage
+from hvdkit.emulate.plan import DTYPES, Collective, Plan
+from hvdkit.emulate.run_job import Delay, Job, read, write
+from hvdkit.emulate.worker_replay import Replay, WrongResultError
+
+
+def as_numbers(array, dtype):
+    if dtype == "bfloat16":
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_the_sums_are_exact_in_every_type_and_in_any_order(dtype, ranks):
+    values = Values("allreduce", 1000, dtype, ranks)
+    given = [as_numbers(values.given(rank, 5), dtype) for rank in range(ranks)]
+    assert values.given(0, 5).dtype == storage(dtype)
+    expected = as_numbers(values.expected(ranks - 1, 5), dtype)
+    assert np.array_equal(expected, sum(given))
+    assert expected.max() <= EXACT[dtype]
+    assert all((one == np.floor(one)).all() and one.min() >= 0 for one in given)
+
+
+def test_many_ranks_in_half_precision_can_be_checked_up_to_what_it_holds():
+    values = Values("allreduce", 100, "float16", 2000)
+    assert np.array_equal(
+        values.expected(0, 0).astype(int), sum(values.given(rank, 0).astype(int) for rank in range(2000))
+    )
+    with pytest.raises(InvalidArgumentError, match=r"over 300 ranks cannot be checked in bfloat16.*--no-check"):
+        Values("allreduce", 100, "bfloat16", 300)
+    assert Values("allreduce", 100, "bfloat16", 300, check=False).given(7, 0).shape == (100,)
+    assert Values("broadcast", 100, "bfloat16", 300).expected(7, 0).shape == (100,)
+
+
+def test_ranks_positions_and_trials_differ():
+    values = Values("allreduce", 4096, "float32", 4)
+    first = values.given(0, 0)
+    assert (first != values.given(1, 0)).all()
+    assert (first != values.given(0, 1)).all()
+    for distance in (1, 7, 251, 256, 1024):  # a block that came to another place
+        assert (first[distance:] != first[:-distance]).mean() > 0.9
+    assert (values.expected(0, 0) != values.expected(0, 1)).any()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_broadcast_and_all_to_all(ranks):
+    values = Values("broadcast", 10, "int32", ranks)
+    assert np.array_equal(values.expected(ranks - 1, 3), values.given(0, 3))
+    values = Values("all_to_all", 10, "int32", ranks)
+    ends = np.cumsum([0, *split(10, ranks)])
+    for rank in range(ranks):
+        own = slice(ends[rank], ends[rank + 1])
+        wanted = np.concatenate([values.given(sender, 3)[own] for sender in range(ranks)])
+        assert np.array_equal(values.expected(rank, 3), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_element_is_named(dtype):
+    values = Values("allreduce", 50, dtype, 2)
+    right = values.expected(1, 4)
+    assert values.wrong(right, 1, 4) is None
+    broken = right.copy()
+    broken[[17, 30]] = right[16]
+    found = values.wrong(broken, 1, 4)
+    assert found.index == 17
+    assert found.count == 2
+    assert found.got == as_numbers(right, dtype)[16]
+    assert found.expected == as_numbers(right, dtype)[17]
+    assert str(found).startswith(f"element 17 is {found.got:g}, expected {found.expected:g} (2 of 50 elements wrong")
+    assert values.wrong(right, 1, 5) is not None
+    short = values.wrong(right[:48], 1, 4)
+    assert (short.index, short.got, short.count) == (48, None, 2)
+    assert "missing" in str(short)
+
+
+@pytest.mark.parametrize("index", [0, 1, 49])
+def test_no_element_is_left_out(index):
+    values = Values("broadcast", 50, "float64", 2)
+    broken = values.expected(0, 0).copy()
+    broken[index] += 1
+    assert values.wrong(broken, 0, 0).index == index
+
+
+def test_split_is_even():
+    assert split(650, 4) == [163, 163, 162, 162]
+    assert split(2, 3) == [1, 1, 0]
+
+
+# Clocks
+
+
+def test_the_quickest_answer_counts():
+    slow, quick = (10.0, 115.9, 12.0), (20.0, 125.01, 20.02)
+    reading = clock.best([slow, quick])
+    assert reading.offset == pytest.approx(105.0)
+    assert reading.bound == pytest.approx(0.01)
+    assert reading.at == pytest.approx(20.01)
+
+
+def test_between_two_readings_the_difference_changes_evenly():
+    before, after = clock.Reading(100.0, 5.0, 1e-5), clock.Reading(200.0, 6.0, 1e-5)
+    assert clock.offset_at(150.0, [before, after]) == pytest.approx(5.5)
+    assert clock.offset_at(150.0, [before]) == 5.0
+    assert clock.offset_at(150.0, []) == 0.0
+
+
+def test_a_clock_that_is_wrong_by_an_hour_is_found_over_tcp():
+    server = clock.Server()
+    strangers = socket.create_connection(("127.0.0.1", server.port))
+    strangers.sendall(b"x" * 16)
+    answers = threading.Thread(target=lambda: (server.admit(1), server.answer(), server.answer()), daemon=True)
+    answers.start()
+    import time
+
+    visitor = clock.Visitor("127.0.0.1", server.port, server.key, now=lambda: time.monotonic() - 3600)
+    readings = [visitor.read(), visitor.read()]
+    answers.join(20)
+    assert not answers.is_alive()
+    for reading in readings:
+        assert abs(reading.offset - 3600) <= reading.bound < 1
+    for one in (strangers, visitor, server):
+        one.close()
+
+
+def test_a_machine_has_one_name():
+    assert clock.machine() == clock.machine()
+    assert len(clock.machine()) > 10
+
+
+# The job's file
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path):
+    job = Job(
+        tmp_path, Plan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4), 3, "torch", "gloo",
+        stragglers={2: 0.05}, delay=Delay(0.02, 1, 0.1), apart=True, compute="sleep", check=False,
+    )  # fmt: skip
+    write(job)
+    assert read(tmp_path) == job
+
+
+# A trial
+
+
+class Alone:
+    """An engine of one rank, whose results can be spoilt."""
+
+    rank, size, notes = 0, 1, ()
+
+    def __init__(self, overlaps=False, spoil=None):
+        self.overlaps, self.spoil, self.calls = overlaps, spoil, []
+
+    def operation(self, index, collective, elements, dtype):
+        return AloneOperation(self, index, elements)
+
+    def barrier(self):
+        self.calls.append("barrier")
+
+
+class AloneOperation:
+    def __init__(self, engine, index, elements):
+        self.engine, self.index = engine, index
+        self.loads = 0
+
+    def load(self, values):
+        self.array = values.copy()
+        self.loads += 1
+
+    def start(self):
+        self.engine.calls.append(f"start {self.index}")
+
+    def finish(self):
+        self.engine.calls.append(f"finish {self.index}")
+        if self.engine.spoil == (self.loads - 1, self.index):
+            self.array[2] += 1
+
+    def result(self):
+        return self.array
+
+
+def replay(engine, **options):
+    plan = Plan((Collective("fc4", 5), Collective("fc3", 7)), trials=options.pop("trials", 2))
+    kept = []
+    Replay(Job(Path(), plan, 1, "mpi", **options), engine, lambda *times: kept.append(times)).run()
+    return kept
+
+
+def test_collectives_one_by_one_after_a_barrier_and_the_warm_up_is_not_kept():
+    engine = Alone()
+    kept = replay(engine, warmup_trials=1)
+    one = ["barrier", "start 0", "finish 0", "start 1", "finish 1"]
+    assert engine.calls == one * 3
+    assert [trial for trial, _, _ in kept] == [0, 1]
+    for _, arrived, done in kept:
+        assert arrived[0] <= done[0] <= arrived[1] <= done[1]
+
+
+def test_an_engine_that_overlaps_is_given_all_before_the_first_is_waited_for():
+    engine = Alone(overlaps=True)
+    ((_, arrived, done),) = replay(engine, trials=1)
+    assert engine.calls == ["barrier", "start 0", "start 1", "finish 0", "finish 1"]
+    assert arrived[0] <= arrived[1] <= done[0] <= done[1]
+
+
+@pytest.mark.parametrize("spoil", [(0, 0), (3, 1)])
+def test_a_wrong_result_names_rank_collective_trial_and_element(spoil):
+    with pytest.raises(WrongResultError) as found:
+        replay(Alone(spoil=spoil), trials=3, warmup_trials=1)
+    when = "the warm-up" if spoil[0] == 0 else "trial 2"
+    name = "fc4, 20 bytes" if spoil[1] == 0 else "fc3, 28 bytes"
+    assert f"Rank 0 got a wrong result of allreduce {spoil[1]} ({name} of float32) in {when}: element 2 is" in str(
+        found.value
+    )
+
+
+def test_without_a_check_it_is_not_seen():
+    assert len(replay(Alone(spoil=(0, 0)), trials=3, check=False)) == 3
+
+
+def test_a_straggler_and_random_delays_come_before_the_arrival(monkeypatch):
+    slept = []
+    monkeypatch.setattr("hvdkit.emulate.worker_replay.time.sleep", slept.append)
+    replay(Alone(), stragglers={0: 0.05, 3: 9.0})
+    assert slept == [0.05] * 4
+    slept.clear()
+    replay(Alone(), delay=Delay(0.02, None, 0.5), trials=500)
+    assert 400 < len(slept) < 600
+    assert 0.017 < sum(slept) / len(slept) < 0.023
+    again = list(slept)
+    slept.clear()
+    replay(Alone(), delay=Delay(0.02, None, 0.5), trials=500)
+    assert slept == again
+    slept.clear()
+    replay(Alone(), delay=Delay(0.02, 2), trials=5)
+    assert slept == []

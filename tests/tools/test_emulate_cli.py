@@ -1,0 +1,299 @@
+"""``hvdkit emulate`` with ranks that are only numbers: options, files, how it ends."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import hvdkit.emulate
+from hvdkit import cli
+from hvdkit.emulate import run_job
+from hvdkit.emulate.worker_files import Writer
+from hvdkit.launch import facts
+from hvdkit.launch.model import Facts, Horovod, Mpi
+from hvdkit.tune.jobs import Job, Launch
+
+SCHEMA = json.loads((Path(hvdkit.emulate.__file__).parent / "schema.json").read_text())
+LIST = "803840,131584,33024,2600"
+
+
+class Ranks:
+    """Stands for ``tune.jobs.Launch``: the ranks write times that are known.
+
+    Attributes:
+        until: trials that they finish; None for all.
+        ends: what the launch does then: None, an exception to raise, or the text of a failure.
+        error: (rank, message, exit code, wrong) that a rank leaves.
+    """
+
+    def __init__(self):
+        self.until, self.ends, self.error = None, None, None
+        self.launches, self.jobs = [], []
+
+    def __call__(self, launch, setting, timeout_s):
+        self.launches.append((launch, setting, timeout_s))
+        folder = Path(launch.command[-1])
+        job = run_job.read(folder)
+        self.jobs.append(job)
+        trials = job.plan.trials if self.until is None else self.until
+        for rank in range(launch.n):
+            with Writer(folder, rank, {"machine": "one", "notes": []}) as writer:
+                for trial in range(trials):
+                    arrived = [trial + index / 10 + rank / 1000 for index in range(len(job.plan.collectives))]
+                    writer.trial(trial, arrived, [at + 0.02 for at in arrived])
+                if self.error is not None and self.error[0] == rank:
+                    writer.error(*self.error[1:3], wrong=self.error[3])
+        if isinstance(self.ends, BaseException):
+            raise self.ends
+        return Job(1.0, failure=self.ends)
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    found = Facts(
+        4, False, Path("/venv/bin/python"), os.environ["PATH"], Horovod(mpi=True, gloo=True),
+        Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), Path("/venv/bin/horovodrun"),
+    )  # fmt: skip
+    fake = Ranks()
+    monkeypatch.setattr(facts, "gather", lambda request, environ: found)
+    monkeypatch.setattr(Launch, "__call__", lambda *arguments: fake(*arguments))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "240")
+    for name in ("OMP_NUM_THREADS", "HOROVOD_AUTOTUNE", "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+def emulate(*words, n=4, sizes=LIST):
+    return cli.run(["emulate", "-n", str(n), "--sizes", sizes, *words])
+
+
+def saved(path="r.json"):
+    return json.loads(Path(path).read_text())
+
+
+def fitting(value, schema):
+    """A small check of a JSON schema: the words that ours uses."""
+    if "$ref" in schema:
+        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    if "const" in schema:
+        return value == schema["const"]
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = {
+        "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+        "null": type(None),
+    }  # fmt: skip
+    allowed = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if not any(
+        isinstance(value, kinds[kind]) and (kind == "boolean" or not isinstance(value, bool)) for kind in allowed
+    ):
+        return False
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if not set(schema.get("required", ())) <= set(value) or (others is False and set(value) - set(known)):
+            return False
+        rest = others if isinstance(others, dict) else None
+        return all(
+            fitting(inner, inside) for name, inner in value.items() if (inside := known.get(name, rest)) is not None
+        )
+    if isinstance(value, list):
+        return all(fitting(inner, schema["items"]) for inner in value)
+    return not (isinstance(value, int | float) and value < schema.get("minimum", value))
+
+
+# What it does
+
+
+def test_the_list_is_replayed_last_layer_first_and_the_file_is_as_its_schema_says(ranks, capsys):
+    assert emulate("--engine", "ring", "--samples", "60000", "--batch-size", "8192", "--json", "r.json") == 0
+    content = saved()
+    assert fitting(content, SCHEMA)
+    assert not fitting({**content, "host": "node17"}, SCHEMA)
+    assert [one["bytes"] for one in content["plan"]["collectives"]] == [2600, 33024, 131584, 803840]
+    assert (content["plan"]["batch_count"], content["plan"]["trials"]) == (8, 8)
+    assert len(content["samples"]) == 32
+    assert content["asked"]["engine"] == "mpi"
+    assert content["asked"]["algorithm"] == "ring"
+    first = content["samples"][0]
+    assert (first["size"], first["skew_s"], first["transfer_s"]) == (2600, 0.003, 0.02)
+    row = content["summary"]["rows"][-1]
+    assert (row["size"], row["count"], row["type"], row["redop"], row["wrong"]) == (803840, 200960, "float32", "sum", 0)
+    assert row["algbw"] == pytest.approx(803840 / 0.02 / 1e9)
+    assert row["busbw"] == pytest.approx(1.5 * row["algbw"])
+    assert "803840" in capsys.readouterr().out
+    assert [path.name for path in Path().iterdir()] == ["r.json"]
+
+
+def test_every_kind_of_job_fits_the_schema(ranks):
+    for words in (
+        ("--engine", "gloo", "--collective", "all_to_all", "--straggler", "2:50", "--straggler", "0:1.5"),
+        ("--engine", "mpi", "--delay", "20:1:0.25", "--no-check", "--compute", "sleep", "--gap-ms", "2"),
+        ("--fusion", "off", "--cycle-time-ms", "0.5", "--ppn", "4", "--hosts", "localhost:4"),
+    ):
+        assert emulate(*words, "--trials", "3", "--json", "r.json") == 0
+        assert fitting(saved(), SCHEMA), words
+    ranks.until, ranks.ends = 0, KeyboardInterrupt()
+    assert emulate("--json", "r.json") == 130
+    assert fitting(saved(), SCHEMA)
+
+
+def test_what_the_ranks_are_told(ranks):
+    words = ["--straggler", "2:50", "--delay", "20:1:0.25", "--warmup-trials", "1", "--seed", "9", "--no-check"]
+    assert emulate("--engine", "gloo", *words, "--threads", "2", "--env", "A=b", "--timeout", "60") == 0
+    (job,), ((launch, _, timeout_s),) = ranks.jobs, ranks.launches
+    assert (job.engine, job.backend, job.fusion, job.check, job.warmup_trials, job.seed) == (
+        "torch", "gloo", False, False, 1, 9,
+    )  # fmt: skip
+    assert job.stragglers == {2: 0.05}
+    assert job.delay == run_job.Delay(0.02, 1, 0.25)
+    assert (launch.n, timeout_s) == (4, 60)
+    assert list(launch.options) == ["--threads", "2", "--env", "A=b"]
+    assert launch.command[1:3] == ("-m", "hvdkit.emulate.worker")
+
+
+def test_horovod_s_settings(ranks):
+    assert emulate("--cycle-time-ms", "0.5", "--fusion-threshold-mb", "4") == 0
+    assert emulate("--fusion", "off") == 0
+    assert [job.fusion for job in ranks.jobs] == [True, False]
+    first, second = (setting.variables() for _, setting, _ in ranks.launches)
+    assert first == {"HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_FUSION_THRESHOLD": str(4 << 20)}
+    assert second == {"HOROVOD_FUSION_THRESHOLD": "0"}
+
+
+def test_hosts_are_not_told_and_the_folder_is_where_they_share(ranks):
+    assert emulate("--hosts", "gandalf:2,saruman:2", "--engine", "mpi", "--json", "r.json") == 0
+    text = Path("r.json").read_text()
+    assert "gandalf" not in text
+    assert "saruman" not in text
+    assert saved()["asked"]["hosts"] == 2
+    assert saved()["asked"]["ppn"] == 2
+    assert ranks.jobs[0].apart
+    assert Path(ranks.launches[0][0].command[-1]).parent == Path.cwd()
+
+
+def test_plots_and_a_report(ranks):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    assert emulate("--plot", "cdf.svg", "--size-plot", "sizes.svg", "--report", "r.html") == 0
+    assert sorted(path.name for path in Path().iterdir()) == ["cdf.svg", "r.html", "sizes.svg"]
+    assert all(path.stat().st_size > 1000 for path in Path().iterdir())
+
+
+# How it ends
+
+
+def test_an_interrupt_keeps_what_all_ranks_measured(ranks, capsys):
+    ranks.until, ranks.ends = 5, KeyboardInterrupt()
+    assert emulate("--trials", "100", "--json", "r.json") == 130
+    content = saved()
+    assert fitting(content, SCHEMA)
+    assert len(content["samples"]) == 20
+    assert "It was interrupted: 5 of 100 trials were measured by all ranks." in content["notes"]
+    assert "5 of 100" in capsys.readouterr().out
+
+
+def test_a_wrong_result_ends_it_in_one_sentence_and_nothing_is_written(ranks, capsys):
+    ranks.error = (2, "Rank 2 got a wrong result of allreduce 0: element 7 is 3, expected 4.", 1, True)
+    ranks.ends = "exited with status 1; its last lines:\nnoise"
+    assert emulate("--json", "r.json") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"hvdkit: {ranks.error[1]}"
+    assert list(Path().iterdir()) == []
+
+
+def test_a_mistake_that_a_rank_finds_is_bad_usage(ranks, capsys):
+    ranks.error, ranks.ends = (0, "--engine torch has no uint16.", 2, False), "exited with status 1"
+    assert emulate() == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "hvdkit: --engine torch has no uint16."
+
+
+def test_a_job_that_fails_later_keeps_what_was_measured(ranks, capsys):
+    ranks.until, ranks.ends = 3, "was ended after 60 seconds; its last lines:\nhello"
+    assert emulate("--trials", "9", "--json", "r.json") == 1
+    assert len(saved()["samples"]) == 12
+    assert "The job failed: 3 of 9 trials were measured by all ranks." in saved()["notes"]
+    assert "was ended after 60 seconds" in capsys.readouterr().err
+
+
+def test_a_job_that_fails_at_once_says_why(ranks, capsys):
+    ranks.until, ranks.ends = 0, "exited with status 3; its last lines:\nImportError: no"
+    assert emulate("--json", "r.json") == 1
+    assert "The job exited with status 3; its last lines:\nImportError: no" in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--straggler", "2"], "--straggler is '2'; expected RANK:MS"),
+        (["--straggler", "2:0"], "expected RANK:MS"),
+        (["--straggler", "1:5", "--straggler", "1:6"], "each rank once"),
+        (["--straggler", "4:5"], "on rank 4, and there are 4 ranks"),
+        (["--delay", "x"], "--delay is 'x'; expected MS[:RANK[:P]]"),
+        (["--delay", "5:0:1.5"], "--delay is '5:0:1.5'"),
+        (["--delay", "5:0:1:2"], "--delay is '5:0:1:2'"),
+        (["--delay", "nan"], "--delay is 'nan'"),
+        (["--delay", "5:9"], "on rank 9, and there are 4 ranks"),
+        (["--engine", "mpi", "--fusion", "on"], "--fusion is a setting of Horovod, got --engine mpi"),
+        (["--engine", "gloo", "--cycle-time-ms", "1"], "HOROVOD_CYCLE_TIME is a setting of Horovod, got --engine gloo"),
+        (["--fusion", "off", "--fusion-threshold-mb", "4"], "contradict each other"),
+        (["--algorithm", "ring"], "own ring over MPI messages, got --engine horovod"),
+        (["--engine", "ring", "--algorithm", "library"], "--engine ring is --algorithm ring"),
+        (["--engine", "ring", "--collective", "all_to_all"], "over a ring would send every block"),
+        (
+            ["--engine", "mpi", "--dtype", "float16"],
+            "float16, which --engine mpi cannot add; use --engine horovod or ring",
+        ),
+        (
+            ["--engine", "ring", "--dtype", "bfloat16"],
+            "--engine ring cannot add; use --engine torch, or one of float32",
+        ),
+        (["--engine", "ring", "--launcher", "horovodrun"], "horovodrun starts them without it"),
+        (["--json", "nowhere/r.json"], "does not exist"),
+        (["--json", "."], "is a directory"),
+        (["--timeout", "0"], "above 0"),
+        (["--engine", "kccb"], "kccb"),
+        (["--plot", "cdf.pdf"], "cdf.pdf"),
+        (["--hosts", "a:4", "--hostfile", "h"], "say the same"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_anything_runs(ranks, capsys, words, said):
+    assert emulate(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert ranks.launches == []
+
+
+def test_options_that_are_missing(ranks, capsys):
+    assert cli.run(["emulate", "--sizes", "4"]) == 2
+    assert "-n" in capsys.readouterr().err
+    assert cli.run(["emulate", "-n", "2"]) == 2
+    assert "--sizes" in capsys.readouterr().err
+    assert cli.run(["emulate", "-n", "2", "sizes", "--sizes", "4"]) == 2
+    assert "-n is given before 'sizes'" in capsys.readouterr().err
+
+
+def test_subcommands_are_there(ranks, capsys):
+    assert cli.run(["emulate", "sizes", "--sizes", LIST, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == 971048
+    assert emulate("--json", "r.json", "--trials", "2") == 0
+    capsys.readouterr()
+    assert cli.run(["emulate", "show", "r.json"]) == 0
+    assert "803840" in capsys.readouterr().out
+    assert cli.run(["emulate", "compare", "r.json", "r.json"]) == 0
+
+
+def test_mpi_needs_a_launcher_of_mpi_where_horovod_has_none(ranks, monkeypatch):
+    found = Facts(
+        4, False, Path("/venv/bin/python"), os.environ["PATH"], Horovod(mpi=False, gloo=True),
+        Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), Path("/venv/bin/horovodrun"),
+    )  # fmt: skip
+    monkeypatch.setattr(facts, "gather", lambda request, environ: found)
+    assert emulate("--engine", "ring", "--trials", "1") == 0
+    assert list(ranks.launches[-1][0].options) == ["--launcher", "mpirun"]
+    assert emulate("--engine", "gloo", "--trials", "1") == 0
+    assert list(ranks.launches[-1][0].options) == []

@@ -1,0 +1,190 @@
+"""The file of ``hvdkit emulate``, and how what the ranks wrote becomes samples."""
+
+import json
+
+import pytest
+
+from hvdkit import DataError
+from hvdkit.emulate import results, run_join
+from hvdkit.emulate.clock import Reading
+from hvdkit.emulate.plan import Collective, Plan
+from hvdkit.emulate.results import Results, Sample
+from hvdkit.emulate.worker_files import Writer, file_of, head_of, read
+
+PLAN = Plan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
+ASKED = {"engine": "mpi", "collective": "allreduce", "algorithm": "ring", "ranks": 2, "hosts": 1, "check": True}
+
+
+def sample(trial=0, index=0, **changed):
+    values = {
+        "trial": trial, "index": index, "nbytes": PLAN.collectives[index].nbytes, "skew_s": 0.001, "transfer_s": 0.002,
+        "slowest_s": 0.003, "slowest_rank": 1, "ranks_s": (0.002, 0.003), **changed,
+    }  # fmt: skip
+    return Sample(**values)
+
+
+def written(folder, rank, trials, machine="one", readings=(), notes=()):
+    with Writer(folder, rank, {"machine": machine, "notes": list(notes)}) as writer:
+        for reading in readings[:1]:
+            writer.clock(reading)
+        for number, times in trials.items():
+            writer.trial(number, *times)
+        for reading in readings[1:]:
+            writer.clock(reading)
+
+
+# What ranks wrote
+
+
+def test_skew_is_told_apart_from_transfer(tmp_path):
+    written(tmp_path, 0, {0: ([10.0, 20.0], [10.7, 20.1])})
+    written(tmp_path, 1, {0: ([10.5, 20.0], [10.6, 20.3])})
+    joined = run_join.join(tmp_path, PLAN, 2)
+    first, second = joined.samples
+    assert (first.skew_s, first.transfer_s) == (0.5, 0.2)
+    assert (first.slowest_s, first.slowest_rank, first.ranks_s) == (0.7, 0, (0.7, 0.1))
+    assert (second.skew_s, second.transfer_s, second.slowest_rank) == (0.0, 0.3, 1)
+    assert [(one.trial, one.index, one.nbytes) for one in joined.samples] == [(0, 0, 40), (0, 1, 120)]
+    assert joined.notes == []
+
+
+def test_only_trials_that_all_ranks_finished_count(tmp_path):
+    times = ([1.0, 2.0], [1.1, 2.1])
+    written(tmp_path, 0, {0: times, 1: times, 2: times})
+    written(tmp_path, 1, {0: times, 1: times})
+    with file_of(tmp_path, 1).open("a") as file:
+        file.write("[2, [1.0, 2.0], [1.1, 2")  # it was killed while it wrote
+    joined = run_join.join(tmp_path, PLAN, 2)
+    assert joined.trials == 2
+    assert [one.trial for one in joined.samples] == [0, 0, 1, 1]
+
+
+def test_a_rank_that_wrote_nothing_leaves_nothing_to_count(tmp_path):
+    written(tmp_path, 0, {0: ([1.0, 2.0], [1.1, 2.1])})
+    assert run_join.join(tmp_path, PLAN, 2).samples == []
+    file_of(tmp_path, 1).touch()
+    assert run_join.join(tmp_path, PLAN, 2).samples == []
+
+
+def test_the_clock_of_another_machine_is_corrected_and_its_drift_too(tmp_path):
+    readings = [Reading(1000.0, -990.0, 2e-5), Reading(2000.0, -1988.0, 1e-5)]  # it runs at twice the pace
+    written(tmp_path, 0, {0: ([10.1, 11.0], [10.2, 11.8])})
+    written(tmp_path, 1, {0: ([1000.1, 1500.0], [1000.2, 1500.0 + 0.25])}, machine="two", readings=readings)
+    joined = run_join.join(tmp_path, PLAN, 2)
+    first, second = joined.samples
+    assert first.skew_s == pytest.approx(0.1, abs=1e-3)
+    assert second.skew_s == pytest.approx(0.0, abs=1e-3)  # without the drift it would be 499
+    assert joined.machines == 2
+    (note,) = joined.notes
+    assert "2 machines" in note
+    assert "before and after" in note
+    assert "within 20 us" in note
+
+
+def test_clocks_that_are_not_quite_right_give_no_negative_times(tmp_path):
+    written(tmp_path, 0, {0: ([10.0, 20.0], [10.0001, 20.1])})
+    written(tmp_path, 1, {0: ([10.0002, 20.0], [10.0001, 20.1])}, machine="two", readings=[Reading(1.0, 0.0, 1e-3)])
+    assert run_join.join(tmp_path, PLAN, 2).samples[0].transfer_s == 0
+    assert "before, not after," in run_join.join(tmp_path, PLAN, 2).notes[0]
+
+
+def test_a_wrong_result_is_told_before_what_followed_from_it(tmp_path):
+    with Writer(tmp_path, 0, {"machine": "one", "notes": []}) as writer:
+        writer.error("it lost rank 1", 1, wrong=False)
+    with Writer(tmp_path, 1, {"machine": "one", "notes": []}) as writer:
+        writer.error("element 3 is 5, expected 6", 1, wrong=True)
+    assert run_join.join(tmp_path, PLAN, 2).failed.error == "element 3 is 5, expected 6"
+
+
+def test_notes_of_ranks_come_once(tmp_path):
+    for rank in range(2):
+        written(tmp_path, rank, {}, notes=["torch.distributed used gloo."])
+    assert run_join.join(tmp_path, PLAN, 2).notes == ["torch.distributed used gloo."]
+
+
+@pytest.mark.parametrize("text", ["{}\n", "hello\n", '{"hvdkit": "emulate rank", "rank": 0}\n[1]\n'])
+def test_another_file_in_the_folder_is_an_error(tmp_path, text):
+    file_of(tmp_path, 0).write_text(text)
+    with pytest.raises(DataError, match=r"rank-0\.jsonl was not written by a rank"):
+        read(file_of(tmp_path, 0))
+
+
+def test_a_folder_that_hosts_do_not_share_is_said(tmp_path):
+    with pytest.raises(DataError, match="directory that all hosts share"):
+        head_of(tmp_path, 3, wait_s=0.05)
+
+
+# The file of results
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "r.json"
+    found = Results(dict(ASKED), {"cores": 2}, PLAN, [sample(), sample(1, 1)], ["A note."])
+    results.write(path, found)
+    assert results.read(path) == found
+    assert json.loads(path.read_text())["summary"] is None
+    results.write(path, Results(dict(ASKED), {}, PLAN))
+    assert results.read(path).samples == []
+
+
+def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
+    path = tmp_path / "r.json"
+    results.write(path, Results(dict(ASKED), {}, PLAN, [sample()]), {"rows": [{"size": 40, "busbw": 1.0}]})
+    assert json.loads(path.read_text())["summary"]["rows"] == [{"redop": "sum", "wrong": 0, "size": 40, "busbw": 1.0}]
+    asked = {**ASKED, "check": False, "collective": "broadcast"}
+    results.write(path, Results(asked, {}, PLAN, [sample()]), {"rows": [{}]})
+    assert json.loads(path.read_text())["summary"]["rows"] == [{"redop": "none", "wrong": None}]
+
+
+def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):
+    path = tmp_path / "r.json"
+    results.write(path, Results(dict(ASKED), {}, PLAN, [sample()]))
+    with pytest.raises(ValueError, match="Out of range float values"):
+        results.write(path, Results(dict(ASKED), {}, PLAN, [sample(skew_s=float("nan"))]))
+    assert len(results.read(path).samples) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
+
+
+def changed(change):
+    def broken(content):
+        change(content)
+        return json.dumps(content)
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda content: "",
+        lambda content: "[]",
+        lambda content: "[" * 100_000,
+        lambda content: json.dumps(content)[:200],
+        changed(lambda content: content.update(hvdkit="bench scaling")),
+        changed(lambda content: content.update(version=2)),
+        changed(lambda content: content.pop("plan")),
+        changed(lambda content: content["asked"].pop("ranks")),
+        changed(lambda content: content["asked"].update(ranks=3)),
+        changed(lambda content: content["asked"].update(ranks=0)),
+        changed(lambda content: content["plan"].update(trials=0)),
+        changed(lambda content: content["samples"][0].update(index=2)),
+        changed(lambda content: content["samples"][0].update(size=44)),
+        changed(lambda content: content["samples"][0].update(slowest_rank=2)),
+        changed(lambda content: content["samples"][0].update(skew_s=-1)),
+        changed(lambda content: content["samples"][0].update(transfer_s="x")),
+        changed(lambda content: content["samples"][0].update(trial=True)),
+        changed(lambda content: content["samples"][0].pop("ranks_s")),
+        changed(lambda content: content["samples"].append(7)),
+    ],
+)
+def test_another_file_is_refused(tmp_path, broken):
+    path = tmp_path / "r.json"
+    results.write(path, Results(dict(ASKED), {}, PLAN, [sample()]))
+    path.write_text(broken(json.loads(path.read_text())))
+    with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(version 1\)"):
+        results.read(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(DataError, match="No results at"):
+        results.read(tmp_path / "r.json")

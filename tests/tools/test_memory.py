@@ -1,0 +1,137 @@
+"""``hvdkit memory``: the terms, what the stages of ZeRO cut, and predictions beside what PyTorch really allocates."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdkit import cli
+from hvdkit.memory import terms
+
+NETS = str(Path(__file__).parent / "memory_nets.py")
+TRILLION = ["--parameters", "1e12", "--dtype", "float16", "--layers", "120", "--sequence", "2048", "--hidden", "12288"]
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch (`make test`)")
+needs_keras = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="needs keras (`make test`)")
+
+
+def found(capsys, *words, status=0):
+    assert cli.run(["memory", *words, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_tutorials_trillion_parameters_term_by_term(capsys):
+    need = found(capsys, *TRILLION, "--batch", "128")["need"]
+    assert (need["parameters"], need["gradients"], need["states"]) == (2 * 10**12, 2 * 10**12, 4 * 10**12)
+    assert need["activations"] == 128 * 120 * 2048 * 12288 * 2
+    assert need["total"] == 8_773_094_113_280  # not the tutorial's 10.8 TB
+
+
+def test_zero_cuts_states_then_gradients_then_parameters():
+    """The example of the ZeRO paper: 7.5 billion parameters, 64 ranks, mixed precision: 120, 31.4, 16.6, 1.88 GB."""
+    need = terms.of_numbers(7.5e9, dtype="float16", optimizer="adam", mixed=True, fusion_bytes=0)
+    row = terms.per_rank(need, 64)
+    gigabytes = [row.data_parallel / 1e9, *(row.zero[stage] / 1e9 for stage in (1, 2, 3))]
+    assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.88], rel=3e-3)
+
+
+def test_more_ranks_never_shrink_plain_data_parallelism(capsys):
+    rows = found(capsys, *TRILLION, "-n", "1,2,1024")["ranks"]
+    assert rows[0]["data_parallel"] + terms.FUSION_BYTES == rows[1]["data_parallel"] == rows[2]["data_parallel"]
+    assert rows[0]["zero"] == {
+        "1": rows[0]["data_parallel"],
+        "2": rows[0]["data_parallel"],
+        "3": rows[0]["data_parallel"],
+    }
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [("sgd", 0), ("momentum", 1), ("rmsprop", 1), ("adamw", 2)])
+def test_states_are_what_the_optimizer_keeps(capsys, optimizer, kept):
+    need = found(capsys, "--parameters", "2M", "--optimizer", optimizer)["need"]
+    assert need["states"] == kept * 2_000_000 * 4
+
+
+def test_half_precision_gradients_are_copies_and_only_of_wider_ones(capsys):
+    words = ["--parameters", "1M", "--fp16-allreduce", "--fusion-threshold-mb", "64"]
+    need = found(capsys, *words)["need"]
+    assert (need["compression"], need["fusion_buffer"]) == (2_000_000, 64 * 1024**2)
+    assert found(capsys, *words, "--dtype", "float16")["need"]["compression"] == 0
+
+
+def test_all_that_a_transformer_layer_keeps():
+    """GPT-3's numbers as in Korthikanti et al. 2022: 34 + 5 a s / h = 34 + 5 x 96 x 2048 / 12288 = 114 times s b h."""
+    sizes = {"batch": 1, "layers": 96, "sequence": 2048, "hidden": 12288}
+    need = terms.of_numbers(175e9, dtype="float16", **sizes, heads=96)
+    assert need.activations == 114 * 96 * 2048 * 12288
+
+
+def test_a_rank_that_is_too_small_is_status_1_and_the_stage_that_fits_is_named(capsys):
+    words = ["--parameters", "7.5B", "--dtype", "float16", "--mixed", "-n", "64", "--capacity-gb"]
+    assert "ZeRO stage 1 would" in " ".join(found(capsys, *words, "40", status=1)["notes"])
+    assert "no stage of ZeRO" in " ".join(found(capsys, *words, "1", status=1)["notes"])
+    assert "needs more" not in " ".join(found(capsys, *words, "130")["notes"])
+
+
+@needs_torch
+@pytest.mark.parametrize(("optimizer", "device"), [("sgd", "cpu"), ("adam", "meta")])
+@pytest.mark.parametrize("net", ["mlp", "cnn", "transformer"])
+def test_the_predicted_peak_is_within_a_tenth_of_what_pytorch_allocates(capsys, net, optimizer, device):
+    words = ["--model", f"{NETS}:{net}", "--batch", "48", "--optimizer", optimizer, "--device", device, "--measure"]
+    answer = found(capsys, *words)
+    need = answer["need"]
+    assert need["peak"] == pytest.approx(answer["measured_peak"], rel=0.1)
+    assert need["peak"] > need["parameters"] + need["gradients"] + need["states"]
+    assert need["states"] == pytest.approx({"sgd": 0, "adam": 2}[optimizer] * need["parameters"], rel=0.01)
+
+
+@needs_torch
+def test_activations_grow_with_the_batch_and_parameters_do_not(capsys):
+    few, many = (found(capsys, "--model", f"{NETS}:mlp", "--batch", batch)["need"] for batch in ("10", "40"))
+    assert many["activations"] == 4 * few["activations"] > 0
+    assert many["parameters"] == few["parameters"] == 242_762 * 4
+
+
+@needs_torch
+def test_an_input_shape_stands_in_for_inputs(capsys):
+    words = ["--model", f"{NETS}:without_inputs", "--batch", "6"]
+    need = found(capsys, *words, "--input-shape", "1,1000")["need"]
+    assert need["parameters"] == 500_500 * 4
+    assert cli.run(["memory", *words]) == 2
+    assert "--input-shape" in capsys.readouterr().err
+
+
+@needs_torch
+def test_a_loss_that_takes_one_batch_size_only_is_one_sentence(capsys):
+    assert cli.run(["memory", "--model", f"{NETS}:fixed_batch", "--batch", "64"]) == 2
+    err = capsys.readouterr().err
+    assert "any batch size" in err and err.count("\n") == 1
+
+
+@needs_keras
+def test_a_keras_models_terms(capsys):
+    need = found(capsys, "--model", f"{NETS}:keras_net", "--batch", "5", "--optimizer", "momentum")["need"]
+    parameters = (8 * 16 + 16 + 16 * 3 + 3) * 4
+    assert (need["parameters"], need["gradients"], need["states"]) == (parameters, parameters, parameters)
+    assert need["activations"] == 5 * (16 + 3) * 4
+    assert need["peak"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--model or --parameters"),
+        (["--parameters", "1", "--model", "a:b"], "--model or --parameters"),
+        (["--parameters", "lots"], "lots"),
+        (["--parameters", "nan"], "nan"),
+        (["--parameters", "1e9", "--layers", "3"], "--sequence, --hidden"),
+        (["--parameters", "1e9", "--measure"], "--measure"),
+        (["--model", "a:b", "--dtype", "float16"], "--dtype"),
+        (["--model", "no_such_module:net"], "no_such_module"),
+        (["--model", "no_colon"], "no_colon"),
+        (["--parameters", "1e9", "--input-shape", "1,x"], "1,x"),
+    ],
+)
+def test_mistakes_are_one_sentence_with_status_2(capsys, words, said):
+    assert cli.run(["memory", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1

@@ -1,0 +1,328 @@
+"""``hvdkit mpi-profile`` and ``hvdkit launch --mpi-profile`` as they are typed. No job is started here."""
+
+import json
+import re
+import shlex
+import stat
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
+
+import hvdkit.mpi_profile
+from hvdkit import cli
+from hvdkit.errors import InvalidArgumentError, LaunchError
+from hvdkit.install import cli as install_cli
+from hvdkit.launch import facts, plan
+from hvdkit.launch.command import Command
+from hvdkit.launch.model import Facts, Horovod, Host, Mpi, Request
+from hvdkit.mpi_profile import library, recording
+
+SCHEMA = json.loads((Path(hvdkit.mpi_profile.__file__).parent / "schema.json").read_text())
+
+
+def run(capsys, *words):
+    status = cli.run(["mpi-profile", *map(str, words)])
+    return status, *capsys.readouterr()
+
+
+def fitting(value, schema=SCHEMA):
+    """Whether a value is as the published schema says; knows the words that it uses."""
+    if "$ref" in schema:
+        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    if "oneOf" in schema:
+        return sum(fitting(value, one) for one in schema["oneOf"]) == 1
+    if "const" in schema:
+        return value == schema["const"]
+    if "enum" in schema:
+        return value in schema["enum"]
+    kinds = {
+        "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+        "null": type(None),
+    }  # fmt: skip
+    allowed = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if not any(isinstance(value, kinds[kind]) and (kind == "boolean" or value is not True) for kind in allowed):
+        return False
+    if isinstance(value, dict):
+        named = schema["properties"]
+        return set(schema["required"]) <= set(value) <= set(named) and all(
+            fitting(value[key], named[key]) for key in value
+        )
+    if isinstance(value, list):
+        return len(value) >= schema.get("minItems", 0) and all(fitting(one, schema["items"]) for one in value)
+    if isinstance(value, str):
+        return re.search(schema.get("pattern", ""), value) is not None
+    return not isinstance(value, int | float) or value >= schema.get("minimum", value)
+
+
+# show
+
+
+@pytest.mark.parametrize("paths", [MPITRACE, [MPIP]], ids=["mpitrace", "mpiP"])
+def test_json_is_as_the_published_schema_says_and_names_no_host(capsys, paths):
+    status, out, err = run(capsys, "show", "--json", *paths)
+    content = json.loads(out)
+    assert (status, err) == (0, "")
+    assert fitting(content)
+    assert not fitting({**content, "host": "node17"})
+    assert not fitting({**content, "ranks": []})
+    assert "secret-host" not in out and "thetagpu" not in out
+
+
+def test_json_of_the_real_files(capsys):
+    content = json.loads(run(capsys, "show", "--json", *MPITRACE)[1])
+    assert (content["source"], content["size"], content["missing"], content["shown_rank"]) == (
+        "mpitrace", 8, [2, 3, 6, 7], 0,
+    )  # fmt: skip
+    routine = content["routines"][0]
+    assert (routine["routine"], routine["calls"]) == ("MPI_Allreduce", 77340)
+    assert (routine["seconds"], routine["ranks"]["least_rank"]) == (106.664, 4)
+    sizes = [one for one in content["sizes"] if one["routine"] == "MPI_Allreduce"]
+    assert sum(one["calls"] for one in sizes) == 77340
+    assert [(one["calls"], one["average_bytes"]) for one in sizes if one["purpose"] == "control"] == [(72893, 16.0)]
+    large = sizes[-1]
+    assert large["bus_bytes_per_s"] == pytest.approx(2 * 7 / 8 * 714 * 4718824.9 / 18.844)
+    assert any("NCCL" in note for note in content["notes"])
+
+
+def test_our_json_is_as_the_schema_says(capsys, tmp_path):
+    calls = [*HOROVOD, group("MPI_Iallreduce", (3, 8, 1e-6), caller="a.out", op="MPI_SUM")]
+    write(tmp_path / "p", *(record(rank, calls=calls, wait_measured=True) for rank in (0, 2)))
+    content = json.loads(run(capsys, "show", "--json", tmp_path / "p", "--rank", "2")[1])
+    assert fitting(content)
+    assert (content["shown_rank"], content["traffic"]["control"]["calls"], content["missing"]) == (2, 1040, [1, 3])
+    kinds = {(row["routine"], row["purpose"]) for row in content["ranks"][1]["calls"]}
+    assert ("MPI_Iallreduce", "payload") in kinds and ("MPI_Allreduce", "control") in kinds
+
+
+def test_the_table_for_people(capsys):
+    status, out, _ = run(capsys, "show", *MPITRACE)
+    assert status == 0
+    for words in (
+        "Rank 0 of 8 (4 recorded by mpitrace): 106.689 s of 128.903 s in MPI",
+        "Horovod's negotiation",
+        "least 105.850 s (rank 4)",
+        "4 of 8 ranks left no record: 2, 3, 6, 7.",
+        "NCCL",
+        "by which Horovod's negotiation is told from data",
+    ):
+        assert words in out
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+    assert next(row[:4] for row in cells if "77340" in row) == ["MPI_Allreduce", "77340", "44324.1", "106.664"]
+    assert ["MPI_Allreduce", "control", "16.0", "72893", "86.606", "1.19 ms", "-"] in cells
+
+
+def test_what_comes_from_a_file_cannot_steer_the_terminal(capsys, tmp_path):
+    write(tmp_path / "p", record(0, 1, library="Open\x1b[31mMPI"))
+    out = run(capsys, "show", tmp_path / "p")[1]
+    assert "\x1b" not in out and "Open\\x1b[31mMPI" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["show"], 2, "PATHS|DIR"), (["show", "nosuch"], 2, "nosuch"), (["show", "."], 1, "holds no MPI profile"),
+        (["show", *MPITRACE, "--rank", "2"], 2, "those of 0, 1, 4, 5 of 8 ranks"),
+        (["show", *MPITRACE, MPIP], 1, "different"),
+        (["show", *MPITRACE, "--rank", "-1"], 2, "-1"), (["compare", MPIP], 2, "B"), (["look"], 2, "look"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(capsys, tmp_path, monkeypatch, words, status, said):
+    monkeypatch.chdir(tmp_path)
+    done, out, err = run(capsys, *words)
+    assert (done, out) == (status, "")
+    assert re.search(said, err) and err.count("\n") == 1 and err.startswith("hvdkit: ")
+
+
+@pytest.mark.parametrize("command", ["show", "compare"])
+def test_help_teaches(capsys, command):
+    status, out, _ = run(capsys, command, "--help")
+    assert status == 0 and f"hvdkit mpi-profile {command}" in out.split("Options:")[0]
+
+
+# compare
+
+
+def test_compare(capsys, tmp_path):
+    write(tmp_path / "a", record(0, 1))
+    write(tmp_path / "b", record(0, 1, HOROVOD[:1], seconds=30.0))
+    status, out, _ = run(capsys, "compare", tmp_path / "a", tmp_path / "b")
+    assert status == 0 and "A ran for 10.0 s and B for 30.0 s" in out
+    content = json.loads(run(capsys, "compare", tmp_path / "a", tmp_path / "b", "--json")[1])
+    same = next(one for one in content["compared"] if one["purpose"] == "control" and one["routine"] == "MPI_Allreduce")
+    assert (same["ratio"], same["a"]["calls"], same["b"]["bytes"]) == (1, 1000, 8000)
+    assert content["compared"][0]["purpose"] == "payload"
+
+
+# hvdkit launch --mpi-profile
+
+FACTS = Facts(
+    cores=8, root=False, python=Path("/venv/bin/python"), path="/venv/bin:/usr/bin",
+    horovod=Horovod(mpi=True, gloo=True, mpi_bin=Path("/venv/bin")),
+    mpi=Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), horovodrun=Path("/venv/bin/horovodrun"),
+    programs={name: Path(f"/usr/bin/{name}") for name in ("mpiexec", "aprun", "srun", "jsrun")},
+    mpi_recorder=Path("/cache/key/libhvdkit-mpi-profile.so"),
+)  # fmt: skip
+COMMAND = Command(("/venv/bin/python", "train.py"), script=1)
+REQUEST = Request(2, ("train.py",), mpi_profile=Path("/home/me/profile"))
+PRELOADED = ("/usr/bin/env", "LD_PRELOAD=/cache/key/libhvdkit-mpi-profile.so")
+
+
+def build(request=REQUEST, environ=None, **changes):
+    return plan.build(request, replace(FACTS, **changes), COMMAND, {"PATH": FACTS.path, **(environ or {})})
+
+
+def test_the_recorder_is_preloaded_into_the_ranks_alone():
+    job = build()
+    assert job.command == (*PRELOADED, *COMMAND.words)
+    assert job.added["HVDKIT_MPI_PROFILE"] == "/home/me/profile"
+    assert "LD_PRELOAD" not in job.environment and "LD_PRELOAD" not in shlex.join(job.launcher)
+    assert any(setting.words == PRELOADED for setting in job.settings)
+    assert "HVDKIT_MPI_PROFILE_WAIT" not in job.environment
+    assert build(replace(REQUEST, mpi_profile_wait=True)).added["HVDKIT_MPI_PROFILE_WAIT"] == "1"
+    assert build(replace(REQUEST, mpi_profile=None)).command == COMMAND.words
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "aprun", "srun", "jsrun"])
+def test_every_launcher_hands_the_directory_to_ranks_on_other_hosts(launcher):
+    hosts = () if launcher == "jsrun" else (Host("nid00012", 1), Host("nid00013", 1))
+    job = build(replace(REQUEST, launcher=launcher, hosts=hosts, hosts_chosen=bool(hosts), ppn=1))
+    assert job.command == (*PRELOADED, *COMMAND.words)
+    assert "HVDKIT_MPI_PROFILE" in shlex.join(job.launcher) or "--export=ALL" in job.launcher
+
+
+def test_what_is_preloaded_already_stays():
+    assert (
+        build(environ={"LD_PRELOAD": "/usr/lib/libjemalloc.so"}).command[1] == f"{PRELOADED[1]}:/usr/lib/libjemalloc.so"
+    )
+    given = replace(REQUEST, variables={"LD_PRELOAD": "/mine.so"})
+    assert build(given, environ={"LD_PRELOAD": "/other.so"}).command[1] == f"{PRELOADED[1]}:/mine.so"
+
+
+def test_over_gloo_there_is_nothing_to_record():
+    for request, changes in (
+        (replace(REQUEST, launcher="horovodrun"), {}),
+        (REQUEST, {"horovod": Horovod(mpi=False, gloo=True), "mpi": None}),
+    ):
+        with pytest.raises(InvalidArgumentError, match="makes none; use --launcher mpirun"):
+            build(request, **changes)
+
+
+def test_waiting_needs_a_profile(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    status = cli.run(["launch", "-n", "2", "--mpi-profile-wait", "train.py"])
+    assert status == 2 and "--mpi-profile-wait needs --mpi-profile" in capsys.readouterr().err
+
+
+# The library
+
+MPICC = """#!/bin/sh
+case "$1" in
+  --showme:version) echo "mpicc: Open MPI {version} (Language: C)" ;;
+  *) {then} ;;
+esac
+"""
+COPIES = 'while [ "$1" != -o ]; do shift; done; cp {library} "$2"; echo compiled >> {log}'
+
+
+def fake_mpicc(directory, then, version="5.0.11"):
+    directory.mkdir(exist_ok=True)
+    file = directory / "mpicc"
+    file.write_text(MPICC.format(version=version, then=then))
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return file
+
+
+def a_library():
+    """Any library that can be loaded."""
+    import _ctypes
+
+    return _ctypes.__file__
+
+
+def test_it_is_compiled_once_for_each_mpi(tmp_path):
+    said, log = [], tmp_path / "log"
+    mpicc = fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=log))
+    first = library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append)
+    again = library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append)
+    assert first == again and first.is_file() and log.read_text().count("compiled") == 1
+    assert len(said) == 1 and "once for this MPI" in said[0]
+    assert [entry.name for entry in first.parent.iterdir()] == [library.NAME]
+    fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=log), version="5.1.0")
+    assert library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append) != first
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("echo 'x.c:1: error: mpi.h: No such file' >&2; exit 1", "mpi.h: No such file"),
+        ('echo > "$7"', "cannot be loaded"),
+    ],
+    ids=["fails", "makes no library"],
+)
+def test_what_does_not_compile_is_said_and_leaves_nothing(tmp_path, then, said):
+    mpicc = fake_mpicc(tmp_path / "bin", then)
+    with pytest.raises(LaunchError, match=said):
+        library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", lambda _: None)
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_without_mpicc_and_without_preloading(tmp_path, monkeypatch):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(LaunchError, match=r"needs the MPI's compiler mpicc .* none in .*empty"):
+        recording.recorder(empty, {"PATH": "/nosuch"}, lambda _: None, dry=False)
+    assert recording.recorder(empty, {}, lambda _: None, dry=True) == Path(library.NAME)
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(LaunchError, match="LD_PRELOAD, which darwin does not have"):
+        recording.recorder(empty, {}, lambda _: None, dry=True)
+
+
+def test_a_cache_whose_path_the_loader_would_split(tmp_path):
+    mpicc = fake_mpicc(tmp_path / "bin", "true")
+    with pytest.raises(LaunchError, match="XDG_CACHE_HOME"):
+        library.path_of(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "my cache")
+
+
+def test_an_install_has_it_compiled_and_goes_on_where_that_fails(tmp_path):
+    mpicc = fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=tmp_path / "log"))
+    plan_, said = SimpleNamespace(mpi=SimpleNamespace(bin=mpicc.parent)), []
+    machine = SimpleNamespace(environ={"PATH": "/usr/bin:/bin"}, cache_directory=tmp_path / "cache")
+    install_cli._compile_mpi_recorder(plan_, machine, SimpleNamespace(say=said.append))
+    assert len(list((tmp_path / "cache").rglob(library.NAME))) == 1
+    fake_mpicc(tmp_path / "bin", "exit 1", version="9")
+    install_cli._compile_mpi_recorder(plan_, machine, SimpleNamespace(say=said.append))
+    assert said[-1].startswith("Note: The recorder of MPI calls cannot be compiled")
+    install_cli._compile_mpi_recorder(SimpleNamespace(mpi=None), machine, None)
+
+
+def test_a_dry_run_compiles_nothing(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    mpicc = fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=log))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(facts, "recorded_horovod", lambda: Horovod(True, True, mpicc.parent))
+    request = replace(REQUEST, launcher="srun", dry_run=True)
+    found = facts.gather(request, {"PATH": "/usr/bin:/bin"})
+    assert found.mpi_recorder.name == library.NAME and found.mpi_recorder.is_relative_to(tmp_path / "cache")
+    assert not log.exists() and not found.mpi_recorder.exists()
+    assert facts.gather(replace(request, dry_run=False), {"PATH": "/usr/bin:/bin"}).mpi_recorder.is_file()
+    assert facts.gather(replace(request, mpi_profile=None), {"PATH": "/usr/bin:/bin"}).mpi_recorder is None
+
+
+# What a job left
+
+
+def test_what_a_job_left(tmp_path):
+    directory = tmp_path / "a" / "profile"
+    before = recording.prepare(directory)
+    assert directory.is_dir() and "no rank wrote" in recording.outcome(directory, before)
+    write(directory, record(0), record(2))
+    said = recording.outcome(directory, before)
+    assert f"hvdkit mpi-profile show {directory}" in said and "2 of 4 ranks left no record: 1, 3." in said
+    assert "no rank wrote" in recording.outcome(directory, recording.prepare(directory))
+    with pytest.raises(InvalidArgumentError, match="cannot be made a directory"):
+        recording.prepare(directory / "mpi_profile.0.json" / "x")

@@ -1,0 +1,182 @@
+"""What a profile says in numbers and in sentences."""
+
+from dataclasses import replace
+
+import pytest
+from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
+
+from hvdkit.mpi_profile import comparison, findings, measures, reading, traffic
+
+
+def shown(profile, number=0):
+    return next(one for one in traffic.of_profile(profile) if one.rank.rank == number)
+
+
+def found(profile, number=0):
+    return {finding.name: finding.text for finding in findings.find(profile, shown(profile, number))}
+
+
+def of(tmp_path, *calls, seconds=10.0, size=4):
+    """The findings of a job whose ranks all called the same."""
+    return found(reading.read([write(tmp_path, *(record(rank, size, calls, seconds=seconds) for rank in range(size)))]))
+
+
+# The real files
+
+
+def test_the_negotiation_of_the_real_files_with_its_numbers():
+    text = found(reading.read(MPITRACE))["negotiation"]
+    for words in (
+        "94 % of the allreduces (72,893 of 77,340) are 16 bytes: Horovod's negotiation",
+        "by its size",
+        "81 % of the time of the allreduces (86.6 s of 106.7 s)",
+        "(one came every 1.77 ms; hvdkit launch --cycle-time-ms 5)",
+        "--cycle-time-ms",
+    ):
+        assert words in text
+
+
+def test_what_else_is_said_of_the_real_files():
+    texts = found(reading.read(MPITRACE))
+    assert "A negotiation takes 1.19 ms on average" in texts["negotiation waits"]
+    assert "(3,019 of 4,447)" in texts["small allreduces"] and "68 %" in texts["small allreduces"]
+    assert "MPI_Allreduce of 4.72 MB: 714 of them in 18.8 s" in texts["bandwidth"]
+    assert "106.7 s of 128.9 s (83 %" in texts["time in MPI"]
+    assert "imbalance" not in texts  # 105.9 to 109.1 s
+
+
+def test_the_spread_of_the_real_files_is_that_of_all_eight_ranks():
+    over = measures.spread(dict(reading.read(MPITRACE).mpi_seconds))
+    assert (over.least, over.least_rank, over.most, over.most_rank) == (105.85, 4, 109.12, 5)
+    assert over.median == pytest.approx((107.65 + 107.69) / 2)
+    mean = sum((106.69, 107.65, 108.69, 109.09, 105.85, 109.12, 107.05, 107.69)) / 8
+    assert over.imbalance == pytest.approx(109.12 / mean - 1)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize(
+    ("routine", "factor"),
+    [
+        ("MPI_Allreduce", 2 * 3 / 4), ("MPI_Allgather", 3), ("MPI_Allgatherv", 3), ("MPI_Reduce_scatter", 3 / 4),
+        ("MPI_Alltoall", 3 / 4), ("MPI_Bcast", 1), ("MPI_Reduce", 1), ("MPI_Gather", None), ("MPI_Iallreduce", None),
+        ("MPI_Send", None),
+    ],
+)  # fmt: skip
+def test_bus_bandwidth(routine, factor):
+    speed = measures.bus_bandwidth(routine, 8e9, 2.0, 4, ours=True)
+    assert speed == (None if factor is None else pytest.approx(factor * 4e9))
+
+
+def test_there_is_no_bus_bandwidth_without_a_bus():
+    for data, seconds, processes in ((0, 1, 4), (None, 1, 4), (8, 0, 4), (8, 1, 1)):
+        assert measures.bus_bandwidth("MPI_Allreduce", data, seconds, processes, ours=True) is None
+    assert measures.bus_bandwidth("MPI_Alltoall", 8, 1, 4, ours=False) is None
+
+
+def test_the_bus_bandwidth_of_a_size_leaves_measured_waiting_out(tmp_path):
+    calls = [group("MPI_Allreduce", (10, 1_000_000, 0.3, 0.1), op="MPI_SUM", type="MPI_FLOAT")]
+    profile = reading.read([write(tmp_path, record(0, 4, calls, wait_measured=True))])
+    (line,) = measures.sizes(profile, shown(profile))
+    assert line.bus_bytes_per_s == pytest.approx(1.5 * 1e7 / 2.0)
+    assert "33 %" in found(profile)["waiting"]
+
+
+def test_control_and_payload_of_one_size_are_two_lines(tmp_path):
+    profile = reading.read([write(tmp_path, record(0))])
+    lines = [one for one in measures.sizes(profile, shown(profile)) if one.routine == "MPI_Allreduce"]
+    assert [(one.purpose, one.total.calls, one.least_bytes, one.most_bytes) for one in lines] == [
+        ("payload", 57, 8, 8), ("control", 1000, 8, 8), ("payload", 100, 1_000_000, 1_000_000),
+    ]  # fmt: skip
+    assert lines[2].processes == 4
+
+
+def test_routines_and_the_ranks(tmp_path):
+    late = [group("MPI_Allreduce", (1, 8, 1.0)), group("MPI_Send", (1, 8, 2.0))]
+    early = [group("MPI_Allreduce", (1, 8, 3.0))]
+    profile = reading.read([write(tmp_path, record(0, 2, late), record(1, 2, early))])
+    first, second = measures.routines(profile, shown(profile))
+    assert (first.name, first.seconds.least, first.seconds.least_rank, first.seconds.most) == ("MPI_Send", 0, 1, 2)
+    assert (second.seconds.median, second.seconds.imbalance) == (2, 0.5)
+
+
+def test_every_call_has_one_purpose(tmp_path):
+    profile = reading.read([write(tmp_path, record(0))])
+    whole = measures.purposes(shown(profile))
+    assert sum(one.calls for one in whole.values()) == sum(row.calls for row in profile.ranks[0].calls)
+    assert sum(one.seconds for one in whole.values()) == pytest.approx(profile.ranks[0].mpi_seconds)
+    assert whole["control"].bytes == 8000 + 40 + 1000 + 40 + 3000
+
+
+# Sentences
+
+
+def test_a_small_share_of_negotiation_is_said_without_advice(tmp_path):
+    text = of(tmp_path, replace_seconds(HOROVOD[0], 1e-6), HOROVOD[1])["negotiation"]
+    assert "87 % of the allreduces (1,000 of 1,150) are 8 bytes" in text and "--cycle-time" not in text
+
+
+def replace_seconds(calls, seconds):
+    (one,) = calls["bins"]
+    changed = {**one, "seconds": seconds * one["calls"], "least_seconds": seconds / 2, "most_seconds": 2 * seconds}
+    return {**calls, "bins": [changed]}
+
+
+def test_negotiation_without_gradients_says_that_they_went_elsewhere(tmp_path):
+    texts = of(tmp_path, HOROVOD[0])
+    assert "NCCL" in texts["no data"]
+    assert "no data" not in of(tmp_path, *HOROVOD[:2])
+
+
+def test_a_program_without_horovod_hears_nothing_of_it(tmp_path):
+    texts = of(tmp_path, group("MPI_Allreduce", (1000, 8, 1e-3), caller="solver", op="MPI_SUM", type="MPI_DOUBLE"))
+    assert set(texts) == {"time in MPI"}
+
+
+def test_the_rank_with_the_least_time_is_the_one_that_the_others_wait_for(tmp_path):
+    seconds = (1.0, 0.2, 1.0, 1.1)
+    records = [record(rank, calls=[group("MPI_Allreduce", (1, 8, each))]) for rank, each in enumerate(seconds)]
+    text = found(reading.read([write(tmp_path, *records)]))["imbalance"]
+    assert "Rank 1 spent the least time in MPI (200 ms" in text and "on rank 3" in text
+
+
+def test_the_finding_is_about_the_rank_that_is_shown():
+    assert "On rank 5 they take" in found(reading.read(MPITRACE), 5)["negotiation"]
+
+
+def test_mpip_has_the_same_findings():
+    text = found(reading.read([MPIP]))["negotiation"]
+    assert "91 % of the allreduces (1,000 of 1,100) are 16 bytes: Horovod's negotiation." in text
+    assert "75 % of the time" in text and "by its size" not in text
+
+
+# Two profiles
+
+
+def test_a_comparison_is_of_medians_over_the_ranks(tmp_path):
+    def job(name, seconds, size=2):
+        calls = [[group("MPI_Allreduce", (10, 1000, each), op="MPI_SUM")] for each in seconds]
+        return reading.read([write(tmp_path / name, *(record(rank, size, one) for rank, one in enumerate(calls)))])
+
+    first, second = job("a", (0.1, 0.3)), job("b", (0.2, 0.2))
+    (one,) = comparison.compare(first, second)
+    assert (one.a.calls, one.a.bytes, one.a.seconds, one.b.seconds) == (10, 10000, pytest.approx(2), pytest.approx(2))
+    assert one.ratio == pytest.approx(1)
+    assert comparison.notes(first, second) == []
+    other = replace(job("c", (0.1,), size=3), library="MPICH 5")
+    words = " ".join(comparison.notes(first, other))
+    for expected in ("A is of 2 ranks and B of 3.", "B: 2 of 3 ranks left no record: 1, 2.", "MPICH 5"):
+        assert expected in words
+
+
+def test_what_differs_most_comes_first_and_what_one_lacks_is_there(tmp_path):
+    first = reading.read([write(tmp_path / "a", record(0, 1, HOROVOD))])
+    second = reading.read([write(tmp_path / "b", record(0, 1, [replace_seconds(HOROVOD[0], 3e-3)]))])
+    compared = comparison.compare(first, second)
+    top = compared[0]
+    assert (top.routine, top.purpose, top.ratio) == ("MPI_Allreduce", "control", pytest.approx(3))
+    gone = next(one for one in compared if one.routine == "MPI_Gatherv")
+    assert (gone.b.calls, gone.b.bytes, gone.ratio) == (0, None, 0)
+    back = next(one for one in comparison.compare(second, first) if one.routine == "MPI_Gatherv")
+    assert back.ratio is None

@@ -1,0 +1,240 @@
+"""The fitted cost of an allreduce: known parameters come back, outliers do not move them, the unknown is refused."""
+
+import functools
+
+import numpy as np
+import pytest
+from predict_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
+
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.predict import formulas, model
+
+EVERYWHERE = [1, 2, 3, 4, 5, 8, 100, 1023, 1024, 100_000]
+
+
+@functools.cache
+def fitted(*ranks, **how):
+    return model.fit([results(n, **how) for n in ranks])
+
+
+def test_known_parameters_come_back():
+    parameters = fitted(2, 3).network.parameters()
+    for name, true in (("overhead_s", OVERHEAD), ("alpha_s", ALPHA), ("beta_s_per_byte", BETA)):
+        assert parameters[name].low <= true <= parameters[name].high, name
+    assert parameters["beta_s_per_byte"].value == pytest.approx(BETA, rel=0.02)
+    assert "gamma_s_per_byte" not in parameters
+
+
+def test_the_intervals_of_parameters_hold_what_they_say():
+    held = dict.fromkeys(("overhead_s", "alpha_s", "beta_s_per_byte"), 0)
+    true = {"overhead_s": OVERHEAD, "alpha_s": ALPHA, "beta_s_per_byte": BETA}
+    for seed in range(8):
+        parameters = fitted(2, 3, 4, seed=seed).network.parameters()
+        for name in held:
+            held[name] += parameters[name].low <= true[name] <= parameters[name].high
+    assert min(held.values()) >= 6, held
+
+
+def test_what_disturbs_whole_sizes_widens_the_intervals():
+    disturbed = fitted(2, 3, 4, noise=1e-4, spoil=lambda rng, times: times * np.exp(rng.normal(0, 0.1)))
+    beta = disturbed.network.parameters()["beta_s_per_byte"]
+    assert beta.low <= BETA <= beta.high and beta.high - beta.low > 0.03 * BETA
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_two_and_three_ranks_predict_four(nbytes):
+    costs = fitted(2, 3)
+    for n in (4, 64, 1000):
+        predicted = costs.allreduce_s(nbytes, n)
+        assert predicted.value == pytest.approx(seconds("ring", nbytes, n), rel=0.1)
+        assert predicted.low < predicted.value < predicted.high
+
+
+def test_prediction_intervals_hold_new_medians():
+    held = total = 0
+    for seed in range(6):
+        costs = fitted(2, 3, seed=seed)
+        for nbytes in SIZES:
+            predicted = costs.allreduce_s(nbytes, 4)
+            held += predicted.low <= seconds("ring", nbytes, 4) <= predicted.high
+            total += 1
+    assert held / total >= 0.85
+
+
+def test_outliers_do_not_move_it():
+    def spoil(rng, times):
+        return np.where(rng.random(len(times)) < 0.15, times * 50, times)
+
+    clean, dirty = fitted(2, 3), fitted(2, 3, spoil=spoil)
+    for nbytes in SIZES:
+        assert dirty.allreduce_s(nbytes, 4).value == pytest.approx(clean.allreduce_s(nbytes, 4).value, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [4, 0.2])
+def test_a_size_that_was_disturbed_throughout_does_not_move_it(factor):
+    disturbed = results(3)
+    for index, sample in enumerate(disturbed.samples):
+        if sample.nbytes == 2**19:
+            disturbed.samples[index] = type(sample)(*[
+                getattr(sample, name) * (factor if name == "transfer_s" else 1) for name in sample.__slots__
+            ])  # fmt: skip
+    costs = model.fit([results(2), disturbed, results(4)])
+    assert costs.allreduce_s(2**24, 8).value == pytest.approx(seconds("ring", 2**24, 8), rel=0.05)
+    assert costs.allreduce_s(2**19, 8).value == pytest.approx(seconds("ring", 2**19, 8), rel=0.15)
+
+
+@pytest.mark.parametrize("true", ["ring", "rabenseifner", "recursive_doubling", "tree"])
+def test_what_a_library_does_is_found(true):
+    costs = fitted(2, 3, 4, 5, 6, 8, known=False, true=true, noise=0.01)
+    assert costs.network.algorithm == true
+    assert costs.algorithm == "library" and any(true in note for note in costs.notes)
+    assert costs.allreduce_s(2**20, 16).value == pytest.approx(seconds(true, 2**20, 16), rel=0.1)
+
+
+def test_with_two_algorithms_the_time_of_sums_is_told_from_that_of_bytes():
+    gamma = 6e-9
+    ring = [results(n, gamma=gamma, noise=0.005) for n in (2, 3, 4)]
+    library = [results(n, gamma=gamma, noise=0.005, known=False, true="tree") for n in (2, 3, 4)]
+    doubling = [results(n, gamma=gamma, noise=0.005, known=False, true="recursive_doubling") for n in (2, 3, 4, 8)]
+    assert "gamma_s_per_byte" not in model.fit([*ring, *library]).network.parameters()
+    told = model.fit([*ring, *doubling]).network.parameters()
+    assert told["gamma_s_per_byte"].low <= gamma <= told["gamma_s_per_byte"].high
+    assert told["beta_s_per_byte"].value == pytest.approx(BETA, rel=0.1)
+
+
+def test_a_byte_that_costs_more_beyond_a_burst_is_found():
+    burst = 1 << 20
+
+    def limited(_true, nbytes, n):
+        moved = formulas.ring(nbytes, n).moved
+        return OVERHEAD + 1e-9 * min(moved, burst) + 8e-9 * max(0.0, moved - burst)
+
+    costs = fitted(2, 3, time=limited, noise=0.01)
+    assert len(costs.network.knots) > 1 and any("changes with the size: " in note for note in costs.notes)
+    errors = [costs.allreduce_s(nbytes, 4).value / limited("", nbytes, 4) - 1 for nbytes in SIZES]
+    assert np.median(np.abs(errors)) < 0.1
+    for nbytes in SIZES:
+        assert costs.allreduce_s(nbytes, 4).value >= costs.bound_s(nbytes, 4) * (1 - 1e-9)
+
+
+def test_one_rank_takes_no_time():
+    costs = fitted(2, 3)
+    for algorithm in (None, *formulas.FLAT):
+        assert costs.allreduce_s(1 << 24, 1, algorithm).value == 0
+    assert costs.allreduce_s(0, 8).value == 0
+    assert model.given(1e-6, 1e9, ppn=4).allreduce_s(1 << 20, 1).value == 0
+
+
+@pytest.mark.parametrize("how", [{}, {"known": False, "true": "tree"}, {"noise": 0.3}], ids=str)
+def test_it_grows_with_ranks_and_bytes_and_keeps_the_bound(how):
+    costs = fitted(2, 3, **how)
+    for nbytes in (1, 1000, *SIZES, 1 << 33):
+        times = [costs.allreduce_s(nbytes, n, "ring").value for n in EVERYWHERE]
+        assert times == sorted(times)
+        for n, taken in zip(EVERYWHERE, times, strict=True):
+            assert taken >= costs.bound_s(nbytes, n) * (1 - 1e-9)
+    for n in EVERYWHERE:
+        times = [costs.allreduce_s(nbytes, n).value for nbytes in (0, 1, 1000, *SIZES, 1 << 33)]
+        assert times == sorted(times) and min(times) >= 0
+
+
+def test_the_bound_is_that_of_the_link():
+    costs = model.given(1e-6, 1e9)
+    assert costs.bound_s(1 << 30, 512) == pytest.approx(2 * 511 / 512 * (1 << 30) / 1e9)
+    assert costs.allreduce_s(1 << 30, 512).value == pytest.approx(costs.bound_s(1 << 30, 512) + 2 * 511 * 1e-6)
+    assert costs.allreduce_s(1 << 30, 512).low is None
+
+
+# Levels
+
+
+def test_shared_memory_is_never_taken_for_a_network():
+    costs = fitted(2, 3, hosts=1)
+    assert costs.allreduce_s(1 << 20, 3).value > 0
+    with pytest.raises(InvalidArgumentError, match="--alpha-us and --bandwidth-gbit"):
+        costs.allreduce_s(1 << 20, 4)
+    with pytest.raises(InvalidArgumentError, match="--ppn"):
+        costs.allreduce_s(1 << 20, 4, "hierarchical")
+    roomy = model.fit([results(n, hosts=1) for n in (2, 3)], ppn=16)
+    assert roomy.allreduce_s(1 << 20, 16).value > roomy.allreduce_s(1 << 20, 3).value
+    with pytest.raises(InvalidArgumentError, match="17 ranks need 2 hosts of 16"):
+        roomy.allreduce_s(1 << 20, 17)
+
+
+def test_a_network_that_is_given_is_used_beyond_the_host():
+    host = fitted(2, 3, hosts=1)
+    both = host.with_network(20e-6, 1e9)
+    assert both.allreduce_s(1 << 20, 3) == host.allreduce_s(1 << 20, 3)
+    expected = OVERHEAD + 20e-6 * 6 + 1.5 * (1 << 20) / 1e9
+    assert both.allreduce_s(1 << 20, 4).value == pytest.approx(expected, rel=0.1)
+    for alpha, rate in ((20e-6, None), (None, 1e9)):
+        with pytest.raises(InvalidArgumentError, match="give both"):
+            host.with_network(alpha, rate)
+
+
+def test_of_a_measured_network_one_number_can_be_changed():
+    network = fitted(2, 3)
+    faster = network.with_network(None, 10 / BETA)
+    assert faster.allreduce_s(1 << 24, 4).value == pytest.approx(seconds("ring", 1 << 24, 4, beta=BETA / 10), rel=0.1)
+    at_once = network.with_network(0.0, None)
+    assert at_once.allreduce_s(1 << 24, 1000).value == pytest.approx(
+        seconds("ring", 1 << 24, 1000, alpha=0.0), rel=0.05
+    )
+    twice = network.with_faster_links(2)
+    assert twice.allreduce_s(1 << 24, 4).value == pytest.approx(seconds("ring", 1 << 24, 4, beta=BETA / 2), rel=0.1)
+    assert twice.allreduce_s(64, 1000).value == pytest.approx(network.allreduce_s(64, 1000).value, rel=0.01)
+    with pytest.raises(InvalidArgumentError, match="--faster-links"):
+        fitted(2, 3, hosts=1).with_faster_links(2)
+
+
+def test_hierarchical_adds_both_levels():
+    costs = model.fit([results(n, hosts=1, overhead=0, alpha=1e-6, beta=1e-10) for n in (2, 3, 4)]
+                      + [results(n, overhead=0) for n in (2, 3)], ppn=4)  # fmt: skip
+    nbytes = 1 << 24
+    inside = seconds("ring", nbytes, 4, overhead=0, alpha=1e-6, beta=1e-10)
+    between = seconds("ring", nbytes, 2, overhead=0)
+    assert costs.allreduce_s(nbytes, 8, "hierarchical").value == pytest.approx(inside + between, rel=0.05)
+    assert costs.allreduce_s(nbytes, 1000, "hierarchical").value < costs.allreduce_s(nbytes, 1000).value
+    assert costs.allreduce_s(nbytes, 8, "recursive_doubling").value > 3 * costs.allreduce_s(nbytes, 8, "ring").value
+
+
+def test_one_number_of_ranks_is_told_to_be_too_few():
+    costs = fitted(3)
+    assert "overhead_s" not in costs.network.parameters()
+    assert any("one number of ranks" in note for note in costs.notes)
+    assert costs.allreduce_s(1 << 20, 3).value == pytest.approx(seconds("ring", 1 << 20, 3), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([], "no allreduce"),
+        ([results(1)], "no allreduce"),
+        ([results(2, sizes=(4096,))], "one size"),
+        ([results(2, asked={"collective": "broadcast"})], "'broadcast'"),
+        ([results(2), results(3, asked={"engine": "torch"})], "different engines, mpi and torch"),
+        ([results(2, asked={"fusion": True})], "--fusion off"),
+    ],
+    ids=["none", "alone", "one size", "broadcast", "engines", "fused"],
+)
+def test_measurements_that_make_no_model_are_refused(measured, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        model.fit(measured)
+
+
+def test_times_that_cannot_be_are_refused():
+    broken = results(2)
+    broken.samples[0] = type(broken.samples[0])(0, 0, 65536, 0.0, float("nan"), 0.0, 0, (0.0, 0.0))
+    with pytest.raises(DataError, match="nan"):
+        model.fit([broken])
+
+
+@pytest.mark.parametrize(("nbytes", "ranks"), [(-1, 2), (float("inf"), 2), (1, 0), (1, 2.5), (1, 10**7), (1, True)])
+def test_numbers_that_cannot_be_are_refused(nbytes, ranks):
+    with pytest.raises(InvalidArgumentError):
+        model.given(1e-6, 1e9).allreduce_s(nbytes, ranks)
+
+
+def test_unknown_algorithms_are_refused():
+    with pytest.raises(InvalidArgumentError, match="expected one of library, ring"):
+        model.given(1e-6, 1e9).allreduce_s(1, 2, "magic")

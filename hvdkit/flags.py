@@ -1,7 +1,8 @@
-"""The command-line flags of every example, so that single.py and its neighbour differ in the eight steps alone.
+"""The command-line flags that examples share, so that single.py and its neighbour differ in the eight steps alone.
 
 Why this room exists: single.py and its distributed neighbour take the same flags with the same checks; written in
-each of them, the flags would be most of the file.
+each of them, the flags would be most of the file. An example that needs only some of them, other defaults or flags of
+its own says so in its call of ``run``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hvdkit.datasets import NAMES
 from hvdkit.errors import HvdkitError, LauncherError
 from hvdkit.steps import launchers
+
+Add = Callable[[Callable[..., Any]], None]
+"""Adds an example's own flags: it is called with ``ArgumentParser.add_argument``."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,16 +32,27 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace:
+def parse(
+    description: str,
+    argv: list[str] | None = None,
+    *,
+    only: Collection[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    add: Add | None = None,
+) -> argparse.Namespace:
     """Read the training flags, before any process has connected to another.
 
     Args:
         description: the first line of ``--help``.
         argv: without the program's name; default: ``sys.argv[1:]``.
+        only: names of the shared flags that this example takes; default: all of them.
+        defaults: values of flags that are not given, by name, in place of the shared ones.
+        add: adds the example's own flags.
     Returns:
         epochs, batch_size, lr, warmup_epochs, device, num_threads, seed, data, data_dir, download, log_interval,
-        fp16_allreduce, checkpoint_dir, resume.
+        fp16_allreduce, checkpoint_dir, resume, or ``only`` those, and the example's own.
     Raises:
+        TypeError: ``only`` or ``defaults`` name a flag that there is not: a mistake in the example.
         SystemExit: status 2 after one sentence for a bad value, 0 after ``--help``.
     """
     parser = _Parser(
@@ -45,40 +60,76 @@ def parse(description: str, argv: list[str] | None = None) -> argparse.Namespace
         epilog="On N processes: hvdkit launch -n N -- python SCRIPT [flags]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-    add("--epochs", type=whole(1), default=16, help="passes over the training data")
-    add("--batch_size", "--batch-size", type=whole(1), default=32, help="samples per step on each process")
-    add("--lr", type=positive, default=0.03, help="learning rate for one process; scaled by their number")
-    add(
-        "--warmup_epochs",
-        "--warmup-epochs",
-        type=not_negative,
-        default=3,
-        help="epochs from that rate to the scaled one",
-    )
-    add("--device", choices=("auto", "gpu", "cpu"), default="auto", help="where to train")
-    add("--num_threads", "--num-threads", type=whole(1), help="compute threads of each process (default: its share)")
-    add("--seed", type=whole(0), default=42, help="of the weights, the data split and the order of samples")
-    add("--data", choices=NAMES, default="digits", metavar="NAME", help=f"data set: {', '.join(NAMES)}")
-    add(
-        "--data_dir",
-        "--data-dir",
-        help="where the data set's files are (default: HVDKIT_DATA, then the user's data directory)",
-    )
-    add("--download", action="store_true", help="fetch missing files, once per node")
-    add("--log-interval", "--log_interval", type=whole(1), default=10, help="steps between progress lines")
-    add("--fp16-allreduce", "--fp16_allreduce", action="store_true", help="send gradients in half precision")
-    add("--checkpoint_dir", "--checkpoint-dir", help="save a checkpoint after each epoch (default: none is written)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint_dir, if there is one")
+    shared = _shared()
+    wanted = shared if only is None else {name: shared.get(name) for name in only}
+    for name, options in wanted.items():
+        if options is None:
+            raise TypeError(f"there is no shared flag {name!r}, only {', '.join(shared)}")
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **options)
+    if add is not None:
+        add(parser.add_argument)
+    known = {action.dest for action in parser._actions}
+    if unknown := set(defaults or ()) - known:
+        raise TypeError(f"defaults name {', '.join(sorted(unknown))}, which are no flags of this example")
+    parser.set_defaults(**(defaults or {}))
     args = parser.parse_args(argv)
-    if args.resume and not args.checkpoint_dir:
+    if getattr(args, "resume", False) and not args.checkpoint_dir:
         parser.error("--resume needs --checkpoint_dir, where the checkpoints are")
     return args
 
 
-def run(main: Callable[[argparse.Namespace], None], description: str) -> NoReturn:
-    """Call an example's ``main`` with its flags; a user's mistake ends it with one sentence, not a stack trace."""
-    arguments = parse(description)
+def _shared() -> dict[str, dict[str, Any]]:
+    """What ``add_argument`` is given for each shared flag; every one is also spelled with dashes."""
+    return {
+        "epochs": {"type": whole(1), "default": 16, "help": "passes over the training data"},
+        "batch_size": {"type": whole(1), "default": 32, "help": "samples per step on each process"},
+        "lr": {
+            "type": positive,
+            "default": 0.03,
+            "help": "learning rate for one process; scaled by their number",
+        },
+        "warmup_epochs": {
+            "type": not_negative,
+            "default": 3,
+            "help": "epochs from that rate to the scaled one",
+        },
+        "device": {"choices": ("auto", "gpu", "cpu"), "default": "auto", "help": "where to train"},
+        "num_threads": {"type": whole(1), "help": "compute threads of each process (default: its share)"},
+        "seed": {
+            "type": whole(0),
+            "default": 42,
+            "help": "of the weights, the data split and the order of samples",
+        },
+        "data": {"choices": NAMES, "default": "digits", "metavar": "NAME", "help": f"data set: {', '.join(NAMES)}"},
+        "data_dir": {
+            "help": "where the data set's files are (default: HVDKIT_DATA, then the user's data directory)",
+        },
+        "download": {"action": "store_true", "help": "fetch missing files, once per node"},
+        "log_interval": {"type": whole(1), "default": 10, "help": "steps between progress lines"},
+        "fp16_allreduce": {"action": "store_true", "help": "send gradients in half precision"},
+        "checkpoint_dir": {"help": "save a checkpoint after each epoch (default: none is written)"},
+        "resume": {
+            "action": "store_true",
+            "help": "go on from the newest checkpoint in --checkpoint_dir, if there is one",
+        },
+    }
+
+
+def run(
+    main: Callable[[argparse.Namespace], None],
+    description: str,
+    *,
+    only: Collection[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    add: Add | None = None,
+) -> NoReturn:
+    """Call an example's ``main`` with its flags; a user's mistake ends it with one sentence, not a stack trace.
+
+    Args:
+        main: takes what ``parse`` returns.
+        description, only, defaults, add: see ``parse``.
+    """
+    arguments = parse(description, only=only, defaults=defaults, add=add)
     try:
         main(arguments)
     except HvdkitError as error:

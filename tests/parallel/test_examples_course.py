@@ -1,0 +1,156 @@
+"""resnet9.py and the course: on two ranks they compute what one process computes on the two-fold batch."""
+
+import importlib.util
+import re
+
+import pytest
+
+MISSING = [name for name in ("torch", "horovod", "sklearn") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
+PROGRAM = "programs_course.py"
+
+
+def numbers(pattern: str, lines: list[str]) -> list[float]:
+    """What the groups of a pattern match in the lines that it matches, one after the other."""
+    matches = [match for line in lines if (match := re.fullmatch(pattern, line))]
+    return [float(group) for match in matches for group in match.groups()]
+
+
+# ResNet9 -------------------------------------------------------------------------------------------------------------
+
+RESNET = ["--num_threads", "1", "--log_interval", "1"]
+SHOWN = r"correct: ([\d.]+)  loss: ([\d.]+)"
+
+
+def test_resnet9_on_two_ranks_is_resnet9_on_one_with_the_double_batch(run_ranks):
+    # Ten steps: Adam divides by the size of a gradient, so that differences in the last digit grow with every step.
+    flags = [*RESNET, "--data", "synthetic", "--samples", "160", "--sync_batch_norm"]
+    (alone,) = run_ranks(PROGRAM, "example", 1, script="resnet9.py", flags=[*flags, "--batch_size", "16"])
+    half = ["--batch_size", "8", "--lr", "0.0005"]  # two ranks make that rate 0.001
+    root, other = run_ranks(PROGRAM, "example", 2, script="resnet9.py", flags=[*flags, *half])
+    assert alone["status"] == root["status"] == other["status"] == 0, (alone, root, other)
+    for pattern in (rf"0  all \d ranks  {SHOWN}", rf"test  all \d ranks  {SHOWN}"):
+        expected, found = numbers(pattern, alone["lines"]), numbers(pattern, root["lines"])
+        assert len(expected) == len(found) == 2
+        assert found == pytest.approx(expected, abs=0.002)
+    assert len(numbers(r"epoch 1/1 step (\d+)/10 loss [\d.]+", root["lines"])) == 10
+
+
+def test_each_rank_of_resnet9_shows_its_own_part(run_ranks):
+    flags = [*RESNET, "--data", "digits", "--epochs", "2", "--batch_size", "48"]
+    both = run_ranks(PROGRAM, "example", 2, script="resnet9.py", flags=flags)
+    root, other = both
+    for one in both:
+        assert one["status"] == 0, one
+        assert "Use cpu" in one["lines"] and f"partitioned dataset length: {14 * 48}" in one["lines"]
+        assert len(numbers(r"Time: ([\d.]+)", one["lines"])) == 1
+    for epoch in ("0", "1", "test"):  # of equal parts: 14 * 48 samples, and 180 of the 360 held out
+        ranks = [numbers(rf"{epoch}  {SHOWN}", one["lines"]) for one in both]
+        assert ranks[0] != ranks[1]
+        mean = [(a + b) / 2 for a, b in zip(*ranks, strict=True)]
+        whole = rf"{epoch}  all 2 ranks  {SHOWN}"
+        assert numbers(whole, root["lines"]) == pytest.approx(mean, abs=2e-4)
+        assert numbers(whole, other["lines"]) == []
+    assert mean[0] > 0.85  # digits: it learns
+    assert re.fullmatch(r"Hvd Procs 2 Total time: [\d.]+ second", root["lines"][-1])
+
+
+# The course ----------------------------------------------------------------------------------------------------------
+
+SMALL = ["--n_layers", "2", "--dim_in", "256", "--n_classes", "4", "--train_size", "1000", "--num_threads", "1"]
+MLP = [*SMALL, "--niters", "41", "--log_interval", "10"]
+STEP = r"step (\d+) \| train_loss ([\d.]+) \| test_loss ([\d.]+) \| step time [\d.]+ms"
+
+
+def test_mlp_trains_alike_alone_with_horovod_and_with_ddp(run_ranks):
+    (alone,) = run_ranks(PROGRAM, "example", 1, script="mlp.py", flags=[*MLP, "--batch_size", "32"])
+    half = [*MLP, "--batch_size", "16", "--check"]
+    horovod = run_ranks(PROGRAM, "example", 2, script="mlp.py", flags=half)
+    ddp = run_ranks(PROGRAM, "mlp_ddp", 2, flags=half)
+    expected = numbers(STEP, alone["lines"])
+    assert expected[::3] == [0, 10, 20, 30, 40]
+    assert expected[1] == pytest.approx(1.386, abs=0.15) and expected[-2] < 0.7  # the log of 4 classes; it learns
+    assert alone["lines"][0].startswith("{'n_layers': 2, 'dim_in': 256, 'n_classes': 4, 'dim_hidden': 256, ")
+    for root, other in (horovod, ddp):
+        assert root["status"] == other["status"] == 0, (root, other)
+        assert numbers(STEP, root["lines"]) == pytest.approx(expected, abs=0.0005)
+        assert "All 2 ranks held identical weights after each of 41 steps." in root["lines"]
+        assert other["lines"] == []
+    for one in ddp:
+        assert one["alike"] == ""
+        assert one["unlike"].startswith("AgreementError: the ranks hold different values of 1.weight")
+
+
+def test_the_collective_operations_and_the_two_products(run_ranks):
+    sizes = ["--m", "25", "--k", "33", "--n", "17", "--repeats", "2"]  # no multiples of the number of ranks
+    root, other = run_ranks(PROGRAM, "example", 2, script="collectives.py", flags=sizes)
+    assert root["status"] == other["status"] == 0, (root, other)
+    assert other["lines"] == ["My rank is 1, same as 1"]
+    held = {line.split()[0]: re.findall(r"rank \d: ([-\d ]+?)(?:   |$)", line) for line in root["lines"][1:10]}
+    assert held == {
+        "before": ["0 1", "10 11"],
+        "broadcast": ["0 1", "0 1"],
+        "scatter": ["0", "1"],
+        "gather": ["0 1 10 11", "-"],
+        "all_gather": ["0 1 10 11", "0 1 10 11"],
+        "reduce": ["10 12", "-"],
+        "all_reduce": ["10 12", "10 12"],
+        "reduce_scatter": ["10", "12"],
+        "all_to_all": ["0 10", "1 11"],
+    }
+    moved = {
+        match[1].strip(): int(match[2]) for line in root["lines"] if (match := re.match(r"  (.{26}).{10} +(\d+)", line))
+    }
+    assert moved == {
+        "scatter the rows of A": 13 * 33 * 4,  # the other rank's half of 26 rows
+        "broadcast B": 33 * 17 * 4,
+        "multiply": 0,
+        "gather the rows of C": 13 * 17 * 4,
+        "scatter the columns of A": 25 * 17 * 4,
+        "scatter the rows of B": 17 * 17 * 4,
+        "sum the terms of C": 25 * 17 * 4,
+        "all": (25 * 17 + 17 * 17 + 25 * 17) * 4,
+    }
+    assert sum("largest difference from the whole product" in line for line in root["lines"]) == 2
+
+
+def test_own_data_parallelism_is_ddp_and_horovod(run_ranks):
+    flags = ["--niters", "9", "--train_size", "400", "--dim_in", "64", "--batch_size", "16", "--num_threads", "1"]
+    ranks = run_ranks(PROGRAM, "own_ddp", 2, flags=[*flags, "--bucket_mb", "0.2"])
+    for one in ranks:
+        assert one["status"] == 0, one
+        assert max(one["differences"].values()) < 1e-5, one["differences"]
+        assert one["in the buffer"]
+        # 40 x 3 and 40 x 40 and their biases: 0.002 MB are 524 numbers; the last layer's come first
+        assert one["buckets"] == [[3, 120, 40, 1600], [40, 1600], [40, 240]]
+        assert one["right"] == "" and one["wrong"].startswith("AgreementError: the weights of 'buckets' differ by 2")
+    root, other = ranks
+    assert root["first weights"] == other["first weights"]
+    assert root["lines"][-1] == "All four hold the same weights, within 1e-05."
+    assert root["lines"][1] == "3 buckets of about 0.2 MB"
+    table = [
+        line for line in root["lines"] if re.match(r"(naive|buckets|DDP|Horovod).* [\d.]+ +[\d.]+ +[\d.]+   ", line)
+    ]
+    assert len(table) == 4 and other["lines"] == []
+
+
+MISTAKES = [
+    ("resnet9.py", ["--data", "digits", "--batch_size", "1"], 2, "BatchNorm needs at least 2 samples per step"),
+    ("resnet9.py", ["--data", "digits", "--samples", "50"], 2, "n=50 is for the data set synthetic"),
+    ("resnet9.py", ["--data_dir", "nowhere"], 1, "cifar10"),
+    ("own_ddp.py", ["--niters", "3"], 2, "--niters is 3: the first 3 steps are not timed."),
+    ("mlp.py", ["--train_size", "60"], 2, "60 samples are fewer than one global batch of 64 x 1 ranks"),
+    ("mlp.py", ["--epochs", "3"], 2, "unrecognized arguments: --epochs 3"),
+    ("collectives.py", ["--m", "0"], 2, "argument --m: must be at least 1, got 0"),
+]
+
+
+def test_mistakes_are_single_sentences(run_ranks):
+    (found,) = run_ranks(PROGRAM, "examples", 1, runs=[[script, flags] for script, flags, *_ in MISTAKES])
+    for (script, flags, status, answer), one in zip(MISTAKES, found, strict=True):
+        (sentence,) = [line for line in one["said"].splitlines() if line.startswith(f"{script}: ")]
+        assert (one["status"], answer in sentence) == (status, True), (script, flags, one)
+        assert "Traceback" not in one["said"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.bench import intervals, laws
+from hvdkit.bench.accounting import TOLERANCE, Accounting
 from hvdkit.bench.intervals import Estimate
 from hvdkit.bench.measurement import Parts, Slowest
 from hvdkit.bench.results import STEPS, Measured, Results
@@ -34,6 +35,7 @@ class Row:
         efficiency: speed-up divided by how many times as many ranks there are.
         step_s, parts, slowest: of the repeat with the median step; None without recorded steps.
         startup_s, first_step_s: medians of the repeats; None without recorded steps.
+        recorded: of one more job, with a timeline; None without it.
     """
 
     ranks: int
@@ -48,6 +50,7 @@ class Row:
     first_step_s: float | None = None
     parts: Parts | None = None
     slowest: Slowest | None = None
+    recorded: Accounting | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ def analyse(results: Results) -> Analysis:
         *_notes_of_noise(results.mode, samples, rng),
         *_notes_of_fits(fits),
         *_notes_of_waits(rows),
+        *_notes_of_sums(rows),
+        *_notes_of_recordings(results, rows),
     ]
     return Analysis(results.mode, results.measure, rows, fits, tuple(notes))
 
@@ -105,7 +110,8 @@ def analyse(results: Results) -> Analysis:
 def _row(results: Results, n: int, samples: dict[int, list[float]], crowded: bool, rng: np.random.Generator) -> Row:
     counted = [job for job in results.counted() if job.ranks == n]
     failed = sum(job.ranks == n and job.failure is not None for job in results.jobs)
-    row = Row(n, len(counted), failed, crowded)
+    recorded = next((one.accounting for one in results.recordings if one.ranks == n), None)
+    row = Row(n, len(counted), failed, crowded, recorded=recorded)
     if n not in samples:
         return row
     base = min(samples)
@@ -193,6 +199,51 @@ def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
                 f"the steps; a rank waits {1000 * row.parts.wait:.3g} ms of {1000 * row.step_s:.3g} ms for slower ones."
             )
     return notes
+
+
+def _notes_of_sums(rows: Sequence[Row]) -> list[str]:
+    notes = []
+    for row in rows:
+        if row.parts is None or row.step_s is None:
+            continue
+        parts = row.parts
+        off = (parts.input + parts.compute + (parts.communication or 0.0) + parts.wait) / row.step_s - 1
+        if abs(off) > TOLERANCE:
+            notes.append(
+                f"On {ranks_text(row.ranks)} the parts of a step do not add up to it: their sum is {100 * off:+.0f} % "
+                "off, so that at least one of them is wrong."
+            )
+    return notes
+
+
+def _notes_of_recordings(results: Results, rows: Sequence[Row]) -> list[str]:
+    notes = [
+        f"The job with a timeline on {ranks_text(one.ranks)} is left out: it {one.failure}"
+        for one in results.recordings
+        if one.failure is not None
+    ]
+    for row in rows:
+        found = row.recorded
+        if found is None or row.step_s is None:
+            continue
+        notes.append(
+            f"On {ranks_text(row.ranks)} the one job with a timeline took {1000 * found.step_s:.3g} ms a step on rank "
+            f"0, the measured ones {1000 * row.step_s:.3g} ms: take its shares, not its times. It enters no other "
+            "number."
+        )
+        if abs(found.off) > TOLERANCE:
+            notes.append(_doubt(row.ranks, found))
+    return notes
+
+
+def _doubt(ranks: int, found: Accounting) -> str:
+    said = f"On {ranks_text(ranks)} the parts by the timeline do not add up: {1000 * found.sum_s:.3g} ms"
+    timeline = "" if found.timeline_step_s is None else f", by the timeline alone {1000 * found.timeline_step_s:.3g} ms"
+    return (
+        f"{said}, where a step took {1000 * found.step_s:.3g} ms by its own record{timeline}; more than "
+        f"{100 * TOLERANCE:.0f} % apart (several recorded steps to one exchange, as with backward_passes_per_step, or "
+        "a machine that was not quiet)."
+    )
 
 
 def ranks_text(n: int) -> str:

@@ -8,8 +8,10 @@ from hvdkit.commands import group_of
 
 SUBCOMMANDS = {
     "scaling": ("hvdkit.bench.scaling_cli:scaling", "Run a training on 1, 2, 4 ... ranks: how much faster is it?"),
-    "show": ("hvdkit.bench.scaling_cli:show", "Print what `scaling` measured, once more or in another form."),
+    "show": ("hvdkit.bench.show_cli:show", "Print what `scaling` measured, once more or in another form, or plot it."),
+    "report": ("hvdkit.bench.report_cli:report", "Write one HTML page about what `scaling` measured."),
     "compare": ("hvdkit.bench.comparison_cli:compare", "Say whether a second result is slower than a first one."),
+    "synthetic": ("hvdkit.bench.synthetic_cli:synthetic", "Train a model on random data: how many images a second?"),
 }
 
 
@@ -20,6 +22,7 @@ def bench() -> None:
     \b
       hvdkit bench scaling -n 1,2,4 -o results.json -- python train.py
       hvdkit bench compare before.json results.json --fail-below 0.95
+      hvdkit bench synthetic --framework torch --model mlp -n 2
 
     Each subcommand has its own --help with an example.
     """

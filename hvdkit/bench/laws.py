@@ -157,7 +157,7 @@ def fit(law: Law, samples: Mapping[int, Sequence[float]], rng: np.random.Generat
         law.source,
         parameters,
         {int(n): float(residual) for n, residual in zip(ranks, residuals, strict=True)},
-        exact=len(ranks) == len(best),
+        exact=len(ranks) == len(best) and bool(np.abs(residuals).max() < 1e-6),  # else a coefficient would be negative
     )
 
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdkit.bench import measurement
+from hvdkit.bench import accounting, measurement
+from hvdkit.bench.accounting import Accounting
 from hvdkit.bench.subject import Subject
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.timeline.output import replacing
@@ -39,6 +40,23 @@ class Measured:
     failure: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One more job, with Horovod's timeline. Recording takes time, so that it is no repeat and enters no number.
+
+    Attributes:
+        ranks: how many it had.
+        wall_s: seconds from its start to its end.
+        accounting: where its steps went; None when it failed.
+        failure: why it does not count; None when it does.
+    """
+
+    ranks: int
+    wall_s: float
+    accounting: Accounting | None = None
+    failure: str | None = None
+
+
 @dataclass
 class Results:
     """What was measured so far.
@@ -46,10 +64,12 @@ class Results:
     Attributes:
         subject: what is measured.
         jobs: in the order in which they ran.
+        recordings: jobs with a timeline, at most one for each number of ranks.
     """
 
     subject: Subject
     jobs: list[Measured] = field(default_factory=list)
+    recordings: list[Recorded] = field(default_factory=list)
 
     @property
     def mode(self) -> str:
@@ -92,6 +112,7 @@ class Results:
             "launches": list(self.subject.launches),
             "notes": list(self.subject.notes),
             "jobs": [asdict(job) for job in self.jobs],
+            "recordings": [asdict(recording) for recording in self.recordings],
         }
 
 
@@ -119,7 +140,8 @@ def read(path: Path) -> Results:
         subject = Subject(
             dict(content["asked"]), dict(content["environment"]), tuple(content["launches"]), tuple(content["notes"])
         )
-        return Results(subject, [_job(job) for job in content["jobs"]])
+        recordings = [_recording(one) for one in content.get("recordings", [])]
+        return Results(subject, [_job(job) for job in content["jobs"]], recordings)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is not a file of 'hvdkit bench scaling' (version {VERSION}): {error}.") from error
 
@@ -130,6 +152,11 @@ def _job(value: dict[str, Any]) -> Measured:
     if not all(number is None or 0 <= number < math.inf for number in (job.ranks, job.wall_s, job.closing_s)):
         raise ValueError(f"a job is {value!r}")
     return job
+
+
+def _recording(value: dict[str, Any]) -> Recorded:
+    found = value["accounting"]
+    return Recorded(**{**value, "accounting": None if found is None else accounting.from_json(found)})
 
 
 def resume(path: Path, subject: Subject) -> Results:
@@ -151,7 +178,7 @@ def resume(path: Path, subject: Subject) -> Results:
                     f"{path} holds measurements with {name} {_word(before.get(name))}, and now it is "
                     f"{_word(now[name])}; they cannot be mixed: give another file, or remove this one."
                 )
-    return Results(subject, found.jobs)
+    return Results(subject, found.jobs, found.recordings)
 
 
 def _word(value: object) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdkit.bench.accounting import Accounting, account
 from hvdkit.bench.measurement import Steps, measure
-from hvdkit.bench.results import Measured, Results
+from hvdkit.bench.results import Measured, Recorded, Results
 from hvdkit.bench.subject import Asked
 from hvdkit.errors import DataError, LaunchError
 from hvdkit.steps import step_times
@@ -20,6 +21,8 @@ from hvdkit.tune.space import DEFAULT
 
 Run = Callable[[int], tuple[Job, Steps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
+Record = Callable[[int], tuple[Job, Accounting | None]]
+"""Runs the job on so many ranks with Horovod's timeline; the accounting is None where the job failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +31,14 @@ class Jobs:
 
     Attributes:
         command: what each rank runs.
-        options: of ``hvdkit launch``.
+        options: of ``hvdkit launch``, by number of ranks.
         warmup_steps: first steps that are left out.
         directory: where the ranks write for the while; on several hosts, shared by all.
         timeout_s: seconds after which a job has failed; None for no limit.
     """
 
     command: Sequence[str]
-    options: Sequence[str]
+    options: Callable[[int], Sequence[str]]
     warmup_steps: int
     directory: Path
     timeout_s: float | None = None
@@ -46,10 +49,9 @@ class Jobs:
         Raises:
             KeyboardInterrupt: by Ctrl-C; the job was ended.
         """
-        with tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-") as folder:
-            told = f"{step_times.VARIABLE}={Path(folder).absolute()}"
+        with self._folder() as folder:
             started = time.time()
-            job = Launch(ranks, self.command, (*self.options, "--env", told))(DEFAULT, self.timeout_s)
+            job = self._launch(ranks, Path(folder))
             if job.failure is not None:
                 return job, None
             try:
@@ -57,6 +59,35 @@ class Jobs:
                 return job, measure(times, ranks, started, self.warmup_steps) if times else None
             except DataError as error:
                 return Job(job.wall_s, job.closing_s, str(error)), None
+
+    def recorded(self, ranks: int) -> tuple[Job, Accounting | None]:
+        """Run one more job, and have Horovod record its timeline.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C; the job was ended.
+        """
+        with self._folder() as folder:
+            started = time.time()
+            timeline = Path(folder).absolute() / "timeline.json"
+            job = self._launch(ranks, Path(folder), "--timeline", str(timeline))
+            if job.failure is not None:
+                return job, None
+            try:
+                times = step_times.read(Path(folder))
+                if not times:
+                    raise DataError("did not record its steps (record_steps of the adapters)")
+                measure(times, ranks, started, self.warmup_steps)
+                return job, account(times, timeline, self.warmup_steps)
+            except DataError as error:
+                return Job(job.wall_s, job.closing_s, str(error)), None
+
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-")
+
+    def _launch(self, ranks: int, folder: Path, *more: str) -> Job:
+        told = f"{step_times.VARIABLE}={folder.absolute()}"
+        options = (*self.options(ranks), "--env", told, *more)
+        return Launch(ranks, self.command, options)(DEFAULT, self.timeout_s)
 
 
 def order(asked: Asked) -> list[tuple[int, int]]:
@@ -115,3 +146,33 @@ def _useless(job: Job, steps: Steps | None) -> str | None:
         "neither recorded its steps (record_steps of the adapters) nor printed 'Hvd Procs N Total time: X second' "
         "with a time above 0"
     )
+
+
+def record(
+    asked: Asked, run: Record, results: Results, keep: Callable[[], None], watcher: Watcher | None = None
+) -> None:
+    """Run one more job with Horovod's timeline on each number of ranks above 1 that has none yet.
+
+    On one rank nothing is exchanged. Numbers of ranks at which no job counts are left out, and a recording that failed
+    is tried again.
+
+    Args:
+        asked: what is measured.
+        run: runs one job.
+        results: the recordings are added.
+        keep: is called after every job.
+        watcher: is told what happens.
+    """
+    watcher = watcher or Watcher()
+    counted = {job.ranks for job in results.counted()}
+    results.recordings[:] = [one for one in results.recordings if one.failure is None]
+    done = {one.ranks for one in results.recordings}
+    for ranks in asked.ranks:
+        if ranks < 2 or ranks in done or ranks not in counted:
+            continue
+        watcher.says(f"one more job on {ranks} ranks, with Horovod's timeline; it enters no measurement")
+        job, found = run(ranks)
+        results.recordings.append(Recorded(ranks, job.wall_s, found, job.failure))
+        keep()
+        if job.failure is not None:
+            watcher.says(f"the job with a timeline on {ranks} ranks is left out: it {job.failure}")

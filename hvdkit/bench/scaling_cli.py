@@ -1,8 +1,7 @@
-"""``hvdkit bench scaling`` and ``hvdkit bench show``."""
+"""``hvdkit bench scaling``."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -13,19 +12,23 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from hvdkit.bench import laws, results, tables
-from hvdkit.bench.analysis import Analysis, analyse, ranks_text
+from hvdkit.bench import laws, results, show_cli
+from hvdkit.bench.analysis import analyse, ranks_text
 from hvdkit.bench.results import Results
-from hvdkit.bench.scaling import Jobs, Watcher, go
+from hvdkit.bench.scaling import Jobs, Watcher, go, record
 from hvdkit.bench.subject import Asked, describe
-from hvdkit.errors import MissingFrameworkError
 from hvdkit.launch import plan
 from hvdkit.launch.options import environment_variables
 from hvdkit.tune import here
 from hvdkit.tune.progress import Ended, ended_by_signals
 
 
-def _ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
+def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    """Of an option such as ``-n 1,2,4``: in order, each once.
+
+    Raises:
+        click.BadParameter: something that is no number of ranks.
+    """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise click.BadParameter(f"expected numbers of ranks with commas between them, like 1,2,4, got {text!r}")
@@ -46,13 +49,6 @@ def _timeout(_ctx: click.Context, _parameter: click.Parameter, seconds: float | 
     return seconds
 
 
-_FORMS = (
-    click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),
-    click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each number of ranks."),
-    click.option("--json", "form", flag_value="json", help="Print JSON: the summary of the file."),
-)
-
-
 class _Shown(Watcher):
     """Progress on standard error."""
 
@@ -67,7 +63,9 @@ class _Shown(Watcher):
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@click.option("-n", "ranks", required=True, callback=_ranks, metavar="N,...", help="Numbers of ranks, such as 1,2,4.")
+@click.option(
+    "-n", "ranks", required=True, callback=numbers_of_ranks, metavar="N,...", help="Numbers of ranks, such as 1,2,4."
+)
 @click.option(
     "-o",
     "output",
@@ -97,6 +95,12 @@ class _Shown(Watcher):
     metavar="K",
     help="First steps of each job that are left out.",
 )
+@click.option(
+    "--timeline",
+    is_flag=True,
+    help="Run one more job at each N above 1 with Horovod's timeline, and say what the communication consists of. It "
+    "enters no measurement.",
+)
 @click.option("--timeout", type=float, callback=_timeout, metavar="S", help="End a job after S seconds, as failed.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the jobs.")
 @click.option(
@@ -107,14 +111,14 @@ class _Shown(Watcher):
     help="As in `hvdkit launch`; so are the next six.",
 )
 @click.option("--threads", type=click.IntRange(min=1), metavar="T")
-@click.option("--ppn", type=click.IntRange(min=1), metavar="P")
+@click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks on each host; at smaller N that many.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="D")
 @click.option("--hosts", metavar="H:S,...")
 @click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE")
 @click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE")
-@_FORMS[0]
-@_FORMS[1]
-@_FORMS[2]
+@show_cli.FORMS[0]
+@show_cli.FORMS[1]
+@show_cli.FORMS[2]
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def scaling(
     ranks: tuple[int, ...],
@@ -122,6 +126,7 @@ def scaling(
     mode: str,
     repeats: int,
     warmup_steps: int,
+    timeline: bool,
     timeout: float | None,
     seed: int,
     launcher: str,
@@ -146,69 +151,45 @@ def scaling(
     Examples:
       hvdkit bench scaling -n 1,2,4 -o results.json -- python examples/pytorch/cnn.py --epochs 2
       hvdkit bench scaling -n 1,2,4 --weak --threads 1 -o weak.json -- python train.py
+      hvdkit bench scaling -n 1,2 --weak --timeline -o r.json -- hvdkit bench synthetic --model mlp
     """
-    _require_scipy()
+    show_cli.require_scipy()
     wish = here.Wish(1, command, launcher, ppn, depth, hosts, hostfile, variables, threads)
     asked = Asked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
-    subject = describe(asked, [here.look(replace(wish, n=n)) for n in ranks])
+    subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
     found = results.resume(output, subject)
-    status = _run(asked, found, output, timeout)
+    jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
+    status = _run(asked, jobs, found, output, timeline)
     analysis = analyse(found)
     results.write(output, found, analysis.as_json())
-    click.echo(_text(analysis, form), nl=False)
+    click.echo(show_cli.text(analysis, form), nl=False)
     if status != 0:
         click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)
         return status
+    page = f"hvdkit bench report {output} -o FILE.html"
+    click.echo(f"hvdkit bench: kept in {output}; `{page}` makes a page of it.", err=True)
     return 1 if any(row.seconds is None for row in analysis.rows) else 0
 
 
-def _require_scipy() -> None:
-    try:
-        import scipy.optimize  # noqa: F401
-    except ImportError as error:
-        raise MissingFrameworkError(
-            "hvdkit bench fits the laws of scaling with SciPy, which is not installed; pip install 'hvdkit[bench]'"
-        ) from error
+def _at(wish: here.Wish, ranks: int) -> here.Wish:
+    """What is passed on to ``hvdkit launch`` on so many ranks; a host cannot have more ranks than there are."""
+    return replace(wish, n=ranks, ppn=None if wish.ppn is None else min(wish.ppn, ranks))
 
 
-def _run(asked: Asked, found: Results, output: Path, timeout_s: float | None) -> int:
+def _run(asked: Asked, jobs: Jobs, found: Results, output: Path, timeline: bool) -> int:
     """Run what is missing; 0, or 128 and the number of the signal that ended it."""
-    jobs = Jobs(asked.command, asked.options, asked.warmup_steps, output.absolute().parent, timeout_s)
+    shown = _Shown()
+
+    def keep() -> None:
+        results.write(output, found)
+
     with ended_by_signals():
         try:
-            go(asked, jobs, found, lambda: results.write(output, found), _Shown())
+            go(asked, jobs, found, keep, shown)
+            if timeline:
+                record(asked, jobs.recorded, found, keep, shown)
         except Ended as ended:
             return 128 + ended.number
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
-    return 0
-
-
-def _text(analysis: Analysis, form: str | None) -> str:
-    if form == "json":
-        return json.dumps(analysis.as_json(), indent=2) + "\n"
-    if form == "csv":
-        return tables.comma_separated(analysis)
-    if form == "markdown":
-        return tables.markdown(analysis) + "\n"
-    console = Console(highlight=False, markup=False)
-    with console.capture() as captured:
-        tables.show(analysis, console)
-    return captured.get()
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@_FORMS[0]
-@_FORMS[1]
-@_FORMS[2]
-def show(file: Path, form: str | None) -> int:
-    """Print what `hvdkit bench scaling` wrote to FILE; nothing is run.
-
-    \b
-    Example:
-      hvdkit bench show results.json --markdown >> README.md
-    """
-    _require_scipy()
-    click.echo(_text(analyse(results.read(file)), form), nl=False)
     return 0

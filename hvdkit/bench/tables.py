@@ -9,20 +9,24 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from hvdkit.bench.accounting import ACTIVITIES, EXPOSED, WHOLE, Window
 from hvdkit.bench.analysis import Analysis, Row
 from hvdkit.bench.intervals import Estimate
 from hvdkit.bench.laws import Fit
 from hvdkit.bench.results import STEPS
 
 _PARTS = ("ranks", "step ms", "input", "compute", "communication", "wait", "start-up s", "first step s")
+_ACTIVITIES = tuple(name.replace("_", " ") for name in ACTIVITIES)
+LEFT = ("fit", "rank 0 is")
+"""Columns of text."""
 
 
 def show(analysis: Analysis, console: Console) -> None:
     """Print it for a reader."""
-    for title, names, rows in _tables(analysis):
+    for title, names, rows in tables(analysis):
         table = Table(title=title, title_justify="left", title_style="bold")
         for name in names:
-            table.add_column(name, justify="right" if name != "fit" else "left", overflow="fold")
+            table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)
@@ -33,8 +37,8 @@ def show(analysis: Analysis, console: Console) -> None:
 def markdown(analysis: Analysis) -> str:
     """The same tables in Markdown."""
     blocks = []
-    for title, names, rows in _tables(analysis):
-        lines = [f"**{title}**", "", _line(names), _line(["---" if name == "fit" else "---:" for name in names])]
+    for title, names, rows in tables(analysis):
+        lines = [f"**{title}**", "", _line(names), _line(["---" if name in LEFT else "---:" for name in names])]
         blocks.append("\n".join([*lines, *map(_line, rows)]))
     notes = [f"- {_escaped(note)}" for note in analysis.notes]
     return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])])
@@ -47,6 +51,7 @@ def comma_separated(analysis: Analysis) -> str:
         names += [name, f"{name}_low", f"{name}_high"]
     names += ["step_s", "startup_s", "first_step_s", "input_s", "compute_s", "communication_s", "wait_s"]
     names += ["slowest_rank", "slowest_share"]
+    names += ["timeline_step_s", *(f"exposed_{name}_s" for name in ACTIVITIES)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
@@ -58,26 +63,33 @@ def comma_separated(analysis: Analysis) -> str:
         parts = row.parts
         words += [None] * 4 if parts is None else [parts.input, parts.compute, parts.communication, parts.wait]
         words += [None] * 2 if row.slowest is None else [row.slowest.rank, row.slowest.share]
+        words += _exposed(row)
         writer.writerow(words)
     return text.getvalue()
 
 
-def _tables(analysis: Analysis) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+def tables(analysis: Analysis) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """Title, names of the columns and rows of each table."""
     seconds = "step ms" if analysis.mode == "weak" and analysis.measure == STEPS else "seconds"
     factor = 1000 if seconds == "step ms" else 1
     title = f"{analysis.mode.capitalize()} scaling, by {_measure(analysis)}; medians with 95 % intervals"
     names = ("ranks", "repeats", seconds, "speed-up", "efficiency")
-    tables: list[tuple[str, Sequence[str], list[list[str]]]] = [
+    found: list[tuple[str, Sequence[str], list[list[str]]]] = [
         (title, names, [_row(row, factor) for row in analysis.rows])
     ]
     with_parts = [row for row in analysis.rows if row.parts is not None]
     if with_parts:
         inside = any(row.parts.communication is None for row in with_parts if row.parts is not None)
         what = "compute holds communication and wait for ranks that were slow inside a step" if inside else "mean ms"
-        tables.append((f"Where a step goes ({what})", _PARTS, [_part_row(row) for row in with_parts]))
+        found.append((f"Where a step goes ({what})", _PARTS, [_part_row(row) for row in with_parts]))
+    recorded = [row for row in analysis.rows if row.recorded is not None]
+    if recorded:
+        title = "What Horovod did meanwhile (ms of a step of rank 0; one more job at each N, with a timeline)"
+        columns = ("ranks", "rank 0 is", "ms", *_ACTIVITIES)
+        found.append((title, columns, [words for row in recorded for words in _recorded_rows(row)]))
     if analysis.fits:
-        tables.append(("Fitted laws", ("fit", "parameters", "residuals"), [_fit_row(fit) for fit in analysis.fits]))
-    return tables
+        found.append(("Fitted laws", ("fit", "parameters", "residuals"), [_fit_row(fit) for fit in analysis.fits]))
+    return found
 
 
 def _measure(analysis: Analysis) -> str:
@@ -105,6 +117,32 @@ def _part_row(row: Row) -> list[str]:
         *("-" if seconds is None else f"{1000 * seconds:.4g}" for seconds in (row.step_s, *inside)),
         *("-" if seconds is None else f"{seconds:.3g}" for seconds in (row.startup_s, row.first_step_s)),
     ]
+
+
+def _recorded_rows(row: Row) -> list[list[str]]:
+    """A line for each part of the step, and one for the whole."""
+    if row.recorded is None:
+        return []
+    found = list(row.recorded.windows)
+    if len(found) > 1:
+        together = {name: sum(one.activities[name] for one in found) for name in ACTIVITIES}
+        found.append(Window(WHOLE, row.recorded.step_s, together))
+    return [
+        [str(row.ranks), one.name, f"{1000 * one.seconds:.4g}", *(_ms(one.activities[name]) for name in ACTIVITIES)]
+        for one in found
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return "0" if seconds < 5e-8 else f"{1000 * seconds:.3g}"
+
+
+def _exposed(row: Row) -> list[object]:
+    """Of the CSV: what the communication that is not hidden consists of."""
+    if row.recorded is None:
+        return [None] * (1 + len(ACTIVITIES))
+    exposed = next((one.activities for one in row.recorded.windows if one.name == EXPOSED), {})
+    return [row.recorded.timeline_step_s, *(exposed.get(name) for name in ACTIVITIES)]
 
 
 def _fit_row(fit: Fit) -> list[str]:

@@ -6,8 +6,6 @@ any character that HTML could read, and a Content-Security-Policy allows the one
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +14,7 @@ from typing import Any
 
 import hvdkit
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.page import render
 from hvdkit.timeline import figures
 from hvdkit.timeline.diagnosis import Finding, diagnose
 from hvdkit.timeline.drawing import Figure, number, shown_name
@@ -29,14 +28,6 @@ from hvdkit.timeline.results import TOGETHER, Skew, Summary, TensorSummary
 from hvdkit.timeline.show import NO_SKEW
 from hvdkit.timeline.show_units import bytes_text, duration_text, printable, share_text
 from hvdkit.timeline.summary import FUSION_THRESHOLD, summarize
-
-try:
-    import jinja2
-except ImportError as error:
-    raise InvalidArgumentError(
-        "hvdkit.timeline.report needs the package jinja2, which is not installed; "
-        "install it with: pip install 'hvdkit[timeline,report]'"
-    ) from error
 
 TENSORS = 20
 """How many tensors are listed when nothing else is said."""
@@ -141,54 +132,46 @@ def render_report(
 
 
 def _render(summary: Summary, findings: list[Finding], exchanges: Exchanges, lanes: Lanes, top: int) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hvdkit.timeline"), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    texts = {name: _resource(name) for name in ("report.css", "report.js")}
+    texts = {name: render.resource("hvdkit.timeline", name) for name in ("report.css", "report.js")}
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
     steps = summary.steps
-    return environment.get_template("report.html.j2").render(
-        file=shown_name(Path(summary.path).name),
-        subtitle=_subtitle(summary),
-        version=hvdkit.__version__,
-        style=texts["report.css"],
-        style_hash=_hash(texts["report.css"]),
-        script=texts["report.js"],
-        script_hash=_hash(texts["report.js"]),
-        facts=_facts(summary, exchanges),
-        notes=_notes(summary),
-        findings=[{"sentence": printable(one.sentence), "advice": printable(one.advice)} for one in findings],
-        step_figure=None if steps is None else figures.step_times(steps),
-        step_bands=_steps_per_point(summary),
-        tensor_figure=figures.tensor_bars(tensors),
-        tensor_groups=[(index, GROUPS[index]) for index in groups],
-        tensor_count=len(summary.tensors),
-        tensors=[_tensor_row(one, groups) for one in tensors],
-        histograms=_histograms(exchanges),
-        exchange_note=_exchange_note(exchanges),
-        skew=None if summary.skew is None else _skew_rows(summary.skew),
-        no_skew=NO_SKEW,
-        lane_note=_lane_note(lanes),
-        lane_left_out=_lane_left_out(lanes),
-        lane_figure=figures.printed_lanes(lanes),
-        lane_groups=_lane_groups(lanes),
-        lane_data=lane_data(lanes),
-        printed_left_out=max(0, len(lanes.names) - figures.PRINTED_LANES),
+    return (
+        render.environment("hvdkit.timeline")
+        .get_template("report.html.j2")
+        .render(
+            file=shown_name(Path(summary.path).name),
+            subtitle=_subtitle(summary),
+            version=hvdkit.__version__,
+            style=texts["report.css"],
+            style_hash=render.content_hash(texts["report.css"]),
+            script=texts["report.js"],
+            script_hash=render.content_hash(texts["report.js"]),
+            facts=_facts(summary, exchanges),
+            notes=_notes(summary),
+            findings=[{"sentence": printable(one.sentence), "advice": printable(one.advice)} for one in findings],
+            step_figure=None if steps is None else figures.step_times(steps),
+            step_bands=_steps_per_point(summary),
+            tensor_figure=figures.tensor_bars(tensors),
+            tensor_groups=[(index, GROUPS[index]) for index in groups],
+            tensor_count=len(summary.tensors),
+            tensors=[_tensor_row(one, groups) for one in tensors],
+            histograms=_histograms(exchanges),
+            exchange_note=_exchange_note(exchanges),
+            skew=None if summary.skew is None else _skew_rows(summary.skew),
+            no_skew=NO_SKEW,
+            lane_note=_lane_note(lanes),
+            lane_left_out=_lane_left_out(lanes),
+            lane_figure=figures.printed_lanes(lanes),
+            lane_groups=_lane_groups(lanes),
+            lane_data=lane_data(lanes),
+            printed_left_out=max(0, len(lanes.names) - figures.PRINTED_LANES),
+        )
     )
 
 
 def _phase_time(one: TensorSummary) -> float:
     return sum(one.phases[group].total for group in GROUPS if group in one.phases)
-
-
-def _resource(name: str) -> str:
-    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    """The text as a Content-Security-Policy names it (W3C CSP Level 3, section 2.3.1)."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _subtitle(summary: Summary) -> str:

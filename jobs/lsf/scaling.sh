@@ -5,6 +5,7 @@
 #BSUB -o cnn-scaling.%J.log
 # Trains the CNN for one epoch on growing numbers of ranks (then: grep images/s scaling.*.log) under LSF with jsrun (Summit and its like): 2 hosts, 4 ranks each with a GPU.
 # From the checkout: bsub -P ACCOUNT < jobs/lsf/scaling.sh
+# (hvdkit bench scaling cannot ask jsrun for GPUs, so that each number of ranks is a job of its own here.)
 
 cd "$LS_SUBCWD" || exit 1
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit import cli
+from hvdkit.bench.scaling_cli import scaling
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.job import script, site
 from hvdkit.job.model import Job
@@ -32,13 +33,29 @@ def job(capsys, *words):
 
 
 def launch_lines(text):
-    return [line for line in text.splitlines() if line.startswith("hvdkit launch ")]
+    return [line for line in text.splitlines() if line.startswith(("hvdkit launch ", "hvdkit bench scaling "))]
 
 
 def parsed(line):
-    """The options of a ``hvdkit launch`` line, read by its own parser."""
-    words = shlex.split(line.split(" > ")[0], comments=True)[2:]
-    return launch.make_context("launch", words).params
+    """The options of a ``hvdkit launch`` or ``hvdkit bench scaling`` line, read by its own parser."""
+    words = shlex.split(line.split(" > ")[0], comments=True)
+    command, start = (scaling, 3) if words[1] == "bench" else (launch, 2)
+    return command.make_context(command.name, words[start:]).params
+
+
+def launches(line):
+    """The arguments of ``hvdkit launch`` for each job that a line of a ready script starts."""
+    words = shlex.split(line.split(" > ")[0], comments=True)
+    if words[1] == "launch":
+        return [words[2:]]
+    options = parsed(line)
+    passed_on = ["--launcher", options["launcher"]]
+    passed_on += ["--depth", str(options["depth"])] if options["depth"] else []
+    found = []
+    for n in options["ranks"]:
+        ppn = ["--ppn", str(min(n, options["ppn"]))] if options["ppn"] else []
+        found.append(["-n", str(n), *ppn, *passed_on, "--", *options["command"]])
+    return found
 
 
 def passes_shellcheck(text):
@@ -294,8 +311,10 @@ def test_a_ready_script_is_short_clean_and_only_launches(file):
         program, *words = options["command"]
         example = words[2] if words[:2] == ["-m", "hvdkit.torch_profile"] else words[0]
         assert program == "python" and (ROOT / example).is_file()
-        assert options["ppn"] is None or options["n"] % options["ppn"] == 0
-    others = [line for line in lines if line and not line.startswith(("#", "hvdkit launch ", "cd ", "export PATH="))]
+        if "n" in options:
+            assert options["ppn"] is None or options["n"] % options["ppn"] == 0
+    known = ("#", "hvdkit launch ", "hvdkit bench scaling ", "cd ", "export PATH=")
+    others = [line for line in lines if line and not line.startswith(known)]
     assert all(line.startswith(("module ", "conda ")) for line in others)
     assert passes_shellcheck(text) is True
 
@@ -306,7 +325,7 @@ def test_every_command_line_of_a_ready_script_can_be_planned(file, capsys, monke
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
     for line in launch_lines(file.read_text()):
-        words = shlex.split(line.split(" > ")[0])
-        assert cli.run(["launch", "--dry-run", *words[2:]]) == 0
-        shown = shlex.split(capsys.readouterr().out)
-        assert "examples/pytorch/cnn.py" in shown
+        for words in launches(line):
+            assert cli.run(["launch", "--dry-run", *words]) == 0
+            shown = shlex.split(capsys.readouterr().out)
+            assert "examples/pytorch/cnn.py" in shown

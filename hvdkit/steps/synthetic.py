@@ -1,0 +1,243 @@
+"""The synthetic benchmark: what ``hvdkit bench synthetic`` trains in every framework, how it is timed, what it prints.
+
+Flags, their defaults and the lines that are printed are those of Horovod's own synthetic benchmarks (Horovod 0.28.1,
+``examples/pytorch/pytorch_synthetic_benchmark.py`` and its siblings), so that programs which read them can stay.
+
+What is real: the forward and backward pass, the gradients that are exchanged and the optimizer, through the same eight
+steps as any training. What is not: images and labels are one random batch per rank, which is taken again and again, so
+that nothing is learnt and no time is spent on input.
+
+- cnn: two convolutions and two dense layers on 28 x 28 x 1, 1.2 million parameters in 8 tensors;
+- mlp: 784-256-128-64-10, 0.24 million in 8;
+- deep: 60 dense layers of 256 and one of 10, 4 million in 122: many small tensors;
+- wide: 784-4096-4096-10, 20 million in 6: few large ones;
+- resnet50-shape: the layers of ResNet-50 in the shapes of He et al. 2016 (arXiv:1512.03385, table 1), with the stride
+  of a block in its 3 x 3 convolution as in most implementations: 25,557,032 parameters in 161 tensors, whatever the
+  image size. So what is exchanged is that of ResNet-50; what is computed is too at 224 x 224, and less at a smaller
+  ``image_size``, by about its square. Statistics of batch normalization are each rank's own.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.errors import HvdkitError, InvalidArgumentError
+from hvdkit.steps.topology import Topology
+
+RESNET50 = "resnet50-shape"
+HIDDEN = {"mlp": (256, 128, 64), "deep": (256,) * 60, "wide": (4096, 4096)}
+"""Widths of the dense layers of the models that consist of nothing else."""
+MODELS = ("cnn", *HIDDEN, RESNET50)
+CLASSES = {RESNET50: 1000}
+"""Outputs of a model; 10 where nothing else is said."""
+IMAGE_SIZE, LEAST_IMAGE_SIZE = 224, 64
+"""Customary, and the least at which the last stage has more than one pixel to take statistics of."""
+STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
+"""ResNet-50: inner channels, blocks and stride of the first block of each stage."""
+EXPANSION = 4
+"""ResNet-50: outer channels of a block per inner channel."""
+_SHAPES = {"cnn": (28, 28, 1), "mlp": (784,), "deep": (256,), "wide": (784,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is to be run.
+
+    Attributes:
+        model: one of ``MODELS``.
+        batch_size: samples per rank and step, > 0.
+        warmup_batches: steps that do not count, >= 0.
+        batches_per_iter: steps that are timed together, > 0.
+        iters: how many times, > 0.
+        fp16_allreduce: gradients travel in half precision.
+        adasum: combine gradients with Adasum in place of their mean; the learning rate is not scaled then.
+        cuda: use a GPU where there is one.
+        image_size: height and width for "resnet50-shape", in pixels; None for the others.
+        as_json: print one JSON object in place of lines.
+    Raises:
+        InvalidArgumentError: an unknown model, a number out of range, or an image size that does not go with the model.
+    """
+
+    model: str = "cnn"
+    batch_size: int = 32
+    warmup_batches: int = 10
+    batches_per_iter: int = 10
+    iters: int = 10
+    fp16_allreduce: bool = False
+    adasum: bool = False
+    cuda: bool = True
+    image_size: int | None = None
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise InvalidArgumentError(f"model must be one of {', '.join(MODELS)}, got {self.model!r}.")
+        for name, least in (("batch_size", 1), ("warmup_batches", 0), ("batches_per_iter", 1), ("iters", 1)):
+            if getattr(self, name) < least:
+                raise InvalidArgumentError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if self.image_size is not None and self.model != RESNET50:
+            raise InvalidArgumentError(
+                f"an image size was given, {self.image_size}, and model {self.model!r} has a fixed one; leave it out, "
+                f"or take {RESNET50!r}."
+            )
+        if self.image_size is not None and self.image_size < LEAST_IMAGE_SIZE:
+            raise InvalidArgumentError(f"the image size must be at least {LEAST_IMAGE_SIZE}, got {self.image_size}.")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one sample: (features,) or (height, width, channels)."""
+        size = self.image_size or IMAGE_SIZE
+        return (size, size, 3) if self.model == RESNET50 else _SHAPES[self.model]
+
+    @property
+    def classes(self) -> int:
+        """Outputs of the model."""
+        return CLASSES.get(self.model, 10)
+
+    @property
+    def batches(self) -> int:
+        """Steps in all."""
+        return self.warmup_batches + self.iters * self.batches_per_iter
+
+    @property
+    def op(self) -> str:
+        """For ``distribute``."""
+        return "adasum" if self.adasum else "average"
+
+    @property
+    def rule(self) -> str:
+        """For ``scale_lr``: the sum of Adasum needs no higher rate."""
+        return "none" if self.adasum else "linear"
+
+    @property
+    def compression(self) -> str:
+        """For ``distribute``."""
+        return "fp16" if self.fp16_allreduce else "none"
+
+    def data(self, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """One random batch of a rank: x (batch_size, *shape) and y (batch_size,)."""
+        random = np.random.default_rng(rank)
+        x = random.standard_normal((self.batch_size, *self.shape), dtype=np.float32)
+        return x, random.integers(0, self.classes, self.batch_size, dtype=np.int64)
+
+    def word(self) -> str:
+        """One word of a command line, which ``run_program`` reads."""
+        return json.dumps(asdict(self))
+
+
+def bottlenecks() -> list[tuple[int, int, int]]:
+    """The blocks of ResNet-50 in order: channels that come in, inner channels, stride.
+
+    The first block of each stage, where stride or channels change, has a projection beside it.
+    """
+    found, channels = [], 64
+    for inner, blocks, first_stride in STAGES:
+        for block in range(blocks):
+            found.append((channels, inner, first_stride if block == 0 else 1))
+            channels = EXPANSION * inner
+    return found
+
+
+def projected(channels: int, inner: int, stride: int) -> bool:
+    """Whether a block changes the shape of what it adds to."""
+    return stride != 1 or channels != EXPANSION * inner
+
+
+class Stopwatch:
+    """Times iterations of several batches each, as they pass; rank 0 prints.
+
+    Args:
+        settings: how many batches an iteration has.
+        world: the job.
+        device: "CPU" or "GPU".
+        tensors, parameters: of the model that is trained, their numbers.
+    """
+
+    def __init__(self, settings: Settings, world: Topology, device: str, tensors: int, parameters: int) -> None:
+        self._settings, self._world, self._device = settings, world, device
+        self._sizes = {"tensors": tensors, "parameters": parameters}
+        self._done = 0
+        self._begun = 0.0
+        self.speeds: list[float] = []
+        """Samples per second of this rank, by iteration."""
+
+    def begin(self) -> None:
+        """The first batch is about to begin."""
+        settings = self._settings
+        self._say(f"Model: {settings.model}")
+        self._say(f"Batch size: {settings.batch_size}")
+        self._say(f"Number of {self._device}s: {self._world.size}")
+        self._say("Running warmup...")
+        self._begun = time.perf_counter()
+        if settings.warmup_batches == 0:
+            self._say("Running benchmark...")
+
+    def batch_ended(self, complete: Callable[[], object] = lambda: None) -> None:
+        """A batch is done; ``complete`` waits for what a GPU still computes, and is called before a time is taken."""
+        self._done += 1
+        counted = self._done - self._settings.warmup_batches
+        if counted < 0 or counted % self._settings.batches_per_iter:
+            return
+        complete()
+        now = time.perf_counter()
+        if counted == 0:
+            self._say("Running benchmark...")
+        else:
+            speed = self._settings.batch_size * self._settings.batches_per_iter / (now - self._begun)
+            self._say(f"Iter #{len(self.speeds)}: {speed:.1f} img/sec per {self._device}")
+            self.speeds.append(speed)
+        self._begun = time.perf_counter()
+
+    def end(self) -> None:
+        """All batches are done: print the result. As Horovod's benchmarks do, rank 0 speaks for all ranks."""
+        mean, spread = statistics.fmean(self.speeds), 1.96 * statistics.pstdev(self.speeds)
+        size, device = self._world.size, self._device
+        self._say(f"Img/sec per {device}: {mean:.1f} +-{spread:.1f}")
+        self._say(f"Total img/sec on {size} {device}(s): {size * mean:.1f} +-{size * spread:.1f}")
+        if self._settings.as_json and self._world.is_root:
+            settings = {name: value for name, value in asdict(self._settings).items() if name != "as_json"}
+            found = {"img_per_second": mean, "spread": spread, "total_img_per_second": size * mean}
+            content = {"hvdkit": "bench synthetic", "version": 1, **settings, "device": device, "ranks": size}
+            _write(json.dumps({**content, **self._sizes, **found, "iterations": self.speeds}, indent=1))
+
+    def _say(self, line: str) -> None:
+        if self._world.is_root and not self._settings.as_json:
+            _write(line)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def run_program(run: Callable[[Settings], None]) -> NoReturn:
+    """The main program of a framework's benchmark: reads ``Settings.word``, and ends with a sentence on a mistake."""
+    try:
+        if len(sys.argv) != 2:
+            raise InvalidArgumentError("this program is started by `hvdkit bench synthetic`; see its --help.")
+        run(_settings(sys.argv[1]))
+    except HvdkitError as error:
+        sys.stderr.write(f"hvdkit: {error}\n")
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(0)
+
+
+def _settings(word: str) -> Settings:
+    try:
+        content: dict[str, Any] = json.loads(word)
+        return Settings(**content)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"expected the settings of `hvdkit bench synthetic`, got {word!r}.") from error

@@ -1,0 +1,224 @@
+"""``hvdkit bench synthetic`` without a framework: its flags, what it starts, its shapes, its timing and its lines."""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+
+from hvdkit import cli
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import synthetic
+from hvdkit.steps.synthetic import MODELS, Settings, Stopwatch
+from hvdkit.steps.topology import Topology
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The command lines that would take the place of this process."""
+    found = []
+
+    def execv(path, argv):
+        assert path == argv[0] == sys.executable
+        found.append(argv)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI", "HOROVOD_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    return found
+
+
+def start(*words):
+    with pytest.raises(SystemExit):
+        cli.run(["bench", "synthetic", *words])
+
+
+def settings_of(argv):
+    return Settings(**json.loads(argv[-1]))
+
+
+def test_horovods_flags_mean_what_they_mean_there(started):
+    start("--model", "mlp", "--batch-size", "8", "--num-warmup-batches", "3", "--num-batches-per-iter", "4",
+          "--num-iters", "5", "--fp16-allreduce", "--use-adasum", "--no-cuda")  # fmt: skip
+    (argv,) = started
+    assert argv[1:3] == ["-m", "hvdkit.torch_synthetic"]
+    settings = settings_of(argv)
+    assert settings == Settings("mlp", 8, 3, 4, 5, fp16_allreduce=True, adasum=True, cuda=False)
+    assert (settings.compression, settings.op, settings.rule) == ("fp16", "adasum", "none")
+
+
+def test_horovods_defaults(started):
+    start()
+    settings = settings_of(started[0])
+    assert (settings.batch_size, settings.warmup_batches, settings.batches_per_iter, settings.iters) == (32, 10, 10, 10)
+    assert (settings.compression, settings.op, settings.rule, settings.cuda) == ("none", "average", "linear", True)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
+def test_each_framework_has_its_program(started, framework):
+    start("--framework", framework)
+    assert started[0][2] == f"hvdkit.{framework}_synthetic"
+
+
+def test_n_launches_that_many_ranks(started):
+    start("-n", "3", "--model", "wide")
+    (argv,) = started
+    assert argv[1:8] == ["-m", "hvdkit.cli", "launch", "-n", "3", "--no-tag", "--"]
+    assert argv[8:11] == [sys.executable, "-m", "hvdkit.torch_synthetic"]
+    assert settings_of(argv).model == "wide"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--framework", "keras", "--use-adasum"], "take --framework torch"),
+        (["--model", "resnet101"], "resnet50-shape"),
+        (["--image-size", "128"], "fixed one"),
+        (["--model", "resnet50-shape", "--image-size", "32"], "64"),
+        (["--batch-size", "0"], "batch-size"),
+        (["--num-iters", "0"], "num-iters"),
+        (["train.py"], "train.py"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_mistakes_are_one_sentence_and_start_nothing(started, capsys, words, said):
+    assert cli.run(["bench", "synthetic", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err
+    assert started == []
+
+
+def test_a_rank_of_a_job_starts_no_job(started, capsys, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert cli.run(["bench", "synthetic", "-n", "2"]) == 2
+    assert "leave -n out" in capsys.readouterr().err
+    start()
+    assert started[0][2] == "hvdkit.torch_synthetic"
+
+
+# Shapes
+
+
+def resnet50_shapes():
+    """Output by input channels and kernel of every convolution, from the blocks."""
+    shapes = [(64, 3, 7, 7)]
+    for channels, inner, stride in synthetic.bottlenecks():
+        outer = synthetic.EXPANSION * inner
+        shapes += [(inner, channels, 1, 1), (inner, inner, 3, 3), (outer, inner, 1, 1)]
+        if synthetic.projected(channels, inner, stride):
+            shapes.append((outer, channels, 1, 1))
+    return shapes
+
+
+def test_resnet50_has_its_161_tensors_and_25_6_million_parameters():
+    convolutions = resnet50_shapes()
+    tensors = len(convolutions) + 2 * len(convolutions) + 2
+    parameters = sum(o * i * h * w + 2 * o for o, i, h, w in convolutions) + 2048 * 1000 + 1000
+    assert (len(convolutions), tensors, parameters) == (53, 161, 25_557_032)
+
+
+def test_resnet50_halves_its_images_three_times_after_the_stem():
+    strides = [stride for _, _, stride in synthetic.bottlenecks()]
+    assert strides == [1] * 3 + [2] + [1] * 3 + [2] + [1] * 5 + [2] + [1] * 2
+
+
+def test_data_are_each_ranks_own_and_the_same_in_every_run():
+    for model in MODELS:
+        settings = Settings(model, batch_size=3, image_size=64 if model == "resnet50-shape" else None)
+        x, y = settings.data(1)
+        assert x.shape == (3, *settings.shape) and y.shape == (3,)
+        assert y.min() >= 0 and y.max() < settings.classes
+        assert (settings.data(1)[0] == x).all() and not (settings.data(0)[0] == x).all()
+
+
+@pytest.mark.parametrize("wrong", [{"model": "vgg"}, {"iters": 0}, {"warmup_batches": -1}, {"image_size": 64}], ids=str)
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(InvalidArgumentError):
+        Settings(**wrong)
+
+
+# Timing
+
+
+class Clock:
+    def __init__(self):
+        self.now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(synthetic.time, "perf_counter", clock)
+    return clock
+
+
+def train(clock, seconds, rank=0, size=2, complete=0.0, **settings):
+    """A training whose batches take these seconds."""
+    watch = Stopwatch(Settings(**settings), Topology(rank, size, rank, size), "CPU", 8, 1000)
+    watch.begin()
+    for second in seconds:
+        clock.now += second
+        watch.batch_ended(lambda: setattr(clock, "now", clock.now + complete))
+    watch.end()
+    return watch
+
+
+def test_the_lines_are_those_of_horovods_benchmarks(clock, capsys):
+    seconds = [9.0] * 2 + [0.5, 0.5] + [1.0, 1.0]
+    train(clock, seconds, batch_size=10, warmup_batches=2, batches_per_iter=2, iters=2, model="mlp")
+    assert capsys.readouterr().out.splitlines() == [
+        "Model: mlp", "Batch size: 10", "Number of CPUs: 2", "Running warmup...", "Running benchmark...",
+        "Iter #0: 20.0 img/sec per CPU", "Iter #1: 10.0 img/sec per CPU",
+        "Img/sec per CPU: 15.0 +-9.8", "Total img/sec on 2 CPU(s): 30.0 +-19.6",
+    ]  # fmt: skip
+
+
+def test_without_warm_up_every_batch_counts(clock, capsys):
+    watch = train(clock, [0.5] * 2, batch_size=1, warmup_batches=0, batches_per_iter=1, iters=2)
+    assert watch.speeds == [2.0, 2.0]
+    assert "Running benchmark..." in capsys.readouterr().out
+
+
+def test_what_a_gpu_still_computes_counts(clock):
+    watch = train(clock, [0.25], batch_size=1, warmup_batches=0, batches_per_iter=1, iters=1, complete=0.75)
+    assert watch.speeds == [1.0]
+
+
+def test_only_rank_0_prints(clock, capsys):
+    train(clock, [1.0], rank=1, warmup_batches=0, batches_per_iter=1, iters=1)
+    train(clock, [1.0], rank=1, warmup_batches=0, batches_per_iter=1, iters=1, as_json=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_json_is_one_object_and_nothing_else(clock, capsys):
+    train(clock, [0.5, 1.0], batch_size=10, warmup_batches=0, batches_per_iter=1, iters=2, as_json=True, model="wide")
+    found = json.loads(capsys.readouterr().out)
+    assert found["img_per_second"] == 15.0 and found["total_img_per_second"] == 30.0
+    assert found["iterations"] == [20.0, 10.0]
+    assert (found["model"], found["ranks"], found["tensors"], found["parameters"]) == ("wide", 2, 8, 1000)
+
+
+# The program
+
+
+def test_a_program_that_is_started_by_hand_says_how_it_is_meant(monkeypatch, capsys):
+    for words in ([], ["x"], ['{"model": "cnn", "colour": 1}'], ["[]"], ['{"model": "vgg"}']):
+        monkeypatch.setattr(sys, "argv", ["program", *words])
+        with pytest.raises(SystemExit) as ended:
+            synthetic.run_program(lambda _: pytest.fail("it ran"))
+        assert ended.value.code == 2
+        assert re.fullmatch(r"hvdkit: .*\n", capsys.readouterr().err)
+
+
+def test_the_settings_travel_as_one_word(monkeypatch):
+    settings, seen = Settings("deep", 7, 1, 2, 3, fp16_allreduce=True, cuda=False), []
+    monkeypatch.setattr(sys, "argv", ["program", settings.word()])
+    with pytest.raises(SystemExit) as ended:
+        synthetic.run_program(seen.append)
+    assert ended.value.code == 0 and seen == [settings]

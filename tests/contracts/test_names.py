@@ -11,7 +11,7 @@ from hvdkit import errors
 
 PACKAGE = Path(hvdkit.__file__).parent
 ROOT = PACKAGE.parent
-ADAPTERS = [name for name in ("torch", "tensorflow", "keras") if (PACKAGE / f"{name}.py").is_file()]
+ADAPTERS = [name for name in ("torch", "tensorflow", "keras", "arrays") if (PACKAGE / f"{name}.py").is_file()]
 STEPS = (
     "init", "pin_device", "scale_lr", "distribute", "broadcast_state", "Checkpoints", "shard", "steps_per_epoch",
 )  # fmt: skip

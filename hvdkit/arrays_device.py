@@ -1,0 +1,59 @@
+"""One GPU, or its share of the cores, for a process whose framework is not known; the inside of ``hvdkit.arrays``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import device
+from hvdkit.steps.topology import Topology
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        environ: the process environment.
+        driver: where the driver lists the GPUs of this host.
+    Source: CUDA C++ programming guide, environment variables: the list ends before the first invalid entry.
+    """
+    named = environ.get(_VISIBLE)
+    if named is None:
+        return [str(number) for number in range(len(list(driver.glob("*"))))]
+    names = [name.strip() for name in named.split(",")]
+    end = next((number for number, name in enumerate(names) if name in ("", "-1")), len(names))
+    return names[:end]
+
+
+def pin(world: Topology, kind: str, threads: int | None, environ: MutableMapping[str, str]) -> str:
+    """See ``hvdkit.arrays.pin_device``."""
+    if kind not in ("auto", "gpu", "cpu"):
+        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
+    if threads is not None and threads < 1:
+        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
+    gpus = visible_gpus(environ)
+    if kind == "gpu" and not gpus:
+        raise InvalidArgumentError(
+            "a GPU was asked for, but none is visible; use kind='cpu', or check CUDA_VISIBLE_DEVICES and `nvidia-smi`."
+        )
+    _set_threads(threads, world, environ)
+    if not gpus or kind == "cpu":
+        return "cpu"
+    chosen = device.device_index(world.local_rank, len(gpus))
+    environ[_VISIBLE] = gpus[chosen]
+    return "cuda:0"
+
+
+def _set_threads(threads: int | None, world: Topology, environ: MutableMapping[str, str]) -> None:
+    """For libraries that are loaded from now on; where threadpoolctl is installed, also for those that are."""
+    if threads is None and "OMP_NUM_THREADS" in environ:
+        return
+    count = device.cpu_threads_here(world.local_size) if threads is None else threads
+    environ.update(dict.fromkeys(_THREADS, str(count)))
+    if importlib.util.find_spec("threadpoolctl") is not None:
+        importlib.import_module("threadpoolctl").threadpool_limits(count)

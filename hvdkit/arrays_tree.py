@@ -1,0 +1,208 @@
+"""Nested containers of arrays of any framework, and the arrays as NumPy's; the inside of ``hvdkit.arrays``.
+
+Containers are mappings (in the order of their keys' names), lists, tuples, named tuples and data classes; everything
+else is a leaf. ``None`` stands for an array that is missing.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.errors import InvalidArgumentError
+
+Array = npt.NDArray[Any]
+
+_ON_THE_HOST, _CUDA, _CUDA_MANAGED = (1, 3, 11), 2, 13  # DLPack: DLDeviceType
+_NUMBERS = (bool, int, float, complex)
+_BYTES = (memoryview, bytearray, bytes, array.array)
+_REFUSALS = (BufferError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError)
+
+
+def flatten(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with their paths ("layers.0.weight"), in an order that does not depend on how dicts were filled."""
+    found: list[tuple[str, Any]] = []
+
+    def visit(path: str, value: Any) -> None:
+        children = _children(value)
+        if children is None:
+            found.append((path or "the array", value))
+            return
+        for name, child in children:
+            visit(f"{path}.{name}" if path else name, child)
+
+    visit("", tree)
+    return found
+
+
+def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
+    """Containers like those of ``tree`` around other leaves, which come in ``flatten``'s order."""
+    children = _children(tree)
+    if children is None:
+        return next(leaves)
+    values = [rebuild(child, leaves) for _, child in children]
+    if isinstance(tree, Mapping):
+        items = dict(zip(_ordered(tree), values, strict=True))
+        if type(tree) is dict or not isinstance(tree, dict):
+            return type(tree)({key: items[key] for key in tree})  # type: ignore[call-arg]
+        changed = copy.copy(tree)  # a subclass may want other arguments, as defaultdict does
+        changed.update(items)
+        return changed
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return dataclasses.replace(tree, **dict(zip((name for name, _ in children), values, strict=True)))
+
+
+def leaves_like(outline: Any, tree: Any) -> list[Any]:
+    """The leaves of ``tree``, which must have the containers of ``outline``; None may stand for a whole container.
+
+    Raises:
+        InvalidArgumentError: other containers; the message names the place.
+    """
+    found: list[Any] = []
+
+    def visit(path: str, expected: Any, value: Any) -> None:
+        children = _children(expected)
+        if children is None:
+            if value is not None and _children(value) is not None:
+                raise _other(path, "an array", value)
+            found.append(value)
+            return
+        given = [(name, None) for name, _ in children] if value is None else _children(value)
+        names = [name for name, _ in children]
+        if given is None or [name for name, _ in given] != names:
+            raise _other(path, f"a container of {', '.join(names[:4]) or 'nothing'}", value)
+        for (name, child), (_, other) in zip(children, given, strict=True):
+            visit(f"{path}.{name}" if path else name, child, other)
+
+    visit("", outline, tree)
+    return found
+
+
+def device_of(leaf: Any) -> str:
+    """Where an array is: "host", "cuda", or "other" (a device that NumPy and CUDA cannot read)."""
+    ask = getattr(leaf, "__dlpack_device__", None)
+    if isinstance(leaf, np.ndarray) or ask is None:
+        return "host"
+    try:
+        kind = int(ask()[0])
+    except _REFUSALS:
+        return "host"
+    if kind in _ON_THE_HOST:
+        return "host"
+    return "cuda" if kind in (_CUDA, _CUDA_MANAGED) else "other"
+
+
+def to_host(leaf: Any, path: str) -> Array:
+    """An array, or a number, as a NumPy array: without a copy wherever its memory can be read.
+
+    Tried in turn: NumPy itself, DLPack, the buffer protocol, ``__array__``.
+
+    Raises:
+        InvalidArgumentError: none of them serves.
+    """
+    for read in (_own, _by_dlpack, _by_buffer, _by_method):
+        found = read(leaf)
+        if found is not None and found.dtype.kind not in "OSUMm":
+            return found
+    raise InvalidArgumentError(
+        f"{path} is of type {type(leaf).__name__}, which is neither a number nor an array that NumPy can read "
+        "(DLPack, the buffer protocol or __array__); leave it out, or give its arrays."
+    )
+
+
+def maker(leaf: Any) -> Callable[[Array], Any]:
+    """What makes an array of the framework of ``leaf`` out of a NumPy array, with memory of its own.
+
+    For a NumPy array that is the array itself. In turn: the namespace of the array API (``__array_namespace__``), the
+    type itself. What only offers its bytes (``memoryview``, ``array.array``) becomes a NumPy array.
+    """
+    if isinstance(leaf, np.ndarray):
+        return as_it_is
+    if isinstance(leaf, _NUMBERS):
+        kind: Any = type(leaf)
+        return lambda values: kind(values.item())
+    if isinstance(leaf, np.generic):
+        return lambda values: values[()]
+    if isinstance(leaf, _BYTES):
+        return np.array
+    namespace = getattr(leaf, "__array_namespace__", None)
+    if namespace is not None:
+        xp = namespace()
+        return lambda values: xp.asarray(values, copy=True)
+    return type(leaf)
+
+
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The name of a type, the same on every rank."""
+    return str(dtype)
+
+
+def as_it_is(values: Array) -> Array:
+    """What makes a NumPy array of a NumPy array."""
+    return values
+
+
+def _ordered(mapping: Mapping[Any, Any]) -> list[Any]:
+    return sorted(mapping, key=str)
+
+
+def _children(value: Any) -> list[tuple[str, Any]] | None:
+    """Names and values in a container; None for a leaf."""
+    if isinstance(value, Mapping):
+        return [(str(key), value[key]) for key in _ordered(value)]
+    if isinstance(value, (list, tuple)):
+        names = getattr(value, "_fields", None) or map(str, range(len(value)))
+        return list(zip(names, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "shape"):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _other(path: str, expected: str, value: Any) -> InvalidArgumentError:
+    children = _children(value)
+    if children is None:
+        given = type(value).__name__
+    else:
+        given = f"a {type(value).__name__} of {', '.join(name for name, _ in children[:4]) or 'nothing'}"
+    return InvalidArgumentError(
+        f"the gradients differ from the parameters at {path or 'the top'}: expected {expected}, got {given}; give "
+        "gradients in the containers that distribute was given."
+    )
+
+
+def _own(leaf: Any) -> Array | None:
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    return np.asarray(leaf) if isinstance(leaf, (*_NUMBERS, np.generic)) else None
+
+
+def _by_dlpack(leaf: Any) -> Array | None:
+    if not hasattr(leaf, "__dlpack__") or device_of(leaf) != "host":
+        return None
+    try:
+        return np.from_dlpack(leaf)
+    except _REFUSALS:  # a type that DLPack or NumPy does not know, such as bfloat16
+        return None
+
+
+def _by_buffer(leaf: Any) -> Array | None:
+    try:
+        return np.asarray(memoryview(leaf))
+    except _REFUSALS:
+        return None
+
+
+def _by_method(leaf: Any) -> Array | None:
+    if not hasattr(leaf, "__array__"):
+        return None
+    try:
+        return np.asarray(leaf)
+    except _REFUSALS:
+        return None

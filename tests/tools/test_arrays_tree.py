@@ -1,0 +1,163 @@
+"""Containers of arrays of any framework: order, rebuilding, reading without a copy."""
+
+import array
+import collections
+import dataclasses
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from hvdkit import arrays_tree
+from hvdkit.errors import InvalidArgumentError
+
+
+class Slots(NamedTuple):
+    count: int
+    trace: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    weight: np.ndarray
+    bias: object = None
+
+
+class OverDlpack:
+    """An array type of its own that offers DLPack and nothing else."""
+
+    def __init__(self, values):
+        self.values = np.array(values)
+        self.device = (1, 0)
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+class OverMethod:
+    def __init__(self, values):
+        self.values = np.array(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+class OwnNamespace(OverDlpack):
+    def __array_namespace__(self, *, api_version=None):
+        class Namespace:
+            @staticmethod
+            def asarray(values, copy=None):
+                made = OwnNamespace(values)
+                made.values = values.copy() if copy else values
+                return made
+
+        return Namespace
+
+
+TREE = {
+    "b": [np.zeros(2), (np.ones(1), None)],
+    "a": Slots(3, {"x": 1.5}),
+    "c": Layer(np.arange(3)),
+    "d": collections.defaultdict(list, {"k": np.ones(2)}),
+    "e": {},
+}
+
+
+def test_paths_come_in_the_order_of_the_names():
+    paths = [path for path, _ in arrays_tree.flatten(TREE)]
+    assert paths == ["a.count", "a.trace.x", "b.0", "b.1.0", "b.1.1", "c.weight", "c.bias", "d.k"]
+    assert arrays_tree.flatten(np.zeros(1))[0][0] == "the array"
+
+
+def test_dicts_filled_in_another_order_are_the_same():
+    one, other = {"x": 1, "y": 2, 3: 4}, {3: 4, "y": 2, "x": 1}
+    assert arrays_tree.flatten(one) == arrays_tree.flatten(other)
+
+
+def test_rebuilding_keeps_every_container():
+    leaves = [leaf for _, leaf in arrays_tree.flatten(TREE)]
+    again = arrays_tree.rebuild(TREE, iter(leaves))
+    assert list(again) == list(TREE)
+    assert isinstance(again["a"], Slots) and again["a"] == TREE["a"]
+    assert isinstance(again["b"][1], tuple) and again["b"][1][1] is None
+    assert isinstance(again["c"], Layer) and again["c"].weight is TREE["c"].weight
+    assert again["d"].default_factory is list and again["d"] is not TREE["d"]
+    proxy = MappingProxyType({"z": 1, "a": 2})
+    assert arrays_tree.rebuild(proxy, iter([20, 10])) == {"z": 10, "a": 20}
+
+
+def test_none_stands_for_a_whole_container():
+    outline = {"layer": {"w": 0, "b": 1}, "last": 2}
+    assert arrays_tree.leaves_like(outline, {"layer": None, "last": 7}) == [7, None, None]
+    assert arrays_tree.leaves_like(outline, None) == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"layer": {"w": 1}, "last": 2}, ("at layer", "b, w", "dict of w")),
+        ({"layer": {"w": 1, "b": 1}}, ("at the top", "last, layer", "dict of layer")),
+        ({"layer": {"w": 1, "b": 1}, "last": [1, 2]}, ("at last", "an array", "list of 0, 1")),
+        (3.0, ("at the top", "float")),
+    ],
+)
+def test_other_containers_are_named(given, parts):
+    with pytest.raises(InvalidArgumentError) as caught:
+        arrays_tree.leaves_like({"layer": {"w": 0, "b": 1}, "last": 2}, given)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.arange(4.0),
+        memoryview(np.arange(4.0)),
+        array.array("d", range(4)),
+        OverDlpack(np.arange(4.0)),
+        OverMethod(np.arange(4.0)),
+        OwnNamespace(np.arange(4.0)),
+    ],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_arrays_are_read_without_a_copy(leaf):
+    values = arrays_tree.to_host(leaf, "x")
+    assert values.tolist() == [0, 1, 2, 3] and values.dtype == np.float64
+    owner = getattr(leaf, "values", leaf)
+    changed = np.asarray(owner)
+    changed[0] = 9
+    assert values[0] == 9
+
+
+@pytest.mark.parametrize("number", [True, 3, 2.5, 1j, np.float32(2), np.int64(3)])
+def test_numbers_are_arrays_without_dimensions(number):
+    values = arrays_tree.to_host(number, "x")
+    assert values.shape == () and values == number
+    back = arrays_tree.maker(number)(values)
+    assert back == number and type(back) is type(number)
+
+
+@pytest.mark.parametrize("leaf", ["text", object(), print, np.array(["a"]), np.array([{}]), {1, 2}])
+def test_what_is_no_array_is_refused_by_its_place(leaf):
+    with pytest.raises(InvalidArgumentError, match=r"optimizer\.name is of type .* leave it out"):
+        arrays_tree.to_host(leaf, "optimizer.name")
+
+
+def test_makers_give_memory_of_their_own_to_all_but_numpy():
+    values = np.arange(3.0)
+    assert arrays_tree.maker(np.zeros(3))(values) is values
+    for leaf in (memoryview(b"abc"), OwnNamespace([1.0]), OverDlpack([1.0])):
+        made = arrays_tree.maker(leaf)(values)
+        read = arrays_tree.to_host(made, "x")
+        assert read.tolist() == [0, 1, 2] and not np.shares_memory(read, values)
+
+
+def test_the_device_is_asked():
+    here, there, elsewhere = OverDlpack([1.0]), OverDlpack([1.0]), OverDlpack([1.0])
+    there.device, elsewhere.device = (2, 0), (8, 0)
+    assert [arrays_tree.device_of(one) for one in (here, there, elsewhere, 1.0)] == ["host", "cuda", "other", "host"]
+    with pytest.raises(InvalidArgumentError):
+        arrays_tree.to_host(there, "x")

@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("hvdkit.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
     "memory": ("hvdkit.memory.cli:memory", "Say what a training needs in memory, term by term."),
     "mpi-profile": ("hvdkit.mpi_profile.cli:mpi_profile", "Read what MPI did: calls, bytes and time by routine."),
+    "trace": ("hvdkit.trace.cli:trace", "Read PyTorch profiler traces: operators, communication, overlap."),
 }
 
 

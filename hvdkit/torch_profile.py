@@ -9,18 +9,20 @@ is, a step being one ``step()`` of an optimizer::
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.profiler import ProfilerActivity, schedule
+from torch.profiler import ProfilerActivity, record_function, schedule
 
 from hvdkit.errors import DataError, DataNotFoundError, HvdkitError, InvalidArgumentError
 
@@ -34,8 +36,13 @@ def profile(
 ) -> Iterator[torch.profiler.profile]:
     """Profile some steps of a training loop; ``step()`` of the result is called at the end of each.
 
-    Every rank R of N writes ``trace-R-of-N.json.gz`` (for chrome://tracing, Perfetto and ``hvdkit timeline merge``) and
-    ``operators-R-of-N.txt``, a table of the operators by the time that they take themselves.
+    Every rank R of N writes ``trace-R-of-N.json.gz`` (for ``hvdkit trace summary``, chrome://tracing, Perfetto and
+    ``hvdkit timeline merge``) and ``operators-R-of-N.txt``, a table of the operators by the time that they take
+    themselves.
+
+    Horovod exchanges gradients in a thread of its own, which the profiler does not see. So the waits for it have names
+    in the trace: ``hvdkit:allreduce_wait`` is ``synchronize()`` of a distributed optimizer, once a step, and
+    ``hvdkit:collective_wait`` any other. Data loading has PyTorch's own, ``enumerate(DataLoader)...``.
 
     Args:
         directory: created where it is missing.
@@ -59,12 +66,15 @@ def profile(
         raise DataError(f"The directory {str(path)!r} for profiles cannot be created: {error.strerror}.") from error
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     written: list[Path] = []
-    with torch.profiler.profile(
-        activities=activities,
-        schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
-        on_trace_ready=lambda profiler: written.append(_write(profiler, path)),
-        profile_memory=True,
-    ) as profiler:
+    with (
+        torch.profiler.profile(
+            activities=activities,
+            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+            on_trace_ready=lambda profiler: written.append(_write(profiler, path)),
+            profile_memory=True,
+        ) as profiler,
+        _named_waits(),
+    ):
         yield profiler
     if not written:
         _LOG.warning(
@@ -72,6 +82,42 @@ def profile(
             profiler.step_num,
             wait + warmup + 1,
         )
+
+
+@contextlib.contextmanager
+def _named_waits() -> Iterator[None]:
+    """A range around every wait for Horovod, whenever it is imported: one for each synchronisation, not each tensor."""
+    with contextlib.ExitStack() as undo:
+        named: set[str] = set()
+
+        def name_waits(optimizer: object = None, *_: object) -> None:
+            for module in ("horovod.torch", "horovod.torch.mpi_ops"):  # each has a name of its own for the function
+                if module not in named and hasattr(sys.modules.get(module), "synchronize"):
+                    named.add(module)
+                    _name_calls(sys.modules[module], "hvdkit:collective_wait", undo)
+            if type(optimizer).__module__ == "horovod.torch.optimizer" and "synchronize" not in vars(optimizer):
+                _name_calls(optimizer, "hvdkit:allreduce_wait", undo)
+
+        name_waits()
+        undo.callback(register_optimizer_step_pre_hook(name_waits).remove)
+        yield
+
+
+def _name_calls(holder: Any, name: str, undo: contextlib.ExitStack) -> None:
+    """Have the profiler see the calls of ``holder.synchronize`` until ``undo`` closes."""
+    original = holder.synchronize
+
+    @functools.wraps(original)
+    def synchronize(*arguments: Any, **options: Any) -> Any:
+        with record_function(name):
+            return original(*arguments, **options)
+
+    own = "synchronize" in vars(holder)
+    holder.synchronize = synchronize
+    if own:
+        undo.callback(setattr, holder, "synchronize", original)
+    else:
+        undo.callback(delattr, holder, "synchronize")
 
 
 def _write(profiler: torch.profiler.profile, directory: Path) -> Path:

@@ -15,9 +15,12 @@ that the user has, or from one verified download per node.
         ├── read them               readers.py (IDX, npz), cifar.py (batches), pickled.py (no code is run)
         └── fetch them              download.py    one process per node, under a lock, checksum verified
 
+    HDF5Dataset, write_hdf5         hdf5.py        files of any size, read a batch at a time by every process
+
 ``python -m hvdkit.datasets NAME [--download]`` shows what is there and fetches what is not.
 """
 
+from hvdkit.datasets.hdf5 import HDF5Dataset, write_hdf5
 from hvdkit.datasets.loading import NAMES, Dataset, load
 
-__all__ = ["NAMES", "Dataset", "load"]
+__all__ = ["NAMES", "Dataset", "HDF5Dataset", "load", "write_hdf5"]

@@ -1,0 +1,319 @@
+"""HDF5 files as map-style data sets, read a batch at a time; and how to write one that is complete or absent.
+
+Why a reader of our own: ``file["x"][i]`` costs the HDF5 library tens of microseconds whatever the size, once for each
+sample and each array. Here a batch is one look into a memory map where the values lie in the file as they are in
+memory, and else one read for each chunk or run of neighbours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError, MissingFrameworkError
+
+Array = NDArray[Any]
+Reader = Callable[[NDArray[np.int64]], Array]
+"""Sample indices, in any order, to the samples, (m, ...), in memory of their own."""
+
+
+class Samples(list[Any]):
+    """Samples that were read together.
+
+    Attributes:
+        arrays: one for each name, (m, ...), of which the samples are parts.
+    """
+
+    def __init__(self, samples: Iterable[Any], arrays: tuple[Array, ...]) -> None:
+        super().__init__(samples)
+        self.arrays = arrays
+
+
+class HDF5Dataset:
+    """Samples of one or more arrays of an HDF5 file, for PyTorch's ``DataLoader``, ``hvdkit.torch.shard``, or a loop.
+
+    A sample is a tuple with one array for each name (the array alone where ``names`` is a string); sample i of the
+    array ``x`` is ``x[i]``. PyTorch's loader asks for a whole batch at once (``__getitems__``). Every process opens the
+    file for itself when it first reads: ranks, and workers of a ``DataLoader`` however they were started.
+
+    Attributes:
+        path, names, memory_map: as below.
+        attributes: of the file (its ``attrs``), read when the data set was made.
+
+    Args:
+        path: of the file.
+        names: of arrays in it, such as ("x", "y"), or "group/x"; one name as a string for samples that are arrays.
+        memory_map: look at values that lie in the file as they are in memory (neither chunked nor compressed) without
+            the HDF5 library. Switch it off where a file system is slow with memory maps.
+    Raises:
+        MissingFrameworkError: h5py is not installed.
+        DataNotFoundError: there is no such file.
+        CorruptDataError: it is no HDF5 file, or cut off.
+        DataError: it cannot be read, an array is missing, or arrays differ in their number of samples.
+        InvalidArgumentError: no name at all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], names: str | Sequence[str], *, memory_map: bool = True) -> None:
+        self.path = Path(path)
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        self.memory_map = memory_map
+        self._alone = isinstance(names, str)
+        self._file: Any = None
+        self._readers: list[Reader] = []
+        self._pid = -1
+        if not self.names:
+            raise InvalidArgumentError("names is empty; give the name of at least one array of the file.")
+        file = _open(self.path)
+        try:
+            self.attributes = {str(name): value for name, value in file.attrs.items()}
+            self._length = _common_length([_array_in(file, name, self.path) for name in self.names], self.path)
+        finally:
+            file.close()
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        arrays = self.batch([index])
+        return arrays[0][0] if self._alone else tuple(array[0] for array in arrays)
+
+    def __getitems__(self, indices: Sequence[int]) -> Samples:
+        """Several samples, read together; what PyTorch's ``DataLoader`` calls."""
+        arrays = self.batch(indices)
+        return Samples(arrays[0] if self._alone else zip(*arrays, strict=True), arrays)
+
+    def collate(self, samples: Samples) -> Any:
+        """For ``DataLoader(..., collate_fn=dataset.collate)``: the batch as it was read, not copied once more.
+
+        Args:
+            samples: what ``__getitems__`` returned.
+        Returns:
+            What PyTorch's own function makes of them: a list of tensors, (m, ...), or one for a single name.
+        Raises:
+            InvalidArgumentError: other samples.
+        """
+        import torch
+
+        if not isinstance(samples, Samples):
+            raise InvalidArgumentError(
+                f"collate joins the samples of this data set, got {type(samples).__name__}; where another data set is "
+                "wrapped around it, leave collate_fn out."
+            )
+        tensors = [torch.from_numpy(array) for array in samples.arrays]
+        return tensors[0] if self._alone else tensors
+
+    def batch(self, indices: Sequence[int] | NDArray[np.integer[Any]]) -> tuple[Array, ...]:
+        """Several samples as one array for each name, (m, ...), in the order of ``indices``.
+
+        Args:
+            indices: from 0, or negative from the end, in any order, repeated ones included.
+        Raises:
+            IndexError: there is no such sample.
+            InvalidArgumentError: an index that is no whole number.
+            DataError: the file cannot be read any more.
+        """
+        wanted = self._checked(indices)
+        try:
+            return tuple(read(wanted) for read in self._open_here())
+        except OSError as error:
+            raise DataError(f"{str(self.path)!r} cannot be read ({_line(error)}); check the file.") from error
+
+    def close(self) -> None:
+        """Close this process's handle; reading opens it again."""
+        self._readers = []
+        if self._file is not None:
+            # In a forked child this closes the child's copy only; left open, the HDF5 library would hand it out again.
+            with contextlib.suppress(Exception):
+                self._file.close()
+        self._file, self._pid = None, -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs: everything but the handle."""
+        return {**self.__dict__, "_file": None, "_readers": [], "_pid": -1}
+
+    def _checked(self, indices: Any) -> NDArray[np.int64]:
+        wanted = np.asarray(indices)
+        if wanted.ndim != 1 or (wanted.dtype.kind not in "iu" and len(wanted)):
+            raise InvalidArgumentError(f"indices are whole numbers, such as [0, 5, 2], got {indices!r}.")
+        wanted = wanted.astype(np.int64)
+        wanted = np.where(wanted < 0, wanted + self._length, wanted)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self._length):
+            raise IndexError(f"there are samples 0 to {self._length - 1}, got {indices!r}")
+        return wanted
+
+    def _open_here(self) -> list[Reader]:
+        """The readers of this process; a forked child does not use its parent's."""
+        if self._pid != os.getpid():
+            self.close()
+            self._file = _open(self.path)
+            arrays = [_array_in(self._file, name, self.path) for name in self.names]
+            if _common_length(arrays, self.path) != self._length:
+                raise DataError(f"{str(self.path)!r} has another number of samples than before; open it anew.")
+            self._readers = [_reader(array, self.path, memory_map=self.memory_map) for array in arrays]
+            self._pid = os.getpid()
+        return self._readers
+
+
+def write_hdf5(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Array],
+    *,
+    chunks: int | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write arrays to an HDF5 file that is complete or absent: one process of the job does this, the others wait.
+
+    Args:
+        path: of the file; one that is there is replaced when the new one is complete.
+        arrays: by name, each (n, ...).
+        chunks: samples in a chunk; None for an array in one piece, which reads fastest.
+        attributes: small values to find again in the file's ``attrs``.
+    Raises:
+        MissingFrameworkError: h5py is not installed.
+        InvalidArgumentError: chunks < 1.
+        DataError: it cannot be written.
+    """
+    h5py = _h5py()
+    if chunks is not None and (not isinstance(chunks, Integral) or isinstance(chunks, bool) or chunks < 1):
+        raise InvalidArgumentError(f"chunks is a number of samples from 1 on, got {chunks!r}.")
+    target = Path(path)
+    try:
+        number, name = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
+        os.close(number)
+    except OSError as error:
+        raise DataError(f"cannot write {str(target)!r} ({_line(error)}); give a path that can be written.") from error
+    temporary = Path(name)
+    try:
+        with h5py.File(temporary, "w") as file:
+            for key, values in arrays.items():
+                piece = None if chunks is None else (min(int(chunks), max(1, len(values))), *values.shape[1:])
+                file.create_dataset(key, data=values, chunks=piece)
+            for key, value in (attributes or {}).items():
+                file.attrs[key] = value
+        _complete(temporary, target)
+    except OSError as error:
+        raise DataError(f"cannot write {str(target)!r} ({_line(error)}); is there room, and is it a file?") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _complete(temporary: Path, target: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    temporary.chmod(0o666 & ~mask)
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(target)
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingFrameworkError(
+            f"HDF5 files need h5py, which cannot be imported ({error}); run `pip install 'hvdkit[data]'`."
+        ) from error
+    return h5py
+
+
+def _open(path: Path) -> Any:
+    h5py = _h5py()
+    if not path.is_file():
+        found = "a directory" if path.is_dir() else "nothing"
+        raise DataNotFoundError(f"there is {found} at {str(path)!r}, expected an HDF5 file; check the path.")
+    try:
+        if not h5py.is_hdf5(path):
+            raise CorruptDataError(f"{str(path)!r} is no HDF5 file, or a damaged one; write it again.")
+        try:
+            return h5py.File(path, "r")
+        except BlockingIOError:  # a file system without locks; nobody here writes
+            return h5py.File(path, "r", locking=False)
+    except PermissionError as error:
+        raise DataError(f"{str(path)!r} cannot be read ({_line(error)}); check its permissions.") from error
+    except OSError as error:
+        raise CorruptDataError(f"{str(path)!r} cannot be opened ({_line(error)}); write it again.") from error
+
+
+def _array_in(file: Any, name: str, path: Path) -> Any:
+    found = file.get(name)
+    if not hasattr(found, "dtype") or not hasattr(found, "chunks"):
+        names = ", ".join(_names(file)) or "none"
+        what = "is a group" if found is not None else "is not there"
+        raise DataError(f"{name!r} {what} in {str(path)!r}; its arrays are: {names}.")
+    if found.shape is None or len(found.shape) == 0:
+        raise DataError(f"{name!r} in {str(path)!r} is a single value; expected an array with a sample in each row.")
+    return found
+
+
+def _names(file: Any, most: int = 20) -> list[str]:
+    names: list[str] = []
+    file.visititems(lambda name, found: names.append(name) if hasattr(found, "dtype") else None)
+    return [*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])]
+
+
+def _common_length(arrays: Sequence[Any], path: Path) -> int:
+    lengths = [int(array.shape[0]) for array in arrays]
+    if len(set(lengths)) > 1:
+        told = ", ".join(f"{array.name} {length}" for array, length in zip(arrays, lengths, strict=True))
+        raise DataError(f"the arrays of {str(path)!r} differ in their number of samples ({told}); it must be the same.")
+    return lengths[0]
+
+
+def _reader(array: Any, path: Path, *, memory_map: bool) -> Reader:
+    """The fastest way to the samples that the layout of the array allows."""
+    mapped = _mapped(array, path) if memory_map else None
+    if mapped is not None:
+        native = mapped.dtype.newbyteorder("=")
+        return lambda indices: mapped[indices].astype(native, copy=False)
+    rows = array.chunks[0] if array.chunks else 1
+    return lambda indices: _read_runs(array, indices, rows)
+
+
+def _mapped(array: Any, path: Path) -> Array | None:
+    """The array as it lies in the file; None where it is chunked, compressed, elsewhere or of a type without a size."""
+    offset = array.id.get_offset()
+    if array.chunks is not None or array.is_virtual or array.external or offset is None or array.size == 0:
+        return None
+    if array.dtype.kind not in "biufc" or array.dtype.metadata:
+        return None
+    if path.stat().st_size < offset + array.nbytes:
+        raise CorruptDataError(f"{str(path)!r} is shorter than its array {array.name} says; write it again.")
+    return np.asarray(np.memmap(path, array.dtype, "r", offset, array.shape))
+
+
+def _read_runs(array: Any, wanted: NDArray[np.int64], chunk_rows: int) -> Array:
+    """One read for each chunk that holds a sample, from the first sample in it to the last; or for each run."""
+    order = np.argsort(wanted, kind="stable")
+    ordered = wanted[order]
+    apart = np.diff(ordered // chunk_rows) > 0 if chunk_rows > 1 else np.diff(ordered) > 1
+    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(ordered)]
+    found = np.empty((len(wanted), *array.shape[1:]), array.dtype.newbyteorder("="))
+    for start, end in itertools.pairwise(edges):
+        if start == end:
+            continue
+        first, last = int(ordered[start]), int(ordered[end - 1])
+        # Numbers and slices are h5py's short way: read_direct and lists of rows cost several times as much.
+        if end - start == 1:
+            found[order[start]] = array[first]
+        else:
+            found[order[start:end]] = array[first : last + 1][ordered[start:end] - first]
+    return found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

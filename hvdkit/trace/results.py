@@ -1,0 +1,189 @@
+"""What ``hvdkit trace`` finds: plain values; all times in milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operator:
+    """All calls of one name.
+
+    Attributes:
+        name: of the operator, range, kernel or copy.
+        kind: "operator", "range", "data", "communication", "kernel" or "copy".
+        calls: how many.
+        self_ms: in the calls themselves, without the calls inside them. For kernels and for communication in the
+            background: all of it.
+        total_ms: in the calls with all that is inside; a call inside one of the same name does not count again.
+        gpu_self_ms: kernels and copies that the calls started themselves.
+        gpu_total_ms: those and what was started inside.
+        bytes: allocated less freed by the calls themselves, on all devices.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    self_ms: float
+    total_ms: float
+    gpu_self_ms: float
+    gpu_total_ms: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Communication:
+    """One kind of collective.
+
+    Attributes:
+        name: as the trace has it.
+        calls: how many.
+        covered_ms: at least one of them ran (union).
+        exposed_ms: and nothing was computed meanwhile.
+    """
+
+    name: str
+    calls: int
+    covered_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time went; every figure is the length of a union of intervals.
+
+    Attributes:
+        window: from the beginning of the first step to the end of the last, or of all events where there are no steps.
+        computation: something was computed.
+        communication: at least one collective ran, or was waited for.
+        overlapped: both at once.
+        exposed: communication without computation.
+        data: the data loader was asked for a batch and had not given it yet.
+        exposed_data: and nothing was computed or communicated meanwhile.
+        copies: the GPU copied or set memory.
+        other: none of these: Python, the optimizer's own code, waiting.
+    """
+
+    window: float
+    computation: float
+    communication: float
+    overlapped: float
+    exposed: float
+    data: float
+    exposed_data: float
+    copies: float
+    other: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its number, when it began (ms after the window) and what was in it, as in ``Times``."""
+
+    number: int
+    begin: float
+    duration: float
+    computation: float
+    communication: float
+    exposed: float
+    data: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one device, in bytes, while it was recorded.
+
+    Attributes:
+        device: "CPU" or "GPU 0".
+        peak: most that was allocated at once; counted from the beginning of the recording where the profiler does not
+            say what had been allocated before.
+        growth: allocated less freed.
+        allocated: sum of all allocations.
+    """
+
+    device: str
+    peak: int
+    growth: int
+    allocated: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The trace of one process.
+
+    Attributes:
+        path: the file.
+        rank, size: None where neither the file nor its name says so.
+        times: of the window.
+        computed_by: what counts as computation, in words.
+        steps: in order of time.
+        communications: by name, the longest first.
+        memory: by device; empty where it was not recorded.
+        operators: by ``self_ms``, the largest first.
+        events, skipped, repeated: of the file; see ``Columns``.
+        notes: what a reader must know about the figures.
+    """
+
+    path: str
+    rank: int | None
+    size: int | None
+    times: Times
+    computed_by: str
+    steps: tuple[Step, ...]
+    communications: tuple[Communication, ...]
+    memory: tuple[Memory, ...]
+    operators: tuple[Operator, ...]
+    events: int
+    skipped: int
+    repeated: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankSkew:
+    """Of one rank.
+
+    Attributes:
+        rank: its number.
+        computation: mean milliseconds in a step.
+        last: collectives to which it came last.
+        late: mean milliseconds by which it came after the first, over all collectives.
+    """
+
+    rank: int
+    computation: float
+    last: int
+    late: float
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How far the ranks are apart when they meet in a collective.
+
+    A collective ends on all ranks at about the same time, so a rank that spent less time in it came later: no clock is
+    compared.
+
+    Attributes:
+        collectives: that all ranks recorded.
+        median, largest: milliseconds between the first rank and the last, over the collectives.
+        ranks: by number.
+    """
+
+    collectives: int
+    median: float
+    largest: float
+    ranks: tuple[RankSkew, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All traces that were given.
+
+    Attributes:
+        ranks: by number, those without one last.
+        skew: None where it cannot be told.
+        skew_note: why it is None; "" where it is not.
+    """
+
+    ranks: tuple[Rank, ...]
+    skew: Skew | None
+    skew_note: str

@@ -1,0 +1,155 @@
+"""examples/pytorch/transformer.py on one rank and two, with both backends and both sources of data."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import launcher_argv, rank_environment
+
+from hvdkit.cli import run
+
+MISSING = [name for name in ("torch", "horovod", "h5py", "msgspec") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parallel,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
+]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pytorch" / "transformer.py"
+SIZES = {
+    "samples": 64, "width": 16, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 32,
+    "target_length": 3, "dropout": 0, "scaling": "none", "epochs": 2, "num_threads": 1,
+}  # fmt: skip
+TINY = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+ALLREDUCE = {"horovod": "hvdkit:allreduce_wait", "ddp": "gloo:all_reduce"}
+
+
+DRIVER = """
+import json, os, runpy, sys
+_, example, runs = sys.argv
+for directory, words in json.loads(runs):
+    os.makedirs(directory, exist_ok=True)
+    os.chdir(directory)
+    sys.argv = [example, *words]
+    try:
+        runpy.run_path(example, run_name="__main__")
+    except SystemExit as end:
+        print("exit", end.code, file=sys.stderr)
+"""
+"""Runs the example several times in one process: importing PyTorch and Horovod takes longest."""
+
+
+@dataclass
+class Run:
+    """What one run of the example said and left behind."""
+
+    losses: list[float]
+    status: str
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Run the example on n ranks, once for each list of words, which end in the samples of a rank's batch."""
+
+    def run_all(n, *runs):
+        base = tmp_path_factory.mktemp("transformer")
+        plans = [
+            (str(base / str(number)), [*TINY, *words[:-1], "--batch_size", str(words[-1])])
+            for number, words in enumerate(runs)
+        ]
+        start = launcher_argv(n, "mpi") if n > 1 else []
+        environment = {**rank_environment(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / "compiled")
+        done = subprocess.run(
+            [*start, sys.executable, "-c", DRIVER, str(EXAMPLE), json.dumps(plans)],
+            env=environment, capture_output=True, text=True, timeout=560,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+        statuses = re.findall(r"^exit (\d+)$", done.stderr, re.MULTILINE)
+        assert len(statuses) == n * len(runs), done.stderr
+        losses = [float(loss) for loss in re.findall(r"^epoch \d+/2 loss (\S+)$", done.stdout, re.MULTILINE)]
+        found = []
+        for (directory, _), status in zip(plans, statuses[::n], strict=True):
+            found.append(Run(losses[:2] if status == "0" else [], status, Path(directory)))
+            losses = losses[2 if status == "0" else 0 :]
+        assert done.stdout.count(f"Hvd Procs {n} Total time: ") == sum(run.status == "0" for run in found)
+        return found, done.stderr
+
+    return run_all
+
+
+@pytest.fixture(scope="module")
+def alone(train):
+    """The losses of one process with the whole batch."""
+    ((one,), _) = train(1, ("--backend", "ddp", 16))
+    assert one.losses[1] < one.losses[0]
+    assert list(one.directory.iterdir()) == [], "no file is written where none was asked for"
+    return one.losses
+
+
+def test_workers_read_the_file_for_themselves(train, alone):
+    ((one,), _) = train(1, ("--backend", "ddp", "--data", "h5", "--workers", "2", 16))
+    assert one.losses == pytest.approx(alone, rel=1e-5)
+    assert [path.name for path in one.directory.iterdir()] == ["transformer.h5"]
+
+
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_two_ranks_equal_one_and_the_trace_shows_data_and_allreduce(train, alone, capsys, backend):
+    plain = ("--backend", backend, "--profile", "profile")
+    runs = [(*plain, "--data", "memory", 8), (*plain, "--data", "h5", 8)]
+    found, _ = train(2, *runs)
+    for one, words in zip(found, runs, strict=True):
+        assert one.losses == pytest.approx(alone, rel=1e-4)
+        assert (one.directory / "transformer.h5").exists() == ("h5" in words)
+        check_traces(one.directory / "profile", ALLREDUCE[backend], capsys)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("backend", ["horovod", "ddp"])
+def test_a_compiled_model_on_two_ranks_equals_one_that_is_not(train, alone, capsys, backend):
+    ((one,), _) = train(2, ("--backend", backend, "--profile", "profile", "--data", "h5", "--compile", 8))
+    assert one.losses == pytest.approx(alone, rel=1e-4)
+    check_traces(one.directory / "profile", ALLREDUCE[backend], capsys)
+
+
+def check_traces(directory, allreduce, capsys):
+    capsys.readouterr()
+    assert run(["trace", "summary", str(directory), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert len(rank["steps"]) == 2
+        assert all(step["data"] > 0 and step["communication"] > 0 and step["computation"] > 0 for step in rank["steps"])
+        assert allreduce in [one["name"] for one in rank["communications"]]
+        assert rank["memory"][0]["peak"] > 0
+    assert found["skew"]["collectives"] >= 2
+
+
+def test_a_file_that_is_there_is_used_and_never_replaced(train, tmp_path):
+    path = tmp_path / "data.h5"
+    h5 = ("--data", "h5", "--data_file", str(path), "--backend", "ddp")
+    (first, again, other), said = train(1, (*h5, 16), (*h5, 16), (*h5, "--seed", "1", 16))
+    assert [first.status, again.status, other.status] == ["0", "0", "2"]
+    assert first.losses == again.losses
+    assert said.count("holds other data") == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_mistakes_are_one_sentence(train):
+    words = {
+        ("--heads", "3", 8): "cannot be shared by --heads 3",
+        ("--dropout", "1", 8): "--dropout must be below 1",
+        ("--dtype", "bfloat16", 8): "cannot average bfloat16",
+        (0,): "must be at least 1, got 0",
+    }
+    found, said = train(1, *words)
+    assert [one.status for one in found] == ["2"] * 4
+    for sentence in words.values():
+        assert sentence in said

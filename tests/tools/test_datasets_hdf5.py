@@ -1,0 +1,179 @@
+"""HDF5 files as data sets: the same values however they lie in the file, in every process."""
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from hvdkit.datasets import HDF5Dataset, write_hdf5
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError
+
+h5py = pytest.importorskip("h5py", reason="pip install 'hvdkit[data]'")
+X = np.arange(50 * 6, dtype=np.float32).reshape(50, 2, 3)
+Y = np.arange(50, dtype=np.int64) * 7
+LAYOUTS = {
+    "one piece": {},
+    "a sample in a chunk": {"chunks": (1, 2, 3)},
+    "chunks of 7": {"chunks": (7, 2, 3)},
+    "chunks across samples": {"chunks": (16, 1, 2)},
+    "compressed": {"chunks": (7, 2, 3), "compression": "gzip"},
+    "big-endian": {"dtype": ">f4"},
+}
+INDICES = [[3], [0, 1, 2, 3], [49, 0, 25, 25, 3, -1], list(range(50)), [8, 6, 7], []]
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_hdf5(tmp_path / "d.h5", {"x": X, "group/y": Y}, attributes={"made": "here"})
+    return tmp_path / "d.h5"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_every_layout_gives_the_same_samples(tmp_path, layout, memory_map):
+    path = tmp_path / "d.h5"
+    with h5py.File(path, "w", userblock_size=1024) as file:
+        file.create_dataset("x", data=X, **LAYOUTS[layout])
+        file["y"] = Y
+    found = HDF5Dataset(path, ("x", "y"), memory_map=memory_map)
+    assert len(found) == 50
+    for indices in INDICES:
+        x, y = found.batch(indices)
+        assert np.array_equal(x, X[indices]) and np.array_equal(y, Y[np.array(indices, int)])
+        assert x.dtype == np.float32 and x.dtype.isnative and x.flags.writeable
+        samples = found.__getitems__(indices)
+        assert len(samples) == len(indices)
+        for index, (one, label) in zip(indices, samples, strict=True):
+            assert np.array_equal(one, X[index]) and label == Y[index]
+    assert np.array_equal(found[-2][0], X[48])
+
+
+def test_one_name_and_names_in_groups(path):
+    alone = HDF5Dataset(path, "x")
+    assert np.array_equal(alone[4], X[4]) and np.array_equal(alone.__getitems__([4, 2])[1], X[2])
+    assert HDF5Dataset(path, ["group/y"])[5] == (35,)
+    assert alone.attributes == {"made": "here"}
+
+
+def test_texts_of_any_length(tmp_path):
+    with h5py.File(tmp_path / "t.h5", "w") as file:
+        file["words"] = ["a", "bcd", "ef"]
+    assert HDF5Dataset(tmp_path / "t.h5", "words").batch([2, 0])[0].tolist() == [b"ef", b"a"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ([50], IndexError), ([-51], IndexError),
+        ([0.5], InvalidArgumentError), ([[1, 2]], InvalidArgumentError), (["a"], InvalidArgumentError),
+    ],
+)  # fmt: skip
+def test_samples_that_are_not_there(path, wrong, error):
+    with pytest.raises(error):
+        HDF5Dataset(path, "x").batch(wrong)
+    assert len(list(HDF5Dataset(path, "x"))) == 50  # an IndexError ends a loop over the samples
+
+
+def test_a_forked_and_a_spawned_process_open_the_file_for_themselves(path):
+    data = HDF5Dataset(path, ("x", "group/y"), memory_map=False)
+    data[0]
+    handle = data._file
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            for index, (x, y) in enumerate(pool.map(data.__getitem__, range(20))):
+                assert np.array_equal(x, X[index]) and y == Y[index]
+    assert data._file is handle and handle
+    if (child := os.fork()) == 0:
+        data[1]
+        os._exit(0 if data._file is not handle and not handle else 1)
+    assert os.waitpid(child, 0)[1] == 0, "the child did not open the file anew"
+    assert np.array_equal(data[1][0], X[1]), "what the child closed was its own"
+
+
+def test_pickled_without_its_handle(path):
+    data = HDF5Dataset(path, "x")
+    data[0]
+    again = pickle.loads(pickle.dumps(data))  # noqa: S301
+    assert again._file is None and np.array_equal(again[3], X[3])
+
+
+@pytest.mark.parametrize("collated", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pytorch_loads_whole_batches(path, workers, collated, monkeypatch):
+    torch = pytest.importorskip("torch")
+    data = HDF5Dataset(path, ("x", "group/y"))
+    if workers == 0:
+        monkeypatch.delattr(HDF5Dataset, "__getitem__")  # a batch is one read, not one for each sample
+    data.batch([0])  # the workers are forked from a process with an open file
+    collate = {"collate_fn": data.collate} if collated else {}
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=workers, **collate)
+    seen = list(loader)
+    assert all(type(batch) is list and len(batch) == 2 for batch in seen)
+    order = torch.cat([y for _, y in seen])
+    assert sorted(order.tolist()) == Y.tolist()
+    assert torch.equal(torch.cat([x for x, _ in seen]), torch.from_numpy(X)[order // 7])
+
+
+def test_collate_is_for_its_own_samples(path):
+    pytest.importorskip("torch")
+    alone = HDF5Dataset(path, "x")
+    assert np.array_equal(alone.collate(alone.__getitems__([4, 2])).numpy(), X[[4, 2]])
+    with pytest.raises(InvalidArgumentError, match="leave collate_fn out"):
+        alone.collate([alone[0]])
+
+
+def refused(error, message, *arguments):
+    with pytest.raises(error, match=message) as raised:
+        HDF5Dataset(*arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_mistakes_are_one_sentence(tmp_path, path):
+    refused(DataNotFoundError, "there is nothing at .*none.h5", tmp_path / "none.h5", "x")
+    refused(DataNotFoundError, "a directory", tmp_path, "x")
+    refused(DataError, "'z' is not there in .*its arrays are: group/y, x", path, ("x", "z"))
+    refused(DataError, "'group' is a group", path, "group")
+    refused(InvalidArgumentError, "names is empty", path, ())
+    (tmp_path / "text.h5").write_text("x" * 5000)
+    refused(CorruptDataError, "no HDF5 file", tmp_path / "text.h5", "x")
+    (tmp_path / "cut.h5").write_bytes(path.read_bytes()[:-200])
+    refused(CorruptDataError, "cut.h5", tmp_path / "cut.h5", "x")
+    with h5py.File(tmp_path / "u.h5", "w") as file:
+        file["x"], file["y"], file["one"] = X, Y[:40], 3.0
+    refused(DataError, "/x 50, /y 40", tmp_path / "u.h5", ("x", "y"))
+    refused(DataError, "single value", tmp_path / "u.h5", "one")
+
+
+def test_a_file_that_changed_meanwhile_is_refused(path):
+    data = HDF5Dataset(path, "x")
+    write_hdf5(path, {"x": X[:10]})
+    with pytest.raises(DataError, match="another number of samples"):
+        data[20]
+
+
+def test_writing_is_all_or_nothing(path, tmp_path):
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write_hdf5(path, {"x": X, "y": np.array([object()])})
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["d.h5"]
+    with pytest.raises(InvalidArgumentError, match="chunks"):
+        write_hdf5(path, {"x": X}, chunks=0)
+    with pytest.raises(DataError, match="cannot write"):
+        write_hdf5(tmp_path / "none" / "d.h5", {"x": X})
+    write_hdf5(path, {"x": X}, chunks=9)
+    with h5py.File(path) as file:
+        assert file["x"].chunks == (9, 2, 3)
+
+
+def test_without_h5py_the_extra_is_named(path):
+    code = (
+        f"import sys; sys.modules['h5py'] = None\nfrom hvdkit import datasets, MissingFrameworkError\n"
+        f"try: datasets.HDF5Dataset({str(path)!r}, 'x')\nexcept MissingFrameworkError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'hvdkit[data]'" in done.stdout

@@ -1,0 +1,249 @@
+"""What the time was spent on, on traces whose unions are known."""
+
+import json
+
+import numpy as np
+import pytest
+from trace_files import allocation, data, event, gloo, kernel, step, wait, write
+
+from hvdkit.cli import run
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.trace import summarize
+from hvdkit.trace.intervals import common, joined, length, without
+
+
+def times(path, *events):
+    return summarize([write(path, *events)]).ranks[0]
+
+
+def check(found, **expected):
+    for name, value in expected.items():
+        assert getattr(found, name) == pytest.approx(value, abs=1e-6), name
+
+
+def test_ddp_on_cpus(tmp_path):
+    """Step 0-100: loading 0-10 (with an operator inside), computing 10-60, gloo 50-80, optimizer 80-90."""
+    found = times(
+        tmp_path / "t.json",
+        step(5, 0, 100),
+        data(0, 10), event("aten::stack", 2, 3),
+        event("aten::mm", 10, 50), event("aten::add", 20, 10),
+        event("c10d::allreduce_", 50, 1), gloo(50, 30),
+        event("aten::mul", 80, 10),
+    )  # fmt: skip
+    check(
+        found.times, window=100, data=10, exposed_data=10, computation=59, communication=30, overlapped=9, exposed=21,
+        other=10, copies=0,
+    )  # fmt: skip
+    assert [(one.name, one.calls) for one in found.communications] == [("gloo:all_reduce", 1), ("c10d::allreduce_", 1)]
+    check(found.communications[0], covered_ms=30, exposed_ms=21)
+    assert found.notes == ()
+    assert [one.number for one in found.steps] == [5]
+    check(found.steps[0], begin=0, duration=100, computation=59, communication=30, exposed=21, data=10)
+
+
+def test_the_wait_for_horovod_is_exposed_and_said_to_be_all_that_is_seen(tmp_path):
+    found = times(
+        tmp_path / "t.json", step(0, 0, 50), event("aten::mm", 0, 20), wait(20, 10), event("aten::set_", 22, 1)
+    )
+    check(found.times, computation=20, communication=10, overlapped=0, exposed=10, other=20)
+    assert "timeline merge" in found.notes[0]
+
+
+def test_a_merged_timeline_shows_what_the_wait_hides(tmp_path):
+    found = times(
+        tmp_path / "t.json", step(0, 0, 50), event("aten::mm", 0, 20), wait(20, 10),
+        event("ALLREDUCE", 4, 24, "horovod", tid=1, pid=43), event("NEGOTIATE_ALLREDUCE", 2, 2, "horovod", 1, 43),
+        event("MPI_ALLREDUCE", 5, 20, "horovod", tid=1, pid=43), event("MPI_ALLREDUCE", 5, 20, "horovod", 2, 43),
+    )  # fmt: skip
+    check(found.times, communication=25, overlapped=15, exposed=10)
+    assert found.notes == ()
+    assert {one.name: one.calls for one in found.communications} == {"MPI_ALLREDUCE": 2, "hvdkit:allreduce_wait": 1}
+    assert [one.name for one in found.operators] == ["aten::mm", "hvdkit:allreduce_wait"], "fused tensors repeat times"
+
+
+def test_gpus_streams_and_copies(tmp_path):
+    """Two streams that compute at once count once; NCCL's kernel counts, the calls that start it do not."""
+    found = times(
+        tmp_path / "t.json",
+        step(0, 0, 40),
+        event("aten::mm", 0, 4, **{"External id": 1}), event("aten::bmm", 1, 2, **{"External id": 2}),
+        event("nccl:all_reduce", 5, 20, "user_annotation"), event("c10d::allreduce_", 5, 20),
+        kernel("sgemm", 10, 10, stream=7, external=1), kernel("bmm_kernel", 15, 10, stream=20, external=2),
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 20, 30, stream=30),
+        event("Memcpy HtoD", 2, 3, "gpu_memcpy", tid=7, pid=0, **{"External id": 1}),
+        event("ProfilerStep#0", 10, 38, "gpu_user_annotation", tid=7, pid=0),
+    )  # fmt: skip
+    check(found.times, window=50, computation=15, communication=30, overlapped=5, exposed=25, copies=3, other=7)
+    assert found.computed_by == "GPU kernels"
+    assert [one.name for one in found.communications] == ["ncclDevKernel_AllReduce_Sum_f32_RING_LL"]
+    operators = {one.name: one for one in found.operators}
+    check(operators["aten::mm"], self_ms=2, total_ms=4, gpu_self_ms=13, gpu_total_ms=23)
+    check(operators["aten::bmm"], self_ms=2, gpu_self_ms=10, gpu_total_ms=10)
+    assert operators["sgemm"].kind == "kernel" and operators["Memcpy HtoD"].kind == "copy"
+    assert operators["ncclDevKernel_AllReduce_Sum_f32_RING_LL"].kind == "communication"
+    assert len(found.steps) == 1
+
+
+def test_self_and_total_time_and_calls(tmp_path):
+    """outer 0-100 holds inner 10-30 and itself again 40-90, which holds inner 50-60; another thread is apart."""
+    found = times(
+        tmp_path / "t.json",
+        event("outer", 0, 100), event("inner", 10, 20), event("outer", 40, 50), event("inner", 50, 10),
+        event("inner", 0, 100, tid=8),
+    )  # fmt: skip
+    outer, inner = (next(one for one in found.operators if one.name == name) for name in ("outer", "inner"))
+    assert (outer.calls, inner.calls) == (2, 3)
+    check(outer, self_ms=70, total_ms=100)
+    check(inner, self_ms=130, total_ms=130)
+    assert "no steps" in found.notes[0]
+
+
+def test_communication_in_the_background_holds_nothing(tmp_path):
+    """gloo:all_reduce begins within an operator, spans others and ends after it."""
+    found = times(tmp_path / "t.json", event("node", 0, 20), gloo(5, 40), event("aten::mm", 10, 5), event("z", 30, 5))
+    operators = {one.name: one for one in found.operators}
+    check(operators["node"], self_ms=15)
+    check(operators["gloo:all_reduce"], self_ms=40, total_ms=40)
+    check(operators["z"], self_ms=5)
+
+
+def test_a_range_that_outlasts_what_it_began_in_holds_nothing(tmp_path):
+    found = times(
+        tmp_path / "t.json", event("outer", 0, 20), event("span", 5, 40, "user_annotation"), event("aten::mm", 10, 5)
+    )
+    operators = {one.name: one for one in found.operators}
+    check(operators["outer"], self_ms=15)
+    check(operators["span"], self_ms=40)
+
+
+def test_an_optimizer_step_may_end_in_the_next_step(tmp_path):
+    """As ``python -m hvdkit.torch_profile`` has it, which begins a step within ``step()``."""
+    found = times(
+        tmp_path / "t.json", step(0, 0, 50), step(1, 50, 50),
+        event("Optimizer.step#SGD.step", 20, 31, "user_annotation"), wait(21, 20), event("aten::add", 42, 5),
+    )  # fmt: skip
+    operators = {one.name: one for one in found.operators}
+    check(operators["Optimizer.step#SGD.step"], self_ms=6, total_ms=31)
+
+
+def test_whole_microseconds_may_let_a_call_end_after_its_caller(tmp_path):
+    outer = {**event("outer", 0, 0), "ts": 10, "dur": 5}
+    inner = {**event("inner", 0, 0), "ts": 12, "dur": 4}
+    found = times(tmp_path / "t.json", outer, inner)
+    check(next(one for one in found.operators if one.name == "outer"), self_ms=0.002)
+
+
+def test_memory_goes_to_the_operator_that_asked_for_it(tmp_path):
+    found = times(
+        tmp_path / "t.json",
+        event("outer", 0, 20), event("aten::empty", 5, 5), event("outer", 5, 5, tid=8),
+        allocation(1, 100, 1100), allocation(6, 4000, 5100), allocation(12, -3000, 2100),
+        allocation(6, 1 << 20, kind=1, device=0, tid=8), allocation(7, -(1 << 19), kind=1, device=0, tid=8),
+    )  # fmt: skip
+    cpu, gpu = found.memory
+    assert (cpu.device, cpu.peak, cpu.growth, cpu.allocated) == ("CPU", 5100, 1100, 4100)
+    assert (gpu.device, gpu.peak, gpu.growth, gpu.allocated) == ("GPU 0", 1 << 20, 1 << 19, 1 << 20)
+    operators = {one.name: one.bytes for one in found.operators}
+    assert operators == {"outer": 100 - 3000 + (1 << 19), "aten::empty": 4000}
+
+
+def test_steps_with_the_same_number_and_what_lies_outside(tmp_path):
+    """The number 7 appears for two steps; what is before the first and after the last does not count."""
+    found = times(
+        tmp_path / "t.json",
+        event("before", -20, 10), step(7, 0, 10), step(7, 10, 30), step(8, 40, 10), event("after", 60, 5),
+        event("aten::mm", 12, 10), event("aten::mm", 41, 2),
+    )  # fmt: skip
+    assert [(one.number, one.duration) for one in found.steps] == [(7, 10), (7, 30), (8, 10)]
+    assert [one.computation for one in found.steps] == pytest.approx([0, 10, 2])
+    assert [one.name for one in found.operators] == ["aten::mm"]
+    check(found.times, window=50, computation=12)
+
+
+def ranks(tmp_path, *lengths, **options):
+    """Rank r computes lengths[r] ms and then meets the others at 100 ms; twice."""
+    paths = []
+    for rank, computing in enumerate(lengths):
+        events = []
+        for number in range(2):
+            at = 110 * number + 1e6 * rank  # clocks that have nothing in common
+            events += [step(number, at, 110), event("aten::mm", at, computing), wait(at + computing, 100 - computing)]
+        paths.append(write(tmp_path / f"trace-{rank}-of-{len(lengths)}.json.gz", *events, **options))
+    return paths
+
+
+def test_skew_between_ranks_needs_no_common_clock(tmp_path):
+    paths = ranks(tmp_path, 40, 90, 60)
+    found = summarize([paths[2], paths[0], paths[1]])
+    assert [rank.rank for rank in found.ranks] == [0, 1, 2]
+    check(found.skew, collectives=2, median=50, largest=50)
+    assert [one.last for one in found.skew.ranks] == [0, 2, 0]
+    assert [one.late for one in found.skew.ranks] == pytest.approx([0, 50, 20])
+    assert [one.computation for one in found.skew.ranks] == pytest.approx([40, 90, 60])
+    assert summarize([tmp_path]) == summarize(paths)
+
+
+def test_skew_that_cannot_be_told_says_why(tmp_path):
+    paths = ranks(tmp_path, 40, 90)
+    assert "one trace" in summarize(paths[:1]).skew_note
+    other = write(tmp_path / "other-1-of-2.json", step(0, 0, 10), event("aten::mm", 0, 5))
+    assert "no collective" in summarize([paths[0], other]).skew_note
+    nameless = write(tmp_path / "nameless.json", step(0, 0, 10), wait(0, 5))
+    assert "whose" in summarize([paths[0], nameless]).skew_note
+
+
+def test_two_files_of_one_rank_and_empty_directories_are_refused(tmp_path):
+    (path, _) = ranks(tmp_path, 40, 90)
+    again = write(tmp_path / "again-0-of-2.json", step(0, 0, 10), wait(0, 5))
+    with pytest.raises(InvalidArgumentError, match="both of rank 0"):
+        summarize([path, again])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"\*\.json"):
+        summarize([tmp_path / "empty"])
+
+
+def test_intervals_against_a_grid():
+    """Sets of time on a grid of whole numbers, where counting cells gives the answer."""
+    random = np.random.default_rng(3)
+    for _ in range(200):
+        sets, cells = [], []
+        for _ in range(2):
+            count = int(random.integers(0, 6))
+            starts = random.integers(0, 30, count).astype(float)
+            ends = starts + random.integers(0, 8, count)
+            cell = np.zeros(40, bool)
+            for start, end in zip(starts.astype(int), ends.astype(int), strict=True):
+                cell[start:end] = True
+            sets.append(joined((starts, ends)))
+            cells.append(cell)
+        assert length(common(*sets)) == np.sum(cells[0] & cells[1])
+        assert length(without(*sets)) == np.sum(cells[0] & ~cells[1])
+        assert length(joined(*sets)) == np.sum(cells[0] | cells[1])
+
+
+def test_the_command(tmp_path, capsys):
+    ranks(tmp_path, 40, 90)
+    assert run(["trace", "summary", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "rank 0 of 2: 2 steps (0 to 1)" in out and "hvdkit:allreduce_wait" in out
+    assert "50.000 ms after the first" in out
+    assert run(["trace", "summary", str(tmp_path), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["ranks"][1]["times"]["exposed"] == pytest.approx(20)
+    assert values["skew"]["largest"] == pytest.approx(50)
+
+
+def test_mistakes_on_the_command_line(tmp_path, capsys):
+    assert run(["trace", "summary"]) == 2
+    assert run(["trace", "summary", str(tmp_path / "none.json")]) == 1
+    assert "no trace at" in capsys.readouterr().err
+    ranks(tmp_path, 40)
+    assert run(["trace", "summary", str(tmp_path), str(tmp_path)]) == 2
+
+
+def test_names_from_a_file_do_not_reach_the_terminal_as_orders(tmp_path, capsys):
+    path = write(tmp_path / "t.json", event("\x1b[31mred [bold]", 0, 5))
+    assert run(["trace", "summary", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "[bold]" in out

@@ -29,7 +29,7 @@ def run(settings: Settings) -> None:
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     hk.broadcast_state(model, optimizer)
 
-    @tf.function  # type: ignore[untyped-decorator]
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # it would warn of what Adasum calls
     def train_step(x: Any, y: Any) -> Any:
         with hk.distribute(tf.GradientTape(), op=settings.op, compression=settings.compression) as tape:
             loss = loss_of(y, model(x, training=True))

@@ -18,6 +18,8 @@ from hvdkit.bench.results import STEPS, Measured, Results
 
 _MUCH_WAIT = 0.05
 """Share of a step from which on the wait for slower ranks is said aloud."""
+_BAD_FIT = 0.2
+"""Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +181,21 @@ def _notes_of_noise(mode: str, samples: dict[int, list[float]], rng: np.random.G
 
 
 def _notes_of_fits(fits: Sequence[laws.Fit]) -> list[str]:
+    notes = []
+    for fit in fits:
+        ranks, worst = max(fit.residuals.items(), key=lambda item: abs(item[1]))
+        if abs(worst) > _BAD_FIT:
+            notes.append(
+                f"{fit.name} does not describe this: on {ranks_text(ranks)} it is {100 * abs(worst):.0f} % off what "
+                "was measured, so that its parameters mean nothing."
+            )
     exact = [fit.name for fit in fits if fit.exact]
     if not exact:
-        return []
+        return notes
     return [
+        *notes,
         f"{' and '.join(exact)}: as many parameters as points, so that the fit passes through them whatever the truth "
-        "is; measure at more numbers of ranks to test it."
+        "is; measure at more numbers of ranks to test it.",
     ]
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from hvdkit.bench import comparison, results
 from hvdkit.bench.analysis import ranks_text
 from hvdkit.bench.comparison import Compared
-from hvdkit.bench.tables import interval
+from hvdkit.bench.tables import interval, readable
 
 
 def _limit(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
@@ -66,7 +66,7 @@ def _print(compared: Sequence[Compared], limit: float | None, slower: Sequence[C
         table.add_row(str(one.ranks), interval(one.before), interval(one.after), interval(one.speed))
     console.print(table)
     for note in notes:
-        console.print(f"- {note}", soft_wrap=True)
+        console.print(f"- {readable(note)}", soft_wrap=True)
     if limit is None:
         return
     for one in compared:

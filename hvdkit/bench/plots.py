@@ -9,8 +9,8 @@ from typing import Any
 from hvdkit.bench import figures
 from hvdkit.bench.analysis import Analysis
 from hvdkit.errors import DataError, InvalidArgumentError, MissingFrameworkError
+from hvdkit.files import replacing
 from hvdkit.timeline.drawing import Figure, Line, Mark, Rect, Text, Upright
-from hvdkit.timeline.output import replacing
 
 _INK = "#1a1a1a"
 _LINES: dict[str, dict[str, Any]] = {

@@ -15,10 +15,10 @@ from hvdkit.bench import figures, tables
 from hvdkit.bench.analysis import Analysis, Row, analyse, ranks_text
 from hvdkit.bench.intervals import Estimate
 from hvdkit.bench.results import Results, read
+from hvdkit.files import replacing
 from hvdkit.page import render
 from hvdkit.timeline.drawing import shown_name
-from hvdkit.timeline.output import replacing
-from hvdkit.timeline.show_units import printable
+from hvdkit.units import printable
 
 _JOBS = 200
 """How many jobs are listed."""

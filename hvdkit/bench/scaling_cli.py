@@ -17,22 +17,12 @@ from hvdkit.bench.analysis import analyse, ranks_text
 from hvdkit.bench.results import Results
 from hvdkit.bench.scaling import Jobs, Watcher, go, record
 from hvdkit.bench.subject import Asked, describe
+from hvdkit.bench.tables import readable
+from hvdkit.commands import numbers_of_ranks
 from hvdkit.launch import plan
 from hvdkit.launch.options import environment_variables
 from hvdkit.tune import here
 from hvdkit.tune.progress import Ended, ended_by_signals
-
-
-def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
-    """Of an option such as ``-n 1,2,4``: in order, each once.
-
-    Raises:
-        click.BadParameter: something that is no number of ranks.
-    """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise click.BadParameter(f"expected numbers of ranks with commas between them, like 1,2,4, got {text!r}")
-    return tuple(sorted({int(word) for word in words}))
 
 
 def _output(_ctx: click.Context, _parameter: click.Parameter, file: Path) -> Path:
@@ -59,7 +49,7 @@ class _Shown(Watcher):
         self.says(f"job {done + 1} of {total}: {ranks_text(ranks)}, repeat {repeat + 1}")
 
     def says(self, sentence: str) -> None:
-        self._console.print(f"hvdkit bench: {sentence}", soft_wrap=True)
+        self._console.print(f"hvdkit bench: {readable(sentence)}", soft_wrap=True)
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})

@@ -14,6 +14,7 @@ from hvdkit.bench.analysis import Analysis, Row
 from hvdkit.bench.intervals import Estimate
 from hvdkit.bench.laws import Fit
 from hvdkit.bench.results import STEPS
+from hvdkit.units import printable
 
 _PARTS = ("ranks", "step ms", "input", "compute", "communication", "wait", "start-up s", "first step s")
 _ACTIVITIES = tuple(name.replace("_", " ") for name in ACTIVITIES)
@@ -31,7 +32,7 @@ def show(analysis: Analysis, console: Console) -> None:
             table.add_row(*row)
         console.print(table)
     for note in analysis.notes:
-        console.print(f"- {note}", soft_wrap=True)
+        console.print(f"- {readable(note)}", soft_wrap=True)
 
 
 def markdown(analysis: Analysis) -> str:
@@ -164,6 +165,11 @@ def _short(value: float) -> str:
     )
 
 
+def readable(text: str) -> str:
+    """Lines that a job printed, or that a file holds, without anything that a terminal would obey."""
+    return "\n".join(map(printable, text.splitlines()))
+
+
 def _line(words: Sequence[str]) -> str:
     return f"| {' | '.join(map(_escaped, words))} |"
 
@@ -172,4 +178,4 @@ def _escaped(text: str) -> str:
     """A text that Markdown shows as it is."""
     for sign in "\\`*_[]<>|":
         text = text.replace(sign, f"\\{sign}")
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

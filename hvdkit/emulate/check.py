@@ -47,6 +47,24 @@ def storage(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
+def refuse(collective: str, dtype: str, ranks: int) -> None:
+    """Refuse a check that a type does not allow.
+
+    Raises:
+        InvalidArgumentError: so many ranks have no sums that the type holds exactly.
+    """
+    if _largest(collective, dtype, ranks) < 1:
+        raise InvalidArgumentError(
+            f"The sum over {ranks} ranks cannot be checked in {dtype}, which holds whole numbers up to "
+            f"{EXACT[dtype]} only; use another type, or --no-check."
+        )
+
+
+def _largest(collective: str, dtype: str, ranks: int) -> int:
+    """The largest number that each rank may give."""
+    return EXACT[dtype] // (ranks if collective in (ALLREDUCE, REDUCE_SCATTER) else 1)
+
+
 def split(elements: int, parts: int) -> list[int]:
     """Elements of each part of an array that is divided as evenly as can be: the first parts have one more."""
     least, more = divmod(elements, parts)
@@ -90,13 +108,9 @@ class Values:
     """
 
     def __init__(self, collective: str, elements: int, dtype: str, ranks: int, *, check: bool = True) -> None:
-        adds = collective in (ALLREDUCE, REDUCE_SCATTER)
-        largest = EXACT[dtype] // (ranks if adds else 1)
-        if check and largest < 1:
-            raise InvalidArgumentError(
-                f"The sum over {ranks} ranks cannot be checked in {dtype}, which holds whole numbers up to "
-                f"{EXACT[dtype]} only; use another type, or --no-check."
-            )
+        largest = _largest(collective, dtype, ranks)
+        if check:
+            refuse(collective, dtype, ranks)
         self._collective, self._dtype, self._ranks = collective, dtype, ranks
         self._modulus = min(_MOST_VALUES, max(1, largest) + 1)
         positions = np.arange(elements, dtype=np.uint64)

@@ -186,7 +186,8 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     if outcome.failure is not None:
         _say(outcome.failure)
     joined = outcome.joined
-    found = Results(setup.asked(), setup.environment(), setup.job.plan, joined.samples, setup.notes() + joined.notes)
+    notes = setup.notes(joined) + joined.notes
+    found = Results(setup.asked(joined), setup.environment(), setup.job.plan, joined.samples, notes)
     _show(found, json_file, files)
     return outcome.status
 

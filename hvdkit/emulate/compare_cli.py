@@ -15,7 +15,7 @@ from hvdkit.emulate import compare as comparing
 from hvdkit.emulate import results
 from hvdkit.emulate.compare import SLOWEST, TRANSFER, Compared
 from hvdkit.emulate.tables import WIDTH, with_interval
-from hvdkit.timeline.show_units import printable
+from hvdkit.units import printable
 
 
 def _limit(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from hvdkit.emulate import check
 from hvdkit.emulate.check import ALL_TO_ALL
 from hvdkit.emulate.run_job import Job
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
@@ -80,7 +81,8 @@ def refuse(job: Job) -> None:
     """Refuse what the engine cannot do whatever the ranks are, before any is started.
 
     Raises:
-        InvalidArgumentError: a ring of all-to-alls, another engine's algorithm, or a type that it cannot add.
+        InvalidArgumentError: a ring of all-to-alls, another engine's algorithm, a type that it cannot add, or one whose
+            sums over so many ranks cannot be checked.
     """
     if job.algorithm == "ring" and job.engine != "mpi":
         raise InvalidArgumentError(
@@ -101,6 +103,8 @@ def refuse(job: Job) -> None:
                 f"{one.name!r} is {one.dtype}, which --engine {by} cannot add; use --engine {' or '.join(others)}, or "
                 f"one of {', '.join(known)}."
             )
+        if job.check:
+            check.refuse(job.collective, one.dtype, job.ranks)
 
 
 def connect(job: Job) -> Engine:

@@ -40,7 +40,6 @@ def check(*, plot: Path | None = None, size_plot: Path | None = None, report: Pa
 def write_all(
     results: Results,
     *,
-    json_file: Path | None = None,  # noqa: ARG001
     plot: Path | None = None,
     size_plot: Path | None = None,
     report: Path | None = None,
@@ -50,7 +49,6 @@ def write_all(
 
     Args:
         results: with at least one sample.
-        json_file: not used: ``results.write`` writes it.
         plot: the distribution of the delays, SVG or PNG.
         size_plot: the delays by size, SVG or PNG.
         report: an HTML page.

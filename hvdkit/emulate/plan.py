@@ -205,7 +205,7 @@ def write(path: Path, plan: Plan) -> None:
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    from hvdkit.timeline.output import replacing
+    from hvdkit.files import replacing
 
     with replacing(Path(path)) as file:
         file.write((json.dumps(plan.as_json(), indent=1, allow_nan=False) + "\n").encode())

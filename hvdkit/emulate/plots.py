@@ -11,8 +11,8 @@ from hvdkit.emulate.analysis import Analysis
 from hvdkit.emulate.results import Results
 from hvdkit.emulate.spread import distribution
 from hvdkit.errors import MissingFrameworkError
-from hvdkit.timeline.output import replacing
-from hvdkit.timeline.show_units import bytes_text
+from hvdkit.files import replacing
+from hvdkit.units import bytes_text
 
 try:
     import matplotlib

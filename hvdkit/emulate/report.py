@@ -14,8 +14,8 @@ from hvdkit.emulate.analysis import Analysis
 from hvdkit.emulate.facts import flat
 from hvdkit.emulate.results import Results
 from hvdkit.errors import MissingFrameworkError
-from hvdkit.timeline.output import replacing
-from hvdkit.timeline.show_units import bytes_text, duration_text, printable
+from hvdkit.files import replacing
+from hvdkit.units import bytes_text, duration_text, printable
 
 try:
     import jinja2

@@ -12,7 +12,7 @@ from hvdkit.emulate import plan as plans
 from hvdkit.emulate.check import ALLREDUCE, REDUCE_SCATTER
 from hvdkit.emulate.plan import Plan
 from hvdkit.errors import DataError, DataNotFoundError
-from hvdkit.timeline.output import replacing
+from hvdkit.files import replacing
 
 _MARK = "emulate results"
 VERSION = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ class Joined:
         samples: of the trials that all ranks have finished.
         trials: how many these are.
         machines: how many machines the ranks were on, by their clocks.
+        placed: how many ranks each host had; empty where not every rank said.
+        overlapped: whether all collectives of a step were under way at once; None where no rank said.
         notes: full sentences.
         failed: the rank that ended the job with an error, None without one; a wrong result before others.
     """
@@ -30,6 +33,8 @@ class Joined:
     samples: list[Sample] = field(default_factory=list)
     trials: int = 0
     machines: int = 1
+    placed: tuple[int, ...] = ()
+    overlapped: bool | None = None
     notes: list[str] = field(default_factory=list)
     failed: Written | None = None
 
@@ -46,8 +51,12 @@ def join(folder: Path, plan: Plan, ranks: int) -> Joined:
     joined.machines = max(1, len({written.head["machine"] for written in there}))
     errors = [written for written in there if written.error is not None]
     joined.failed = min(errors, key=lambda one: (not one.wrong, one.rank), default=None)
+    said = [written.head["overlaps"] for written in there if "overlaps" in written.head]
+    joined.overlapped = all(said) if said else None
     if len(there) < ranks:
         return joined
+    if all("host" in written.head for written in there):
+        joined.placed = tuple(Counter((one.head["machine"], one.head["host"]) for one in there).values())
     common = set.intersection(*(set(written.trials) for written in there))
     joined.trials = len(common)
     for trial in sorted(common):

@@ -12,6 +12,7 @@ from hvdkit.bench import subject
 from hvdkit.emulate.plan import Plan
 from hvdkit.emulate.run import WORKER, check
 from hvdkit.emulate.run_job import Delay, Job
+from hvdkit.emulate.run_join import Joined
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.launch import tuned as tuned_settings
 from hvdkit.launch.tuned import Tuned
@@ -47,19 +48,23 @@ class Setup:
     here: Here
     beside: Path | None
 
-    def asked(self) -> dict[str, Any]:
-        """For the file of results; without names of hosts."""
+    def asked(self, joined: Joined) -> dict[str, Any]:
+        """For the file of results; without names of hosts. Where the ranks ran and whether they overlapped they say.
+
+        What is asked for may come otherwise: a launcher fills one host before the next, or a binding cannot fuse.
+        """
         job, delay = self.job, self.job.delay
+        placed = joined.placed
         return {
             "engine": job.engine,
             "backend": job.backend or None,
             "collective": job.collective,
             "algorithm": job.algorithm,
             "ranks": job.ranks,
-            "hosts": max(1, len(self.here.plan.hosts)),
-            "ppn": self.here.request.ppn,
+            "hosts": len(placed) or max(1, len(self.here.plan.hosts)),
+            "ppn": placed[0] if len(set(placed)) == 1 else None if placed else self.here.request.ppn,
             "check": job.check,
-            "fusion": job.fusion,
+            "fusion": job.fusion and joined.overlapped is not False,
             "warmup_trials": job.warmup_trials,
             "straggler": {str(rank): 1000 * seconds for rank, seconds in (job.stragglers or {}).items()},
             "delay": None
@@ -77,10 +82,16 @@ class Setup:
         known = {name: value for name, value in found.environment.items() if name != "commit"}
         return {**known, "launch": found.launches[0]}
 
-    def notes(self) -> list[str]:
+    def notes(self, joined: Joined) -> list[str]:
         """What a reader of the numbers should know, full sentences."""
         notes = list(self.here.notes())
-        if self.job.fusion:
+        meant = len(self.here.plan.hosts)
+        if joined.placed and len(joined.placed) < meant:
+            notes.append(
+                f"The launcher put all {self.job.ranks} ranks on {len(joined.placed)} of the {meant} hosts; give hosts "
+                "as many slots as they are to run ranks, such as --hosts h1:1,h2:1, or --ppn."
+            )
+        if self.job.fusion and joined.overlapped is not False:
             notes.append(
                 "Horovod was given all tensors of a step before the first was waited for, and may have sent several as "
                 "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "

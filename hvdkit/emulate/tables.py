@@ -17,7 +17,7 @@ from hvdkit.emulate.analysis import RULE, Analysis, Outlier, RankRow, Row
 from hvdkit.emulate.plan import Plan
 from hvdkit.emulate.results import Results
 from hvdkit.emulate.spread import Times
-from hvdkit.timeline.show_units import bytes_text, printable, shortened
+from hvdkit.units import bytes_text, printable, shortened
 
 OUTLIERS = 10
 """How many are listed for a reader; JSON has all."""

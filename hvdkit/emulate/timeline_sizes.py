@@ -13,8 +13,8 @@ from hvdkit.emulate.plan import DTYPES, Collective
 from hvdkit.errors import CorruptDataError
 from hvdkit.timeline.columns import Columns, Tensor, collect
 from hvdkit.timeline.reader import read
-from hvdkit.timeline.show_units import printable
 from hvdkit.timeline.summary import REDUCTIONS, find_steps
+from hvdkit.units import printable
 
 _Indices = NDArray[np.intp]
 

@@ -43,7 +43,13 @@ def main(folder: Path) -> int:
 
 def _head(engine: Engine, server: clock.Server | None) -> dict[str, object]:
     asked = None if server is None else [socket.gethostname(), server.port, server.key]
-    return {"machine": clock.machine(), "notes": list(engine.notes), "clock_server": asked}
+    return {
+        "machine": clock.machine(),
+        "host": socket.gethostname(),
+        "overlaps": engine.overlaps,
+        "notes": list(engine.notes),
+        "clock_server": asked,
+    }
 
 
 def _run(job: Job, engine: Engine, writer: Writer, server: clock.Server | None) -> None:

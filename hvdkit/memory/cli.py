@@ -18,6 +18,9 @@ from hvdkit.memory.terms import Need, PerRank
 
 _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads")
 _OF_MODELS = ("framework", "input_shape", "device", "measure")
+_MOST_PARAMETERS = 1e18
+_WHOLE = click.IntRange(min=1, max=10**9)
+"""Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
 
 
 def _count(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> float | None:
@@ -29,8 +32,14 @@ def _count(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
         value = float(text[:-1] if factor else text) * (factor or 1)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 1):
-        raise click.BadParameter(f"expected a number like 25557032, 1e12 or 7B, got {text!r}")
+    if not 1 <= value <= _MOST_PARAMETERS:
+        raise click.BadParameter(f"expected a number from 1 to 1e18 like 25557032, 1e12 or 7B, got {text!r}")
+    return value
+
+
+def _finite(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"expected a finite number, got {value}")
     return value
 
 
@@ -50,17 +59,17 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
               "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
 @click.option("--parameters", callback=_count, metavar="P", help="Their number: 25557032, 1e12, 7B.")
 @click.option(
-    "--batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="B", help="Samples on a rank."
+    "--batch", type=_WHOLE, default=1, show_default=True, metavar="B", help="Samples on a rank."
 )
 @click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam", show_default=True)
 @click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32", show_default=True,
               help="Of parameters and all else (with --parameters).")  # fmt: skip
 @click.option("--mixed", is_flag=True, help="The optimizer keeps float32 states and a float32 copy of the parameters.")
-@click.option("--layers", type=click.IntRange(min=1), metavar="L", help="Of a transformer, as are the next three.")
-@click.option("--sequence", type=click.IntRange(min=1), metavar="S")
-@click.option("--hidden", type=click.IntRange(min=1), metavar="H")
+@click.option("--layers", type=_WHOLE, metavar="L", help="Of a transformer, as are the next three.")
+@click.option("--sequence", type=_WHOLE, metavar="S")
+@click.option("--hidden", type=_WHOLE, metavar="H")
 @click.option(
-    "--heads", type=click.IntRange(min=1), metavar="A", help="Count all that a layer keeps, not only its output."
+    "--heads", type=_WHOLE, metavar="A", help="Count all that a layer keeps, not only its output."
 )
 @click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto", show_default=True)
 @click.option("--input-shape", callback=_shape, metavar="B,...", help="Of an input of zeros, batch first.")
@@ -68,10 +77,11 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
               help="Where small steps of the model are run; meta computes shapes only.")  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")
 @click.option("--fp16-allreduce", is_flag=True, help="Gradients travel in half precision.")
-@click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), metavar="MB",
+@click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), callback=_finite, metavar="MB",
               help="Horovod's buffer (default: its own, 128 MiB).")  # fmt: skip
 @click.option("-n", "ranks", callback=numbers_of_ranks, default="1,8,64", show_default=True, metavar="N,...")
-@click.option("--capacity-gb", type=click.FloatRange(min=0, min_open=True), metavar="GB", help="What a rank has.")
+@click.option("--capacity-gb", type=click.FloatRange(min=0, min_open=True), callback=_finite, metavar="GB",
+              help="What a rank has.")  # fmt: skip
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON; sizes are bytes.")
 @click.pass_context

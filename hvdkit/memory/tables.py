@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdkit.memory.terms import ZERO_STAGES, Need, PerRank
-from hvdkit.timeline.show_units import bytes_text
+from hvdkit.units import bytes_text
 
 _RANKS = ["ranks", "data parallel", *(f"ZeRO {stage}" for stage in ZERO_STAGES)]
 

@@ -195,7 +195,8 @@ def notes(rows: Sequence[PerRank], capacity: int | None = None) -> list[str]:
         if row.data_parallel > capacity:
             fits = [str(stage) for stage, size in row.zero.items() if size <= capacity]
             then = f"ZeRO stage {fits[0]} would" if fits else "no stage of ZeRO would, either"
-            found.append(f"On {row.ranks} ranks a rank needs more than it has with data parallelism; {then}.")
+            ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+            found.append(f"On {ranks} a rank needs more than it has with data parallelism; {then}.")
     return found
 
 

@@ -10,6 +10,12 @@ from hvdkit.model_factory.making import Made
 
 
 def forward(made: Made) -> Any:
+    """What the model gives for its inputs, called as their kind says.
+
+    Args:
+        made: a model, with a mapping of inputs (given by name), a tuple or list (one after the other), a single one, or
+            none: then a float32 tensor of zeros of ``input_shape``, where the model's first parameter is.
+    """
     import torch
 
     if made.inputs is None:
@@ -23,6 +29,15 @@ def forward(made: Made) -> Any:
 
 
 def loss_of(made: Made, output: Any) -> Any:
+    """What the backward pass begins with, a tensor of one number.
+
+    Args:
+        made: with a loss function of the output; without one, "loss" of an output that is a mapping and has it, or
+            else the sum of all numbers in the output that depend on parameters.
+        output: of the model: a tensor, or mappings, tuples and lists of them.
+    Raises:
+        InvalidArgumentError: no tensor in the output depends on parameters.
+    """
     if made.loss is not None:
         return made.loss(output)
     own = output.get("loss") if isinstance(output, Mapping) else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hvdkit.mpi_profile import measures
 from hvdkit.mpi_profile.model import Profile
 from hvdkit.mpi_profile.traffic import CONTROL, PAYLOAD, SYNCHRONISATION, Traffic
-from hvdkit.timeline.show_units import bytes_text, duration_text
+from hvdkit.units import bytes_text, duration_text
 
 NOT_SEEN = (
     "Only MPI is seen: what NCCL, Gloo or torch.distributed moved is not in here, nor what Horovod did between the "

@@ -11,7 +11,7 @@ from hvdkit.mpi_profile import findings, measures, results
 from hvdkit.mpi_profile.comparison import Compared
 from hvdkit.mpi_profile.model import Profile
 from hvdkit.mpi_profile.traffic import CONTROL, Traffic
-from hvdkit.timeline.show_units import bytes_text, duration_text, printable
+from hvdkit.units import bytes_text, duration_text, printable
 
 
 def show(profile: Profile, traffic: Traffic, console: Console) -> None:

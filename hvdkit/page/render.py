@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise InvalidArgumentError(
         "HTML reports and SVG plots need the package jinja2, which is not installed; "
-        "install it with: pip install 'hvdkit[timeline,report]'"
+        "install it with: pip install 'hvdkit[report]'"
     ) from error
 
 

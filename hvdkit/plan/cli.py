@@ -18,6 +18,7 @@ from hvdkit.plan import model, tables
 from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.learning_rate import RULES
 
+_WHOLE = click.IntRange(min=1, max=model.MOST)
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -31,12 +32,12 @@ def _finite(above: bool) -> object:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--samples", type=click.IntRange(min=1), required=True, metavar="S", help="Samples in the training set.")
-@click.option("--batch-size", type=click.IntRange(min=1), required=True, metavar="B", help="Samples a step on a rank.")
+@click.option("--samples", type=_WHOLE, required=True, metavar="S", help="Samples in the training set.")
+@click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples a step on a rank.")
 @click.option(
     "--lr", type=float, callback=_finite(True), required=True, metavar="L", help="Learning rate for one process."
 )
-@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, metavar="E")
+@click.option("--epochs", type=click.IntRange(1, 10**6), default=1, show_default=True, metavar="E")
 @click.option(
     "-n",
     "ranks",
@@ -64,7 +65,7 @@ def _finite(above: bool) -> object:
     metavar="K",
     help="A checkpoint after every K epochs, and after the last.",
 )
-@click.option("--parameters", type=click.IntRange(min=1), metavar="P", help="Of the model; its gradients are as many.")
+@click.option("--parameters", type=_WHOLE, metavar="P", help="Of the model; its gradients are as many.")
 @click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", show_default=True, help="Of gradients.")
 @click.option(
     "--fit",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from hvdkit.steps.topology import Topology
 
 LARGEST_LINEAR_BATCH = 8192
 """Up to this global batch Goyal et al. (2017, figure 1) found the linear rule without loss; on ImageNet."""
+MOST = 10**15
+"""Ranks, samples, and so on: more are typing errors, and are no numbers to compute with."""
 _MUCH_LOST = 0.05
 _LONG_WARMUP = 0.25
 
@@ -108,6 +110,11 @@ def row(training: Training, ranks: int, allreduce_s: Estimate | None = None) -> 
     Raises:
         InvalidArgumentError: a number of the training that cannot be right.
     """
+    if ranks > MOST or not math.isfinite(training.base_lr * ranks):
+        raise InvalidArgumentError(
+            f"on {ranks} ranks the learning rate, {training.base_lr:g} for one, is beyond all that can be; expected up "
+            f"to {MOST:g} ranks and a rate that stays a number."
+        )
     world = world_of(ranks)
     policies = tuple(_policy(training, world, remainder) for remainder in REMAINDERS)
     steps = next(policy.steps for policy in policies if policy.remainder == training.remainder)
@@ -129,15 +136,18 @@ def row(training: Training, ranks: int, allreduce_s: Estimate | None = None) -> 
     )
 
 
-def curve(training: Training, planned: Row) -> list[float]:
-    """The learning rate of every step of the training, warmup first; constant after it.
+def curve(training: Training, planned: Row, steps: Iterable[int] | None = None) -> list[float]:
+    """The learning rate of each of some steps of the training, or of all; it rises in the warmup and then stays.
 
+    Args:
+        steps: numbers of steps, from 0 on.
     Raises:
         InvalidArgumentError: no step is left at this number of ranks.
     """
     if planned.steps is None:
         raise InvalidArgumentError(f"on {planned.ranks} ranks no step is left; there is no learning rate to show.")
-    return [_rate(training, planned.ranks, step, planned.warmup_steps) for step in range(planned.steps)]
+    wanted = range(planned.steps) if steps is None else steps
+    return [_rate(training, planned.ranks, step, planned.warmup_steps) for step in wanted]
 
 
 def notes(training: Training, rows: Sequence[Row]) -> list[str]:

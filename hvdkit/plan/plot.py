@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.files import replacing
 from hvdkit.plan.model import Row, Training, curve
-from hvdkit.timeline.output import replacing
 
 try:
     from matplotlib.figure import Figure
@@ -35,13 +35,17 @@ def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for row in drawn:
-        rates = curve(training, row)
-        every = max(1, len(rates) // _POINTS)
-        epochs = [step / (row.steps_per_epoch or 1) for step in range(0, len(rates), every)]
-        axes.plot(epochs, rates[::every], label=str(row.ranks))
+        steps = _shown(row.steps or 1, row.warmup_steps)
+        epochs = [step / (row.steps_per_epoch or 1) for step in steps]
+        axes.plot(epochs, curve(training, row, steps), label=str(row.ranks))
     axes.set_xlabel("epoch")
     axes.set_ylabel("learning rate")
     axes.set_ylim(bottom=0)
     axes.legend(title="ranks")
     with replacing(path) as file:
         figure.savefig(file, format=path.suffix[1:])
+
+
+def _shown(steps: int, warmup: int) -> list[int]:
+    """About ``_POINTS`` of the steps, among them the end of the warmup and the last."""
+    return sorted({*range(0, steps, max(1, steps // _POINTS)), min(warmup, steps - 1), steps - 1})

@@ -9,7 +9,9 @@ from rich.table import Table
 
 from hvdkit.bench.tables import interval
 from hvdkit.plan.model import Policy, Row, Training
-from hvdkit.timeline.show_units import bytes_text, duration_text
+from hvdkit.units import bytes_text, duration_text
+
+_MOST_COLUMNS = 10
 
 
 def show(training: Training, rows: Sequence[Row], notes: Sequence[str], console: Console) -> None:
@@ -54,12 +56,21 @@ def _tables(training: Training, rows: Sequence[Row]) -> list[tuple[str, list[str
         ),
     ]
     if any(row.warmup_lr and row.ranks > 1 for row in rows):
-        longest = max(len(row.warmup_lr) for row in rows)
-        rates = [[str(row.ranks), *(f"{rate:.4g}" for rate in row.warmup_lr)] for row in rows]
-        rates = [line + ["-"] * (longest + 1 - len(line)) for line in rates]
-        ends = [f"epoch {epoch}" for epoch in range(1, longest + 1)]
+        epochs_shown = _some(max(len(row.warmup_lr) for row in rows))
+        rates = [
+            [str(row.ranks), *(f"{row.warmup_lr[at]:.4g}" if at < len(row.warmup_lr) else "-" for at in epochs_shown)]
+            for row in rows
+        ]
+        ends = [f"epoch {at + 1}" for at in epochs_shown]
         found.append(("Learning rate at the end of the warmup's epochs", ["ranks", *ends], rates))
     return found
+
+
+def _some(epochs: int) -> list[int]:
+    """Positions of the epochs that fit into a table: all, or the first and others as far apart, up to the last."""
+    if epochs <= _MOST_COLUMNS:
+        return list(range(epochs))
+    return sorted({round(i * (epochs - 1) / (_MOST_COLUMNS - 1)) for i in range(_MOST_COLUMNS)})
 
 
 def _plan_row(row: Row) -> list[str]:

@@ -21,7 +21,7 @@ from hvdkit.predict import formulas, model, plot, prediction, stragglers, tables
 from hvdkit.predict.model import CostModel
 from hvdkit.predict.overlap import Fusion, gradients
 from hvdkit.predict.stragglers import Delays
-from hvdkit.timeline.show_units import bytes_text
+from hvdkit.units import bytes_text
 
 _DOUBLING = tuple(2**power for power in range(11))
 _MIB = 2**20

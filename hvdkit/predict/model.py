@@ -14,7 +14,7 @@ from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.predict import fitting, formulas
 from hvdkit.predict.fitting import Array, Cell, Misfit
 from hvdkit.predict.formulas import Terms
-from hvdkit.timeline.show_units import bytes_text
+from hvdkit.units import bytes_text
 
 if TYPE_CHECKING:
     from hvdkit.emulate.results import Results

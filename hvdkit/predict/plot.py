@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.files import replacing
 from hvdkit.predict.prediction import Row
-from hvdkit.timeline.output import replacing
 
 FORMS = (".png", ".svg", ".pdf")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hvdkit.timeline.results import Summary, TensorSummary
-from hvdkit.timeline.show_units import bytes_text, duration_text, share_text
+from hvdkit.units import bytes_text, duration_text, share_text
 
 CYCLE_TIME = 1000.0
 """Microseconds of Horovod's cycle when nothing else is said (0.28.1)."""

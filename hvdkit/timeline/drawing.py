@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hvdkit.timeline.show_units import printable, shortened
+from hvdkit.units import printable, shortened
 
 LABEL = 34
 """Characters of a name that fit beside a lane or a bar."""

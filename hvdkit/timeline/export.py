@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdkit.errors import CorruptDataError, InvalidArgumentError, MissingFrameworkError
+from hvdkit.files import replacing
 from hvdkit.timeline.model import GROUPS, CycleMark, Operation, group_of
-from hvdkit.timeline.output import replacing
 from hvdkit.timeline.reader import Recording, read
 
 COLUMNS = (

@@ -30,7 +30,7 @@ from hvdkit.timeline.lanes import Lanes
 from hvdkit.timeline.measures import Floats
 from hvdkit.timeline.model import GROUPS, group_of
 from hvdkit.timeline.results import Steps, TensorSummary
-from hvdkit.timeline.show_units import duration_text, shortened
+from hvdkit.units import duration_text, shortened
 
 WIDTH = 900.0
 POINTS = 400

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.files import replacing
 from hvdkit.timeline.columns import collect
 from hvdkit.timeline.measures import covered, union
 from hvdkit.timeline.model import CycleMark, Operation
-from hvdkit.timeline.output import replacing
 from hvdkit.timeline.profiler import Floats, Trace, read_trace
 from hvdkit.timeline.reader import Recording, read
 

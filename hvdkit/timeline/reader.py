@@ -14,17 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from hvdkit.errors import DataError, DataNotFoundError, MissingFrameworkError
+import msgspec
+
+from hvdkit.errors import DataError, DataNotFoundError
 from hvdkit.timeline.assemble import Assembler
 from hvdkit.timeline.model import CycleMark, Operation
-
-try:
-    import msgspec
-except ImportError as error:
-    raise MissingFrameworkError(
-        "hvdkit.timeline needs the package msgspec, which is not installed; "
-        "install it with: pip install 'hvdkit[timeline]'"
-    ) from error
 
 PIECE = 1 << 17
 """Bytes that are read and decoded at once."""

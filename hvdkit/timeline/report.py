@@ -14,6 +14,7 @@ from typing import Any
 
 import hvdkit
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.files import replacing
 from hvdkit.page import render
 from hvdkit.timeline import figures
 from hvdkit.timeline.diagnosis import Finding, diagnose
@@ -22,12 +23,11 @@ from hvdkit.timeline.exchanges import CountedRecording, Exchanges
 from hvdkit.timeline.lanes import OPERATIONS, Lanes, choose_window, collect_lanes, lane_data
 from hvdkit.timeline.measures import Distribution
 from hvdkit.timeline.model import GROUPS, group_of
-from hvdkit.timeline.output import replacing
 from hvdkit.timeline.reader import Recording, read
 from hvdkit.timeline.results import TOGETHER, Skew, Summary, TensorSummary
 from hvdkit.timeline.show import NO_SKEW
-from hvdkit.timeline.show_units import bytes_text, duration_text, printable, share_text
 from hvdkit.timeline.summary import FUSION_THRESHOLD, summarize
+from hvdkit.units import bytes_text, duration_text, printable, share_text
 
 TENSORS = 20
 """How many tensors are listed when nothing else is said."""

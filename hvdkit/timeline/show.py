@@ -14,7 +14,7 @@ from hvdkit.timeline.diagnosis import Finding
 from hvdkit.timeline.measures import Distribution
 from hvdkit.timeline.model import GROUPS
 from hvdkit.timeline.results import Bandwidth, Batches, Skew, Steps, Summary, TensorSummary
-from hvdkit.timeline.show_units import bytes_text, duration_text, printable, share_text, shortened
+from hvdkit.units import bytes_text, duration_text, printable, share_text, shortened
 
 _WIDE = 120
 _NARROW = ("negotiate", "memcpy in", "collective", "memcpy out", "whole")

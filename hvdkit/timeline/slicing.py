@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.timeline.output import replacing
+from hvdkit.files import replacing
 from hvdkit.timeline.raw import raw_events
 from hvdkit.timeline.reader import Event, read
 from hvdkit.timeline.summary import summarize

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from hvdkit.timeline.show_units import duration_text, printable
+from hvdkit.units import duration_text, printable
 
 FILE = click.Path(path_type=Path)
 

@@ -12,15 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, MissingFrameworkError
+import msgspec
 
-try:
-    import msgspec
-except ImportError as error:
-    raise MissingFrameworkError(
-        "hvdkit.trace needs the package msgspec, which is not installed; "
-        "install it with: pip install 'hvdkit[timeline]'"
-    ) from error
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
 from hvdkit.timeline.reader import open_file
 
 PIECE = 1 << 20

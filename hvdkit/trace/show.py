@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdkit.timeline.show_units import bytes_text, printable, share_text, shortened
 from hvdkit.trace.difference import Change, Difference
 from hvdkit.trace.results import Operator, Rank, Skew, Summary
+from hvdkit.units import bytes_text, printable, share_text, shortened
 
 _NAME_WIDTH = 56
 _ROWS = (

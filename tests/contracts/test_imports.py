@@ -123,3 +123,30 @@ def test_an_adapter_without_its_framework_names_the_command_that_helps(adapter, 
     assert done.returncode == 0, done.stderr
     (message,) = [line for line in done.stdout.splitlines() if line.startswith("MESSAGE")]
     assert ("pip install" if missing == "framework" else "hvdkit install") in message
+
+
+HIDE_EXTRAS = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1].split(","):
+            raise ImportError(f"{name} is hidden")
+
+sys.meta_path.insert(0, Hidden())
+from hvdkit import cli
+for words in sys.argv[2:]:
+    status = cli.run(words.split())
+    if status:
+        sys.exit(f"hvdkit {words}: {status}")
+"""
+EXTRAS = "scipy,matplotlib,jinja2,h5py,perfetto,sklearn,mpi4py,torch,tensorflow,keras,horovod"
+
+
+def test_help_and_plain_arithmetic_need_no_extra():
+    """A new user reads what a command does before installing what it needs."""
+    commands = [f"{name} --help" for name in COMMANDS]
+    sums = ["plan --samples 100 --batch-size 3 --lr 1 -n 2", "memory --parameters 1e9", "bench scaling --help"]
+    argv = [sys.executable, "-c", HIDE_EXTRAS, EXTRAS, *commands, *sums, "emulate sizes --sizes 400,800"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

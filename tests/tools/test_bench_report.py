@@ -231,8 +231,8 @@ def test_a_failed_job_is_listed_as_such(measured):
 @pytest.mark.parametrize(
     ("missing", "words", "said"),
     [
-        ("jinja2", ["report", "results.json", "-o", "r.html"], "pip install 'hvdkit[timeline,report]'"),
-        ("jinja2", ["show", "results.json", "--plot", "r.svg"], "pip install 'hvdkit[timeline,report]'"),
+        ("jinja2", ["report", "results.json", "-o", "r.html"], "pip install 'hvdkit[report]'"),
+        ("jinja2", ["show", "results.json", "--plot", "r.svg"], "pip install 'hvdkit[report]'"),
         ("matplotlib", ["show", "results.json", "--plot", "r.png"], "pip install 'hvdkit[report]'"),
     ],
 )

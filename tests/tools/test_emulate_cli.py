@@ -25,10 +25,11 @@ class Ranks:
         until: trials that they finish; None for all.
         ends: what the launch does then: None, an exception to raise, or the text of a failure.
         error: (rank, message, exit code, wrong) that a rank leaves.
+        heads: what ranks say of themselves, by rank.
     """
 
     def __init__(self):
-        self.until, self.ends, self.error = None, None, None
+        self.until, self.ends, self.error, self.heads = None, None, None, {}
         self.launches, self.jobs = [], []
 
     def __call__(self, launch, setting, timeout_s):
@@ -38,7 +39,7 @@ class Ranks:
         self.jobs.append(job)
         trials = job.plan.trials if self.until is None else self.until
         for rank in range(launch.n):
-            with Writer(folder, rank, {"machine": "one", "notes": []}) as writer:
+            with Writer(folder, rank, {"machine": "one", "notes": [], **self.heads.get(rank, {})}) as writer:
                 for trial in range(trials):
                     arrived = [trial + index / 10 + rank / 1000 for index in range(len(job.plan.collectives))]
                     writer.trial(trial, arrived, [at + 0.02 for at in arrived])
@@ -77,6 +78,8 @@ def fitting(value, schema):
     """A small check of a JSON schema: the words that ours uses."""
     if "$ref" in schema:
         schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    if "anyOf" in schema:
+        return any(fitting(value, one) for one in schema["anyOf"])
     if "const" in schema:
         return value == schema["const"]
     if "enum" in schema:
@@ -100,7 +103,8 @@ def fitting(value, schema):
         )
     if isinstance(value, list):
         return all(fitting(inner, schema["items"]) for inner in value)
-    return not (isinstance(value, int | float) and value < schema.get("minimum", value))
+    number = isinstance(value, int | float)
+    return not (number and not schema.get("minimum", value) <= value <= schema.get("maximum", value))
 
 
 # What it does
@@ -171,6 +175,42 @@ def test_hosts_are_not_told_and_the_folder_is_where_they_share(ranks):
     assert saved()["asked"]["ppn"] == 2
     assert ranks.jobs[0].apart
     assert Path(ranks.launches[0][0].command[-1]).parent == Path.cwd()
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("aaaa", (1, 4)), ("aabb", (2, 2)), ("aaab", (2, None))])
+def test_hosts_are_those_on_which_the_ranks_were_not_those_that_were_named(ranks, hosts, expected):
+    ranks.heads = {rank: {"host": name} for rank, name in enumerate(hosts)}
+    assert emulate("--hosts", "gandalf:4,saruman:4", "--engine", "mpi", "--json", "r.json") == 0
+    content = saved()
+    assert fitting(content, SCHEMA)
+    assert (content["asked"]["hosts"], content["asked"]["ppn"]) == expected
+    assert any("all 4 ranks on 1 of the 2 hosts" in note for note in content["notes"]) == (expected[0] == 1)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_binding_that_cannot_fuse_is_not_said_to_have_fused(ranks, overlaps):
+    ranks.heads = {rank: {"overlaps": overlaps} for rank in range(4)}
+    assert emulate("--json", "r.json") == 0
+    content = saved()
+    assert content["asked"]["fusion"] is overlaps
+    assert any("(--fusion on)" in note for note in content["notes"]) is overlaps
+    # One by one, a step takes the sum of four times 20 ms.
+    assert content["summary"]["step_s"]["p50"]["value"] == pytest.approx(0.02 if overlaps else 0.08)
+
+
+def test_the_schema_knows_every_name(ranks):
+    assert emulate("--trials", "9", "--json", "r.json") == 0
+    content = saved()
+    assert fitting(content, SCHEMA)
+    for name in ("rows", "ranks"):
+        content["summary"][name][0]["more"] = 1
+        assert not fitting(content, SCHEMA)
+        del content["summary"][name][0]["more"]
+    for name in ("overall", "step_s"):
+        content["summary"][name]["more"] = 1
+        assert not fitting(content, SCHEMA)
+        del content["summary"][name]["more"]
+    assert fitting(content, SCHEMA)
 
 
 def test_plots_and_a_report(ranks):
@@ -266,6 +306,15 @@ def test_mistakes_are_one_sentence_before_anything_runs(ranks, capsys, words, sa
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert ranks.launches == []
+
+
+def test_too_many_ranks_for_a_check_are_refused_before_any_is_started(ranks, capsys):
+    words = ["--engine", "ring", "--dtype", "int8", "--trials", "1"]
+    assert emulate(*words, n=300) == 2
+    assert "300 ranks cannot be checked in int8" in capsys.readouterr().err
+    assert ranks.launches == []
+    assert emulate(*words, "--no-check", n=300) == 0
+    assert emulate(*words, "--collective", "broadcast", n=300) == 0
 
 
 def test_options_that_are_missing(ranks, capsys):

@@ -81,10 +81,14 @@ class Constant(nn.Linear):
 def constant():
     return Constant(2, 2), torch.zeros(1, 2)
 
+seven = 7
+"""
+MISTAKES = """
 def dies():
     raise SystemExit(3)
 
-seven = 7
+def broken():
+    raise RuntimeError("no such data set")
 """
 
 
@@ -335,18 +339,40 @@ def test_a_recording_without_reductions_is_refused(capsys):
 # Models
 
 
-@pytest.mark.parametrize("words", [["nets:with_inputs"], ["nets.py:Classifier", "--input-shape", "2,784"]], ids=str)
-def test_the_tutorials_classifier_gives_the_tutorials_sizes(capsys, nets, words):
+def test_the_tutorials_classifier_gives_the_tutorials_sizes(capsys, nets):
     loaded = "tensorflow" in sys.modules
-    plan = sizes(capsys, "--model", *words, "--per", "layer")
+    plan = sizes(capsys, "--model", "nets:with_inputs", "--per", "layer")
     assert listed(plan)[::-1] == TUTORIAL
     assert [one.name for one in plan.collectives] == ["fc4", "fc3", "fc2", "fc1"]
     assert "in the order in which a backward produced them" in plan.source
     assert "nets" not in sys.modules and ("tensorflow" in sys.modules) == loaded
 
 
-def test_a_process_that_dies_is_said(capsys, nets):
-    err = sizes(capsys, "--model", "nets:dies", status=1)
+def test_a_file_and_the_shape_of_an_input_give_the_same(nets):
+    found = gradients("nets.py:Classifier", input_shape=[2, 784], per="layer")
+    assert [4 * one for one in elements(found)] == TUTORIAL[::-1]
+    assert "in the order in which a backward produced them" in found["order"]
+
+
+def test_the_shape_of_an_input_reaches_the_process_of_the_model(capsys, monkeypatch):
+    asked = []
+
+    def ask(_, question):
+        asked.append(question)
+        return {"framework": "torch", "order": "as told", "gradients": [{"name": "w", "elements": 3, "dtype": "int8"}]}
+
+    monkeypatch.setattr("hvdkit.emulate.model_sizes.ask", ask)
+    words = ["--input-shape", "2,784", "--per", "layer", "--framework", "torch"]
+    plan = sizes(capsys, "--model", "nets.py:Classifier", *words)
+    assert plan.collectives == (Collective("w", 3, "int8"),)
+    assert asked == [
+        {"module": "nets.py", "factory": "Classifier", "framework": "torch", "per": "layer", "input_shape": [2, 784]}
+    ]
+
+
+def test_a_process_that_dies_is_said(capsys, monkeypatch):
+    write_module("mistakes", MISTAKES, monkeypatch)
+    err = sizes(capsys, "--model", "mistakes:dies", status=1)
     assert "ended with status 3" in err and err.count("\n") == 1
 
 
@@ -412,9 +438,10 @@ def test_a_model_that_cannot_be_made_is_one_sentence(nets, factory, more, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_mistake_in_a_model_is_bad_usage(capsys, nets):
-    err = sizes(capsys, "--model", "nets:broken", status=2)
-    assert "--model nets:broken" in err and "Traceback" not in err and err.count("\n") == 1
+def test_a_mistake_in_a_model_is_bad_usage(capsys, monkeypatch):
+    write_module("mistakes", MISTAKES, monkeypatch)
+    err = sizes(capsys, "--model", "mistakes:broken", status=2)
+    assert "--model mistakes:broken" in err and "no such data set" in err and "Traceback" not in err and err.count("\n") == 1
 
 
 KERAS = """

@@ -1,4 +1,7 @@
-"""Files that the tools write: complete or not at all, never over what they read."""
+"""Files that the tools write: complete or not at all, never over what they read.
+
+Why this room exists: every tool that writes a file keeps an old one whole until the new one is complete.
+"""
 
 from __future__ import annotations
 

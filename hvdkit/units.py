@@ -1,4 +1,7 @@
-"""Times, sizes, shares and names as text for people."""
+"""Times, sizes, shares and names as text for people.
+
+Why this room exists: all tools print the same units in the same way.
+"""
 
 from __future__ import annotations
 

@@ -14,10 +14,12 @@ def run(settings: Settings) -> None:
 
     Raises:
         MissingFrameworkError: TensorFlow, or Horovod for it, is missing.
+        InvalidArgumentError: Adasum over a number of ranks that is no power of two.
     """
     import hvdkit.tensorflow as hk  # says what is missing, where ``import tensorflow`` would only fail
 
     world = hk.init()
+    settings.require_ranks(world.size)
     import keras
     import tensorflow as tf
 

@@ -49,15 +49,9 @@ class Reduction:
             raise InvalidArgumentError(f"groups must be an integer >= 1, got {self.groups!r}.")
         if self.process_set.included() is None or self.process_set.process_set_id is None:
             raise InvalidArgumentError("Horovod does not know these ranks yet; call init() before distribute().")
-        if self.options.op != "adasum":
-            return
-        if not hvd.mpi_enabled():
-            raise InvalidArgumentError("op='adasum' needs MPI, and this job communicates over Gloo; use op='average'.")
-        size = self.process_set.size()
-        if self.process_set.process_set_id != 0 or size & (size - 1):
-            raise InvalidArgumentError(
-                f"op='adasum' needs all ranks and a power of two of them, got {size}; use op='average'."
-            )
+        self.options.require_possible(
+            self.process_set.size(), all_ranks=self.process_set.process_set_id == 0, over_mpi=hvd.mpi_enabled()
+        )
 
 
 class DistributedTape:

@@ -200,12 +200,15 @@ def distribute(
             f"the optimizer holds {len(owned)} parameters, {len(named)} of them in the model; make the optimizer from "
             "this model's parameters(), after moving the model to its device."
         )
+    chosen = hvd.global_process_set if process_set is None else process_set
+    if hvd.size() > 1:  # else Horovod leaves Adasum out
+        options.require_possible(chosen.size(), all_ranks=chosen.process_set_id == 0, over_mpi=hvd.mpi_enabled())
     shared: dict[str, Any] = {
         "compression": hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none,
         "backward_passes_per_step": options.backward_passes_per_step,
         "op": {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[options.op],
         "gradient_predivide_factor": options.gradient_predivide_factor,
-        "process_set": hvd.global_process_set if process_set is None else process_set,
+        "process_set": chosen,
     }
     if bucket_mb is not None:
         torch_buckets.require_possible(bucket_mb, options.op, groups, sparse_as_dense)

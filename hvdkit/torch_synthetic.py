@@ -12,10 +12,12 @@ def run(settings: Settings) -> None:
 
     Raises:
         MissingFrameworkError: PyTorch, or Horovod for it, is missing.
+        InvalidArgumentError: Adasum over a number of ranks that is no power of two.
     """
     import hvdkit.torch as hk  # says what is missing, where ``import torch`` would only fail
 
     world = hk.init()
+    settings.require_ranks(world.size)
     import torch
 
     from hvdkit.torch_synthetic_models import make_model

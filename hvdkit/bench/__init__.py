@@ -9,7 +9,7 @@ scaling. Here whole jobs are repeated in random order, every number has an inter
     measurement ─ one job: seconds per step and where they go, from the steps that its ranks recorded
     accounting ── one more job: what Horovod did meanwhile, from its timeline
        └── scaling   which job runs next; goes on where an earlier call was interrupted
-             └── results   the file that keeps what was measured
+             └── results   the file that keeps what was measured; schema_check: refuses any other
     intervals ─── medians and their bootstrap intervals
     laws ──────── Amdahl, Gustafson and the Universal Scalability Law, fitted
        └── analysis  speed-up, efficiency, fits and remarks

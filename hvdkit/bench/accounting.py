@@ -181,7 +181,8 @@ def _timeline_step(recording: Recording, first: _Floats, last: _Floats) -> float
     if len(begins) < 2:
         return None
     between = measures.covered((last[:-1], first[1:]), begins[:1], begins[-1:])
-    return float((begins[-1] - begins[0] - between[0]) / (len(begins) - 1))
+    seconds = float((begins[-1] - begins[0] - between[0]) / (len(begins) - 1))
+    return seconds if seconds > 0 else None
 
 
 def from_json(value: dict[str, Any]) -> Accounting:

@@ -162,8 +162,14 @@ def _notes_of_noise(mode: str, samples: dict[int, list[float]], rng: np.random.G
     notes = []
     ranks = sorted(samples)
     least = min(map(len, samples.values()), default=0)
-    if least == 1:
+    alone = [str(n) for n in ranks if len(samples[n]) == 1]
+    if alone and len(alone) == len(ranks):
         notes.append("One repeat says nothing about noise: there are no intervals; give --repeats 5 or more.")
+    elif alone:
+        notes.append(
+            f"One repeat alone counts at N = {', '.join(alone)}, which says nothing about noise: what is made of it "
+            "has no interval; give --repeats 5 or more."
+        )
     elif 1 < least < intervals.ENOUGH_REPEATS:
         share = 1 - 2 ** (1 - least)
         notes.append(

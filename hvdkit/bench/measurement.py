@@ -80,11 +80,13 @@ def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps
         started: when the job was started, seconds since the epoch of Unix.
         warmup_steps: how many of the first steps are left out, >= 0.
     Raises:
-        DataError: ranks are missing, took different numbers of steps, or too few.
+        DataError: ranks are missing, took different numbers of steps, too few, or steps without any length.
     """
     counts = [len(rank.steps) for rank in times]
     if [rank.rank for rank in times] != list(range(ranks)):
-        raise DataError(f"recorded the steps of ranks {[rank.rank for rank in times]}, not of {ranks} ranks")
+        raise DataError(
+            f"recorded the steps of ranks {[rank.rank for rank in times]}, not of {ranks} rank{'s' * (ranks > 1)}"
+        )
     if len(set(counts)) > 1:
         raise DataError(f"its ranks took different numbers of steps: {counts}")
     if counts[0] <= warmup_steps:
@@ -97,6 +99,8 @@ def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps
     whole = table[:, :, 3] - table[:, :, 0]
     slowest = whole.max(axis=0)
     kept = slowest[warmup_steps:]
+    if kept.mean() <= 0:
+        raise DataError("recorded steps that take no time; do the work of a step inside of the loop")
     return Steps(
         count=counts[0],
         step_s=float(kept.mean()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -156,7 +157,7 @@ def scaling(
     if status != 0:
         click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)
         return status
-    page = f"hvdkit bench report {output} -o FILE.html"
+    page = f"hvdkit bench report {shlex.quote(str(output))} -o FILE.html"
     click.echo(f"hvdkit bench: kept in {output}; `{page}` makes a page of it.", err=True)
     return 1 if any(row.seconds is None for row in analysis.rows) else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -62,7 +63,7 @@ def require(value: object, rule: Mapping[str, Any], place: str = "") -> None:
 
 def _in_range(value: float, rule: Mapping[str, Any]) -> bool:
     return (
-        math.isfinite(value)
+        abs(value) <= sys.float_info.max  # false for what is no number, too
         and value >= rule.get("minimum", -math.inf)
         and value > rule.get("exclusiveMinimum", -math.inf)
     )

@@ -38,7 +38,12 @@ PROGRAMS = {name: f"hvdkit.{name}_synthetic" for name in ("torch", "tensorflow",
     help="How many times.",
 )  # fmt: skip
 @click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
-@click.option("--use-adasum", "adasum", is_flag=True, help="Combine gradients with Adasum; not with keras.")
+@click.option(
+    "--use-adasum",
+    "adasum",
+    is_flag=True,
+    help="Combine gradients with Adasum, on 1, 2, 4, 8 ... ranks; not with keras.",
+)
 @click.option("--no-cuda", is_flag=True, help="Use no GPU.")
 @click.option(
     "--image-size", type=click.IntRange(min=steps.LEAST_IMAGE_SIZE), metavar="PIXELS",
@@ -72,6 +77,7 @@ def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> 
     settings = steps.Settings(cuda=not no_cuda, **rest)
     argv = [sys.executable, "-m", PROGRAMS[framework], settings.word()]
     if ranks is not None:
+        settings.require_ranks(ranks)
         argv = _launched(ranks, argv)
     sys.stdout.flush()
     os.execv(argv[0], argv)  # noqa: S606

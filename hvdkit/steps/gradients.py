@@ -49,3 +49,22 @@ class GradientOptions:
                 f"gradient_predivide_factor={factor} splits an average, but op is {self.op!r}; "
                 "use op='average' or leave it at 1."
             )
+
+    def require_possible(self, ranks: int, *, all_ranks: bool, over_mpi: bool) -> None:
+        """Refuse Adasum where Horovod cannot do it; every rank is told alike.
+
+        Args:
+            ranks: of the process set.
+            all_ranks: whether these are all ranks of the job.
+            over_mpi: whether the job communicates over MPI.
+        Raises:
+            InvalidArgumentError: op is "adasum" and one of these is not as it needs.
+        """
+        if self.op != "adasum":
+            return
+        if not over_mpi:
+            raise InvalidArgumentError("op='adasum' needs MPI, and this job communicates over Gloo; use op='average'.")
+        if not all_ranks or ranks & (ranks - 1):
+            raise InvalidArgumentError(
+                f"op='adasum' needs all ranks and a power of two of them, got {ranks}; use op='average'."
+            )

@@ -123,6 +123,19 @@ class Settings:
         """For ``distribute``."""
         return "fp16" if self.fp16_allreduce else "none"
 
+    def require_ranks(self, size: int) -> None:
+        """Refuse a number of ranks over which Adasum cannot work.
+
+        Raises:
+            InvalidArgumentError: Adasum over a number of ranks that is no power of two.
+        Source: Horovod 0.28.1, horovod/torch/mpi_ops.py, ``_allreduce_async``.
+        """
+        if self.adasum and size & (size - 1):
+            raise InvalidArgumentError(
+                f"--use-adasum needs a power of two of ranks, got {size}; take {1 << size.bit_length() - 1} or "
+                f"{1 << size.bit_length()}, or leave it out."
+            )
+
     def data(self, rank: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """One random batch of a rank: x (batch_size, *shape) and y (batch_size,)."""
         random = np.random.default_rng(rank)

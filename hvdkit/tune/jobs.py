@@ -17,7 +17,7 @@ from typing import IO
 from hvdkit.launch.tuned import Tuned
 from hvdkit.tune.space import launch_words
 
-_CLOSING_LINE = re.compile(r"Hvd Procs (\d+) Total time: ([0-9.]+(?:e[+-]?\d+)?) second")
+_CLOSING_LINE = re.compile(r"Hvd Procs (\d+) Total time: (\d+(?:\.\d*)?(?:e[+-]?\d+)?) second")
 _LAST_LINES = 8
 _PATIENCE_S = 10.0
 """Seconds that a job which is told to end has for it before it is killed."""
@@ -74,7 +74,7 @@ class Launch:
             output.seek(0)
             closing, last = _read(output)
         if status is None:
-            return Job(wall_s, failure=_failure(f"was ended after {timeout_s:.0f} seconds", last))
+            return Job(wall_s, failure=_failure(f"was ended after {timeout_s:g} seconds", last))
         if status != 0:
             return Job(wall_s, failure=_failure(f"exited with status {status}", last))
         if closing is None:

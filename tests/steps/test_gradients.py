@@ -26,3 +26,14 @@ def test_refused(options, message):
 def test_accepted():
     options = GradientOptions("average", "fp16", 4, 2.0)
     assert (options.op, options.compression, options.backward_passes_per_step) == ("average", "fp16", 4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "all_ranks", "over_mpi", "said"),
+    [(3, True, True, "power of two of them, got 3"), (2, False, True, "all ranks"), (4, True, False, "Gloo")],
+)
+def test_adasum_is_refused_where_horovod_cannot_do_it(ranks, all_ranks, over_mpi, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        GradientOptions(op="adasum").require_possible(ranks, all_ranks=all_ranks, over_mpi=over_mpi)
+    GradientOptions().require_possible(ranks, all_ranks=all_ranks, over_mpi=over_mpi)
+    GradientOptions(op="adasum").require_possible(4, all_ranks=True, over_mpi=True)

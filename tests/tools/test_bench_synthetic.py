@@ -1,6 +1,7 @@
 """``hvdkit bench synthetic`` without a framework: its flags, what it starts, its shapes, its timing and its lines."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -80,6 +81,7 @@ def test_n_launches_that_many_ranks(started):
         (["--batch-size", "0"], "batch-size"),
         (["--num-iters", "0"], "num-iters"),
         (["train.py"], "train.py"),
+        (["-n", "3", "--use-adasum"], "--use-adasum needs a power of two of ranks, got 3; take 2 or 4"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -97,6 +99,15 @@ def test_a_rank_of_a_job_starts_no_job(started, capsys, monkeypatch):
     assert "leave -n out" in capsys.readouterr().err
     start()
     assert started[0][2] == "hvdkit.torch_synthetic"
+
+
+def test_adasum_over_three_ranks_is_refused_also_where_the_ranks_are_started_by_others():
+    settings = Settings(adasum=True)
+    for size in (1, 2, 4, 8):
+        settings.require_ranks(size)
+    with pytest.raises(InvalidArgumentError, match="got 6; take 4 or 8"):
+        settings.require_ranks(6)
+    Settings().require_ranks(6)
 
 
 # Shapes
@@ -118,6 +129,18 @@ def test_resnet50_has_its_161_tensors_and_25_6_million_parameters():
     tensors = len(convolutions) + 2 * len(convolutions) + 2
     parameters = sum(o * i * h * w + 2 * o for o, i, h, w in convolutions) + 2048 * 1000 + 1000
     assert (len(convolutions), tensors, parameters) == (53, 161, 25_557_032)
+
+
+def test_pytorchs_resnet50_has_these_shapes():
+    torch = pytest.importorskip("torch")
+    from hvdkit import torch_synthetic_models
+
+    with torch.device("meta"):
+        model = torch_synthetic_models.make_model(Settings("resnet50-shape", image_size=64))
+        assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
+    found = [tuple(parameter.shape) for parameter in model.parameters()]
+    assert sorted(shape for shape in found if len(shape) == 4) == sorted(resnet50_shapes())
+    assert (len(found), sum(map(math.prod, found))) == (161, 25_557_032)
 
 
 def test_resnet50_halves_its_images_three_times_after_the_stem():

@@ -1,0 +1,168 @@
+"""Files of ``hvdkit bench scaling`` that somebody changed, damaged or made: refused in a sentence, never obeyed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from bench_machine import Machine, fitting, run_bench, saved, use
+
+from hvdkit import cli
+from hvdkit.bench import schema_check
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+"""Clears a terminal and names its window."""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    machine = use(tmp_path, monkeypatch, Machine(lambda n: 0.01 * (0.1 + 0.9 / n), noise=0.005))
+    machine.marks = True
+    return machine
+
+
+@pytest.fixture
+def content(machine):
+    """Of a good file with 1 and 2 ranks and a timeline."""
+    assert run_bench("--timeline", "--repeats", "2", ranks="1,2") == 0
+    return saved()
+
+
+def changed(content, place, value):
+    """Write the file with another value at a place; ``None`` for a place that is gone."""
+    inside = content
+    for name in place[:-1]:
+        inside = inside[name]
+    if value is None:
+        del inside[place[-1]]
+    else:
+        inside[place[-1]] = value
+    Path("changed.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("asked", "seed"), None, "asked has no seed"),
+        (("asked", "ranks"), [], "asked.ranks is empty"),
+        (("asked", "ranks"), "12", "asked.ranks is no array"),
+        (("asked", "mode"), "medium", "asked.mode is none of"),
+        (("environment", "cores"), None, "environment has no cores"),
+        (("environment", "commit"), {"id": "1"}, "environment.commit has no changed"),
+        (("launches",), [1], "launches[0] is no object"),
+        (("launches", 0, "settings", 0, "words"), [7], "launches[0].settings[0].words[0] is no string"),
+        (("jobs", 0, "ranks"), "1", "jobs[0].ranks is no integer"),
+        (("jobs", 0, "ranks"), True, "jobs[0].ranks is no integer"),
+        (("jobs", 0, "wall_s"), -1, "jobs[0].wall_s is -1"),
+        (("jobs", 0, "steps", "step_s"), 0, "jobs[0].steps.step_s is 0"),
+        (("jobs", 0, "steps", "step_s"), float("nan"), "jobs[0].steps.step_s is nan"),
+        (("jobs", 0, "steps", "step_s"), 10**400, "jobs[0].steps.step_s is 1"),
+        (("jobs", 0, "steps", "parts"), [], "jobs[0].steps.parts is no object"),
+        (("jobs", 0, "colour"), "blue", 'jobs[0] has the unknown "colour"'),
+        (("recordings", 0, "accounting", "timeline_step_s"), 0, "timeline_step_s is 0"),
+        (("recordings", 0, "accounting", "windows", 0, "activities", "copy_in"), None, "activities has no copy_in"),
+        (("environment", "packages", ESCAPE), 1, "environment.packages."),
+    ],
+    ids=lambda value: ".".join(map(ascii, value)) if isinstance(value, tuple) else None,
+)
+def test_a_changed_file_is_refused_where_it_is_wrong(content, capsys, place, value, said):
+    changed(content, place, value)
+    for words in (["show"], ["show", "--plot", "x.svg"], ["report", "-o", "x.html"], ["compare", "results.json"]):
+        capsys.readouterr()
+        assert cli.run(["bench", words[0], "changed.json", *words[1:]]) == 1
+        out, err = capsys.readouterr()
+        assert "changed.json is not a file of 'hvdkit bench scaling'" in err and said in err
+        assert not out and "Traceback" not in err and "\x1b" not in err and len(err.splitlines()) == 1
+    assert not list(Path().glob("x.*"))
+
+
+def test_nested_too_deeply_is_refused(content, capsys):
+    Path("changed.json").write_text("[" * 100_000)
+    assert cli.run(["bench", "show", "changed.json"]) == 1
+    assert "is not a file of" in capsys.readouterr().err
+
+
+def test_a_summary_is_made_anew_and_not_believed(content, capsys):
+    capsys.readouterr()
+    assert cli.run(["bench", "show", "results.json"]) == 0
+    shown = capsys.readouterr().out
+    changed(content, ("summary",), "faster than light")
+    assert cli.run(["bench", "show", "changed.json"]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_what_a_job_printed_is_not_obeyed_by_a_terminal(machine, capsys):
+    machine.fails, machine.failure = (2,), f"exited with status 3; its last lines:\nred {ESCAPE} alert"
+    assert run_bench("--repeats", "2", ranks="1,2") == 0
+    for form in ([], ["--markdown"]):
+        assert cli.run(["bench", "show", "results.json", *form]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err and "\x07" not in out + err
+    assert out.count("owned") == 3 and err.count("owned") == 1, "shown, and shown as it is"
+    assert "its last lines:\nred" in out
+
+
+def test_what_another_file_says_is_not_obeyed_by_a_terminal(content, capsys):
+    changed(content, ("environment", "system"), ESCAPE)
+    capsys.readouterr()
+    assert cli.run(["bench", "compare", "results.json", "changed.json"]) == 0
+    out = capsys.readouterr().out
+    assert "Different system" in out and "\x1b" not in out
+
+
+def test_the_next_command_that_is_named_can_be_pasted(machine, capsys):
+    assert cli.run(["bench", "scaling", "-n", "1", "--repeats", "1", "-o", "a $(b).json", "--", "train.py"]) == 0
+    assert "`hvdkit bench report 'a $(b).json' -o FILE.html`" in capsys.readouterr().err
+
+
+def words_of(rule):
+    """The words of JSON Schema in a schema; the names of properties are none."""
+    for word, value in rule.items():
+        yield word
+        if word in ("properties", "$defs"):
+            for inner in value.values():
+                yield from words_of(inner)
+        elif isinstance(value, dict):
+            yield from words_of(value)
+
+
+def test_the_schema_has_no_word_that_is_not_checked():
+    known = {
+        "type", "required", "properties", "additionalProperties", "items", "minItems", "const", "enum", "minimum",
+        "exclusiveMinimum", "$ref", "$defs",
+    }  # fmt: skip
+    assert set(words_of(schema_check.schema())) - known == {"$schema", "title", "description"}
+
+
+def test_what_is_written_can_be_read(machine):
+    machine.fails, machine.interrupt_at = (1,), 4
+    assert run_bench("--repeats", "3", ranks="1,2") == 130
+    schema_check.require(saved(), schema_check.schema())
+    assert fitting(saved())
+    assert cli.run(["bench", "show", "results.json"]) == 0
+
+
+def test_steps_that_take_no_time_are_a_failure_and_not_infinitely_fast(machine, capsys):
+    machine.seconds, machine.marks = (lambda n: 0.0), False
+    assert run_bench("--repeats", "1", ranks="1,2") == 1
+    assert "steps that take no time" in capsys.readouterr().err
+
+
+def test_where_one_repeat_alone_is_left_that_is_said_of_this_number_of_ranks(machine, capsys):
+    machine.fails = (2,)
+    assert run_bench("--repeats", "2", ranks="1,2,4") == 0
+    rows = saved()["summary"]["rows"]
+    (alone,) = [row["ranks"] for row in rows if row["repeats"] == 1]
+    out = capsys.readouterr().out
+    assert f"One repeat alone counts at N = {alone}, which" in out and "there are no intervals" not in out
+    assert all((row["seconds"]["low"] is None) == (row["ranks"] == alone) for row in rows)
+
+
+def test_a_law_that_does_not_describe_what_was_measured_is_said(machine, capsys):
+    machine.seconds = lambda n: 0.01 * n
+    assert run_bench(ranks="1,2,4") == 0
+    out = capsys.readouterr().out
+    assert "Amdahl does not describe this: on 1 rank it is" in out or "Amdahl does not describe this: on 4 ranks" in out
+    machine.seconds = lambda n: 0.01 * (0.1 + 0.9 / n)
+    Path("results.json").unlink()
+    assert run_bench(ranks="1,2,4") == 0
+    assert "does not describe" not in capsys.readouterr().out

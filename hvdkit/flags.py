@@ -135,6 +135,9 @@ def run(
     except HvdkitError as error:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: {error}\n")
         raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: interrupted by Ctrl-C.\n")
+        raise SystemExit(130) from None
     raise SystemExit(0)
 
 

@@ -36,7 +36,8 @@ def add_flags(add):
     add("--dtype", choices=("float32", "float64", "float16", "bfloat16"), default="float32", help="weights and data")
     add("--scaling", choices=("linear", "sqrt", "none"), default="linear", help="of the rate with the processes")
     add("--workers", type=whole(0), default=0, help="processes that load data for each process")
-    add("--compile", action="store_true", help="torch.compile the model; needs a C++ compiler")
+    add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile the model; the default, "
+        "inductor, needs a C++ compiler")  # fmt: skip
     add("--profile", metavar="DIR", help="write traces there, for hvdkit trace summary DIR")
     add("--profile_steps", "--profile-steps", type=whole(1), default=2, help="steps to record, after the first two")
 
@@ -48,6 +49,11 @@ def check(args):
         raise InvalidArgumentError(f"--dropout must be below 1, got {args.dropout:g}.")
     if args.backend == "horovod" and args.dtype == "bfloat16":
         raise InvalidArgumentError("Horovod 0.28.1 cannot average bfloat16; give --backend ddp or another --dtype.")
+    if args.compile and args.compile not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise InvalidArgumentError(
+            f"--compile {args.compile} is no backend of torch.compile; give {known}, eager or aot_eager."
+        )
 
 
 def random_data(args):
@@ -109,7 +115,7 @@ def main(args):
     else:
         model = DistributedDataParallel(model)
     if args.compile:
-        model = torch.compile(model)
+        model = torch.compile(model, backend=args.compile)
     # After broadcasting, and with a stream of its own on each rank: dropout must differ between them.
     torch.manual_seed(args.seed + 1 + world.rank)
 
@@ -140,6 +146,7 @@ def main(args):
         print(f"Training: {args.epochs * steps * world.size * args.batch_size / seconds:.0f} samples/s")
         print(f"Hvd Procs {world.size} Total time: {seconds} second")
     if args.backend == "ddp":
+        del model  # before the group: the last owner of its threads must not be DDP, which waits for them with the GIL
         dist.destroy_process_group()
 
 

@@ -14,27 +14,13 @@ from rich.console import Console
 from hvdkit.commands import numbers_of_ranks
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.memory import live, tables, terms
+from hvdkit.memory.counts import count
 from hvdkit.memory.terms import Need, PerRank
 
 _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads")
 _OF_MODELS = ("framework", "input_shape", "device", "measure")
-_MOST_PARAMETERS = 1e18
 _WHOLE = click.IntRange(min=1, max=10**9)
 """Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
-
-
-def _count(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> float | None:
-    """A number of parameters such as 25557032, 1e12 or 7B."""
-    if text is None:
-        return None
-    factor = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower())
-    try:
-        value = float(text[:-1] if factor else text) * (factor or 1)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= _MOST_PARAMETERS:
-        raise click.BadParameter(f"expected a number from 1 to 1e18 like 25557032, 1e12 or 7B, got {text!r}")
-    return value
 
 
 def _finite(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
@@ -57,10 +43,8 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
               "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
-@click.option("--parameters", callback=_count, metavar="P", help="Their number: 25557032, 1e12, 7B.")
-@click.option(
-    "--batch", type=_WHOLE, default=1, show_default=True, metavar="B", help="Samples on a rank."
-)
+@click.option("--parameters", callback=count, metavar="P", help="Their number: 25557032, 1e12, 7B.")
+@click.option("--batch", type=_WHOLE, default=1, show_default=True, metavar="B", help="Samples on a rank.")
 @click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam", show_default=True)
 @click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32", show_default=True,
               help="Of parameters and all else (with --parameters).")  # fmt: skip
@@ -68,9 +52,7 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
 @click.option("--layers", type=_WHOLE, metavar="L", help="Of a transformer, as are the next three.")
 @click.option("--sequence", type=_WHOLE, metavar="S")
 @click.option("--hidden", type=_WHOLE, metavar="H")
-@click.option(
-    "--heads", type=_WHOLE, metavar="A", help="Count all that a layer keeps, not only its output."
-)
+@click.option("--heads", type=_WHOLE, metavar="A", help="Count all that a layer keeps, not only its output.")
 @click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto", show_default=True)
 @click.option("--input-shape", callback=_shape, metavar="B,...", help="Of an input of zeros, batch first.")
 @click.option("--device", type=click.Choice(live.DEVICES), default="cpu", show_default=True,

@@ -19,15 +19,19 @@ def measure(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidArgumentError: the model is not built, so that its shapes are not known.
     """
+    if not made.model.built and made.input_shape is not None:
+        made.model.build((None, *made.input_shape[1:]))
     if not made.model.built:
-        raise InvalidArgumentError("the model is not built, so that its shapes are not known; give it an Input layer.")
+        raise InvalidArgumentError(
+            "the model is not built, so that its shapes are not known; give it an Input layer, or --input-shape."
+        )
     gradients = _bytes(made.model.trainable_variables)
     numbers = sum(math.prod(variable.shape) for variable in made.model.trainable_variables)
     return {
         "parameters": _bytes(made.model.variables),
         "gradients": gradients,
         "states": gradients * STATES[question["optimizer"]],
-        "activations": sum(_outputs(layer, question["batch"]) for layer in _layers(made.model)),
+        "activations": sum(times * _outputs(layer, question["batch"]) for layer, times in _layers(made.model)),
         "gradient_size": gradients / numbers if numbers else 4.0,
         "peak": None,
     }
@@ -37,12 +41,20 @@ def _bytes(variables: Iterable[Any]) -> int:
     return sum(math.prod(variable.shape) * BYTES.get(str(variable.dtype), 4) for variable in variables)
 
 
-def _layers(model: Any) -> Iterable[Any]:
+def _layers(model: Any) -> Iterable[tuple[Any, int]]:
+    """The layers in it, also those of models in it, and how often a step calls each."""
     for layer in model.layers:
+        times = _calls(model, layer)
         if hasattr(layer, "layers"):
-            yield from _layers(layer)
+            yield from ((inner, times * inner_times) for inner, inner_times in _layers(layer))
         elif type(layer).__name__ not in _VIEWS:
-            yield layer
+            yield layer, times
+
+
+def _calls(model: Any, layer: Any) -> int:
+    graph = getattr(model, "_functional", None) or model  # a Sequential keeps its graph there
+    depths = getattr(graph, "_nodes_by_depth", None) or {}
+    return sum(node.operation is layer for nodes in depths.values() for node in nodes) or 1
 
 
 def _outputs(layer: Any, batch: int) -> int:

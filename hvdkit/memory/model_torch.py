@@ -4,51 +4,58 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.model_factory.making import Made
 from hvdkit.model_factory.torch_step import forward, loss_of
 
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-6, momentum=0.9),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-6),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-6),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-6),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
-}
+
+def _optimizer(name: str, parameters: Any) -> Any:
+    import torch
+
+    kinds: dict[str, tuple[Any, dict[str, float]]] = {
+        "sgd": (torch.optim.SGD, {}),
+        "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+        "adagrad": (torch.optim.Adagrad, {}),
+        "rmsprop": (torch.optim.RMSprop, {}),
+        "adam": (torch.optim.Adam, {}),
+        "adamw": (torch.optim.AdamW, {}),
+    }
+    kind, options = kinds[name]
+    return kind(parameters, lr=1e-6, **options)
 
 
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Live:
     """Bytes of the tensors that are alive, after every operation; each storage is counted once."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.course: list[int] = []
         self._known: set[int] = set()
 
     def add(self, tree: Any) -> None:
         """Count tensors that were made before."""
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
+        for tensor in _tensors(tree):
+            self._count(tensor.untyped_storage())
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = function(*args, **(kwargs or {}))
-        self.add(given)
-        self.course.append(self.bytes)
-        return given
+    def following(self) -> Any:
+        """A context in which the result of every operation is counted."""
+        from torch.utils._python_dispatch import TorchDispatchMode
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+        class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(_, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N805
+                given = function(*args, **(kwargs or {}))
+                self.add(given)
+                self.course.append(self.bytes)
+                return given
+
+        return Mode()  # type: ignore[no-untyped-call]
+
+    def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)
@@ -115,15 +122,21 @@ def measure(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
 def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
     """The largest number of bytes that PyTorch's CPU allocator held in real steps at ``question["batch"]`` samples.
 
+    Raises:
+        InvalidArgumentError: the model cannot be run with so many.
     Source: the memory events of ``torch.profiler`` (profile_memory), counted from before the model is made.
     """
     from torch.profiler import ProfilerActivity, profile
+    from torch.utils._pytree import tree_map
 
     inputs = _inputs(made, question["batch"])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with (
+        _failures_told(made, question["batch"], "cpu"),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
         model = _copy(made.model)
-        optimizer = _OPTIMIZERS[question["optimizer"]](model.parameters())
-        batch = tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, inputs)
+        optimizer = _optimizer(question["optimizer"], model.parameters())
+        batch = tree_map(lambda one: one.clone() if _is_tensor(one) else one, inputs)
         for _ in range(2):
             _step(made, model, optimizer, batch)
     held = peak = 0
@@ -137,38 +150,46 @@ def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
 def _course(made: Made, batch: int, question: Mapping[str, Any]) -> Course:
     inputs = _inputs(made, batch)
     model = _copy(made.model)
-    optimizer = _OPTIMIZERS[question["optimizer"]](model.parameters())
+    optimizer = _optimizer(question["optimizer"], model.parameters())
     live, found = _Live(), Course(batch)
     own = [*model.parameters(), *model.buffers()]
     live.add(own)
     live.add(inputs)
-    try:
-        with live:
+    with _failures_told(made, batch, question["device"]), live.following():
+        _step(made, model, optimizer, inputs)
+        live.course.clear()
+        with _saved_for_backward(own) as saved:
             _step(made, model, optimizer, inputs)
-            live.course.clear()
-            with _saved_for_backward(own) as saved:
-                _step(made, model, optimizer, inputs)
-    except InvalidArgumentError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise InvalidArgumentError(
-            f"a step with {batch} samples on {question['device']} failed with {type(error).__name__}: {text}; expected "
-            "a model, and a loss function where there is one, that take any batch size (and --device cpu where an "
-            "operation needs values)."
-        ) from error
     found.live, found.activations = live.course, sum(saved.values())
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     found.parameters = sum(one.untyped_storage().nbytes() for one in _distinct(own))
     found.gradients = sum(one.untyped_storage().nbytes() for one in _distinct(gradients))
     numbers = sum(one.numel() for one in gradients)
     found.gradient_size = found.gradients / numbers if numbers else 4.0
-    states = [one for one in tree_leaves(dict(optimizer.state)) if isinstance(one, torch.Tensor)]
-    found.states = sum(one.untyped_storage().nbytes() for one in _distinct(states))
+    states = _distinct(_tensors(dict(optimizer.state)))
+    found.states = sum(one.untyped_storage().nbytes() for one in states)
     return found
 
 
-def _step(made: Made, model: Any, optimizer: torch.optim.Optimizer, inputs: Any) -> None:
+@contextmanager
+def _failures_told(made: Made, batch: int, device: str) -> Iterator[None]:
+    """What the model raises, as one sentence."""
+    try:
+        yield
+    except InvalidArgumentError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:300]
+        samples = "1 sample" if batch == 1 else f"{batch} samples"
+        other = " --input-shape makes float32 zeros: return (model, inputs) for others." if made.inputs is None else ""
+        raise InvalidArgumentError(
+            f"a step with {samples} on {device} failed with {type(error).__name__}: {text}; expected a model, and a "
+            "loss function where there is one, that take any batch size (and --device cpu where an operation needs "
+            f"values).{other}"
+        ) from error
+
+
+def _step(made: Made, model: Any, optimizer: Any, inputs: Any) -> None:
     optimizer.zero_grad()
     called = Made(model, inputs, made.loss)
     loss_of(called, forward(called)).backward()
@@ -178,10 +199,12 @@ def _step(made: Made, model: Any, optimizer: torch.optim.Optimizer, inputs: Any)
 @contextmanager
 def _saved_for_backward(own: list[Any]) -> Iterator[dict[int, int]]:
     """Bytes of each storage that autograd keeps, without the parameters and buffers themselves."""
+    import torch
+
     excluded = {one.untyped_storage()._cdata for one in own}
     saved: dict[int, int] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
         if storage._cdata not in excluded:
             saved[storage._cdata] = storage.nbytes()
@@ -192,6 +215,9 @@ def _saved_for_backward(own: list[Any]) -> Iterator[dict[int, int]]:
 
 
 def _inputs(made: Made, batch: int) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map
+
     if made.inputs is None:
         if made.input_shape is None:
             raise InvalidArgumentError(
@@ -200,11 +226,11 @@ def _inputs(made: Made, batch: int) -> Any:
         where = next((one.device for one in made.model.parameters()), torch.device("cpu"))
         return torch.zeros((batch, *made.input_shape[1:]), device=where)
 
-    tensors = [one for one in tree_leaves(made.inputs) if isinstance(one, torch.Tensor) and one.dim() > 0]
+    tensors = [one for one in _tensors(made.inputs) if one.dim() > 0]
     given = len(tensors[0]) if tensors else 0
 
     def resized(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) != given:
+        if not _is_tensor(value) or value.dim() == 0 or len(value) != given:
             return value
         if value.device.type == "meta":
             return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device="meta")
@@ -214,13 +240,27 @@ def _inputs(made: Made, batch: int) -> Any:
 
 
 def _on_meta(made: Made) -> Made:
+    from torch.utils._pytree import tree_map
+
     model = _copy(made.model).to("meta")
-    inputs = tree_map(lambda one: one.to("meta") if isinstance(one, torch.Tensor) else one, made.inputs)
+    inputs = tree_map(lambda one: one.to("meta") if _is_tensor(one) else one, made.inputs)
     return Made(model, inputs, made.loss, made.input_shape)
 
 
 def _copy(model: Any) -> Any:
     return copy.deepcopy(model).train()
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _tensors(tree: Any) -> list[Any]:
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(tree) if _is_tensor(leaf)]
 
 
 def _distinct(tensors: list[Any]) -> list[Any]:

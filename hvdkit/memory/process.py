@@ -6,9 +6,11 @@ QUESTION is JSON (see ``hvdkit.memory.live``), REPLY the file to write; framewor
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,28 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidArgumentError: the factory fails, or its model cannot be measured.
     """
-    made = make(question["module"], question["factory"], question["input_shape"])
+    asked = question["module"], question["factory"], question["input_shape"]
+    real = make(*asked) if question["measure"] else None
+    with _made_on(question["device"]):
+        made = make(*asked)
     framework = framework_of(made.model, question["framework"])
     if framework == "tensorflow":
         raise InvalidArgumentError("it gave a tf.Module, whose layers are not known; expected a torch or Keras model.")
     insides = importlib.import_module(f"hvdkit.memory.model_{framework}")
     found: dict[str, Any] = {"framework": framework, **insides.measure(made, question)}
-    if question["measure"]:
+    if real is not None:
         if framework != "torch":
             raise InvalidArgumentError("--measure counts PyTorch's allocations; leave it out for a Keras model.")
-        found["measured_peak"] = insides.peak_of_allocator(made, question)
+        found["measured_peak"] = insides.peak_of_allocator(real, question)
     return found
+
+
+def _made_on(device: str) -> AbstractContextManager[Any]:
+    """Where PyTorch puts new tensors: a model for "meta" never takes the memory of its weights."""
+    if device != "meta" or importlib.util.find_spec("torch") is None:
+        return nullcontext()
+    context: AbstractContextManager[Any] = importlib.import_module("torch").device(device)
+    return context
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from hvdkit.errors import CorruptDataError
 from hvdkit.mpi_profile.model import HVDKIT, Calls, Profile, Rank
 
 MARK = "mpi profile"
+_MOST = 2**64
+"""The recorder counts in 64 bits."""
 _STATES = ("finalized", "exited", "aborted", "running")
 
 
@@ -83,6 +84,8 @@ def _read_one(path: Path, text: str) -> _File:
             f"{path}, line {error.lineno}: not JSON ({error.msg}); the file is damaged or cut off: copy it again, or "
             "leave it out."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise CorruptDataError(f"{path} is no MPI profile: no program can read this JSON ({error}).") from error
     if not isinstance(content, dict) or content.get("hvdkit") != MARK or content.get("version") != 1:
         raise CorruptDataError(f"{path} is JSON, but no MPI profile of 'hvdkit launch --mpi-profile' (version 1).")
     take = _Taker(path)
@@ -167,13 +170,13 @@ class _Taker:
     def whole(self, values: dict[str, Any], name: str, least: int = 0) -> int:
         """A whole number from ``least`` on."""
         value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST:
             raise self.wrong(name, value, f"a whole number from {least} on")
         return value
 
     def number(self, values: dict[str, Any], name: str) -> float:
         """A finite number from 0 on."""
         value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
             raise self.wrong(name, value, "a number from 0 on")
         return float(value)

@@ -96,4 +96,5 @@ def outcome(directory: Path, before: Mapping[Path, int]) -> str:
         return f"the MPI profile cannot be read: {error}"
     assert profile.source == HVDKIT  # noqa: S101
     missing = f" {missing_text(profile)}" if profile.missing else ""
-    return f"MPI profile of {len(profile.ranks)} ranks; look at it with 'hvdkit mpi-profile show {directory}'.{missing}"
+    ranks = "1 rank" if len(profile.ranks) == 1 else f"{len(profile.ranks)} ranks"
+    return f"MPI profile of {ranks}; look at it with 'hvdkit mpi-profile show {directory}'.{missing}"

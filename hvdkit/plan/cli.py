@@ -14,6 +14,7 @@ from rich.console import Console
 from hvdkit.bench.intervals import Estimate
 from hvdkit.commands import numbers_of_ranks
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.memory.counts import count
 from hvdkit.plan import model, tables
 from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.learning_rate import RULES
@@ -32,7 +33,7 @@ def _finite(above: bool) -> object:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--samples", type=_WHOLE, required=True, metavar="S", help="Samples in the training set.")
+@click.option("--samples", callback=count, required=True, metavar="S", help="Samples in the training set.")
 @click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples a step on a rank.")
 @click.option(
     "--lr", type=float, callback=_finite(True), required=True, metavar="L", help="Learning rate for one process."
@@ -65,7 +66,7 @@ def _finite(above: bool) -> object:
     metavar="K",
     help="A checkpoint after every K epochs, and after the last.",
 )
-@click.option("--parameters", type=_WHOLE, metavar="P", help="Of the model; its gradients are as many.")
+@click.option("--parameters", callback=count, metavar="P", help="Of the model; its gradients are as many.")
 @click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", show_default=True, help="Of gradients.")
 @click.option(
     "--fit",
@@ -73,7 +74,7 @@ def _finite(above: bool) -> object:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     multiple=True,
     metavar="FILE",
-    help="Of `hvdkit emulate --json`: predict how long the allreduce of the gradients takes. May be repeated.",
+    help="Of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes. May be repeated.",
 )
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the learning rate (.svg, .png).")
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
@@ -109,9 +110,9 @@ def plan(
     training = model.Training(
         samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
     )
-    predicted = _predict(fits, gradient_bytes, ranks) if fits else [None] * len(ranks)
+    predicted, unknown = _predict(fits, gradient_bytes, ranks) if fits else ([None] * len(ranks), [])
     rows = [model.row(training, n, seconds) for n, seconds in zip(ranks, predicted, strict=True)]
-    notes = model.notes(training, rows)
+    notes = [*model.notes(training, rows), *unknown]
     if plot is not None:
         from hvdkit.plan import plot as drawing
 
@@ -120,14 +121,29 @@ def plan(
     return 0
 
 
-def _predict(fits: Sequence[Path], gradient_bytes: int | None, ranks: Sequence[int]) -> list[Estimate | None]:
+def _predict(
+    fits: Sequence[Path], gradient_bytes: int | None, ranks: Sequence[int]
+) -> tuple[list[Estimate | None], list[str]]:
+    """Seconds for each number of ranks, None where the measurements do not reach, and a sentence on each of those."""
     if gradient_bytes is None:
         raise InvalidArgumentError("--fit needs the size of the gradients; give --parameters, too.")
     from hvdkit.emulate import results
     from hvdkit.predict.model import fit
 
     costs = fit([results.read(path) for path in fits])
-    return [costs.allreduce_s(gradient_bytes, n) for n in ranks]
+    found: list[Estimate | None] = []
+    unknown = []
+    for n in ranks:
+        try:
+            found.append(costs.allreduce_s(gradient_bytes, n))
+        except InvalidArgumentError:
+            found.append(None)
+            unknown.append(
+                f"On {n} ranks: no time of the allreduce is predicted, since so many need other links than those that "
+                "were measured; measure with 'hvdkit emulate --hosts', or give 'hvdkit predict' the network's "
+                "--alpha-us and --bandwidth-gbit, or --ppn."
+            )
+    return found, unknown
 
 
 def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[str], form: str | None) -> None:

@@ -110,10 +110,11 @@ def row(training: Training, ranks: int, allreduce_s: Estimate | None = None) -> 
     Raises:
         InvalidArgumentError: a number of the training that cannot be right.
     """
-    if ranks > MOST or not math.isfinite(training.base_lr * ranks):
+    if ranks > MOST:
+        raise InvalidArgumentError(f"-n has a number above {MOST:g}; expected numbers of ranks that can be.")
+    if not math.isfinite(training.base_lr * ranks):
         raise InvalidArgumentError(
-            f"on {ranks} ranks the learning rate, {training.base_lr:g} for one, is beyond all that can be; expected up "
-            f"to {MOST:g} ranks and a rate that stays a number."
+            f"--lr {training.base_lr:g} times {ranks} ranks is no number any more; give a smaller rate."
         )
     world = world_of(ranks)
     policies = tuple(_policy(training, world, remainder) for remainder in REMAINDERS)

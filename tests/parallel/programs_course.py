@@ -6,6 +6,7 @@ import importlib.util
 import io
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,20 +39,37 @@ def example(script: str, flags: list[str]) -> dict[str, Any]:
     return {"status": status, "lines": printed.getvalue().splitlines(), "said": said.getvalue()}
 
 
-def examples(runs: list[tuple[str, list[str]]]) -> list[dict[str, Any]]:
-    """Several, one after the other, in one process."""
-    return [example(script, flags) for script, flags in runs]
+@contextlib.contextmanager
+def one_process_group() -> Iterator[None]:
+    """Several examples in one process: the process group of the first one serves all, to the end."""
+    start, started = hk.init_process_group, []
+
+    def once(*backend: str) -> Any:
+        if not started:
+            started.append(start(*backend))
+        return started[0]
+
+    with mock.patch.object(hk, "init_process_group", once), mock.patch.object(dist, "destroy_process_group"):
+        yield
+
+
+def examples(runs: dict[str, tuple[str, list[str]]]) -> dict[str, dict[str, Any]]:
+    """Several, by a name for each, one after the other in one process: to import PyTorch takes longest."""
+    return {name: example(script, flags) for name, (script, flags) in runs.items()}
+
+
+def course(runs: dict[str, tuple[str, list[str]]], own: list[str]) -> dict[str, dict[str, Any]]:
+    """Examples, and mlp.py's agreement check and own_ddp.py's classes in cases that no flag brings about."""
+    with one_process_group():
+        return {"own": own_ddp(own), "check": agreement_check(), **examples(runs)}
 
 
 def deepspeed(runs: list[list[str]]) -> list[dict[str, Any]]:
-    """cnn_deepspeed.py several times in one process, with one process group, and without dropout.
+    """cnn_deepspeed.py several times in one process, without dropout.
 
     Its masks are each rank's own, so that with them no number of ranks can compute what another one does.
     """
-    world = hk.init_process_group("gloo")
-    without = mock.patch.object(nn, "Dropout", lambda _: nn.Identity())
-    started = mock.patch.object(hk, "init_process_group", lambda _: world)
-    with without, started, mock.patch.object(dist, "destroy_process_group"):
+    with one_process_group(), mock.patch.object(nn, "Dropout", lambda _: nn.Identity()):
         results = [example("cnn_deepspeed.py", [*flags, "--device", "cpu"]) for flags in runs]
     for flags, result in zip(runs, results, strict=True):
         if "--checkpoint_dir" in flags and result["status"] == 0:
@@ -79,17 +97,15 @@ def message_of(call: Any, *arguments: Any) -> str:
     return ""
 
 
-def mlp_ddp(flags: list[str]) -> dict[str, Any]:
-    """mlp.py under DDP, and its agreement check on ranks that differ in one weight."""
-    result = example("mlp.py", ["--backend", "ddp", *flags])
-    mlp = module_of("mlp")
+def agreement_check() -> dict[str, str]:
+    """What mlp.py's check says of ranks that are alike, and of ranks that differ in one weight."""
+    check = module_of("mlp").check_parameter_closeness
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    result["alike"] = message_of(mlp.check_parameter_closeness, model)
+    alike = message_of(check, model)
     with torch.no_grad():
         model[1].weight[1, 2] += 1e-7 * dist.get_rank()
-    result["unlike"] = message_of(mlp.check_parameter_closeness, model)
-    return result
+    return {"alike": alike, "unlike": message_of(check, model)}
 
 
 class Branches(nn.Module):

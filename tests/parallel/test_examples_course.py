@@ -19,29 +19,68 @@ def numbers(pattern: str, lines: list[str]) -> list[float]:
     return [float(group) for match in matches for group in match.groups()]
 
 
+RESNET = ["--num_threads", "1", "--log_interval", "1"]
+# Ten steps: Adam divides by the size of a gradient, so that differences in the last digit grow with every step.
+SYNCED = [*RESNET, "--data", "synthetic", "--samples", "160", "--sync_batch_norm"]
+SMALL = ["--n_layers", "2", "--dim_in", "256", "--n_classes", "4", "--train_size", "1000", "--num_threads", "1"]
+MLP = [*SMALL, "--niters", "41", "--log_interval", "10"]
+HALF = [*MLP, "--batch_size", "16", "--check"]
+SIZES = ["--m", "25", "--k", "33", "--n", "17", "--repeats", "2"]  # no multiples of the number of ranks
+ON_TWO = {  # resnet9.py last: it seeds the process, which a script that seeds PyTorch itself would then be told of
+    "horovod": ("mlp.py", [*HALF, "--backend", "horovod"]),
+    "ddp": ("mlp.py", [*HALF, "--backend", "ddp"]),
+    "collectives": ("collectives.py", SIZES),
+    "resnet": ("resnet9.py", [*SYNCED, "--batch_size", "8", "--lr", "0.0005"]),  # two ranks make that rate 0.001
+    "digits": ("resnet9.py", [*RESNET, "--data", "digits", "--epochs", "2", "--batch_size", "48"]),
+}
+OWN = [
+    *("--niters", "9", "--train_size", "400", "--dim_in", "64", "--batch_size", "16", "--num_threads", "1"),
+    *("--bucket_mb", "0.2"),
+]
+ON_ONE = {
+    "mlp": ("mlp.py", [*MLP, "--batch_size", "32"]),
+    "resnet": ("resnet9.py", [*SYNCED, "--batch_size", "16"]),
+}
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """What the ranks printed, so that the tests share two jobs."""
+    return {}
+
+
+@pytest.fixture
+def alone(run_ranks, kept):
+    if "alone" not in kept:
+        runs = ON_ONE | {str(place): mistake[:2] for place, mistake in enumerate(MISTAKES)}
+        (kept["alone"],) = run_ranks(PROGRAM, "examples", 1, runs=runs)
+    return kept["alone"]
+
+
+@pytest.fixture
+def both(run_ranks, kept):
+    if "both" not in kept:
+        kept["both"] = run_ranks(PROGRAM, "course", 2, runs=ON_TWO, own=OWN)
+    return kept["both"]
+
+
 # ResNet9 -------------------------------------------------------------------------------------------------------------
 
-RESNET = ["--num_threads", "1", "--log_interval", "1"]
 SHOWN = r"correct: ([\d.]+)  loss: ([\d.]+)"
 
 
-def test_resnet9_on_two_ranks_is_resnet9_on_one_with_the_double_batch(run_ranks):
-    # Ten steps: Adam divides by the size of a gradient, so that differences in the last digit grow with every step.
-    flags = [*RESNET, "--data", "synthetic", "--samples", "160", "--sync_batch_norm"]
-    (alone,) = run_ranks(PROGRAM, "example", 1, script="resnet9.py", flags=[*flags, "--batch_size", "16"])
-    half = ["--batch_size", "8", "--lr", "0.0005"]  # two ranks make that rate 0.001
-    root, other = run_ranks(PROGRAM, "example", 2, script="resnet9.py", flags=[*flags, *half])
-    assert alone["status"] == root["status"] == other["status"] == 0, (alone, root, other)
+def test_resnet9_on_two_ranks_is_resnet9_on_one_with_the_double_batch(alone, both):
+    one, (root, other) = alone["resnet"], [rank["resnet"] for rank in both]
+    assert one["status"] == root["status"] == other["status"] == 0, (one, root, other)
     for pattern in (rf"0  all \d ranks  {SHOWN}", rf"test  all \d ranks  {SHOWN}"):
-        expected, found = numbers(pattern, alone["lines"]), numbers(pattern, root["lines"])
+        expected, found = numbers(pattern, one["lines"]), numbers(pattern, root["lines"])
         assert len(expected) == len(found) == 2
         assert found == pytest.approx(expected, abs=0.002)
     assert len(numbers(r"epoch 1/1 step (\d+)/10 loss [\d.]+", root["lines"])) == 10
 
 
-def test_each_rank_of_resnet9_shows_its_own_part(run_ranks):
-    flags = [*RESNET, "--data", "digits", "--epochs", "2", "--batch_size", "48"]
-    both = run_ranks(PROGRAM, "example", 2, script="resnet9.py", flags=flags)
+def test_each_rank_of_resnet9_shows_its_own_part(both):
+    both = [rank["digits"] for rank in both]
     root, other = both
     for one in both:
         assert one["status"] == 0, one
@@ -60,33 +99,27 @@ def test_each_rank_of_resnet9_shows_its_own_part(run_ranks):
 
 # The course ----------------------------------------------------------------------------------------------------------
 
-SMALL = ["--n_layers", "2", "--dim_in", "256", "--n_classes", "4", "--train_size", "1000", "--num_threads", "1"]
-MLP = [*SMALL, "--niters", "41", "--log_interval", "10"]
 STEP = r"step (\d+) \| train_loss ([\d.]+) \| test_loss ([\d.]+) \| step time [\d.]+ms"
 
 
-def test_mlp_trains_alike_alone_with_horovod_and_with_ddp(run_ranks):
-    (alone,) = run_ranks(PROGRAM, "example", 1, script="mlp.py", flags=[*MLP, "--batch_size", "32"])
-    half = [*MLP, "--batch_size", "16", "--check"]
-    horovod = run_ranks(PROGRAM, "example", 2, script="mlp.py", flags=half)
-    ddp = run_ranks(PROGRAM, "mlp_ddp", 2, flags=half)
-    expected = numbers(STEP, alone["lines"])
+def test_mlp_trains_alike_alone_with_horovod_and_with_ddp(alone, both):
+    one = alone["mlp"]
+    expected = numbers(STEP, one["lines"])
     assert expected[::3] == [0, 10, 20, 30, 40]
     assert expected[1] == pytest.approx(1.386, abs=0.15) and expected[-2] < 0.7  # the log of 4 classes; it learns
-    assert alone["lines"][0].startswith("{'n_layers': 2, 'dim_in': 256, 'n_classes': 4, 'dim_hidden': 256, ")
-    for root, other in (horovod, ddp):
+    assert one["lines"][0].startswith("{'n_layers': 2, 'dim_in': 256, 'n_classes': 4, 'dim_hidden': 256, ")
+    for root, other in ([rank[backend] for rank in both] for backend in ("horovod", "ddp")):
         assert root["status"] == other["status"] == 0, (root, other)
         assert numbers(STEP, root["lines"]) == pytest.approx(expected, abs=0.0005)
         assert "All 2 ranks held identical weights after each of 41 steps." in root["lines"]
         assert other["lines"] == []
-    for one in ddp:
-        assert one["alike"] == ""
-        assert one["unlike"].startswith("AgreementError: the ranks hold different values of 1.weight")
+    for rank in both:
+        assert rank["check"]["alike"] == ""
+        assert rank["check"]["unlike"].startswith("AgreementError: the ranks hold different values of 1.weight")
 
 
-def test_the_collective_operations_and_the_two_products(run_ranks):
-    sizes = ["--m", "25", "--k", "33", "--n", "17", "--repeats", "2"]  # no multiples of the number of ranks
-    root, other = run_ranks(PROGRAM, "example", 2, script="collectives.py", flags=sizes)
+def test_the_collective_operations_and_the_two_products(both):
+    root, other = [rank["collectives"] for rank in both]
     assert root["status"] == other["status"] == 0, (root, other)
     assert other["lines"] == ["My rank is 1, same as 1"]
     held = {line.split()[0]: re.findall(r"rank \d: ([-\d ]+?)(?:   |$)", line) for line in root["lines"][1:10]}
@@ -117,9 +150,8 @@ def test_the_collective_operations_and_the_two_products(run_ranks):
     assert sum("largest difference from the whole product" in line for line in root["lines"]) == 2
 
 
-def test_own_data_parallelism_is_ddp_and_horovod(run_ranks):
-    flags = ["--niters", "9", "--train_size", "400", "--dim_in", "64", "--batch_size", "16", "--num_threads", "1"]
-    ranks = run_ranks(PROGRAM, "own_ddp", 2, flags=[*flags, "--bucket_mb", "0.2"])
+def test_own_data_parallelism_is_ddp_and_horovod(both):
+    ranks = [rank["own"] for rank in both]
     for one in ranks:
         assert one["status"] == 0, one
         assert max(one["differences"].values()) < 1e-5, one["differences"]
@@ -148,9 +180,9 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_single_sentences(run_ranks):
-    (found,) = run_ranks(PROGRAM, "examples", 1, runs=[[script, flags] for script, flags, *_ in MISTAKES])
-    for (script, flags, status, answer), one in zip(MISTAKES, found, strict=True):
-        (sentence,) = [line for line in one["said"].splitlines() if line.startswith(f"{script}: ")]
-        assert (one["status"], answer in sentence) == (status, True), (script, flags, one)
-        assert "Traceback" not in one["said"]
+@pytest.mark.parametrize("place", range(len(MISTAKES)))
+def test_mistakes_are_single_sentences(alone, place):
+    (script, flags, status, answer), one = MISTAKES[place], alone[str(place)]
+    (sentence,) = [line for line in one["said"].splitlines() if line.startswith(f"{script}: ")]
+    assert (one["status"], answer in sentence) == (status, True), (script, flags, one)
+    assert "Traceback" not in one["said"]

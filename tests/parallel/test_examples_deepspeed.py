@@ -11,7 +11,19 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (pip install 'hvdkit[deepspeed]')"),
 ]
 PROGRAM = "programs_course.py"
-FLAGS = ["--epochs", "2", "--warmup_epochs", "1", "--num_threads", "1", "--log_interval", "22"]
+# Without warmup, since one process has no other rate to warm up to.
+FLAGS = ["--epochs", "2", "--warmup_epochs", "0", "--num_threads", "1", "--log_interval", "22"]
+HALF, WHOLE = ["--batch_size", "32", "--lr", "0.03"], ["--batch_size", "64", "--lr", "0.06"]
+SAVED = ["--zero_stage", "1", *FLAGS, *HALF, "--checkpoint_dir", "saved"]
+TWIN = ["--zero_stage", "2", *FLAGS, "--checkpoint_dir", "twin"]
+RUNS = {
+    "stage 0": ["--zero_stage", "0", *FLAGS, *HALF],
+    "stage 1": ["--zero_stage", "1", *FLAGS, *HALF],
+    "stage 2": [*TWIN, *HALF],
+    "first": [*SAVED, "--epochs", "1"],
+    "again": [*SAVED, "--resume"],
+}
+CONFIGURATIONS = {"list": "[1, 2]", "wrong": '{"gradient_accumulation_steps": "many"}', "missing": None}
 
 
 def steps(run):
@@ -27,60 +39,59 @@ def accuracy(run):
 
 @pytest.fixture(scope="module")
 def kept():
-    """What the ranks printed, so that the tests share one job."""
+    """What the ranks printed, so that the tests share two jobs."""
     return {}
 
 
 @pytest.fixture
 def both(run_ranks, kept):
-    if not kept:
-        stages = [["--zero_stage", stage, *FLAGS] for stage in "012"]
-        saved = ["--zero_stage", "1", *FLAGS, "--checkpoint_dir", "saved"]
-        runs = [*stages, [*saved, "--epochs", "1"], [*saved, "--resume"], twin(batch_size=32, lr=0.03)]
-        kept["ranks"] = run_ranks(PROGRAM, "deepspeed", 2, runs=runs)
-    return kept["ranks"]
+    if "both" not in kept:
+        ranks = run_ranks(PROGRAM, "deepspeed", 2, runs=list(RUNS.values()))
+        kept["both"] = [dict(zip(RUNS, runs, strict=True)) for runs in ranks]
+    return kept["both"]
 
 
-def twin(batch_size, lr):
-    """Flags for one process and for two; without warmup, since one process has no other rate to warm up to."""
-    numbers = ["--batch_size", str(batch_size), "--lr", str(lr), "--warmup_epochs", "0"]
-    return ["--zero_stage", "2", *FLAGS, *numbers, "--checkpoint_dir", "twin"]
+@pytest.fixture
+def alone(run_ranks, kept, tmp_path):
+    """The twin of two ranks, and one run for each configuration."""
+    if "alone" not in kept:
+        files = {name: tmp_path / f"{name}.json" for name in CONFIGURATIONS}
+        for name, text in CONFIGURATIONS.items():
+            if text is not None:
+                files[name].write_text(text)
+        refused = [["--deepspeed_config", str(file)] for file in files.values()]
+        (kept["alone"],) = run_ranks(PROGRAM, "deepspeed", 1, runs=[[*TWIN, *WHOLE], *refused])
+    return kept["alone"]
 
 
 def test_every_stage_trains_the_same(both):
     root, other = both
-    assert [run["status"] for run in [*root, *other]] == [0] * 12, (root, other)
-    expected = steps(root[0])
-    assert [(epoch, step) for epoch, step, _ in expected] == [(1, 22), (2, 22)]
-    for run in root[1:3]:
-        assert [loss for *_, loss in steps(run)] == pytest.approx([loss for *_, loss in expected], abs=0.0005)
-        assert accuracy(run) == pytest.approx(accuracy(root[0]), abs=0.3)  # a sample of 360
-    assert all(run["lines"] == [] for run in other)
-    assert all(re.fullmatch(r"Hvd Procs 2 Total time: [\d.]+ second", run["lines"][-1]) for run in root)
+    assert [run["status"] for run in [*root.values(), *other.values()]] == [0] * 10, (root, other)
+    expected = root["stage 0"]
+    assert [(epoch, step) for epoch, step, _ in steps(expected)] == [(1, 22), (2, 22)]
+    for run in (root["stage 1"], root["stage 2"]):
+        assert [loss for *_, loss in steps(run)] == pytest.approx([loss for *_, loss in steps(expected)], abs=0.0005)
+        assert accuracy(run) == pytest.approx(accuracy(expected), abs=0.3)  # a sample of 360
+    assert all(run["lines"] == [] for run in other.values())
+    assert all(re.fullmatch(r"Hvd Procs 2 Total time: [\d.]+ second", run["lines"][-1]) for run in root.values())
 
 
 def test_it_goes_on_where_it_was(both):
-    root, _ = both
-    whole, first, again = root[1], root[3], root[4]
+    whole, first, again = (both[0][name] for name in ("stage 1", "first", "again"))
     assert steps(first) == steps(whole)[:1]
     assert [(epoch, step) for epoch, step, _ in steps(again)] == [(2, 22)]
     assert steps(again)[0][2] == pytest.approx(steps(whole)[1][2], abs=0.0005)
     assert accuracy(again) == pytest.approx(accuracy(whole), abs=0.3)
 
 
-def test_two_ranks_are_one_with_the_double_batch(both, run_ranks):
-    (alone,) = run_ranks(PROGRAM, "deepspeed", 1, runs=[twin(batch_size=64, lr=0.06)])
-    expected, found = alone[0]["weights"], both[0][5]["weights"]
+def test_two_ranks_are_one_with_the_double_batch(both, alone):
+    expected, found = alone[0]["weights"], both[0]["stage 2"]["weights"]
     assert len(expected) == 8  # of four layers
     for one, other in zip(expected, found, strict=True):
         assert other == pytest.approx(one, abs=1e-4)
 
 
-def test_a_configuration_that_is_none_is_one_sentence(run_ranks, tmp_path):
-    (tmp_path / "list.json").write_text("[1, 2]")
-    (tmp_path / "wrong.json").write_text('{"gradient_accumulation_steps": "many"}')
-    flags = [["--deepspeed_config", str(tmp_path / f"{name}.json")] for name in ("missing", "list", "wrong")]
-    (runs,) = run_ranks(PROGRAM, "deepspeed", 1, runs=flags)
-    for run, name in zip(runs, ("missing", "list", "wrong"), strict=True):
+def test_a_configuration_that_is_none_is_one_sentence(alone):
+    for run, name in zip(alone[1:], CONFIGURATIONS, strict=True):
         (sentence,) = [line for line in run["said"].splitlines() if line.startswith("cnn_deepspeed.py: ")]
         assert run["status"] == 1 and f"{name}.json" in sentence

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
 BLOCKS = re.findall(r"^(?:<!-- ([\w ]+): (.+?) -->\n)?```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+RUN = [block for block in BLOCKS if block[0] != "executed by"]
 LONGEST_S = 280
 
 
@@ -53,11 +54,14 @@ def test_it_names_commands_files_and_pages_that_exist():
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block[0] == "executed by"], ids=name_of)
 def test_what_another_test_executes_is_executed_there(block):
-    (script,) = re.findall(r"examples/\w+/(\w+\.py)", block[2])
-    assert script in (ROOT / block[1]).read_text()
+    (script,) = re.findall(r"examples/\w+/\w+\.py", block[2])
+    if block[1] == "docs/tutorials.md":  # another block of this page starts it in the same way, among other things
+        assert any(script in commands and "hvdkit launch -n 2" in commands for kind, _, commands in RUN)
+    else:
+        assert Path(script).stem in (ROOT / block[1]).read_text()
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block[0] != "executed by"], ids=name_of)
+@pytest.mark.parametrize("block", RUN, ids=name_of)
 def test_the_commands_run(block, tmp_path):
     kind, what, commands = block
     if kind == "needs" and (absent := [name for name in what.split(", ") if not found(name)]):

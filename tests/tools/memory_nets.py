@@ -37,6 +37,49 @@ def fixed_batch():
     return nn.Linear(4, 2), torch.randn(8, 4), lambda out: (out - torch.zeros(8, 2)[: len(out) * 0 + 8]).sum()
 
 
+def norm():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), torch.randn(8, 4)
+
+
+def enormous():
+    expected = torch.zeros(8, 10**6)
+    return nn.Linear(10**6, 10**6), torch.randn(8, 10**6), lambda out: (out - expected[:1]).square().mean()
+
+
+def embedding():
+    return nn.Embedding(10, 4)
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(500, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.out = nn.Linear(32, 500, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, left, right):
+        return self.out(self.frozen(self.words(left) + self.words(right)))
+
+
+def tied():
+    return _Tied(), {"left": torch.randint(500, (8, 6)), "right": torch.randint(500, (8, 6))}
+
+
+def keras_unbuilt():
+    import keras
+
+    return keras.Sequential([keras.layers.Dense(16), keras.layers.Dense(3)])
+
+
+def keras_twice():
+    import keras
+
+    left, right, dense = keras.Input((8,)), keras.Input((8,)), keras.layers.Dense(16)
+    both = keras.layers.Concatenate()([dense(left), dense(right)])
+    return keras.Model([left, right], keras.layers.Dense(3)(both))
+
+
 def keras_net():
     import keras
 

@@ -1,5 +1,7 @@
 """The flags of the examples: all of them, only some, other defaults, and an example's own."""
 
+import sys
+
 import pytest
 
 from hvdkit import flags
@@ -80,3 +82,14 @@ def test_run_ends_with_a_status_and_the_sentence_of_a_mistake(monkeypatch, capsy
     words = said(capsys, status, lambda: flags.run(main, "", only=("seed",), defaults={"seed": 7}, add=own)).err
     assert vars(seen[0]) == {"seed": 7, "stages": 2}
     assert words == (f"train.py: {error}\n" if error else "")
+
+
+def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
+    def main(_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as ended:
+        flags.run(main, "Train.")
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "train.py: interrupted by Ctrl-C.\n"

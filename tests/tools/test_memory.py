@@ -69,6 +69,7 @@ def test_a_rank_that_is_too_small_is_status_1_and_the_stage_that_fits_is_named(c
     words = ["--parameters", "7.5B", "--dtype", "float16", "--mixed", "-n", "64", "--capacity-gb"]
     assert "ZeRO stage 1 would" in " ".join(found(capsys, *words, "40", status=1)["notes"])
     assert "no stage of ZeRO" in " ".join(found(capsys, *words, "1", status=1)["notes"])
+    assert "On 1 rank a rank" in " ".join(found(capsys, *words[:-2], "1", "--capacity-gb", "1", status=1)["notes"])
     assert "needs more" not in " ".join(found(capsys, *words, "130")["notes"])
 
 
@@ -118,6 +119,46 @@ def test_a_keras_models_terms(capsys):
     assert need["peak"] is None
 
 
+@needs_torch
+def test_shared_weights_count_once_and_frozen_ones_have_no_gradients(capsys):
+    need = found(capsys, "--model", f"{NETS}:tied", "--batch", "48", "--optimizer", "adam")["need"]
+    shared, frozen = 500 * 32 * 4, (32 * 32 + 32) * 4
+    assert (need["parameters"], need["gradients"]) == (shared + frozen, shared)
+    assert need["states"] == pytest.approx(2 * shared, abs=8)  # and a number of steps
+
+
+@needs_torch
+def test_a_batch_that_the_model_refuses_when_it_is_measured_is_one_sentence(capsys):
+    words = ["--model", f"{NETS}:norm", "--batch", "1"]
+    assert found(capsys, *words)["need"]["parameters"] == (4 * 8 + 8 + 8 + 8 + 8 + 8) * 4 + 8
+    assert cli.run(["memory", *words, "--measure"]) == 2
+    err = capsys.readouterr().err
+    assert "a step with 1 sample on cpu failed" in err and err.count("\n") == 1
+
+
+@needs_torch
+def test_on_meta_a_model_needs_no_memory_of_its_own(capsys):
+    """Its weights would be 4 TB."""
+    words = ["--model", f"{NETS}:enormous", "--batch", "4096", "--optimizer", "adam", "--device", "meta"]
+    need = found(capsys, *words)["need"]
+    assert need["parameters"] == need["gradients"] == 4 * (10**6 * 10**6 + 10**6)
+    assert need["peak"] > 4 * need["parameters"]
+
+
+@needs_torch
+def test_an_input_shape_for_a_model_that_wants_whole_numbers_is_explained(capsys):
+    assert cli.run(["memory", "--model", f"{NETS}:embedding", "--input-shape", "8,3"]) == 2
+    err = capsys.readouterr().err
+    assert "return (model, inputs) for others" in err and err.count("\n") == 1
+
+
+@needs_keras
+@pytest.mark.parametrize(("net", "shape", "numbers"), [("unbuilt", ["1,8"], 16 + 3), ("twice", [], 2 * 16 + 32 + 3)])
+def test_a_keras_model_is_built_for_a_shape_and_a_layer_counts_as_often_as_it_is_called(capsys, net, shape, numbers):
+    words = ["--model", f"{NETS}:keras_{net}", "--batch", "5", *(["--input-shape", *shape] if shape else [])]
+    assert found(capsys, *words)["need"]["activations"] == 5 * numbers * 4
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -125,6 +166,9 @@ def test_a_keras_models_terms(capsys):
         (["--parameters", "1", "--model", "a:b"], "--model or --parameters"),
         (["--parameters", "lots"], "lots"),
         (["--parameters", "nan"], "nan"),
+        (["--parameters", "1e300"], "1e18"),
+        (["--parameters", "1e9", "--capacity-gb", "nan"], "nan"),
+        (["--parameters", "1e9", "--fusion-threshold-mb", "inf"], "inf"),
         (["--parameters", "1e9", "--layers", "3"], "--sequence, --hidden"),
         (["--parameters", "1e9", "--measure"], "--measure"),
         (["--model", "a:b", "--dtype", "float16"], "--dtype"),

@@ -211,13 +211,20 @@ def test_one_of_our_files_that_is_cut_off(tmp_path, share):
         {"calls": [{**HOROVOD[0], "bins": [{**HOROVOD[0]["bins"][0], "calls": 0}]}]},
         {"calls": [{**HOROVOD[0], "bins": [{**HOROVOD[0]["bins"][0], "bytes": 1}]}]},
         {"calls": [{**HOROVOD[0], "bins": [{**HOROVOD[0]["bins"][0], "seconds": float("nan")}]}]},
-        {"rank": 4},
+        {"rank": 4}, {"lost": 2**64}, {"seconds": 10**400},
     ],
 )  # fmt: skip
 def test_our_files_with_what_cannot_be(tmp_path, change):
     content = {**record(0), **change}
     (tmp_path / "mpi_profile.0.json").write_text(json.dumps(content))
     with pytest.raises(CorruptDataError, match=r"\.$"):
+        reading.read([tmp_path])
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"calls": %s}' % ("9" * 5000)], ids=["nested", "digits"])
+def test_json_that_no_program_can_read(tmp_path, text):
+    (tmp_path / "mpi_profile.0.json").write_text(text)
+    with pytest.raises(CorruptDataError, match="no MPI profile"):
         reading.read([tmp_path])
 
 

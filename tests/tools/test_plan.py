@@ -6,8 +6,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from predict_measured import results
 
 from hvdkit import cli
+from hvdkit.emulate import results as files
 from hvdkit.plan import model
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
@@ -104,9 +106,30 @@ def test_the_plot_has_a_curve_for_each_number_of_ranks(tmp_path, capsys):
     assert not (tmp_path / "rates.doc").exists()
 
 
+def test_a_training_of_a_million_epochs_is_planned_and_drawn(tmp_path, capsys):
+    """A table of ten epochs, and a curve of a thousand points, of a billion steps."""
+    words = ["--samples", "4000", "--batch-size", "2", "--lr", "0.1", "--epochs", "1000000", "-n", "2"]
+    file = tmp_path / "rates.svg"
+    assert cli.run(["plan", *words, "--warmup-epochs", "50000", "--markdown", "--plot", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "| ranks | epoch 1 |" in out and "| epoch 50000 |" in out
+    assert max(line.count("|") for line in out.splitlines()) == 12
+    assert file.stat().st_size < 200_000
+
+
+def test_all_policies_of_an_end_that_is_ragged(capsys):
+    for remainder, steps in (("drop", 3), ("pad", 4), ("exact", 4)):
+        words = ["--samples", "100", "--batch-size", "10", "--lr", "1", "-n", "3", "--remainder", remainder]
+        (row,) = planned(capsys, *words)["rows"]
+        assert row["steps_per_epoch"] == steps
+        assert [(one["dropped"], one["padded"]) for one in row["policies"]] == [(10, 0), (0, 20), (0, 0)]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--lr", "1e308", "-n", "64"], "1e+308"),
+        (["--lr", "0.1", "-n", "1" + 400 * "0"], "1e+15"),
         (["--lr", "nan", "-n", "1"], "nan"),
         (["--lr", "-0.1", "-n", "1"], "-0.1"),
         (["--lr", "0.1", "-n", "1,x"], "1,x"),
@@ -121,8 +144,30 @@ def test_mistakes_are_one_sentence_with_status_2(capsys, words, said):
     assert said in err and err.count("\n") == 1
 
 
+def test_numbers_are_read_as_people_write_them(capsys):
+    words = ["--samples", "1.2e6", "--batch-size", "100", "--lr", "1", "-n", "2", "--parameters"]
+    for written, number in (("25.557032M", 25_557_032), ("7B", 7 * 10**9), ("1e12", 10**12)):
+        found = planned(capsys, *words, written)
+        assert found["training"]["samples"] == 1_200_000
+        assert found["training"]["gradient_bytes"] == 4 * number
+    for written in ("1.5", "7X", "B", "1e19"):
+        assert cli.run(["plan", *words, written]) == 2
+        assert "like 25557032, 1e12 or 7B" in capsys.readouterr().err
+
+
 def test_a_prediction_needs_the_size_of_the_gradients(tmp_path, capsys):
     file = tmp_path / "emulate.json"
     file.write_text("{}")
     assert cli.run(["plan", *TUTORIAL, "-n", "2", "--fit", str(file)]) == 2
     assert "--parameters" in capsys.readouterr().err
+
+
+def test_a_prediction_where_the_measurements_reach_and_a_sentence_where_they_do_not(tmp_path, capsys):
+    """Two ranks on one host were measured: eight need a network, of which nothing is known."""
+    file = tmp_path / "host.json"
+    files.write(file, results(2, hosts=1))
+    found = planned(capsys, *TUTORIAL, "-n", "1,2,8", "--parameters", "1000000", "--fit", str(file))
+    one, two, eight = (row["allreduce_s"] for row in found["rows"])
+    assert one["value"] == 0 and two["value"] > 4e6 * 8e-9 and eight is None
+    (note,) = [note for note in found["notes"] if "predicted" in note]
+    assert note.startswith("On 8 ranks: no time of the allreduce is predicted")

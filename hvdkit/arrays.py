@@ -27,14 +27,7 @@ except ImportError as error:
         "mpi4py` with the launcher's MPI loaded."
     ) from error
 
-from hvdkit import (
-    arrays_checkpoint,
-    arrays_data,
-    arrays_device,
-    arrays_mpi,
-    arrays_schedule,
-    arrays_state,
-)
+from hvdkit import arrays_checkpoint, arrays_data, arrays_device, arrays_mpi, arrays_schedule, arrays_state
 from hvdkit.arrays_reduce import Pending, Reduce
 from hvdkit.arrays_seeds import seed_everything
 
@@ -154,11 +147,10 @@ def distribute(
         backward_passes_per_step: calls whose gradients are added up on each rank before they are exchanged, >= 1; the
             others return None. As in the other adapters they are summed: divide the loss by their number for a mean.
         comm: ranks to average over, an mpi4py communicator; default: all.
-        progress: what moves started gradients on: "thread" (a second thread of this process; needs an MPI with
-            MPI_THREAD_MULTIPLE, else "calls" is taken) or "calls" (only ``Pending.done`` and ``wait``, over
-            MPI_Iallreduce).
+        progress: what moves started gradients on: "thread" (a second one of this process; "calls" where MPI has no
+            MPI_THREAD_MULTIPLE) or "calls" (``Pending.done`` and ``wait`` alone, over MPI_Iallreduce).
     Raises:
-        InvalidArgumentError: bad options, or an array whose type has no mean.
+        InvalidArgumentError: bad options, an array whose type has no mean, or no communicator with this rank.
         AgreementError: the ranks give different names, shapes, types or options, or another rank failed. On every rank.
     """
     options = GradientOptions(op, compression, backward_passes_per_step)
@@ -166,7 +158,7 @@ def distribute(
         raise InvalidArgumentError("op='adasum' needs Horovod (hvdkit.torch, hvdkit.tensorflow); use average or sum.")
     if progress not in ("thread", "calls"):
         raise InvalidArgumentError(f"progress must be thread or calls, got {progress!r}.")
-    among = (arrays_mpi.everyone() if comm is None else comm).Dup()
+    among = arrays_mpi.duplicate(comm)
     return Reduce(parameters, options, among, progress if arrays_mpi.threads_may_call() else "calls")
 
 
@@ -306,11 +298,7 @@ def check_agreement(state: Any, world: Topology, *, loader: Any = None) -> None:
             match, the largest difference.
         InvalidArgumentError: a loader that is not from ``shard``.
     """
-    facts = {}
-    if loader is not None:
-        loader = arrays_checkpoint.require_loader(loader)
-        facts = loader.share.facts(loader.epoch)
-    arrays_state.check(state, world, facts)
+    arrays_state.check(state, world, arrays_checkpoint.facts(loader))
 
 
 class CheckAgreement:

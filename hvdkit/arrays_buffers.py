@@ -44,7 +44,7 @@ class Leaf:
     @property
     def row(self) -> str:
         """What must be the same on every rank."""
-        return f"{self.path} {arrays_tree.name_of(self.dtype)} {self.shape}"
+        return f"{self.path} {self.dtype} {self.shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,8 @@ class HostBuffer:
             raise InvalidArgumentError(f"the gradient of {leaf.path} is complex, its parameter is {leaf.dtype}.")
         if factor is None:
             view[...] = values
+        elif factor == 0.0:
+            return
         elif factor == 1.0:
             np.add(view, values, out=view, casting="unsafe")
         else:

@@ -99,6 +99,11 @@ def require_loader(loader: Any) -> ShardedArrays:
     return loader
 
 
+def facts(loader: Any) -> dict[str, float]:
+    """What the ranks' loaders must have in common; nothing where there is none."""
+    return {} if loader is None else require_loader(loader).share.facts(loader.epoch)
+
+
 def _resume(saved: Saved, randoms: Any, loader: Any, comm: Any) -> None:
     """Go on at the same sample, and with the same random numbers where the number of ranks is the same."""
     if loader is not None:

@@ -98,7 +98,8 @@ class CudaBuffer:
                 f"the gradient of {leaf.path} has the shape {values.shape}, its parameter {leaf.shape}; give "
                 "gradients of the parameters that distribute was given."
             )
-        view[...] = values if factor is None else view + values.astype(view.dtype) * factor
+        if factor != 0.0:
+            view[...] = values if factor is None else view + values.astype(view.dtype) * factor
 
     def result(self, position: int) -> Any:
         """A reduced gradient as CuPy's array, in its own type; any framework takes it over by DLPack."""

@@ -8,6 +8,7 @@ One that hears it and does something else, such as a last evaluation, goes on.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 _TOGETHER_S = 1.0  # ranks that end within this time end together
 _LOOK_S = 0.5
-_HERE = str(Path(__file__).parent / "arrays_")
+_CALLS_MPI = ("buffers", "checkpoint", "cuda", "half", "layout", "mpi", "reduce", "shared", "state")
+_HERE = frozenset(str(Path(__file__).with_name(f"arrays_{name}.py")) for name in _CALLS_MPI)
 
 
 class Farewell:
@@ -28,7 +30,7 @@ class Farewell:
     """
 
     def __init__(self, comm: Any, listens: bool) -> None:
-        self._comm = comm.Dup()
+        self._comm, self._process = comm.Dup(), os.getpid()
         self._ends = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="hvdkit-farewell", daemon=True)
         if listens:
@@ -36,6 +38,8 @@ class Farewell:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
+        if os.getpid() != self._process:  # forked, by a loader perhaps: not a rank, and must not call MPI
+            return
         self._ends.set()
         if self._listener.is_alive():
             self._listener.join()
@@ -73,9 +77,8 @@ class Farewell:
 
 
 def _waiting() -> set[tuple[int, int]]:
-    """Where threads are in a function of this adapter: the frame and its instruction, unchanged while it waits."""
-    return {
-        (id(frame), frame.f_lasti)
-        for frame in sys._current_frames().values()
-        if frame.f_code.co_filename.startswith(_HERE) and frame.f_code.co_filename != __file__
-    }
+    """Where threads are in a function that calls MPI: the frame and its instruction, unchanged while it waits.
+
+    The loader is none of them: one that reads a slow disk stands still, too.
+    """
+    return {(id(frame), frame.f_lasti) for frame in sys._current_frames().values() if frame.f_code.co_filename in _HERE}

@@ -43,12 +43,16 @@ class HalfExchange:
         """
         before = factor / self._mean
         count = len(self._payload)
-        with np.errstate(over="ignore"):  # beyond 65504 a gradient becomes infinite, which a loss scale looks for
-            np.multiply(self._payload, before, out=self._mine[:count], casting="same_kind")
-            yield self._comm.Ialltoall(self._mine.view(np.uint16), self._parts.view(np.uint16))
-            total = self._parts[0].astype(self._payload.dtype)
-            for part in self._parts[1:]:
-                total += part
-            np.multiply(total, self._mean, out=self._result, casting="same_kind")
+        _rounded(self._payload, before, self._mine[:count])
+        yield self._comm.Ialltoall(self._mine.view(np.uint16), self._parts.view(np.uint16))
+        total = self._parts[0].astype(self._payload.dtype)
+        for part in self._parts[1:]:
+            total += part
+        _rounded(total, self._mean, self._result)
         yield self._comm.Iallgather(self._result.view(np.uint16), self._mine.view(np.uint16))
         self._payload[:] = self._mine[:count]
+
+
+def _rounded(values: Array, factor: float, half: Array) -> None:
+    with np.errstate(over="ignore"):  # beyond 65504 a gradient becomes infinite, which a loss scale looks for
+        np.multiply(values, factor, out=half, casting="same_kind")

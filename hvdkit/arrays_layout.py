@@ -23,6 +23,7 @@ class Layout:
         options: how they are combined.
         comm: of the ranks.
         head: values that travel with the gradients, besides one for each of them.
+        progress: "thread" or "calls", which do not understand each other.
     Raises:
         InvalidArgumentError: no array, or a type without a mean; an AgreementError on the other ranks.
         AgreementError: the ranks give different names, shapes, types or options; on every rank.
@@ -36,14 +37,14 @@ class Layout:
         gives_views: whether the results are these views: NumPy arrays, in the type in which they travel.
     """
 
-    def __init__(self, parameters: Any, options: GradientOptions, comm: Any, head: int) -> None:
+    def __init__(self, parameters: Any, options: GradientOptions, comm: Any, head: int, progress: str) -> None:
         given, keys = arrays_mpi.together(comm, lambda: _read(parameters))
         self._slots = [slot for slot, leaf in enumerate(given) if leaf is not None]
         self._count = len(given)
         self._outline = arrays_tree.rebuild(parameters, iter(range(self._count)))
         self.leaves: list[Leaf] = [given[slot] for slot in self._slots]
         rows = [f"{leaf.row} ({device})" for leaf, (device, _) in zip(self.leaves, keys, strict=True)]
-        arrays_mpi.require_same_rows(comm, [*rows, f"combined by {options}"])
+        arrays_mpi.require_same_rows(comm, [*rows, f"combined by {options}, progress={progress!r}"])
         paths = {device: _path_of(device, comm) for device in dict(keys)}
         keys = [(paths[device], sent) for device, sent in keys]
         one_host = arrays_shared.on_one_host(comm, arrays_mpi.library().COMM_TYPE_SHARED)

@@ -115,12 +115,13 @@ def _mismatch(environ: Mapping[str, str]) -> TopologyMismatchError:
 
 def _end_the_job_with_the_process(comm: Any) -> None:
     """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
-    report = sys.excepthook
+    report, process = sys.excepthook, os.getpid()
 
     def abort(*error: Any) -> None:
         report(*error)
         sys.stderr.flush()
-        comm.Abort(1)
+        if os.getpid() == process:  # one that it forked is no rank
+            comm.Abort(1)
 
     sys.excepthook = functools.wraps(report)(abort)
 
@@ -134,6 +135,21 @@ def everyone() -> Any:
     if not _started:
         raise InvalidArgumentError("hvdkit.arrays was not started in this process; call init() first, on every rank.")
     return _started[0]
+
+
+def duplicate(comm: Any) -> Any:
+    """A communicator of the ranks of ``comm``, None for all, whose messages meet no others; a collective.
+
+    Raises:
+        InvalidArgumentError: it is none, or this rank is not in it.
+    """
+    mpi = library()
+    if comm is None:
+        return everyone().Dup()
+    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+        given = "MPI.COMM_NULL" if comm == mpi.COMM_NULL else type(comm).__name__
+        raise InvalidArgumentError(f"comm must be an mpi4py communicator that this rank is in, got {given}.")
+    return comm.Dup()
 
 
 def together(comm: Any, action: Callable[[], Any]) -> Any:

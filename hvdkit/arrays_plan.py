@@ -85,15 +85,15 @@ def own_gpus(identities: Sequence[str]) -> bool:
 def sent_as(dtype: np.dtype[Any], where: str) -> np.dtype[Any]:
     """The type in which a gradient travels and is added up.
 
-    Half precisions are added up in float32: their own sums would lose what the ranks differ by, and MPI has none.
+    Half and lower precisions are added up in float32: their own sums lose what the ranks differ by, and MPI has none.
 
     Raises:
         InvalidArgumentError: integers, and whatever else has no mean.
     """
-    if dtype.kind in "fc":
-        return np.dtype(np.float32) if dtype.itemsize == 2 else dtype.newbyteorder("=")
-    if str(dtype) == "bfloat16":
+    if dtype.itemsize <= 2 and (dtype.kind == "f" or dtype.name.startswith(("bfloat", "float"))):
         return np.dtype(np.float32)
+    if dtype.kind in "fc":
+        return dtype.newbyteorder("=")
     raise InvalidArgumentError(
         f"{where} is of type {dtype}, which has no mean; leave it out, or put None in its place (gradients are real or "
         "complex numbers)."

@@ -24,6 +24,7 @@ from hvdkit.steps.gradients import GradientOptions
 # The head: how many ranks have anything unusual to say; how many failed; the sum of weights; how many gave one; and for
 # each gradient, how many ranks do not have it.
 _NEVER = object()
+_SMALLEST, _LARGEST = 1e-15, 1e15  # of a weight: beyond, weight * gradient soon leaves float32
 _UNUSUAL, _FAILED, _WEIGHT, _WEIGHTED, _MISSING = 0, 1, 2, 3, 4
 
 
@@ -43,7 +44,7 @@ class Reduce:
         self._options, self._comm = options, comm
         self._size = int(comm.Get_size())
         self._in_place = arrays_mpi.library().IN_PLACE
-        self._layout = Layout(parameters, options, comm, _MISSING)
+        self._layout = Layout(parameters, options, comm, _MISSING, progress)
         self._head = self._layout.head
         self._first = self._layout.buffers[0]
         self._short = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer) and self._first.is_short
@@ -86,7 +87,8 @@ class Reduce:
                 none: it counts as zeros, and is None in the result where no rank has it. ``buffers`` itself: what was
                 written there.
             weight: how much this rank's gradients count, >= 0, such as the number of samples m_k behind them: the
-                result is sum_k (m_k / m) g_k. On all ranks or on none; without it all count the same.
+                result is sum_k (m_k / m) g_k. With 0 they are not looked at: they may be NaN, as the mean over no
+                sample is. On all ranks or on none; without it all count the same.
         Returns:
             The mean; None in the passes before the last of ``backward_passes_per_step``.
         Raises:
@@ -147,6 +149,9 @@ class Reduce:
         if self._failure is not None:
             self._head[_FAILED] = self._head[_UNUSUAL] = 1
         self._own = self._weights if self._head[_WEIGHTED] and self._options.backward_passes_per_step == 1 else 1.0
+        if self._own == 0.0:  # a mean over no samples is not a number, and times 0 it would still be none
+            for buffer in self._layout.buffers:
+                buffer.clear()
         step_times.ready()
         return True
 
@@ -158,9 +163,17 @@ class Reduce:
             return
         if self._options.op != "average":
             raise InvalidArgumentError(f"weight={weight} weighs a mean, but op is {self._options.op!r}; leave it out.")
-        weight = float(weight)
-        if not (math.isfinite(weight) and weight >= 0):
-            raise InvalidArgumentError(f"weight must be a finite number >= 0, got {weight}.")
+        try:
+            number = float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise InvalidArgumentError(f"weight must be a finite number >= 0, got {weight!r}.")
+        if number and not _SMALLEST <= number <= _LARGEST:
+            raise InvalidArgumentError(
+                f"weight must be 0 or in {_SMALLEST:g} .. {_LARGEST:g}, such as a number of samples, got {weight!r}."
+            )
+        weight = number
         self._weights = weight + (self._weights if self._passes else 0.0)
         head[_UNUSUAL] = head[_WEIGHTED] = 1
         head[_WEIGHT] = self._weights

@@ -37,7 +37,7 @@ def read(state: Any) -> list[tuple[str, Any, Array | None]]:
 
 def row(path: str, array: Array | None) -> str:
     """Name, type and shape, for digests and messages."""
-    return f"{path} None" if array is None else f"{path} {arrays_tree.name_of(array.dtype)} {array.shape}"
+    return f"{path} None" if array is None else f"{path} {array.dtype} {array.shape}"
 
 
 def remade(state: Any, leaves: Sequence[Any], arrays: Sequence[Array | None]) -> Any:
@@ -59,8 +59,8 @@ def remade(state: Any, leaves: Sequence[Any], arrays: Sequence[Array | None]) ->
 def broadcast(state: Any, root: int) -> Any:
     """The inside of ``hvdkit.arrays.broadcast_state``."""
     comm = arrays_mpi.everyone()
-    if not 0 <= root < comm.Get_size():
-        raise InvalidArgumentError(f"root must be a rank in 0 .. {comm.Get_size() - 1}, got {root}.")
+    if not isinstance(root, int) or not 0 <= root < comm.Get_size():
+        raise InvalidArgumentError(f"root must be a rank in 0 .. {comm.Get_size() - 1}, got {root!r}.")
     found = arrays_mpi.together(comm, lambda: read(state))
     arrays_mpi.require_same_rows(comm, [row(path, array) for path, _, array in found])
     received: list[Array | None] = []
@@ -76,11 +76,14 @@ def check(state: Any, world: Topology, loader_facts: Mapping[str, float]) -> Non
     """The inside of ``hvdkit.arrays.check_agreement``."""
     comm = arrays_mpi.everyone()
     found = arrays_mpi.together(comm, lambda: read(state))
-    arrays = {path: array for path, _, array in found if array is not None}
+    arrays: dict[str, Array] = {}
+    for position, (path, _, array) in enumerate(found):
+        if array is not None:  # {"a.b": x, "a": {"b": y}} has a path twice
+            arrays[f"{path} ({position})" if path in arrays else path] = array
     fixes: dict[str, str] = {}
     pairs = ((loader_facts, agreement.ITERATE_ALIKE), (arrays_seeds.facts(), agreement.SEED_ALIKE))
     for facts, fix in pairs:
-        arrays.update({name: np.float64(value).reshape(()) for name, value in facts.items()})
+        arrays.update({name: np.array(value, np.float64) for name, value in facts.items()})
         fixes.update(dict.fromkeys(facts, fix))
     if world.size == 1:
         return
@@ -99,7 +102,12 @@ def check(state: Any, world: Topology, loader_facts: Mapping[str, float]) -> Non
 
 def _largest(comm: Any, array: Array) -> float:
     """The largest absolute difference between any rank's values and the root's; a collective."""
-    mine = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    exact: dict[str, Any] = {
+        "c": np.complex128,
+        "i": np.longdouble,
+        "u": np.longdouble,
+    }  # float64 does not hold every int64
+    mine: Array = array.astype(exact.get(array.dtype.kind, np.float64))
     root = mine.copy()
     comm.Bcast(root, root=0)
     gap = float(np.abs(mine - root).max()) if mine.size else math.nan

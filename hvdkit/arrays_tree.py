@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -111,8 +112,9 @@ def to_host(leaf: Any, path: str) -> Array:
         found = read(leaf)
         if found is not None and found.dtype.kind not in "OSUMm":
             return found
+    kind = f"{type(leaf).__name__} of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
     raise InvalidArgumentError(
-        f"{path} is of type {type(leaf).__name__}, which is neither a number nor an array that NumPy can read "
+        f"{path} is of type {kind}, which is neither a number nor an array that NumPy can read "
         "(DLPack, the buffer protocol or __array__); leave it out, or give its arrays."
     )
 
@@ -120,8 +122,12 @@ def to_host(leaf: Any, path: str) -> Array:
 def maker(leaf: Any) -> Callable[[Array], Any]:
     """What makes an array of the framework of ``leaf`` out of a NumPy array, with memory of its own.
 
-    For a NumPy array that is the array itself. In turn: the namespace of the array API (``__array_namespace__``), the
-    type itself. What only offers its bytes (``memoryview``, ``array.array``) becomes a NumPy array.
+    For a NumPy array that is the array itself. In turn: the namespace of the array API (``__array_namespace__``), its
+    package's ``from_dlpack``, the type itself. What only offers its bytes (``memoryview``, ``array.array``) becomes a
+    NumPy array.
+
+    Raises:
+        InvalidArgumentError: the type makes arrays of other types or shapes of NumPy's, or none.
     """
     if isinstance(leaf, np.ndarray):
         return as_it_is
@@ -136,12 +142,26 @@ def maker(leaf: Any) -> Callable[[Array], Any]:
     if namespace is not None:
         xp = namespace()
         return lambda values: xp.asarray(values, copy=True)
-    return type(leaf)
+    package = sys.modules.get(type(leaf).__module__.partition(".")[0])
+    if hasattr(package, "from_dlpack"):
+        return lambda values: package.from_dlpack(values.copy())  # type: ignore[union-attr]
+    return _by_type(leaf)
 
 
-def name_of(dtype: np.dtype[Any]) -> str:
-    """The name of a type, the same on every rank."""
-    return str(dtype)
+def _by_type(leaf: Any) -> Callable[[Array], Any]:
+    """The type itself, if it makes of a NumPy array the array that it was."""
+    kind = type(leaf)
+    values = to_host(leaf, kind.__name__)
+    try:
+        made = to_host(kind(values), kind.__name__)
+    except (*_REFUSALS, InvalidArgumentError):
+        made = None
+    if made is None or (made.dtype, made.shape) != (values.dtype, values.shape):
+        raise InvalidArgumentError(
+            f"{kind.__name__}(array) does not keep the type {values.dtype} and the shape {values.shape} of a NumPy "
+            "array; give NumPy arrays (numpy.asarray), and make your own of the results."
+        )
+    return kind
 
 
 def as_it_is(values: Array) -> Array:
@@ -150,7 +170,7 @@ def as_it_is(values: Array) -> Array:
 
 
 def _ordered(mapping: Mapping[Any, Any]) -> list[Any]:
-    return sorted(mapping, key=str)
+    return sorted(mapping, key=lambda key: (str(key), type(key).__name__))  # 1 and "1" are two keys
 
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:

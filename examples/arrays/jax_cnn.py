@@ -85,9 +85,10 @@ def main(args):
     jax.block_until_ready(state)
     seconds = time.perf_counter() - start
 
+    predict = jax.jit(logits_of)
     correct = count = 0
     for x, y, w in test_loader:
-        hits = logits_of(state["parameters"], x).argmax(axis=1) == y
+        hits = predict(state["parameters"], x).argmax(axis=1) == y
         correct, count = correct + int(hits[w > 0].sum()), count + int((w > 0).sum())
     accuracy = hk.average_metrics({"accuracy": (correct, count)}, world)["accuracy"]
     hk.check_agreement(state, world)

@@ -1,5 +1,6 @@
 """What the ranks of test_arrays.py do; each function returns JSON values."""
 
+import functools
 import os
 import sys
 import time
@@ -69,23 +70,14 @@ def train_numpy(world: hvdkit.Topology, by: str, **options: Any) -> list[float]:
     return state["w"].reshape(-1).tolist()
 
 
-def train_jax(world: hvdkit.Topology, by: str, **options: Any) -> list[float]:
-    """A CNN by optax's Adam with a warmup that runs inside jit."""
+@functools.cache
+def jax_functions():
+    """The optimizer, whose warmup is that of 4 ranks whatever the number here, and what is compiled, once."""
     import jax
     import optax
 
-    jax.config.update("jax_enable_x64", True)
-    numpy = jax.numpy
-    first, second = jax.random.split(jax.random.key(world.rank))
-    parameters = {
-        "conv": [jax.random.normal(first, (3, 3, 1, 4)) / 3, numpy.zeros(4)],
-        "dense": {"w": jax.random.normal(second, (SIDE * SIDE * 4, CLASSES)) / 12, "b": numpy.zeros(CLASSES)},
-    }
-    optimizer = optax.adam(hk.warmup(0.01 * world.size, world, 5, epochs=1))
-    optimizer = optax.adam(0.01) if world.size == 1 or by else optimizer
-    state = hk.broadcast_state({"parameters": parameters, "slots": optimizer.init(parameters)})
-    assert isinstance(state["parameters"]["dense"]["w"], jax.Array)
-    reduce = hk.distribute(parameters, **options)
+    four = hvdkit.Topology(0, 4, 0, 4, 0, 1, "none")
+    optimizer = optax.adam(hk.warmup(0.04, four, 5, epochs=1))
 
     def losses(parameters, x, y):
         weight, bias = parameters["conv"]
@@ -100,6 +92,25 @@ def train_jax(world: hvdkit.Topology, by: str, **options: Any) -> list[float]:
     def step(state, gradients):
         updates, slots = optimizer.update(gradients, state["slots"], state["parameters"])
         return {"parameters": optax.apply_updates(state["parameters"], updates), "slots": slots}
+
+    return optimizer, gradients_of, step
+
+
+def train_jax(world: hvdkit.Topology, by: str, **options: Any) -> list[float]:
+    """A CNN by optax's Adam with a warmup that runs inside jit."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    numpy = jax.numpy
+    first, second = jax.random.split(jax.random.key(world.rank))
+    parameters = {
+        "conv": [jax.random.normal(first, (3, 3, 1, 4)) / 3, numpy.zeros(4)],
+        "dense": {"w": jax.random.normal(second, (SIDE * SIDE * 4, CLASSES)) / 12, "b": numpy.zeros(CLASSES)},
+    }
+    optimizer, gradients_of, step = jax_functions()
+    state = hk.broadcast_state({"parameters": parameters, "slots": optimizer.init(parameters)})
+    assert isinstance(state["parameters"]["dense"]["w"], jax.Array)
+    reduce = hk.distribute(parameters, **options)
 
     for x, y, w in batches(world):
         x = x.astype(np.float64)
@@ -159,11 +170,18 @@ def everything(frameworks: list[str]) -> dict[str, Any]:
 # The rest on real ranks --------------------------------------------------------------------------------------------
 
 
-def overlap(progress: str, values: int) -> dict[str, Any]:
+def overlaps(sizes: list[int]) -> dict[str, Any]:
+    """What ``overlap`` finds, by how gradients move on and how many there are."""
+    world = hk.init()
+    return {
+        f"{progress} {values}": overlap(world, progress, values) for progress in ("thread", "calls") for values in sizes
+    }
+
+
+def overlap(world: hvdkit.Topology, progress: str, values: int) -> dict[str, Any]:
     """Rank 1 gives its gradients only when rank 0, which has given its own, says so: one that waited would hang."""
     from mpi4py import MPI
 
-    world = hk.init()
     reduce = hk.distribute(np.zeros(values, np.float32), progress=progress)
     if world.rank == 0:
         pending = reduce.start(np.ones(values))
@@ -197,6 +215,9 @@ def errors() -> dict[str, str]:
         "metrics": _error(lambda: hk.average_metrics({f"loss{odd}": 1.0}, world)),
         "metric": _error(lambda: hk.average_metrics({"loss": "much" if odd else 1.0}, world)),
         "agreement": _error(lambda: hk.check_agreement({"a": np.arange(3.0) + 0.5 * odd}, world)),
+        "same path": _error(lambda: hk.check_agreement({"a.b": np.zeros(1) + odd, "a": {"b": np.zeros(1)}}, world)),
+        "large": _error(lambda: hk.check_agreement({"a": 2**60 + odd}, world)),
+        "no communicator": _error(lambda: hk.distribute(np.zeros(3), comm=3)),
         "root": _error(lambda: hk.broadcast_state(np.zeros(1), root=9)),
     }
     found["after"] = str(reduce(right)["b"].sum())

@@ -60,13 +60,15 @@ def test_ranks_that_share_a_gpu_are_found():
         (">f8", "float64"),
         ("complex64", "complex64"),
         (ml_dtypes.bfloat16, "float32"),
+        (ml_dtypes.float8_e4m3fn, "float32"),
+        (ml_dtypes.float8_e5m2, "float32"),
     ],
 )
 def test_half_precisions_are_added_up_in_float32(given, sent):
     assert arrays_plan.sent_as(np.dtype(given), "x") == np.dtype(sent)
 
 
-@pytest.mark.parametrize("given", ["int32", "bool", "uint8", ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("given", ["int32", "bool", "uint8", ml_dtypes.int4])
 def test_what_has_no_mean_is_refused(given):
     with pytest.raises(InvalidArgumentError, match=r"layers\.0 is of type .* has no mean"):
         arrays_plan.sent_as(np.dtype(given), "layers.0")

@@ -1,5 +1,8 @@
 """The mean of gradients over ranks that are threads: packing, types, weights, what is missing, fp16, errors."""
 
+import collections
+import threading
+
 import array_ranks
 import numpy as np
 import pytest
@@ -72,6 +75,28 @@ def test_unequal_weights_are_exact(length, weights):
 
     for found in on_ranks(len(weights), rank):
         assert_equal(found, mean(len(weights), weights))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("in_buffers", [False, True])
+def test_gradients_of_weight_0_may_be_nan(length, passes, in_buffers):
+    """The mean over no samples is 0 / 0."""
+    if passes == 2 and in_buffers:
+        pytest.skip("several passes have no buffers")
+
+    def rank(comm):
+        reduce = make(comm, parameters(), backward_passes_per_step=passes)
+        given = {name: one + np.nan if comm.rank == 0 else one for name, one in gradients(comm.rank).items()}
+        if in_buffers:
+            for name, one in given.items():
+                reduce.buffers[name][...] = one
+            given = reduce.buffers
+        for _ in range(passes):
+            found = reduce(given, weight=0 if comm.rank == 0 else 5)
+        return found
+
+    for found in on_ranks(2, rank):
+        assert_equal(found, {name: passes * one for name, one in mean(2, [0, 5]).items()})
 
 
 def test_one_rank_alone_needs_no_weight():
@@ -305,6 +330,27 @@ def test_started_passes_give_nothing_before_the_last():
         assert_equal(found, {name: 2 * one for name, one in mean(2).items()})
 
 
+def test_half_precision_on_its_way_leaves_the_callers_error_state_alone(monkeypatch):
+    tests = collections.Counter()
+
+    def head_only(request):
+        """Of each rank the head is there at once, the gradients only when it waits."""
+        tests[threading.get_ident()] += 1
+        return tests[threading.get_ident()] == 1
+
+    monkeypatch.setattr(array_ranks.Done, "Test", head_only)
+
+    def rank(comm):
+        reduce = make(comm, np.zeros(2), compression="fp16")
+        pending = reduce.start(np.ones(2))
+        between = np.geterr()["over"]
+        with np.errstate(over="raise"):
+            pending.wait()
+        return between, np.geterr()["over"]
+
+    assert on_ranks(2, rank) == [("warn", "warn")] * 2
+
+
 # mistakes -------------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +369,8 @@ WRONG = {
     "text": ({**gradients(0), "b": "four"}, {}, "b is of type str"),
     "weight": (gradients(0), {"weight": -1}, "weight must be a finite number >= 0, got -1"),
     "nan": (gradients(0), {"weight": float("nan")}, "weight must be a finite number >= 0, got nan"),
+    "word": (gradients(0), {"weight": "two"}, "weight must be a finite number >= 0, got 'two'"),
+    "large": (gradients(0), {"weight": 1e39}, "weight must be 0 or in 1e-15 .. 1e+15, such as a number of samples"),
 }
 
 
@@ -411,6 +459,16 @@ def test_different_options_are_one_error_on_every_rank():
         return _error(lambda: make(comm, parameters(), op="sum" if comm.rank else "average"))
 
     assert all("op='average'" in errors or "op='sum'" in errors for errors in on_ranks(2, rank))
+
+
+def test_another_way_of_moving_on_is_one_error_on_every_rank():
+    """A thread sends other messages than calls do."""
+
+    def rank(comm):
+        return _error(lambda: make(comm, parameters(), "calls" if comm.rank else "thread"))
+
+    well, ill = on_ranks(2, rank)
+    assert "progress='thread'" in well and "progress='calls'" in ill
 
 
 def test_a_model_that_only_one_rank_cannot_read():

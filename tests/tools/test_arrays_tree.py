@@ -161,3 +161,32 @@ def test_the_device_is_asked():
     assert [arrays_tree.device_of(one) for one in (here, there, elsewhere, 1.0)] == ["host", "cuda", "other", "host"]
     with pytest.raises(InvalidArgumentError):
         arrays_tree.to_host(there, "x")
+
+
+def test_a_type_that_makes_other_arrays_is_refused():
+    class Single(OverDlpack):
+        def __init__(self, values):
+            super().__init__(np.asarray(values, np.float32))
+
+    single = Single(np.ones(2))
+    assert arrays_tree.maker(single)(np.ones(2, np.float32)).values.dtype == np.float32
+    single.values = np.ones(2)
+    with pytest.raises(
+        InvalidArgumentError, match=r"Single\(array\) does not keep the type float64 and the shape \(2,\)"
+    ):
+        arrays_tree.maker(single)
+
+
+@pytest.mark.parametrize(("values", "kind"), [([1.5, 2.5], "float64"), (7, "int64"), ([], "float16")])
+def test_torch_keeps_types_and_shapes(values, kind):
+    torch = pytest.importorskip("torch")
+    given = torch.tensor(values, dtype=getattr(torch, kind))
+    array = np.array(values, kind)
+    made = arrays_tree.maker(given)(array)
+    array[...] = 0
+    assert made.dtype == given.dtype and made.tolist() == given.tolist()
+
+
+def test_keys_of_the_same_name_have_an_order():
+    first, second = {1: "number", "1": "text"}, {"1": "text", 1: "number"}
+    assert arrays_tree.flatten(first) == arrays_tree.flatten(second)

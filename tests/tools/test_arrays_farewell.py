@@ -1,0 +1,54 @@
+"""When a rank counts as waiting for others, and that a forked process is no rank; the rest needs real ranks."""
+
+import sys
+import threading
+
+import pytest
+from array_ranks import Meeting, Ranks
+
+from hvdkit import arrays_buffers, arrays_data, arrays_farewell, arrays_mpi, arrays_reduce
+
+
+@pytest.mark.parametrize(
+    ("module", "waits"), [(arrays_reduce, True), (arrays_buffers, True), (arrays_mpi, True), (arrays_data, False)]
+)
+def test_a_loader_that_reads_a_slow_disk_does_not_wait_for_other_ranks(module, waits):
+    stands, inside = threading.Lock(), threading.Event()
+    stands.acquire()
+    code = compile("inside.set(); still()", module.__file__, "exec")  # still() has no frame of its own, as in MPI
+    thread = threading.Thread(target=exec, args=(code, {"inside": inside, "still": stands.acquire}), daemon=True)
+    thread.start()
+    assert inside.wait(20)
+    assert bool(arrays_farewell._waiting()) == waits
+    stands.release()
+    thread.join()
+
+
+def test_a_forked_process_says_no_farewell_and_ends_no_job(monkeypatch, capsys):
+    called = []
+
+    class Comm(Ranks):
+        def Ibarrier(self):  # noqa: N802
+            called.append("farewell")
+            return super().Ibarrier()
+
+        def Abort(self, code):  # noqa: N802
+            called.append("abort")
+
+    comm = Comm(Meeting(1), 0)
+    registered = []
+    monkeypatch.setattr(arrays_farewell.atexit, "register", registered.append)
+    monkeypatch.setattr("sys.excepthook", lambda *error: None)
+    arrays_farewell.Farewell(comm, listens=False)
+    arrays_mpi._end_the_job_with_the_process(comm)
+
+    def end():
+        registered[0]()
+        sys.excepthook(ValueError, ValueError("x"), None)
+
+    with monkeypatch.context() as child:
+        child.setattr("os.getpid", lambda: -1)
+        end()
+    assert called == []
+    end()
+    assert called == ["farewell", "abort"]

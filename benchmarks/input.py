@@ -162,8 +162,13 @@ def main():
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
     parser.add_argument("--json", help="write the numbers to this file, too")
     args = parser.parse_args()
-    if not 1 <= args.batch_size * args.batches <= args.samples or args.rounds < 1:
-        parser.error("a round takes batch-size x batches samples, at most --samples of them; give at least one round")
+    if min(args.batch_size, args.batches, args.rounds) < 1:
+        parser.error("--batch-size, --batches and --rounds are at least 1")
+    if args.batch_size * args.batches > args.samples:
+        parser.error(f"a round takes batch-size x batches samples, at most --samples {args.samples} of them")
+    for directory in (args.directory, args.json and Path(args.json).absolute().parent):
+        if directory and not os.access(directory, os.W_OK):
+            parser.error(f"{str(directory)!r} is no directory that can be written to")
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     data = [torch.rand((args.samples, length, 512), generator=generator) for length in (1, 20)]

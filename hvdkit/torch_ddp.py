@@ -23,6 +23,7 @@ from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
 
 _stores: list[Any] = []  # rank 0's serves the others as long as the process lives
+_groups: list[Any] = []  # kept: freed by its last owner, a model in DDP, one can wait for a thread that needs the GIL
 
 
 def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Topology:
@@ -49,6 +50,7 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
         topology.say_alone()
     if launched is None or launched.size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        _groups.append(dist.group.WORLD)
         return Topology(0, 1, launcher=launched.launcher if launched else "none")
     met = _meet(launched, os.environ, timeout)
     rank, size = launched.rank, len(met.hosts)
@@ -57,6 +59,7 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     wait = timedelta(seconds=timeout)
     store = _stores[0] if rank == 0 else TCPStore(met.address, met.told["port"], size, False, wait)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    _groups.append(dist.group.WORLD)
     return Topology(rank, size, *met.place(rank), launched.launcher)
 
 

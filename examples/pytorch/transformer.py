@@ -87,7 +87,8 @@ def broadcast(backend, value):
     if backend == "horovod":
         import horovod.torch as hvd
 
-        return hvd.broadcast_object(value, root_rank=0)
+        # Horovod's own name is the type's, and ranks that name a tensor differently wait for each other for ever.
+        return hvd.broadcast_object(value, root_rank=0, name="transformer.file")
     box = [value]
     dist.broadcast_object_list(box)
     return box[0]

@@ -1,8 +1,8 @@
 """HDF5 files as map-style data sets, read a batch at a time; and how to write one that is complete or absent.
 
 Why a reader of our own: ``file["x"][i]`` costs the HDF5 library tens of microseconds whatever the size, once for each
-sample and each array. Here a batch is one look into a memory map where the values lie in the file as they are in
-memory, and else one read for each chunk or run of neighbours.
+sample and each array. Here a batch is a look into a memory map where the samples lie in the file as they are in memory,
+in one piece or in chunks of whole samples, and else one read for each chunk or run of neighbours.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, Invali
 Array = NDArray[Any]
 Reader = Callable[[NDArray[np.int64]], Array]
 """Sample indices, in any order, to the samples, (m, ...), in memory of their own."""
+_MOST_CHUNKS = 1 << 20
+"""More are not listed: each process does that when it opens the file."""
 
 
 class Samples(list[Any]):
@@ -52,8 +54,8 @@ class HDF5Dataset:
     Args:
         path: of the file.
         names: of arrays in it, such as ("x", "y"), or "group/x"; one name as a string for samples that are arrays.
-        memory_map: look at values that lie in the file as they are in memory (neither chunked nor compressed) without
-            the HDF5 library. Switch it off where a file system is slow with memory maps.
+        memory_map: look at samples that lie in the file as they are in memory (not compressed, and chunks, if any, of
+            whole samples) without the HDF5 library. Switch it off where a file system is slow with memory maps.
     Raises:
         MissingFrameworkError: h5py is not installed.
         DataNotFoundError: there is no such file.
@@ -185,10 +187,13 @@ def write_hdf5(
         attributes: small values to find again in the file's ``attrs``.
     Raises:
         MissingFrameworkError: h5py is not installed.
-        InvalidArgumentError: chunks < 1.
+        InvalidArgumentError: chunks < 1, or a value that is no array.
         DataError: it cannot be written.
     """
     h5py = _h5py()
+    for key, values in arrays.items():
+        if not np.shape(values):
+            raise InvalidArgumentError(f"{key!r} is a single value; give an array with a sample in each row.")
     if chunks is not None and (not isinstance(chunks, Integral) or isinstance(chunks, bool) or chunks < 1):
         raise InvalidArgumentError(f"chunks is a number of samples from 1 on, got {chunks!r}.")
     target = Path(path)
@@ -201,7 +206,8 @@ def write_hdf5(
     try:
         with h5py.File(temporary, "w") as file:
             for key, values in arrays.items():
-                piece = None if chunks is None else (min(int(chunks), max(1, len(values))), *values.shape[1:])
+                shape = np.shape(values)
+                piece = (min(int(chunks), shape[0]), *shape[1:]) if chunks is not None and 0 not in shape else None
                 file.create_dataset(key, data=values, chunks=piece)
             for key, value in (attributes or {}).items():
                 file.attrs[key] = value
@@ -276,24 +282,78 @@ def _common_length(arrays: Sequence[Any], path: Path) -> int:
 
 def _reader(array: Any, path: Path, *, memory_map: bool) -> Reader:
     """The fastest way to the samples that the layout of the array allows."""
-    mapped = _mapped(array, path) if memory_map else None
-    if mapped is not None:
-        native = mapped.dtype.newbyteorder("=")
-        return lambda indices: mapped[indices].astype(native, copy=False)
-    rows = array.chunks[0] if array.chunks else 1
+    found = (_in_one_piece(array, path) or _in_chunks(array, path)) if memory_map and _as_in_memory(array) else None
+    if found is not None:
+        return found
+    # What is not filtered can be read a sample at a time; other chunks are read and decompressed as a whole anyway.
+    whole_chunks = array.chunks and (_filters(array) or array.chunks[1:] != array.shape[1:])
+    rows = array.chunks[0] if whole_chunks else 1
     return lambda indices: _read_runs(array, indices, rows)
 
 
-def _mapped(array: Any, path: Path) -> Array | None:
-    """The array as it lies in the file; None where it is chunked, compressed, elsewhere or of a type without a size."""
+def _as_in_memory(array: Any) -> bool:
+    """Whether the bytes in the file may be those of a NumPy array."""
+    elsewhere = array.is_virtual or array.external or array.size == 0
+    return not elsewhere and array.dtype.kind in "biufc" and not array.dtype.metadata and not _filters(array)
+
+
+def _filters(array: Any) -> int:
+    return int(array.id.get_create_plist().get_nfilters())
+
+
+def _in_one_piece(array: Any, path: Path) -> Reader | None:
+    """A look into the file, mapped into memory; None where the array lies in several pieces, or nowhere yet."""
     offset = array.id.get_offset()
-    if array.chunks is not None or array.is_virtual or array.external or offset is None or array.size == 0:
+    if array.chunks is not None or offset is None:
         return None
-    if array.dtype.kind not in "biufc" or array.dtype.metadata:
+    _require_bytes(path, offset + array.nbytes, array)
+    mapped = np.asarray(np.memmap(path, array.dtype, "r", offset, array.shape))
+    native = mapped.dtype.newbyteorder("=")
+    return lambda indices: mapped[indices].astype(native, copy=False)
+
+
+def _in_chunks(array: Any, path: Path) -> Reader | None:
+    """The same where every chunk holds whole samples; None where samples are cut, or a chunk was never written."""
+    starts = _chunk_starts(array)
+    if starts is None:
         return None
-    if path.stat().st_size < offset + array.nbytes:
+    rows, shape, dtype = array.chunks[0], array.shape[1:], array.dtype
+    size = array.nbytes // array.shape[0]
+    _require_bytes(path, int(starts.max()) + rows * size, array)
+    mapped = np.asarray(np.memmap(path, np.uint8, "r"))
+
+    def read(indices: NDArray[np.int64]) -> Array:
+        found = np.empty((len(indices), size), np.uint8)
+        places = starts[indices // rows] + indices % rows * size
+        for sample, place in zip(found, places.tolist(), strict=True):
+            sample[:] = mapped[place : place + size]
+        values = found.view(dtype).reshape(len(indices), *shape)
+        native: Array = values.astype(dtype.newbyteorder("="), copy=False)
+        return native
+
+    return read
+
+
+def _chunk_starts(array: Any) -> NDArray[np.int64] | None:
+    """Where in the file each chunk begins, in bytes, by the samples in it; None where there is no such table."""
+    # Versions of the HDF5 library differ in whether these places count a user block.
+    if array.chunks is None or array.chunks[1:] != array.shape[1:] or array.file.userblock_size:
+        return None
+    count = -(-array.shape[0] // array.chunks[0])
+    if count > _MOST_CHUNKS or not hasattr(array.id, "chunk_iter") or array.id.get_num_chunks() != count:
+        return None
+    starts = np.full(count, -1, np.int64)
+
+    def note(chunk: Any) -> None:
+        starts[chunk.chunk_offset[0] // array.chunks[0]] = chunk.byte_offset
+
+    array.id.chunk_iter(note)
+    return starts if starts.min() >= 0 else None
+
+
+def _require_bytes(path: Path, wanted: int, array: Any) -> None:
+    if path.stat().st_size < wanted:
         raise CorruptDataError(f"{str(path)!r} is shorter than its array {array.name} says; write it again.")
-    return np.asarray(np.memmap(path, array.dtype, "r", offset, array.shape))
 
 
 def _read_runs(array: Any, wanted: NDArray[np.int64], chunk_rows: int) -> Array:

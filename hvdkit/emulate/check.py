@@ -39,6 +39,7 @@ EXACT = {
 }
 """Up to here a type holds every whole number from 0 on."""
 _MOST_VALUES = 251
+_BLOCK = 1 << 20
 _MIXER = 2654435761  # Knuth, The Art of Computer Programming 3 (1998), section 6.4: multiplicative hashing
 
 
@@ -113,8 +114,10 @@ class Values:
             refuse(collective, dtype, ranks)
         self._collective, self._dtype, self._ranks = collective, dtype, ranks
         self._modulus = min(_MOST_VALUES, max(1, largest) + 1)
-        positions = np.arange(elements, dtype=np.uint64)
-        self._mixed = ((positions * _MIXER >> np.uint64(16)) % np.uint64(self._modulus)).astype(np.uint8)
+        self._mixed = np.empty(elements, np.uint8)
+        for start in range(0, elements, _BLOCK):  # positions take eight times the memory
+            positions = np.arange(start, min(start + _BLOCK, elements), dtype=np.uint64)
+            self._mixed[start : start + _BLOCK] = (positions * _MIXER >> np.uint64(16)) % np.uint64(self._modulus)
 
     def given(self, rank: int, trial: int) -> NDArray[Any]:
         """What a rank gives, shape (elements,)."""

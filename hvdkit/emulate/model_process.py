@@ -53,7 +53,10 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     found, order = reader(made)
     found = [one for one in found if one.elements > 0]
     if not found:
-        raise InvalidArgumentError("the model has no parameter that is trained; expected at least one.")
+        raise InvalidArgumentError(
+            "the model has no parameter that is trained; expected at least one (a model that makes them in its first "
+            "call needs --input-shape, or a factory that returns (model, inputs))."
+        )
     if question["per"] == "layer":
         found = by_layer(found)
     return {

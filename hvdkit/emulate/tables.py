@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hvdkit.bench.analysis import ranks_text
 from hvdkit.bench.intervals import Estimate
 from hvdkit.emulate.analysis import RULE, Analysis, Outlier, RankRow, Row
 from hvdkit.emulate.plan import Plan
@@ -161,8 +162,8 @@ def grids(analysis: Analysis) -> list[Grid]:
     rows = (*analysis.rows, analysis.overall)
     found = [
         Grid(
-            f"{asked['collective']}{by}, engine {asked['engine']}, {asked['ranks']} ranks, {analysis.trials} trials: "
-            "delay of the slowest rank in ms, with the median's 95 % interval",
+            f"{asked['collective']}{by}, engine {asked['engine']}, {ranks_text(asked['ranks'])}, {analysis.trials} "
+            "trials: delay of the slowest rank in ms, with the median's 95 % interval",
             ("size", "samples", "p50", "p90", "p99", "p99.9", "max"),
             [[_size(row), str(row.slowest.count), *_percentiles(row.slowest)] for row in rows],
         ),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hvdkit.emulate.check import Values
 from hvdkit.emulate.engines import Engine, Operation
 from hvdkit.emulate.run_job import BUSY, Job
-from hvdkit.errors import HvdkitError
+from hvdkit.errors import HvdkitError, InvalidArgumentError
 
 Keep = Callable[[int, list[float], list[float]], None]
 """Is given each trial that counts: its number, when this rank came to each collective and when it had its result."""
@@ -31,18 +31,26 @@ class Replay:
         engine: this rank's connection to the others.
         keep: is given every trial but those of the warm-up.
     Raises:
-        InvalidArgumentError: the engine cannot do what is asked, or the sums cannot be checked.
+        InvalidArgumentError: the engine cannot do what is asked, the sums cannot be checked, or the sizes do not fit
+            into memory.
     """
 
     def __init__(self, job: Job, engine: Engine, keep: Keep) -> None:
         self._job, self._engine, self._keep = job, engine, keep
         collectives = job.plan.collectives
-        self._values = [
-            Values(job.collective, one.elements, one.dtype, job.ranks, check=job.check) for one in collectives
-        ]
-        self._operations: list[Operation] = [
-            engine.operation(index, job.collective, one.elements, one.dtype) for index, one in enumerate(collectives)
-        ]
+        try:
+            self._values = [
+                Values(job.collective, one.elements, one.dtype, job.ranks, check=job.check) for one in collectives
+            ]
+            self._operations: list[Operation] = [
+                engine.operation(index, job.collective, one.elements, one.dtype)
+                for index, one in enumerate(collectives)
+            ]
+        except MemoryError as error:
+            raise InvalidArgumentError(
+                f"Rank {engine.rank} has no memory for the {job.plan.nbytes} bytes of a step ({error}); replay smaller "
+                "sizes, or have fewer ranks on a host."
+            ) from error
         self._late = _Lateness(job, engine.rank)
         self._work = np.ones((_BUSY_SIZE, _BUSY_SIZE), np.float32)
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from hvdkit.commands import numbers_of_ranks
 from hvdkit.emulate import plan as plans
 from hvdkit.emulate import results as measurements
 from hvdkit.emulate.plan import Plan
@@ -28,13 +29,8 @@ _MIB = 2**20
 _WIDTH = 160
 
 
-def _ranks(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise click.BadParameter(f"expected numbers of ranks with commas between them, like 2,8,512, got {text!r}")
-    return tuple(sorted({int(word) for word in words}))
+def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else numbers_of_ranks(ctx, parameter, text)
 
 
 def _number(least: float, *, above: bool = False, most: float = math.inf) -> Callable[..., float | None]:
@@ -167,9 +163,11 @@ def predict(**given: Any) -> int:
       hvdkit predict --fit host.json --alpha-us 5 --bandwidth-gbit 100 --at 64 --step-ms 120 --fp16
       hvdkit predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --at 512 --step-ms 489 --plan vgg16.json
     """
-    files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
     if given["figure"] is not None and given["step_ms"] is None:
         raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
+    if given["figure"] is not None:
+        plot.check(given["figure"])
+    files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
     costs = _model(files, given)
     grads = _plan(files, given["plan"])
     delays = stragglers.measured(files)

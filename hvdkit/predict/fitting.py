@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.bench.intervals import Estimate, estimate
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.predict.formulas import Terms
 
@@ -235,6 +236,17 @@ def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
         scale = max(4 * _NOISE, 1.4826 * float(np.median(np.abs(errors))))
         weights = (1 + (errors / scale) ** 2) ** -0.25  # the square root of soft-L1's weight
     return np.asarray(solution / sizes)
+
+
+def estimated(best: float, draws: Array) -> Estimate:
+    """A value with the interval of its draws, which is made to hold it: misfit need not lie evenly on both sides.
+
+    Without ends where all draws are the value itself.
+    """
+    found = estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
+    if found.low is None or found.high is None:
+        return found
+    return Estimate(best, min(found.low, best), max(found.high, best))
 
 
 def _medians(seconds: Array, rng: np.random.Generator) -> Array:

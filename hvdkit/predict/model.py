@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdkit.bench.intervals import Estimate, estimate
+from hvdkit.bench.intervals import Estimate
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.predict import fitting, formulas
-from hvdkit.predict.fitting import Array, Cell, Misfit
+from hvdkit.predict.fitting import Array, Cell, Misfit, estimated
 from hvdkit.predict.formulas import Terms
 from hvdkit.units import bytes_text
 
@@ -61,7 +61,7 @@ class Link:
         """Overhead and alpha in s, beta of the largest messages and gamma in s/byte; only those that are known."""
         columns = {"overhead_s": 0, "alpha_s": 1, "beta_s_per_byte": -2, "gamma_s_per_byte": -1}
         return {
-            name: _estimate(float(self.best[column]), self.draws[:, column])
+            name: estimated(float(self.best[column]), self.draws[:, column])
             for name, column in columns.items()
             if self.told[column]
         }
@@ -105,7 +105,7 @@ class CostModel:
             InvalidArgumentError: a number that cannot be right, an unknown algorithm, or a level that is not known.
         """
         best, draws = self.draws_s(nbytes, ranks, algorithm)
-        return _estimate(best, draws)
+        return estimated(best, draws)
 
     def draws_s(self, nbytes: float, ranks: int, algorithm: str | None = None) -> tuple[float, Array]:
         """As ``allreduce_s``: the best value, and one for each draw, shape (fitting.DRAWS,)."""
@@ -322,7 +322,12 @@ def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
     if not all(cell.ring for cell in cells):
         others = f"; {', '.join(link.rivals)} fit about as well, and predict otherwise" if link.rivals else ""
         notes.append(f"The library's allreduce {where} behaves like {link.algorithm}{others}.")
-    if not link.told[0]:
+    if not link.told[0] and len({cell.ranks for cell in cells}) > 1:
+        notes.append(
+            f"The times measured {where} do not tell what a call costs from what each message costs, so all of it is "
+            "taken to grow with the ranks; measure more often, on a machine that does nothing else."
+        )
+    elif not link.told[0]:
         notes.append(
             f"Measured {where} with one number of ranks: what a call costs cannot be told from what each message "
             "costs, so all of it grows with the ranks; measure with a second number of ranks."
@@ -364,10 +369,6 @@ def _with_columns(link: Link, knots: tuple[float, ...], best: Array, draws: Arra
         draws=np.column_stack([draws, np.full(count, beta), link.draws[:, -1]]),
         told=(*link.told[:2], True, link.told[-1]),
     )
-
-
-def _estimate(best: float, draws: Array) -> Estimate:
-    return estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
 
 
 def _check(nbytes: float, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Efficiency and the parts of a step over the number of ranks, as a figure."""
+"""Efficiency over the number of ranks, as a figure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ from hvdkit.predict.prediction import Row
 FORMS = (".png", ".svg", ".pdf")
 
 
+def check(path: Path) -> None:
+    """Find out before anything is computed whether there is such a figure.
+
+    Raises:
+        InvalidArgumentError: the path ends with none of ``FORMS``.
+    """
+    if path.suffix.lower() not in FORMS:
+        raise InvalidArgumentError(f"the plot is {path.name!r}; expected a name that ends with {', '.join(FORMS)}.")
+
+
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Write the figure; an older one stays whole until the new one is complete.
 
@@ -23,9 +33,9 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         MissingFrameworkError: Matplotlib is not installed.
         DataError: it cannot be written.
     """
-    if path.suffix not in FORMS:
-        raise InvalidArgumentError(f"the plot is {path.name!r}; expected a name that ends with {', '.join(FORMS)}.")
+    check(path)
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingFrameworkError(
@@ -45,5 +55,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     axes.plot(ranks, [one.value for _, one in known], marker="o", label="predicted")
     axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
     axes.legend()
-    with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:])
+    form = path.suffix[1:].lower()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)  # the same rows give the same file
+    with replacing(path) as file, rc_context({"svg.hashsalt": "hvdkit"}):
+        figure.savefig(file, format=form, metadata=undated)

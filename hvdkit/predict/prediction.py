@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.bench.intervals import Estimate, estimate
+from hvdkit.bench.intervals import Estimate
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.predict.fitting import Array
+from hvdkit.predict.fitting import Array, estimated
 from hvdkit.predict.model import CostModel
 from hvdkit.predict.overlap import Exchange, Fusion, Gradient, exchange
 from hvdkit.predict.stragglers import Delays
@@ -114,7 +114,7 @@ def _row(
     busy = np.array([one.busy_s for one in draws])
     late = np.array([one.exposed_s for one in draws])
     row = Row(
-        n, model.hosts(n), len(best.buckets), _estimate(best.busy_s, busy), None, _estimate(wait, waits), None, None,
+        n, model.hosts(n), len(best.buckets), estimated(best.busy_s, busy), None, estimated(wait, waits), None, None,
         delays.extrapolates(n),
     )  # fmt: skip
     if work.compute_s is None:
@@ -122,8 +122,8 @@ def _row(
     compute = work.accumulate * work.compute_s
     step, steps = compute + best.exposed_s + wait, compute + late + waits
     return Row(
-        row.ranks, row.hosts, row.buckets, row.communication, _estimate(best.exposed_s, late), row.straggler,
-        _estimate(step, steps), _estimate(compute / step, compute / steps), row.extrapolated,
+        row.ranks, row.hosts, row.buckets, row.communication, estimated(best.exposed_s, late), row.straggler,
+        estimated(step, steps), estimated(compute / step, compute / steps), row.extrapolated,
     )  # fmt: skip
 
 
@@ -146,7 +146,3 @@ def _exchanges(model: CostModel, work: Workload, n: int, algorithm: str | None) 
     if all(np.ptp(draws) == 0 for _, draws in known.values()):
         return best, [best] * _DRAWS
     return best, [exchange(work.gradients, work.hiding_s, work.fusion, by_draw(number)) for number in range(_DRAWS)]
-
-
-def _estimate(best: float, draws: Array) -> Estimate:
-    return estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdkit.trace.difference import Change, Difference
+from hvdkit.trace.difference import ENOUGH, Change, Difference
 from hvdkit.trace.results import Operator, Rank, Skew, Summary
 from hvdkit.units import bytes_text, printable, share_text, shortened
 
@@ -56,11 +56,15 @@ def print_summary(summary: Summary, top: int, console: Console) -> None:
 
 def _headline(rank: Rank) -> str:
     who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
-    steps = f"{len(rank.steps)} steps ({_numbers(rank)})" if rank.steps else "no steps"
-    odd = [f"{rank.skipped} events without a usable time"] if rank.skipped else []
-    odd += [f"{rank.repeated} repeated events, counted once"] if rank.repeated else []
+    steps = f"{_count(len(rank.steps), 'step')} ({_numbers(rank)})" if rank.steps else "no steps"
+    odd = [f"{_count(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
+    odd += [f"{_count(rank.repeated, 'repeated event')}, counted once"] if rank.repeated else []
     extra = f"; {', '.join(odd)}" if odd else ""
-    return f"{who}: {steps}, {rank.events} events in {printable(Path(rank.path).name)}{extra}"
+    return f"{who}: {steps}, {_count(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def label(rank: Rank) -> str:
@@ -184,9 +188,10 @@ def print_difference(found: Difference, top: int, console: Console) -> None:
     if not found.operators:
         return
     unclear = sum(not change.clear for change in found.operators)
+    few = min(found.steps_a, found.steps_b) < ENOUGH
+    why = f"fewer than {ENOUGH} steps on a side" if few else "the steps of A and B overlap"
     console.print(
-        Text(f"\n{unclear} of {len(found.operators)} names without a clear change (?): the steps of A and B overlap"),
-        soft_wrap=True,
+        Text(f"\n{unclear} of {len(found.operators)} names without a clear change (?): {why}"), soft_wrap=True
     )
 
 

@@ -30,7 +30,7 @@ def summarize(paths: Sequence[str | Path]) -> Summary:
     Args:
         paths: of files that torch.profiler exported, one for each rank; a directory stands for the traces in it.
     Raises:
-        InvalidArgumentError: no path, or two files of the same rank.
+        InvalidArgumentError: no path, two files of the same rank, or files of jobs of different size.
         DataNotFoundError, DataError, CorruptDataError: a file is missing, cannot be read, or is no whole trace.
     """
     found = []
@@ -39,7 +39,7 @@ def summarize(paths: Sequence[str | Path]) -> Summary:
         one = one_rank(columns)
         found.append((one, skew.collectives(columns, one.steps, window_of(columns)[0])))
     found.sort(key=lambda pair: (pair[0].rank is None, pair[0].rank or 0))
-    _require_different([rank for rank, _ in found])
+    _require_one_run([rank for rank, _ in found])
     apart, note = skew.between(found)
     return Summary(tuple(rank for rank, _ in found), apart, note)
 
@@ -210,7 +210,13 @@ def _memory(columns: Columns) -> tuple[Memory, ...]:
     return tuple(sorted(found, key=lambda memory: memory.device))
 
 
-def _require_different(ranks: Sequence[Rank]) -> None:
+def _require_one_run(ranks: Sequence[Rank]) -> None:
+    sizes = {one.size: one for one in ranks if one.size is not None}
+    if len(sizes) > 1:
+        told = " and ".join(f"{one.path!r} of {size} ranks" for size, one in list(sizes.items())[:2])
+        raise InvalidArgumentError(
+            f"not of one run: {told}; give the traces of one run, or compare two runs with `hvdkit trace diff`."
+        )
     seen: dict[int, Rank] = {}
     for one in ranks:
         if one.rank is None:

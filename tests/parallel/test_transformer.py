@@ -17,6 +17,7 @@ from hvdkit.cli import run
 MISSING = [name for name in ("torch", "horovod", "h5py", "msgspec") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parallel,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pytorch" / "transformer.py"
@@ -25,6 +26,14 @@ SIZES = {
     "target_length": 3, "dropout": 0, "scaling": "none", "epochs": 2, "num_threads": 1,
 }  # fmt: skip
 TINY = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+CAN_COMPILE = bool(shutil.which("g++") or shutil.which("c++"))
+MISTAKES = {
+    ("--heads", "3", 8): "cannot be shared by --heads 3",
+    ("--dropout", "1", 8): "--dropout must be below 1",
+    ("--dtype", "bfloat16", 8): "cannot average bfloat16",
+    ("--compile", "fast", 8): "--compile fast is no backend of torch.compile; give ",
+    (0,): "must be at least 1, got 0",
+}
 ALLREDUCE = {"horovod": "hvdkit:allreduce_wait", "ddp": "gloo:all_reduce"}
 
 
@@ -85,38 +94,69 @@ def train(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(train):
-    """The losses of one process with the whole batch."""
-    ((one,), _) = train(1, ("--backend", "ddp", 16))
+def alone(train, tmp_path_factory):
+    """What one process does in one go: by name."""
+    path = tmp_path_factory.mktemp("kept") / "data.h5"
+    kept = ("--backend", "ddp", "--data", "h5", "--data_file", str(path))
+    plan = {
+        "plain": ("--backend", "ddp", 16),
+        "workers": ("--backend", "ddp", "--data", "h5", "--workers", "2", 16),
+        "first": (*kept, 16),
+        "again": (*kept, 16),
+        **({"inductor": ("--backend", "ddp", "--compile", 16)} if CAN_COMPILE else {}),
+        # A run that fails leaves its process group behind: what follows must fail before it starts one.
+        "other": (*kept, "--seed", "1", 16),
+        **{sentence: words for words, sentence in MISTAKES.items()},
+    }
+    found, said = train(1, *plan.values())
+    return dict(zip(plan, found, strict=True)), said, path
+
+
+PAIR = [
+    (backend, data, compiled)
+    for backend in ("ddp", "horovod")  # DDP first: it must not need a Horovod that has been started
+    for data in ("memory", "h5")
+    for compiled in (False, True)
+]
+
+
+@pytest.fixture(scope="module")
+def pair(train):
+    """Two ranks, one after the other: backend, data and whether it is compiled, to what the run left behind."""
+    words = [
+        ("--backend", backend, "--data", data, "--profile", "profile", *(["--compile", "aot_eager"] * compiled), 8)
+        for backend, data, compiled in PAIR
+    ]
+    (*found, other), said = train(2, *words, ("--data", "h5", "--data_file", "../2/transformer.h5", "--seed", "1", 8))
+    assert other.status == "2" and said.count("holds other data") == 2, "both ranks say so, and none waits for ever"
+    return dict(zip(PAIR, found, strict=True))
+
+
+def test_one_process_learns_and_leaves_no_file(alone):
+    one = alone[0]["plain"]
     assert one.losses[1] < one.losses[0]
     assert list(one.directory.iterdir()) == [], "no file is written where none was asked for"
-    return one.losses
 
 
-def test_workers_read_the_file_for_themselves(train, alone):
-    ((one,), _) = train(1, ("--backend", "ddp", "--data", "h5", "--workers", "2", 16))
-    assert one.losses == pytest.approx(alone, rel=1e-5)
+def test_workers_read_the_file_for_themselves(alone):
+    one = alone[0]["workers"]
+    assert one.losses == pytest.approx(alone[0]["plain"].losses, rel=1e-5)
     assert [path.name for path in one.directory.iterdir()] == ["transformer.h5"]
 
 
-@pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_two_ranks_equal_one_and_the_trace_shows_data_and_allreduce(train, alone, capsys, backend):
-    plain = ("--backend", backend, "--profile", "profile")
-    runs = [(*plain, "--data", "memory", 8), (*plain, "--data", "h5", 8)]
-    found, _ = train(2, *runs)
-    for one, words in zip(found, runs, strict=True):
-        assert one.losses == pytest.approx(alone, rel=1e-4)
-        assert (one.directory / "transformer.h5").exists() == ("h5" in words)
-        check_traces(one.directory / "profile", ALLREDUCE[backend], capsys)
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_model_equals_one_that_is_not(alone):
+    assert alone[0]["inductor"].status == "0", alone[1]
+    assert alone[0]["inductor"].losses == pytest.approx(alone[0]["plain"].losses, rel=1e-4)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("backend", ["horovod", "ddp"])
-def test_a_compiled_model_on_two_ranks_equals_one_that_is_not(train, alone, capsys, backend):
-    ((one,), _) = train(2, ("--backend", backend, "--profile", "profile", "--data", "h5", "--compile", 8))
-    assert one.losses == pytest.approx(alone, rel=1e-4)
-    check_traces(one.directory / "profile", ALLREDUCE[backend], capsys)
+@pytest.mark.parametrize(("backend", "data", "compiled"), PAIR)
+def test_two_ranks_equal_one_and_the_trace_shows_data_and_allreduce(alone, pair, capsys, backend, data, compiled):
+    one = pair[backend, data, compiled]
+    assert one.losses == pytest.approx(alone[0]["plain"].losses, rel=1e-4)
+    assert (one.directory / "transformer.h5").exists() == (data == "h5")
+    names = check_traces(one.directory / "profile", ALLREDUCE[backend], capsys)
+    assert any(name.startswith(("Torch-Compiled Region", "CompiledFunction")) for name in names) == compiled
 
 
 def check_traces(directory, allreduce, capsys):
@@ -130,26 +170,18 @@ def check_traces(directory, allreduce, capsys):
         assert allreduce in [one["name"] for one in rank["communications"]]
         assert rank["memory"][0]["peak"] > 0
     assert found["skew"]["collectives"] >= 2
+    return {one["name"] for rank in found["ranks"] for one in rank["operators"]}
 
 
-def test_a_file_that_is_there_is_used_and_never_replaced(train, tmp_path):
-    path = tmp_path / "data.h5"
-    h5 = ("--data", "h5", "--data_file", str(path), "--backend", "ddp")
-    (first, again, other), said = train(1, (*h5, 16), (*h5, 16), (*h5, "--seed", "1", 16))
-    assert [first.status, again.status, other.status] == ["0", "0", "2"]
-    assert first.losses == again.losses
+def test_a_file_that_is_there_is_used_and_never_replaced(alone):
+    runs, said, path = alone
+    assert [runs[name].status for name in ("first", "again", "other")] == ["0", "0", "2"]
+    assert runs["first"].losses == runs["again"].losses == runs["workers"].losses
     assert said.count("holds other data") == 1
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path]
 
 
-def test_mistakes_are_one_sentence(train):
-    words = {
-        ("--heads", "3", 8): "cannot be shared by --heads 3",
-        ("--dropout", "1", 8): "--dropout must be below 1",
-        ("--dtype", "bfloat16", 8): "cannot average bfloat16",
-        (0,): "must be at least 1, got 0",
-    }
-    found, said = train(1, *words)
-    assert [one.status for one in found] == ["2"] * 4
-    for sentence in words.values():
-        assert sentence in said
+@pytest.mark.parametrize("sentence", MISTAKES.values())
+def test_mistakes_are_one_sentence(alone, sentence):
+    runs, said, _ = alone
+    assert runs[sentence].status == "2" and sentence in said

@@ -52,6 +52,57 @@ def test_every_layout_gives_the_same_samples(tmp_path, layout, memory_map):
     assert np.array_equal(found[-2][0], X[48])
 
 
+@pytest.mark.parametrize("chunks", [1, 7, 50])
+@pytest.mark.parametrize("dtype", ["<f4", ">i2", "?"])
+def test_chunks_of_whole_samples_are_read_without_the_library(tmp_path, chunks, dtype, monkeypatch):
+    """The library costs a read for each sample; of compressed chunks and cut samples it cannot be avoided."""
+    values = (X % 5).astype(dtype)
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(chunks, 2, 3), maxshape=(None, 2, 3))
+    found = HDF5Dataset(tmp_path / "d.h5", "x")
+    found[0]
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", None)
+    for indices in INDICES:
+        (x,) = found.batch(indices)
+        assert x.dtype.isnative and x.flags.writeable and np.array_equal(x, values[np.array(indices, int)])
+
+
+def test_chunks_that_were_never_written_hold_the_fill_value(tmp_path):
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", shape=(20, 2), dtype="f4", chunks=(4, 2), fillvalue=3)[5] = 1
+    assert HDF5Dataset(tmp_path / "d.h5", "x").batch([5, 6, 0, 19])[0][:, 1].tolist() == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"shuffle": True}, {"fletcher32": True}])
+def test_filtered_chunks_are_left_to_the_library(tmp_path, options):
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=X, chunks=(7, 2, 3), **options)
+    assert np.array_equal(HDF5Dataset(tmp_path / "d.h5", "x").batch([49, 0, 8])[0], X[[49, 0, 8]])
+
+
+def test_without_filters_only_the_samples_that_are_asked_for_are_read(tmp_path, monkeypatch):
+    """A chunk that is not compressed need not be read whole for two samples at its ends."""
+    write_hdf5(tmp_path / "d.h5", {"x": X}, chunks=25)
+    found, read, original = HDF5Dataset(tmp_path / "d.h5", "x", memory_map=False), [], h5py.Dataset.__getitem__
+
+    def counting(array, key):
+        values = original(array, key)
+        read.append(np.asarray(values).size // 6)
+        return values
+
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", counting)
+    assert np.array_equal(found.batch([24, 0, 30, 31])[0], X[[24, 0, 30, 31]])
+    assert read == [1, 1, 2]
+
+
+def test_a_file_that_is_shorter_than_its_chunks_is_refused(tmp_path):
+    write_hdf5(tmp_path / "d.h5", {"x": X}, chunks=7)
+    found = HDF5Dataset(tmp_path / "d.h5", "x")
+    (tmp_path / "d.h5").write_bytes((tmp_path / "d.h5").read_bytes()[:-600])
+    with pytest.raises(DataError):
+        found[49]
+
+
 def test_one_name_and_names_in_groups(path):
     alone = HDF5Dataset(path, "x")
     assert np.array_equal(alone[4], X[4]) and np.array_equal(alone.__getitems__([4, 2])[1], X[2])
@@ -165,6 +216,10 @@ def test_writing_is_all_or_nothing(path, tmp_path):
         write_hdf5(path, {"x": X}, chunks=0)
     with pytest.raises(DataError, match="cannot write"):
         write_hdf5(tmp_path / "none" / "d.h5", {"x": X})
+    with pytest.raises(InvalidArgumentError, match="'x' is a single value"):
+        write_hdf5(path, {"x": np.float64(3)}, chunks=1)
+    write_hdf5(path, {"x": X[:0], "y": [1, 2, 3]}, chunks=2)
+    assert len(HDF5Dataset(path, "x")) == 0 and HDF5Dataset(path, "y").batch([2, 0])[0].tolist() == [3, 1]
     write_hdf5(path, {"x": X}, chunks=9)
     with h5py.File(path) as file:
         assert file["x"].chunks == (9, 2, 3)

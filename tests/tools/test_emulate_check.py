@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from hvdkit import InvalidArgumentError
-from hvdkit.emulate import clock
+from hvdkit.emulate import clock, worker
 from hvdkit.emulate.check import EXACT, Values, split, storage
 from hvdkit.emulate.plan import DTYPES, Collective, Plan
 from hvdkit.emulate.run_job import Delay, Job, read, write
+from hvdkit.emulate.run_join import join
+from hvdkit.emulate.worker_files import Writer, head_of
 from hvdkit.emulate.worker_replay import Replay, WrongResultError
 
 
@@ -96,6 +98,16 @@ def test_no_element_is_left_out(index):
     assert values.wrong(broken, 0, 0).index == index
 
 
+def test_a_long_array_is_made_in_blocks_that_are_no_copies_of_each_other():
+    long, short = (Values("broadcast", count, "uint8", 2).given(0, 0) for count in (2_500_001, 1 << 20))
+    assert len(long) == 2_500_001
+    assert np.array_equal(long[: 1 << 20], short)
+    for start in (1 << 20, 2 << 20):
+        again = long[start : start + 400_000]
+        assert (again != long[:400_000]).mean() > 0.9
+        assert len(np.unique(again)) > 200
+
+
 def test_split_is_even():
     assert split(650, 4) == [163, 163, 162, 162]
     assert split(2, 3) == [1, 1, 0]
@@ -155,6 +167,15 @@ def test_a_job_is_read_as_it_was_written(tmp_path):
 
 
 # A trial
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_rank_says_where_it_is_and_whether_its_engine_overlaps(tmp_path, overlaps):
+    with Writer(tmp_path, 0, worker._head(Alone(overlaps), None)):
+        pass
+    joined = join(tmp_path, Plan((Collective("a", 3),)), 1)
+    assert (joined.placed, joined.overlapped) == ((1,), overlaps)
+    assert head_of(tmp_path, 0)["host"] == socket.gethostname()
 
 
 class Alone:
@@ -226,6 +247,20 @@ def test_a_wrong_result_names_rank_collective_trial_and_element(spoil):
     assert f"Rank 0 got a wrong result of allreduce {spoil[1]} ({name} of float32) in {when}: element 2 is" in str(
         found.value
     )
+
+
+@pytest.mark.parametrize("where", ["values", "engine"])
+def test_sizes_beyond_memory_are_a_mistake_in_one_sentence(monkeypatch, where):
+    def fail(*_, **__):
+        raise MemoryError("Unable to allocate 1 PiB")
+
+    engine = Alone()
+    if where == "values":
+        monkeypatch.setattr("hvdkit.emulate.worker_replay.Values", fail)
+    else:
+        engine.operation = fail
+    with pytest.raises(InvalidArgumentError, match=r"Rank 0 has no memory for the 48 bytes of a step \(Unable"):
+        replay(engine)
 
 
 def test_without_a_check_it_is_not_seen():

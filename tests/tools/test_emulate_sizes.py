@@ -441,7 +441,12 @@ def test_a_model_that_cannot_be_made_is_one_sentence(nets, factory, more, said):
 def test_a_mistake_in_a_model_is_bad_usage(capsys, monkeypatch):
     write_module("mistakes", MISTAKES, monkeypatch)
     err = sizes(capsys, "--model", "mistakes:broken", status=2)
-    assert "--model mistakes:broken" in err and "no such data set" in err and "Traceback" not in err and err.count("\n") == 1
+    assert (
+        "--model mistakes:broken" in err
+        and "no such data set" in err
+        and "Traceback" not in err
+        and err.count("\n") == 1
+    )
 
 
 KERAS = """

@@ -132,8 +132,8 @@ def test_what_ifs_move_the_efficiency_the_right_way(capsys, flags, better):
     ("arguments", "said"),
     [
         ((), "nothing to predict from"),
-        (("--fit", "net2.json", "--at", "0"), "2,8,512"),
-        (("--fit", "net2.json", "--at", "a"), "2,8,512"),
+        (("--fit", "net2.json", "--at", "0"), "numbers of ranks"),
+        (("--fit", "net2.json", "--at", "a"), "numbers of ranks"),
         (("--fit", "nowhere.json"), "nowhere.json"),
         (("--fit", "net2.json", "--step-ms", "-1"), "above 0"),
         (("--fit", "net2.json", "--step-ms", "nan"), "above 0"),
@@ -161,8 +161,17 @@ def test_other_files_are_refused(capsys, option):
 
 def test_a_plot_is_drawn(capsys):
     pytest.importorskip("matplotlib")
-    assert predicted(*NET, *WORK, "--at", "2,8,64", "--plot", "efficiency.svg") == 0
-    assert "<svg" in Path("efficiency.svg").read_text()
+    for name in ("a.svg", "b.SVG", "c.pdf"):
+        assert predicted(*NET, *WORK, "--at", "2,8,64", "--plot", name) == 0
+    assert "<svg" in Path("a.svg").read_text()
+    assert Path("a.svg").read_bytes() == Path("b.SVG").read_bytes()
+    assert Path("c.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_plot_that_cannot_be_is_refused_before_the_files_are_read(capsys):
+    Path("other.json").write_text("{}")
+    assert predicted("--fit", "other.json", *WORK, "--plot", "a.gif") == 2
+    assert "a.gif" in capsys.readouterr().err
 
 
 def test_no_path_or_host_is_in_the_output(capsys, folder):

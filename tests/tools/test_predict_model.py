@@ -7,7 +7,7 @@ import pytest
 from predict_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
 
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.predict import formulas, model
+from hvdkit.predict import fitting, formulas, model
 
 EVERYWHERE = [1, 2, 3, 4, 5, 8, 100, 1023, 1024, 100_000]
 
@@ -203,6 +203,20 @@ def test_one_number_of_ranks_is_told_to_be_too_few():
     assert "overhead_s" not in costs.network.parameters()
     assert any("one number of ranks" in note for note in costs.notes)
     assert costs.allreduce_s(1 << 20, 3).value == pytest.approx(seconds("ring", 1 << 20, 3), rel=0.05)
+
+
+def test_two_numbers_of_ranks_are_not_called_one_where_they_tell_no_overhead():
+    slow = {"overhead": 100 * OVERHEAD, "alpha": 100 * ALPHA, "beta": 100 * BETA}
+    costs = model.fit([results(2), results(3, **slow)])  # of three ranks only that they wait for a core
+    assert "overhead_s" not in costs.network.parameters()
+    assert not any("one number of ranks" in note for note in costs.notes)
+    assert any("do not tell what a call costs" in note for note in costs.notes)
+
+
+def test_an_interval_holds_its_value_and_one_value_has_none():
+    assert fitting.estimated(1.0, np.linspace(2, 3, 100)).low == 1.0
+    assert fitting.estimated(4.0, np.linspace(2, 3, 100)).high == 4.0
+    assert fitting.estimated(2.0, np.full(100, 2.0)).low is None
 
 
 @pytest.mark.parametrize(

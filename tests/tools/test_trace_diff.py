@@ -72,6 +72,10 @@ def test_the_command(tmp_path, capsys):
     assert run(["trace", "diff", str(a), str(b)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("aten::mm"))
     assert "+10.4" in line and not line.rstrip().endswith("?")
+    few = training(tmp_path / "few.json", [90], steps=1)
+    assert run(["trace", "diff", str(a), str(few)]) == 0
+    out = capsys.readouterr().out
+    assert "(?): fewer than 4 steps on a side" in out and ": 1 step (3)," in out
     assert run(["trace", "diff", str(a), str(b), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["operators"][0]["name"] == "aten::mm"
     assert run(["trace", "diff", str(a)]) == 2

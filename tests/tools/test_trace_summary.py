@@ -203,6 +203,15 @@ def test_two_files_of_one_rank_and_empty_directories_are_refused(tmp_path):
         summarize([tmp_path / "empty"])
 
 
+def test_traces_of_jobs_of_different_size_are_not_one_run(tmp_path):
+    first = write(tmp_path / "trace-0-of-4.json", step(0, 0, 10), wait(0, 5))
+    second = write(tmp_path / "trace-1-of-2.json", step(0, 0, 10), wait(0, 5))
+    with pytest.raises(InvalidArgumentError, match=r"not of one run: .*of 4 ranks and .*of 2 ranks"):
+        summarize([first, second])
+    nameless = write(tmp_path / "rank1.json", step(0, 0, 10), wait(0, 5))  # which says no size fits any
+    assert [rank.rank for rank in summarize([first, nameless]).ranks] == [0, 1]
+
+
 def test_intervals_against_a_grid():
     """Sets of time on a grid of whole numbers, where counting cells gives the answer."""
     random = np.random.default_rng(3)
@@ -247,3 +256,4 @@ def test_names_from_a_file_do_not_reach_the_terminal_as_orders(tmp_path, capsys)
     assert run(["trace", "summary", str(path)]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "[bold]" in out
+    assert "no steps, 1 event in t.json" in out

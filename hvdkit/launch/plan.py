@@ -99,14 +99,13 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
 
 
 def _recorded(
-    request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
+    directory: Path, request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
 ) -> tuple[Command, list[Setting]]:
     """The command with the recorder of MPI calls preloaded into it alone, not into the launcher."""
     before = request.variables.get("LD_PRELOAD", environ.get("LD_PRELOAD", ""))
     words = recording.words(facts.mpi_recorder or Path(library.NAME), before)
     script = None if command.script is None else command.script + len(words)
-    assert request.mpi_profile is not None  # noqa: S101
-    variables = recording.variables(request.mpi_profile, wait=request.mpi_profile_wait)
+    variables = recording.variables(directory, wait=request.mpi_profile_wait)
     settings = [
         Setting("--mpi-profile: each rank writes what it called there", variables=variables),
         Setting("--mpi-profile: the recorder stands between the ranks and their MPI; not in the launcher", words),
@@ -221,7 +220,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
             )
         )
     if request.mpi_profile is not None:
-        command, recorded = _recorded(request, facts, command, environ)
+        command, recorded = _recorded(request.mpi_profile, request, facts, command, environ)
         settings += recorded
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))

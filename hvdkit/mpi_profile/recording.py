@@ -8,9 +8,7 @@ from pathlib import Path
 
 from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.install.here import cache_directory
-from hvdkit.mpi_profile import library, reading
-from hvdkit.mpi_profile.comparison import missing_text
-from hvdkit.mpi_profile.model import HVDKIT
+from hvdkit.mpi_profile import library
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer reads."""
@@ -90,11 +88,13 @@ def outcome(directory: Path, before: Mapping[Path, int]) -> str:
             "no rank wrote an MPI profile: none started MPI, as under Gloo, or the program is linked with another MPI "
             "than the launcher's."
         )
+    from hvdkit.mpi_profile import reading  # not at the top: every launch would pay for it
+    from hvdkit.mpi_profile.comparison import missing_text
+
     try:
         profile = reading.read(files)
     except HvdkitError as error:
         return f"the MPI profile cannot be read: {error}"
-    assert profile.source == HVDKIT  # noqa: S101
     missing = f" {missing_text(profile)}" if profile.missing else ""
     ranks = "1 rank" if len(profile.ranks) == 1 else f"{len(profile.ranks)} ranks"
     return f"MPI profile of {ranks}; look at it with 'hvdkit mpi-profile show {directory}'.{missing}"

@@ -11,8 +11,16 @@ from hvdkit.memory import terms
 
 NETS = str(Path(__file__).parent / "memory_nets.py")
 TRILLION = ["--parameters", "1e12", "--dtype", "float16", "--layers", "120", "--sequence", "2048", "--hidden", "12288"]
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch (`make test`)")
-needs_keras = pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="needs keras (`make test`)")
+
+
+def live(framework):
+    """A test that makes a model of this framework in a process of its own: seconds each, not for the inner loop."""
+    missing = importlib.util.find_spec(framework) is None
+    skipped = pytest.mark.skipif(missing, reason=f"needs {framework} (`make test` installs all)")
+    return lambda test: pytest.mark.parallel(skipped(test))
+
+
+needs_torch, needs_keras = live("torch"), live("keras")
 
 
 def found(capsys, *words, status=0):

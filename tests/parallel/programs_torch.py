@@ -178,8 +178,10 @@ def buckets() -> dict[str, Any]:
 
     ones, found = torch.ones(1, 2), {}
     model, optimizer = make()
-    (model[0](own * ones) + (model[1](own * ones) if world.is_root else 0)).sum().backward()
-    optimizer.step()
+    for trained in (True, world.is_root):
+        optimizer.zero_grad()
+        (model[0](own * ones) + (model[1](own * ones) if trained else 0)).sum().backward()
+        optimizer.step()
     found["missing on a rank"] = updates(model)
 
     model, optimizer = make()

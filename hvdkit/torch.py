@@ -193,13 +193,7 @@ def distribute(
         raise InvalidArgumentError(
             "this optimizer is distributed already; call distribute once, its gradients are averaged."
         )
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in owned]
-    if len(named) < len(owned):
-        raise InvalidArgumentError(
-            f"the optimizer holds {len(owned)} parameters, {len(named)} of them in the model; make the optimizer from "
-            "this model's parameters(), after moving the model to its device."
-        )
+    named = _named_parameters(optimizer, model)
     chosen = hvd.global_process_set if process_set is None else process_set
     if hvd.size() > 1:  # else Horovod leaves Adasum out
         options.require_possible(chosen.size(), all_ranks=chosen.process_set_id == 0, over_mpi=hvd.mpi_enabled())
@@ -221,6 +215,17 @@ def distribute(
     distributed.defaults = optimizer.defaults
     distributed.state.update(optimizer.state)
     return cast(torch.optim.Optimizer, distributed)
+
+
+def _named_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in owned]
+    if len(named) < len(owned):
+        raise InvalidArgumentError(
+            f"the optimizer holds {len(owned)} parameters, {len(named)} of them in the model; make the optimizer from "
+            "this model's parameters(), after moving the model to its device."
+        )
+    return named
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ The time of one allreduce is linear in what is looked for::
 
     overhead + alpha * messages + G(moved) + gamma * reduced
 
-G is a line through 0 with slope beta, or, where the measurements clearly ask for it, has up to three such pieces:
-buffers, protocols and rate limits that let a burst pass change the cost of a byte with the size. (That the parameters
-depend on the size is the idea of parameterised LogP: Kielmann, Bal, Verstoep, IPDPS workshops 2000, LNCS 1800.)
+G is a line through 0 with slope beta, or, where the measurements clearly ask for it, has up to three such pieces, of
+which the later ones may begin with a step upwards: buffers, protocols and rate limits that let a burst pass change the
+cost of a byte with the size, or cost a time once. (That the parameters depend on the size is the idea of parameterised
+LogP: Kielmann, Bal, Verstoep, IPDPS workshops 2000, LNCS 1800.)
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ _ROUNDS = 12
 _NOISE = 0.005
 """Relative error that is not worth a parameter."""
 _CLEARLY = 6.0
-"""What the Bayesian information criterion must gain before one more piece or another algorithm is believed."""
+"""What the Bayesian information criterion must gain before one more piece, a step or another algorithm is believed."""
 _TOLD_APART = 0.05
 """Share of a column that must be its own before its coefficient is looked for."""
 _KNOTS = 8
 _NEAREST = 8
+OVERHEAD, ALPHA, GAMMA, FIRST_SLOPE = range(4)
+"""Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
 Array = NDArray[np.float64]
 
 
@@ -76,16 +79,16 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Coefficients, in the order overhead, alpha, the slopes of the pieces, gamma.
+    """Coefficients, in the order overhead, alpha, gamma, the slopes of the pieces, the steps between them.
 
     Attributes:
         algorithm: what the library's choice behaves like; "ring" where nothing but rings was measured.
         knots: where the pieces begin, in bytes, the first at 0.
-        best: from the measurements, shape (3 + pieces,).
-        draws: from their resamples, shape (DRAWS, 3 + pieces).
+        best: from the measurements, shape (2 + 2 pieces,).
+        draws: from their resamples, shape (DRAWS, 2 + 2 pieces).
         misfit: how far measurements are off the formula.
         residuals: measured / fitted - 1, by cell.
-        told: which coefficients the measurements tell, shape (3 + pieces,); the others are 0.
+        told: which coefficients the measurements tell, shape (2 + 2 pieces,); the others are 0.
         rivals: algorithms that fit about as well.
     """
 
@@ -103,6 +106,7 @@ class Fitted:
 class _Candidate:
     algorithm: str
     knots: tuple[float, ...]
+    extras: int
     matrix: Array
     told: NDArray[np.bool_]
     best: Array
@@ -110,10 +114,21 @@ class _Candidate:
 
 
 def features(terms: Terms, knots: Sequence[float]) -> Array:
-    """What is multiplied with the coefficients, shape (3 + pieces,)."""
+    """What is multiplied with the coefficients, shape (2 + 2 pieces,)."""
     ends = (*knots[1:], np.inf)
     pieces = [max(0.0, min(terms.moved, end) - start) for start, end in zip(knots, ends, strict=True)]
-    return np.array([float(terms.messages > 0), terms.messages, *pieces, terms.reduced])
+    steps = [float(terms.moved > knot) for knot in knots[1:]]
+    return np.array([float(terms.messages > 0), terms.messages, terms.reduced, *pieces, *steps])
+
+
+def slopes(knots: Sequence[float]) -> slice:
+    """The columns of the pieces' slopes, in s/byte."""
+    return slice(FIRST_SLOPE, FIRST_SLOPE + len(knots))
+
+
+def steps(knots: Sequence[float]) -> slice:
+    """The columns of the steps, in s."""
+    return slice(FIRST_SLOPE + len(knots), None)
 
 
 def fit(
@@ -162,25 +177,26 @@ def _of_one(cells: Sequence[Cell], medians: Array, algorithm: str, terms: Callab
     counted = [terms(cell, algorithm) for cell in cells]
     moved = np.array([one.moved for one in counted])
     best: _Candidate | None = None
-    for knots in _knots(moved):
+    for knots, stepped in _pieces(moved):
         matrix = np.array([features(one, knots) for one in counted])
-        told = _told(matrix / medians[:, None])
+        told = _told(matrix / medians[:, None], knots, stepped)
         solution = solve(matrix[:, told] / medians[:, None])
         whole = np.zeros(matrix.shape[1])
         whole[told] = solution
         errors = matrix @ whole / medians - 1
         parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
         score = len(cells) * np.log(_loss(errors) + _NOISE**2) + parameters * np.log(len(cells))
-        if best is None or score < best.score - _CLEARLY * (len(knots) - len(best.knots)):
-            best = _Candidate(algorithm, knots, matrix, told, whole, float(score))
+        extras = len(knots) - 1 + int(stepped)
+        if best is None or score < best.score - _CLEARLY * (extras - best.extras):
+            best = _Candidate(algorithm, knots, extras, matrix, told, whole, float(score))
     if best is None:
         raise ValueError("there is nothing to fit")
     return best
 
 
-def _knots(moved: Array) -> Iterator[tuple[float, ...]]:
-    """Where pieces may begin: each holds three measurements of two sizes or more."""
-    yield (0.0,)
+def _pieces(moved: Array) -> Iterator[tuple[tuple[float, ...], bool]]:
+    """Where pieces may begin, and whether with a step: each holds three measurements of two sizes or more."""
+    yield (0.0,), False
     values = np.unique(moved)
     if len(values) < 4:
         return
@@ -190,14 +206,15 @@ def _knots(moved: Array) -> Iterator[tuple[float, ...]]:
             edges = (0.0, *map(float, chosen), np.inf)
             held = [moved[(moved > low) & (moved <= high)] for low, high in itertools.pairwise(edges)]
             if all(len(one) >= 3 and len(np.unique(one)) >= 2 for one in held):
-                yield edges[:-1]
+                yield edges[:-1], False
+                yield edges[:-1], True
 
 
-def _told(relative: Array) -> NDArray[np.bool_]:
-    """Which columns the measurements tell apart: alpha and the slopes first, then the overhead, then gamma."""
-    last = relative.shape[1] - 1
-    told = np.zeros(last + 1, dtype=bool)
-    for column in (*range(2, last), 1, 0, last):
+def _told(relative: Array, knots: tuple[float, ...], stepped: bool) -> NDArray[np.bool_]:
+    """Which columns the measurements tell apart: slopes and steps first, then alpha, then the overhead, then gamma."""
+    columns = range(relative.shape[1])
+    told = np.zeros(len(columns), dtype=bool)
+    for column in (*columns[slopes(knots)], *(columns[steps(knots)] if stepped else ()), ALPHA, OVERHEAD, GAMMA):
         wanted = relative[:, column]
         size = float(np.linalg.norm(wanted))
         if size == 0 or int(told.sum()) >= len(relative):

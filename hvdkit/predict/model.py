@@ -12,9 +12,10 @@ import numpy as np
 from hvdkit.bench.intervals import Estimate
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.predict import fitting, formulas
-from hvdkit.predict.fitting import Array, Cell, Misfit, estimated
+from hvdkit.predict.fitting import Array, Cell, estimated
 from hvdkit.predict.formulas import Terms
-from hvdkit.units import bytes_text
+from hvdkit.predict.link import Link, untold
+from hvdkit.units import bytes_text, duration_text
 
 if TYPE_CHECKING:
     from hvdkit.emulate.results import Results
@@ -25,52 +26,6 @@ MOST_RANKS = 1_000_000
 _LIKELY = ("ring", "rabenseifner", "recursive_doubling", "tree")
 """What a library's choice may be; where several fit, the first: libraries use it for large messages."""
 _GIVE_NETWORK = "give the network's own with --alpha-us and --bandwidth-gbit"
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a level costs: the memory of a host, or the network between hosts.
-
-    Attributes:
-        algorithm: the formula of ``formulas.FLAT`` that belongs to it.
-        knots: where the pieces of the cost of a byte begin, in bytes.
-        best: overhead s, alpha s, slopes s/byte, gamma s/byte; shape (3 + pieces,).
-        draws: the same from resamples, shape (fitting.DRAWS, 3 + pieces).
-        misfit: how far measurements are off the formula; None where nothing was measured.
-        told: which coefficients the measurements tell; the others are 0.
-        residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
-        rivals: algorithms that fit about as well.
-    """
-
-    algorithm: str
-    knots: tuple[float, ...]
-    best: Array
-    draws: Array
-    misfit: Misfit | None
-    told: tuple[bool, ...]
-    residuals: tuple[float, ...] = ()
-    rivals: tuple[str, ...] = ()
-
-    def seconds(self, terms: Terms) -> tuple[float, Array]:
-        """The time of an allreduce with these terms: the best one, and by draw, shape (fitting.DRAWS,)."""
-        row = fitting.features(terms, self.knots)
-        factors = 1.0 if self.misfit is None else self.misfit.factors(terms.moved)
-        return float(self.best @ row), np.asarray(self.draws @ row * factors)
-
-    def parameters(self) -> dict[str, Estimate]:
-        """Overhead and alpha in s, beta of the largest messages and gamma in s/byte; only those that are known."""
-        columns = {"overhead_s": 0, "alpha_s": 1, "beta_s_per_byte": -2, "gamma_s_per_byte": -1}
-        return {
-            name: estimated(float(self.best[column]), self.draws[:, column])
-            for name, column in columns.items()
-            if self.told[column]
-        }
-
-    def faster(self, times: float) -> Link:
-        """The level with links that carry ``times`` as many bytes in a second; messages start no sooner."""
-        scale = np.ones(len(self.best))
-        scale[2:-1] = 1 / times
-        return replace(self, best=self.best * scale, draws=self.draws * scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +85,7 @@ class CostModel:
         Source: Patarasuk, Yuan 2009, section 2.
         """
         _check(nbytes, ranks)
-        return formulas.ring(nbytes, ranks).moved * float(self._link(ranks).best[2:-1].min()) if ranks > 1 else 0.0
+        return formulas.ring(nbytes, ranks).moved * self._link(ranks).least_s_per_byte() if ranks > 1 else 0.0
 
     def hosts(self, ranks: int) -> int:
         """How many hosts hold so many ranks."""
@@ -185,13 +140,11 @@ class CostModel:
                     f"no network was measured, and of its two numbers {missing} is missing: give both --alpha-us and "
                     "--bandwidth-gbit."
                 )
-            network = _untold(self.host)
+            network = untold(self.host)
         if bytes_per_s is not None:
-            network = _with_columns(network, (0.0,), network.best[:2], network.draws[:, :2], 1 / bytes_per_s)
+            network = network.with_bandwidth(bytes_per_s)
         if alpha_s is not None:
-            best, draws = network.best.copy(), network.draws.copy()
-            best[1] = draws[:, 1] = alpha_s
-            network = replace(network, best=best, draws=draws, told=(network.told[0], True, *network.told[2:]))
+            network = network.with_alpha(alpha_s)
         return replace(self, network=network)
 
     def with_faster_links(self, times: float) -> CostModel:
@@ -213,7 +166,7 @@ class CostModel:
         return {
             "algorithm": self.algorithm,
             "ppn": self.ppn,
-            "levels": {name: None if link is None else _link_json(link) for name, link in levels.items()},
+            "levels": {name: None if link is None else link.as_json() for name, link in levels.items()},
         }
 
 
@@ -322,25 +275,25 @@ def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
     if not all(cell.ring for cell in cells):
         others = f"; {', '.join(link.rivals)} fit about as well, and predict otherwise" if link.rivals else ""
         notes.append(f"The library's allreduce {where} behaves like {link.algorithm}{others}.")
-    if not link.told[0] and len({cell.ranks for cell in cells}) > 1:
+    if not link.told[fitting.OVERHEAD] and len({cell.ranks for cell in cells}) > 1:
         notes.append(
             f"The times measured {where} do not tell what a call costs from what each message costs, so all of it is "
             "taken to grow with the ranks; measure more often, on a machine that does nothing else."
         )
-    elif not link.told[0]:
+    elif not link.told[fitting.OVERHEAD]:
         notes.append(
             f"Measured {where} with one number of ranks: what a call costs cannot be told from what each message "
             "costs, so all of it grows with the ranks; measure with a second number of ranks."
         )
-    if not link.told[-1]:
+    if not link.told[fitting.GAMMA]:
         notes.append(
             f"The time of the sums {where} is part of the time of a byte: one algorithm does not tell them apart."
         )
     if len(link.knots) > 1:
-        pieces = zip(link.knots, link.best[2:-1], strict=True)
         rates = [
             f"{f'{8e-9 / slope:.3g} Gbit/s' if slope else 'nothing measurable'} from {bytes_text(at)} on"
-            for at, slope in pieces
+            + (f" and {duration_text(1e6 * step)} once" if step else "")
+            for at, slope, step in link.pieces()
         ]
         notes.append(f"What moving a byte costs {where} changes with the size: {', '.join(rates)}.")
     if min(len(cell.seconds) for cell in cells) < 5:
@@ -348,46 +301,8 @@ def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
     return notes
 
 
-def _untold(host: Link | None) -> Link:
-    """A network without alpha and beta; the overhead of a call and the time of sums are the host's, if known."""
-    best, draws = np.zeros(4), np.zeros((fitting.DRAWS, 4))
-    told = (False, False, False, False)
-    if host is not None:
-        for column in (0, -1):
-            best[column], draws[:, column] = host.best[column], host.draws[:, column]
-        told = (host.told[0], False, False, host.told[-1])
-    return Link(formulas.RING if host is None else host.algorithm, (0.0,), best, draws, None, told)
-
-
-def _with_columns(link: Link, knots: tuple[float, ...], best: Array, draws: Array, beta: float) -> Link:
-    """The link with one slope instead of its own."""
-    count = len(draws)
-    return replace(
-        link,
-        knots=knots,
-        best=np.array([*best, beta, link.best[-1]]),
-        draws=np.column_stack([draws, np.full(count, beta), link.draws[:, -1]]),
-        told=(*link.told[:2], True, link.told[-1]),
-    )
-
-
 def _check(nbytes: float, ranks: int) -> None:
     if isinstance(ranks, bool) or int(ranks) != ranks or not 1 <= ranks <= MOST_RANKS:
         raise InvalidArgumentError(f"the number of ranks is {ranks!r}; expected a whole number from 1 to {MOST_RANKS}.")
     if not 0 <= nbytes < math.inf:
         raise InvalidArgumentError(f"the size is {nbytes!r} bytes; expected a number of at least 0.")
-
-
-def _link_json(link: Link) -> dict[str, Any]:
-    return {
-        "algorithm": link.algorithm,
-        "rivals": list(link.rivals),
-        "parameters": {
-            name: {"value": one.value, "low": one.low, "high": one.high} for name, one in link.parameters().items()
-        },
-        "pieces": [
-            {"from_bytes": knot, "s_per_byte": float(slope)}
-            for knot, slope in zip(link.knots, link.best[2:-1], strict=True)
-        ],
-        "residuals": list(link.residuals),
-    }

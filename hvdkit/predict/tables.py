@@ -13,7 +13,8 @@ from rich.table import Table
 
 from hvdkit.bench.intervals import CONFIDENCE, Estimate
 from hvdkit.bench.tables import interval
-from hvdkit.predict.model import HOST, NETWORK, CostModel, Link
+from hvdkit.predict.link import Link
+from hvdkit.predict.model import HOST, NETWORK, CostModel
 from hvdkit.predict.prediction import Row
 
 VERSION = 1

@@ -117,6 +117,39 @@ def test_a_byte_that_costs_more_beyond_a_burst_is_found():
         assert costs.allreduce_s(nbytes, 4).value >= costs.bound_s(nbytes, 4) * (1 - 1e-9)
 
 
+def stepped(_true, nbytes, n):
+    """Half a megabyte passes at once; what is more waits for the link, and so does its first half megabyte."""
+    moved = formulas.ring(nbytes, n).moved
+    return OVERHEAD + (1e-9 * moved if moved < 1 << 19 else 4e-3 + 8e-9 * (moved - (1 << 19)))
+
+
+def test_a_step_in_the_cost_of_bytes_is_found_and_the_slope_behind_it_is_not_bent():
+    costs = fitted(2, 3, time=stepped, noise=0.01)
+    (_, _, none), (begins, slope, step) = costs.network.pieces()
+    assert none == 0 and (1 << 18) < begins < (1 << 20)
+    assert slope == pytest.approx(8e-9, rel=0.03) and step > 1e-3
+    for nbytes in (1 << 16, 1 << 22, 1 << 24):
+        assert costs.allreduce_s(nbytes, 4).value == pytest.approx(stepped("", nbytes, 4), rel=0.1)
+    assert any(" Gbit/s from 0 B on" in note and note.endswith(" ms once.") for note in costs.notes)
+    known = costs.as_json()["levels"]["network"]["pieces"]
+    assert [one["s_once"] for one in known] == [0, step]
+
+
+def test_faster_links_shorten_bytes_but_not_the_step():
+    costs = fitted(2, 3, time=stepped, noise=0.01)
+    faster = costs.with_faster_links(10)
+    ((_, _, _), (_, slope, step)), (_, (_, shorter, same)) = costs.network.pieces(), faster.network.pieces()
+    assert shorter == pytest.approx(slope / 10) and same == step
+
+
+def test_a_bandwidth_that_is_told_takes_the_place_of_all_pieces():
+    costs = fitted(2, 3, time=stepped, noise=0.01)
+    told = costs.with_network(None, 1e10)
+    assert list(told.network.pieces()) == [(0.0, 1e-10, 0.0)]
+    other = (costs.network.parameters()[name].value for name in ("overhead_s", "alpha_s"))
+    assert told.allreduce_s(1 << 24, 2).value <= 1e-10 * (1 << 24) + sum(other) * 2
+
+
 def test_one_rank_takes_no_time():
     costs = fitted(2, 3)
     for algorithm in (None, *formulas.FLAT):

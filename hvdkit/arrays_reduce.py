@@ -56,8 +56,11 @@ class Reduce:
         self._head_message = arrays_mpi.message(self._head)
         self._mean = 1.0 / self._size if options.op == "average" else 1.0
         self._mean_of_type = np.asarray(self._mean, dtype=self._payload.dtype)
+        self._allreduce = comm.Allreduce
         one_pass = options.backward_passes_per_step == 1
-        self._at_once = self._layout.views if self._short and one_pass and self._size > 1 else _NEVER
+        at_once = self._short and one_pass and self._size > 1 and self._layout.gives_views
+        self._at_once = self._layout.views if at_once else _NEVER
+        self._head_is_zero = False
         self._passes, self._weights, self._own = 0, 0.0, 1.0
         self._failure: Exception | None = None
         self._pending: Pending | None = None
@@ -97,13 +100,15 @@ class Reduce:
             AgreementError: it failed on another rank, or only some ranks gave a weight; none is left waiting.
         """
         if gradients is self._at_once and weight is None and self._pending is None:  # all of the below, in short
-            self._head.fill(0)
+            if not self._head_is_zero:
+                self._head.fill(0)
             step_times.ready()
-            self._comm.Allreduce(self._in_place, self._message)
-            if self._head[_UNUSUAL] == 0 and self._layout.gives_views:
+            self._allreduce(self._in_place, self._message)
+            self._head_is_zero = self._head.item(_UNUSUAL) == 0  # who writes elsewhere in the head writes there, too
+            if self._head_is_zero:
                 if self._mean != 1.0:
-                    np.multiply(self._payload, self._mean_of_type, out=self._payload)
-                return self._layout.views
+                    np.multiply(self._payload, self._mean_of_type, self._payload)
+                return self._at_once
             self._failure = None
             self._scale_short()
             return self._results()
@@ -135,6 +140,7 @@ class Reduce:
             )
         if self._passes == 0:
             self._head.fill(0)
+            self._head_is_zero = False  # from here on other ranks may write to it
             self._failure = None
         try:
             self._check(weight)

@@ -209,6 +209,36 @@ def test_gradients_in_the_buffers_are_not_copied(length):
             assert_equal(found, mean(2))
 
 
+def test_an_unusual_step_leaves_nothing_behind_for_the_usual_ones_after_it(length):
+    """Steps of one job: weights, gradients missing on a rank, a rank that fails; a usual one before and after each."""
+
+    def rank(comm):
+        reduce = make(comm, parameters())
+        mine, found = gradients(comm.rank), []
+        without = {**mine, "w": None}
+
+        def usual():
+            for name, one in mine.items():
+                reduce.buffers[name][...] = one
+            found.append({name: np.array(one) for name, one in reduce(reduce.buffers).items()})
+
+        usual()
+        reduce(mine, weight=1 + comm.rank)
+        usual()
+        reduce(without if comm.rank == 0 else reduce.buffers)
+        usual()
+        usual()  # what stays in two heads adds up
+        with pytest.raises((AgreementError, InvalidArgumentError)):
+            reduce({**mine, "w": np.zeros(1)} if comm.rank == 1 else reduce.buffers)
+        usual()
+        return found
+
+    for of_rank in on_ranks(2, rank):
+        assert len(of_rank) == 5
+        for one in of_rank:
+            assert_equal(one, mean(2))
+
+
 def test_each_type_is_sent_once_and_short_ones_with_their_head():
     def rank(comm):
         reduce = make(comm, parameters())

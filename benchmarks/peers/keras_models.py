@@ -33,6 +33,6 @@ def loss_of():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def trained(model):
+def weights_of(model):
     """The weights that training changes, as arrays."""
     return [variable.numpy() for variable in model.trainable_variables]

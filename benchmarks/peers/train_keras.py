@@ -2,17 +2,17 @@
 
 import keras
 import tensorflow as tf
-from keras_models import loss_of, make_model, make_optimizer, one_thread, trained
+from keras_models import loss_of, make_model, make_optimizer, one_thread, weights_of
 from rank import Clock, parse, place
 
 
-class StepTimes(keras.callbacks.Callback):
-    def __init__(self, clock):
+class AfterEachStep(keras.callbacks.Callback):
+    def __init__(self, step_done):
         super().__init__()
-        self.clock = clock
+        self.step_done = step_done
 
     def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002
-        self.clock.step_done()
+        self.step_done()
 
 
 def with_hvdkit(name):
@@ -48,15 +48,23 @@ def alone(name):
 VARIANTS = {"hvdkit": with_hvdkit, "horovod": with_horovod, "alone": alone}
 
 
+def steps_of(job, rank, model, optimizer, callbacks):
+    """A function that trains so many steps, and calls another after each."""
+    model.compile(optimizer, loss_of(), jit_compile=False)
+    data = tf.data.Dataset.from_tensor_slices(job.data(rank)).batch(job.batch_size).repeat()
+
+    def train(count, step_done):
+        model.fit(data, steps_per_epoch=count, epochs=1, verbose=0, callbacks=[*callbacks, AfterEachStep(step_done)])
+
+    return train
+
+
 def main():
     job = parse(VARIANTS)
     rank, size, model, optimizer, callbacks = VARIANTS[job.variant](job.model)
-    model.compile(optimizer, loss_of(), jit_compile=False)
     clock = Clock(job, rank, size)
-    data = tf.data.Dataset.from_tensor_slices(job.data(rank)).batch(job.batch_size).repeat()
-    total = job.warm_up + job.steps
-    model.fit(data, steps_per_epoch=total, epochs=1, verbose=0, callbacks=[*callbacks, StepTimes(clock)])
-    clock.write(trained(model))
+    steps_of(job, rank, model, optimizer, callbacks)(job.warm_up + job.steps, clock.step_done)
+    clock.write(weights_of(model))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One rank of a TensorFlow variant of ``peers.py``: a ``tf.function`` for each step."""
 
 import tensorflow as tf
-from keras_models import loss_of, make_model, make_optimizer, one_thread, trained
+from keras_models import loss_of, make_model, make_optimizer, one_thread, weights_of
 from rank import BATCHES, Clock, parse, place
 
 
@@ -83,15 +83,24 @@ def alone(name):
 VARIANTS = {"hvdkit": with_hvdkit, "horovod": with_horovod, "peer": with_strategy, "alone": alone}
 
 
+def steps_of(job, rank, _model, train_step):
+    """A function that trains so many steps, and calls another after each."""
+    x, y = (tf.split(tf.constant(array), BATCHES) for array in job.data(rank))
+
+    def train(count, step_done):
+        for number in range(count):
+            train_step(x[number % BATCHES], y[number % BATCHES]).numpy()
+            step_done()
+
+    return train
+
+
 def main():
     job = parse(VARIANTS)
     rank, size, model, train_step = VARIANTS[job.variant](job.model)
-    x, y = (tf.split(tf.constant(array), BATCHES) for array in job.data(rank))
     clock = Clock(job, rank, size)
-    for number in range(job.warm_up + job.steps):
-        train_step(x[number % BATCHES], y[number % BATCHES]).numpy()
-        clock.step_done()
-    clock.write(trained(model))
+    steps_of(job, rank, model, train_step)(job.warm_up + job.steps, clock.step_done)
+    clock.write(weights_of(model))
 
 
 if __name__ == "__main__":

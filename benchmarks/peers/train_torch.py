@@ -77,23 +77,36 @@ def with_buckets(name):
 VARIANTS = {"hvdkit": with_hvdkit, "buckets": with_buckets, "horovod": with_horovod, "peer": with_ddp, "alone": alone}
 
 
-def main():
-    job = parse(VARIANTS)
-    rank, size, model, optimizer = VARIANTS[job.variant](job.model)
+def steps_of(job, rank, model, optimizer):
+    """A function that trains so many steps, and calls another after each."""
     x, y = map(torch.from_numpy, job.data(rank))
     if x.dim() == 4:
         x = x.permute(0, 3, 1, 2).contiguous()
     batches = list(zip(x.split(job.batch_size), y.split(job.batch_size), strict=True))
     loss_of = nn.CrossEntropyLoss()
+
+    def train(count, step_done):
+        for number in range(count):
+            images, labels = batches[number % BATCHES]
+            optimizer.zero_grad()
+            loss_of(model(images), labels).backward()
+            optimizer.step()
+            step_done()
+
+    return train
+
+
+def weights_of(model):
+    return [parameter.detach().numpy() for parameter in model.parameters()]
+
+
+def main():
+    job = parse(VARIANTS)
+    rank, size, model, optimizer = VARIANTS[job.variant](job.model)
     torch.manual_seed(rank)
     clock = Clock(job, rank, size)
-    for number in range(job.warm_up + job.steps):
-        images, labels = batches[number % BATCHES]
-        optimizer.zero_grad()
-        loss_of(model(images), labels).backward()
-        optimizer.step()
-        clock.step_done()
-    clock.write([parameter.detach().numpy() for parameter in model.parameters()])
+    steps_of(job, rank, model, optimizer)(job.warm_up + job.steps, clock.step_done)
+    clock.write(weights_of(model))
     if job.variant == "peer":
         torch.distributed.destroy_process_group()
 

@@ -10,9 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-
-from hvdkit.errors import InstallError
 
 
 @dataclass(frozen=True)
@@ -159,15 +156,13 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         "  }\n",
         new="  {\n"
         "    std::unique_lock<std::mutex> lock(cycle_mutex);\n"
-        "    auto wanted = [] { return cycle_requested || cycle_waiters > 0; };\n"
         "    if (sleep_duration > std::chrono::steady_clock::duration::zero()) {\n"
-        "      cycle_wanted.wait_for(lock, sleep_duration, wanted);\n"
+        "      cycle_wanted.wait_for(lock, sleep_duration, [] { return cycle_waiters > 0; });\n"
         "    }\n"
-        "    cycle_requested = false;\n"
         "  }\n",
         when=FASTER,
         why="The background thread sleeps out its cycle (1 ms) even while the training waits for it; now it starts at "
-        "once when a thread waits for a result or a whole group of tensors has been handed over.",
+        "once while a thread waits for a result or a whole group of tensors has been handed over.",
     ),
     Adjustment(
         name="cycle-on-request-functions",
@@ -176,15 +171,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         new="namespace common {\n\n"
         "static std::mutex cycle_mutex;\n"
         "static std::condition_variable cycle_wanted;\n"
-        "static bool cycle_requested = false;\n"
         "static int cycle_waiters = 0;\n\n"
-        "static void RequestCycle() {\n"
-        "  {\n"
-        "    std::lock_guard<std::mutex> guard(cycle_mutex);\n"
-        "    cycle_requested = true;\n"
-        "  }\n"
-        "  cycle_wanted.notify_one();\n"
-        "}\n\n"
         "void ChangeCycleWaiters(int change) {\n"
         "  {\n"
         "    std::lock_guard<std::mutex> guard(cycle_mutex);\n"
@@ -218,13 +205,17 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         name="cycle-on-group",
         file="horovod/common/operations.cc",
         old="  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n",
-        new="  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n"
-        "  if (entries.size() > 1) {\n"
-        "    RequestCycle();\n"
-        "  }\n",
+        new="  if (entries.size() > 1) {\n"
+        "    ChangeCycleWaiters(1);\n"
+        "    std::shared_ptr<void> waits(nullptr, [](void*) { ChangeCycleWaiters(-1); });\n"
+        "    auto done = std::move(entries.back().callback);\n"
+        "    entries.back().callback = [waits, done](const Status& result) { done(result); };\n"
+        "  }\n"
+        "  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n",
         when=FASTER,
         why="Follows from cycle-on-request: TensorFlow has no thread that waits, and hands over its gradients as one "
-        "group.",
+        "group. It counts as waiting until its last tensor is reduced: a rank that came early, and then sleeps out a "
+        "cycle, keeps the others waiting.",
     ),
     Adjustment(
         name="torch-sleeping-wait",
@@ -355,69 +346,7 @@ def applying(target: Target) -> tuple[Adjustment, ...]:
     return tuple(adjustment for adjustment in ADJUSTMENTS if adjustment.when.holds(target))
 
 
-def apply(tree: Path, adjustments: Iterable[Adjustment]) -> None:
-    """Change the source below ``tree``; every row or none.
-
-    Raises:
-        InstallError: a file is missing or an old text does not occur the stated number of times; nothing is written.
-    """
-    changed: dict[str, str] = {}
-    for adjustment in adjustments:
-        text = changed.get(adjustment.file)
-        if text is None:
-            text = _read(tree, adjustment)
-        found = text.count(adjustment.old)
-        if found != adjustment.count:
-            raise InstallError(
-                f"{adjustment.file} is not the released one: adjustment '{adjustment.name}' expects its text "
-                f"{_times(adjustment.count)} and found it {_times(found)}: {_first_line(adjustment.old)!r}."
-            )
-        changed[adjustment.file] = text.replace(adjustment.old, adjustment.new)
-    for file, text in changed.items():
-        (tree / file).write_text(text, encoding="utf-8", newline="")
-
-
 def digest(adjustments: Iterable[Adjustment]) -> str:
     """SHA-256 over what the rows change, for the cache key; their reasons do not count."""
     rows = [[row.name, row.file, row.old, row.new, row.count] for row in adjustments]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
-def describe(target: Target) -> str:
-    """The table as text, one paragraph a row, saying which rows apply to ``target``."""
-    chosen = applying(target)
-    return "\n\n".join(_paragraph(row, row in chosen) for row in ADJUSTMENTS)
-
-
-def _paragraph(row: Adjustment, applies: bool) -> str:
-    old, new = _indented(row.old, "-"), _indented(row.new, "+")
-    return (
-        f"  {row.name}\n"
-        f"    applies: {'yes' if applies else 'no'} (when: {row.when.words})\n"
-        f"    why:     {row.why}\n"
-        f"    file:    {row.file}, {_times(row.count)}\n"
-        f"{old}{new}".rstrip("\n")
-    )
-
-
-def _indented(text: str, sign: str) -> str:
-    return "".join(f"      {sign} {line}\n" for line in text.splitlines())
-
-
-def _read(tree: Path, adjustment: Adjustment) -> str:
-    try:
-        with (tree / adjustment.file).open(encoding="utf-8", newline="") as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise InstallError(
-            f"{adjustment.file} is missing from the source of Horovod: adjustment '{adjustment.name}' expects its "
-            f"text {_times(adjustment.count)}."
-        ) from error
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import InstallError
-from hvdkit.install import adjustments, source, wheel
+from hvdkit.install import adjust, source, wheel
 from hvdkit.install.cache import Cache
 from hvdkit.install.environment import pip_command, pip_environ
 from hvdkit.install.facts import TITLES, Facts
@@ -80,7 +80,7 @@ def build_wheel(plan: Plan, facts: Facts, cache: Cache, progress: Progress, log:
         download.mkdir()
         tarball = source.fetch(cache.sources, download, shop.pip)
         tree = source.unpack(tarball, directory)
-        adjustments.apply(tree, plan.adjustments)
+        adjust.apply(tree, plan.adjustments)
         progress.say(f"Adjusted the source ({len(plan.adjustments)} changes; 'hvdkit install --explain' lists them)")
         compiled = _compile(plan, shop, tree)
         finished = wheel.finish(compiled, plan, facts.python, directory, shop.tool)

@@ -13,7 +13,7 @@ from types import FrameType
 import click
 
 from hvdkit.errors import HvdkitError, InstallError
-from hvdkit.install import adjustments, environment
+from hvdkit.install import adjust, environment
 from hvdkit.install.adjustments import Target
 from hvdkit.install.build import build_wheel
 from hvdkit.install.cache import Cache
@@ -85,7 +85,7 @@ def explanation(facts: Facts, options: Options) -> str:
         f"Horovod {HOROVOD_VERSION}, from its released source (SHA-256 {HOROVOD_SHA256}),\n"
         "with these changes where they apply to this build:\n\n"
     )
-    table = adjustments.describe(target)
+    table = adjust.describe(target)
     try:
         plan = make_plan(facts, options)
     except InstallError as error:

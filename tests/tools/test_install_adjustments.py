@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InstallError
-from hvdkit.install.adjustments import ADJUSTMENTS, ALWAYS, Adjustment, Target, apply, applying, describe, digest
+from hvdkit.install.adjust import apply, describe
+from hvdkit.install.adjustments import ADJUSTMENTS, ALWAYS, Adjustment, Target, applying, digest
 
 BOTH = Target(frozenset({"torch", "tensorflow"}), "none")
 

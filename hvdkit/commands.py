@@ -7,7 +7,10 @@ Why this room exists: ``hvdkit`` itself and those of its commands that have subc
 from __future__ import annotations
 
 import importlib
+import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 
@@ -56,3 +59,40 @@ def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str
     if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise click.BadParameter(f"expected numbers of ranks with commas between them, like 1,2,4, got {text!r}")
     return tuple(sorted({int(word) for word in words}))
+
+
+def output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
+    """A click callback for a file that is to be written, asked before anything runs; None stays None.
+
+    Raises:
+        click.BadParameter: it is a directory, or its directory does not exist or cannot be written to.
+    """
+    if file is None:
+        return None
+    if file.is_dir():
+        raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise click.BadParameter(f"directory {str(file.absolute().parent)!r} does not exist or cannot be written to")
+    return file
+
+
+def seconds_above_0(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
+    """A click callback for a time limit; None stays None.
+
+    Raises:
+        click.BadParameter: 0 or below, or not finite.
+    """
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
+    return seconds
+
+
+def not_below_0(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    """A click callback for a quantity; None stays None.
+
+    Raises:
+        click.BadParameter: below 0, or not finite.
+    """
+    if value is not None and not 0 <= value < math.inf:
+        raise click.BadParameter(f"expected a number from 0 on, got {value}")
+    return value

@@ -24,11 +24,13 @@ def replacing(path: Path, *sources: Path) -> Iterator[IO[bytes]]:
         path: of the file to make.
         sources: what is read meanwhile, which ``path`` must not be.
     Raises:
-        InvalidArgumentError: path is one of the sources, or a directory.
+        InvalidArgumentError: path is one of the sources, or no ordinary file.
         DataError: it cannot be written.
     """
     if path.is_dir():
         raise InvalidArgumentError(f"the output {str(path)!r} is a directory; give the name of a file.")
+    if path.exists() and not path.is_file():
+        raise InvalidArgumentError(f"the output {str(path)!r} is no ordinary file; give the name of one.")
     for source in sources:
         if path.exists() and source.exists() and path.samefile(source):
             raise InvalidArgumentError(f"the output {str(path)!r} is the input; give another name.")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import device, step_times, topology
-from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -31,16 +30,10 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit import (
-    tensorflow_checkpoint,
-    tensorflow_data,
-    tensorflow_schedule,
-    tensorflow_seeds,
-    tensorflow_state,
-    tensorflow_tape,
-)
+from hvdkit import tensorflow_data, tensorflow_schedule, tensorflow_state, tensorflow_tape
 from hvdkit.tensorflow_agreement import CheckAgreement, check_agreement
 from hvdkit.tensorflow_batch_norm import average_statistics
+from hvdkit.tensorflow_checkpoint import Checkpoints
 from hvdkit.tensorflow_elastic import ElasticState, run_elastic
 from hvdkit.tensorflow_loss import weighted_loss
 from hvdkit.tensorflow_seeds import seed_everything
@@ -226,95 +219,10 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
         InvalidArgumentError: a root that is not a rank, a model that is not built, or a call inside ``tf.function``.
         AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
     """
-    tensorflow_state.require_eager("broadcast_state")
-    if not 0 <= root < hvd.size():
-        raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
-    variables = tensorflow_state.model_variables(model)
-    if optimizer is not None:
-        variables += tensorflow_state.optimizer_variables(optimizer, model)
-    tensorflow_state.require_same_layout(variables)
-    tensorflow_state.broadcast_variables(variables, root)
-    tensorflow_seeds.move_to_own_stream(tensorflow_state.generator_states(model))
+    tensorflow_state.broadcast(model, optimizer, root)
 
 
-# 6 ------------------------------------------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """Checkpoints that only the root writes and that every rank restores alike (step 6).
-
-    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
-    The files are TensorFlow checkpoints: ``tf.train.load_checkpoint`` reads them without hvdkit.
-
-    Args:
-        directory: where they live, on a file system that the root can write.
-        keep: how many of the newest stay.
-        keep_best: how many with the highest scores stay beside them.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
-        self._store = tensorflow_checkpoint.Store(directory, keep, keep_best)
-
-    def save(
-        self,
-        model: Any,
-        optimizer: Any | None = None,
-        *,
-        step: int,
-        loader: Any = None,
-        score: float | None = None,
-        **metadata: Any,
-    ) -> Saved:
-        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
-
-        Args:
-            model, optimizer: as for ``broadcast_state``.
-            step: optimizer steps completed.
-            loader: from ``shard``; its position, counted in samples, is saved too.
-            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
-            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
-        Returns:
-            The checkpoint, complete on disk.
-        Raises:
-            InvalidArgumentError: a bad step or score, metadata that is not JSON, a call inside ``tf.function``, or a
-                loader whose position is unknown because it was iterated inside ``tf.function`` or behind ``.map()``.
-            CheckpointError: it could not be written; earlier checkpoints are intact.
-        """
-        return self._store.save(model, optimizer, step, loader, score, metadata)
-
-    def restore(
-        self,
-        model: Any,
-        optimizer: Any | None = None,
-        *,
-        loader: Any = None,
-        schedule: Any = None,
-        which: str = "latest",
-    ) -> Saved | None:
-        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
-
-        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
-        same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rate that it
-        was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included;
-        only ``tf.random`` operations inside a ``tf.function``, whose count cannot be read, begin anew.
-
-        Args:
-            loader: from ``shard``, over the same data with the same seed; goes on where it was.
-            schedule: from ``warmup``; needs the loader.
-            which: "latest" or "best" (the highest score).
-        Returns:
-            Where it was, its step and metadata, and which newer ones were skipped and why.
-        Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
-            InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or a call inside
-                ``tf.function``.
-        """
-        rate = tensorflow_checkpoint.own_rate(optimizer)
-        saved, states = self._store.read(model, optimizer, which)
-        if saved is not None:
-            broadcast_state(model, optimizer)
-            tensorflow_checkpoint.resume(saved, states, model, optimizer, loader, schedule, rate)
-        return cast("Saved | None", saved)
+# 6: Checkpoints is in tensorflow_checkpoint ---------------------------------------------------------------------------
 
 
 # 7 ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a checkpoint of a TensorFlow training holds, and how it is put back: the inside of ``Checkpoints``."""
+"""Checkpoints of a TensorFlow training (step 6): what they hold, and how it is put back."""
 
 from __future__ import annotations
 
@@ -23,25 +23,46 @@ from hvdkit.tensorflow_tape import canonical_name, native
 _RANDOM = "random.npy"
 
 
-class Store:
-    """Saves and restores; every method is a collective.
+class Checkpoints:
+    """Checkpoints that only the root writes and that every rank restores alike (step 6).
+
+    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
+    The files are TensorFlow checkpoints: ``tf.train.load_checkpoint`` reads them without hvdkit.
 
     Args:
-        directory, keep, keep_best: see ``CheckpointDirectory``.
+        directory: where they live, on a file system that the root can write.
+        keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int, keep_best: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
         self._directory = CheckpointDirectory(directory, keep, keep_best)
 
     def save(
         self,
         model: Any,
-        optimizer: Any | None,
+        optimizer: Any | None = None,
+        *,
         step: int,
-        loader: Any,
-        score: float | None,
-        metadata: dict[str, Any],
+        loader: Any = None,
+        score: float | None = None,
+        **metadata: Any,
     ) -> Saved:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
+
+        Args:
+            model, optimizer: as for ``broadcast_state``.
+            step: optimizer steps completed.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk.
+        Raises:
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, a call inside ``tf.function``, or a
+                loader whose position is unknown because it was iterated inside ``tf.function`` or behind ``.map()``.
+            CheckpointError: it could not be written; earlier checkpoints are intact.
+        """
         tensorflow_state.require_eager("Checkpoints.save")
         facts = {**_facts(optimizer, loader), **metadata}
         states = _random_states(model)
@@ -58,7 +79,41 @@ class Store:
 
         return cast(Saved, on_root(on_disk))
 
-    def read(self, model: Any, optimizer: Any | None, which: str) -> Any:
+    def restore(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+    ) -> Saved | None:
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
+        same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rate that it
+        was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included;
+        only ``tf.random`` operations inside a ``tf.function``, whose count cannot be read, begin anew.
+
+        Args:
+            loader: from ``shard``, over the same data with the same seed; goes on where it was.
+            schedule: from ``warmup``; needs the loader.
+            which: "latest" or "best" (the highest score).
+        Returns:
+            Where it was, its step and metadata, and which newer ones were skipped and why.
+        Raises:
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or a call inside
+                ``tf.function``.
+        """
+        rate = _own_rate(optimizer)
+        saved, states = self._read(model, optimizer, which)
+        if saved is not None:
+            tensorflow_state.broadcast(model, optimizer)
+            _resume(saved, states, model, optimizer, loader, schedule, rate)
+        return cast("Saved | None", saved)
+
+    def _read(self, model: Any, optimizer: Any | None, which: str) -> Any:
         """On the root: load the files; on all ranks: what was found, and the ranks' random states."""
         tensorflow_state.require_eager("Checkpoints.restore")
         if which not in ("latest", "best"):
@@ -97,7 +152,7 @@ def _facts(optimizer: Any | None, loader: Any) -> dict[str, Any]:
     return facts
 
 
-def own_rate(optimizer: Any | None) -> float | None:
+def _own_rate(optimizer: Any | None) -> float | None:
     """The learning rate that an optimizer was made with; None where it follows a schedule of its own, or is None."""
     if optimizer is None:
         return None
@@ -105,14 +160,14 @@ def own_rate(optimizer: Any | None) -> float | None:
     return get_rate(optimizer) if has_own_rate(optimizer) else None
 
 
-def resume(
+def _resume(
     saved: Saved, states: Any, model: Any, optimizer: Any | None, loader: Any, schedule: Any, rate: float | None
 ) -> None:
     """Put a training on all ranks where the checkpoint was, also when their number is another one.
 
     Args:
-        saved, states: from ``Store.read``.
-        rate: the learning rate that the optimizer was made with for this number of ranks, from ``own_rate``.
+        saved, states: from ``Checkpoints._read``.
+        rate: the learning rate that the optimizer was made with for this number of ranks, from ``_own_rate``.
     """
     same_size = saved.metadata.get("size") == hvd.size()
     if rate is not None and not same_size:

@@ -11,6 +11,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import tensorflow_seeds
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, device, metrics
 from hvdkit.steps.root import on_root as on_root_of
@@ -170,6 +171,19 @@ def require_same_layout(variables: Sequence[Any]) -> None:
     difference = agreement.first_difference(gather_tables(table))
     if difference is not None:
         raise agreement.layout_error(difference, rows, hvd.rank())
+
+
+def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
+    """The inside of ``hvdkit.tensorflow.broadcast_state``."""
+    require_eager("broadcast_state")
+    if not 0 <= root < hvd.size():
+        raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
+    variables = model_variables(model)
+    if optimizer is not None:
+        variables += optimizer_variables(optimizer, model)
+    require_same_layout(variables)
+    broadcast_variables(variables, root)
+    tensorflow_seeds.move_to_own_stream(generator_states(model))
 
 
 def broadcast_variables(variables: Sequence[Any], root: int) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import device, step_times, topology
-from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -35,9 +34,10 @@ if not hasattr(hvd, "init"):
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
 
-from hvdkit import torch_buckets, torch_checkpoint, torch_loader, torch_schedule, torch_seeds, torch_state
+from hvdkit import torch_loader, torch_optimizer, torch_schedule, torch_state
 from hvdkit.torch_agreement import CheckAgreement, check_agreement
 from hvdkit.torch_batch_norm import average_statistics, sync_batch_norm
+from hvdkit.torch_checkpoint import Checkpoints
 from hvdkit.torch_ddp import init_process_group
 from hvdkit.torch_elastic import ElasticState, run_elastic
 from hvdkit.torch_loss import weighted_loss
@@ -189,43 +189,7 @@ def distribute(
         InvalidArgumentError: bad options, an optimizer distributed twice, or parameters that are not in the model.
     """
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__:
-        raise InvalidArgumentError(
-            "this optimizer is distributed already; call distribute once, its gradients are averaged."
-        )
-    named = _named_parameters(optimizer, model)
-    chosen = hvd.global_process_set if process_set is None else process_set
-    if hvd.size() > 1:  # else Horovod leaves Adasum out
-        options.require_possible(chosen.size(), all_ranks=chosen.process_set_id == 0, over_mpi=hvd.mpi_enabled())
-    shared: dict[str, Any] = {
-        "compression": hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none,
-        "backward_passes_per_step": options.backward_passes_per_step,
-        "op": {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[options.op],
-        "gradient_predivide_factor": options.gradient_predivide_factor,
-        "process_set": chosen,
-    }
-    if bucket_mb is not None:
-        torch_buckets.require_possible(bucket_mb, options.op, groups, sparse_as_dense)
-        distributed = torch_buckets.distributed(optimizer, named, bucket_mb, **shared)
-    else:
-        distributed = hvd.DistributedOptimizer(
-            optimizer, named_parameters=named, groups=groups, sparse_as_dense=sparse_as_dense, **shared
-        )
-    # Horovod makes a new optimizer from the parameter groups alone: defaults and state would be lost.
-    distributed.defaults = optimizer.defaults
-    distributed.state.update(optimizer.state)
-    return cast(torch.optim.Optimizer, distributed)
-
-
-def _named_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in owned]
-    if len(named) < len(owned):
-        raise InvalidArgumentError(
-            f"the optimizer holds {len(owned)} parameters, {len(named)} of them in the model; make the optimizer from "
-            "this model's parameters(), after moving the model to its device."
-        )
-    return named
+    return torch_optimizer.distributed(optimizer, model, options, groups, sparse_as_dense, process_set, bucket_mb)
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------
@@ -245,101 +209,10 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         InvalidArgumentError: a root that is not a rank, or lazy parameters that have no shape yet.
         AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
     """
-    if not 0 <= root < hvd.size():
-        raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
-    tensors = torch_state.model_tensors(model)
-    torch_state.require_same_layout(tensors)
-    torch_state.broadcast_tensors(tensors.values(), root)
-    if optimizer is not None:
-        torch_state.broadcast_optimizer(optimizer, root)
-    torch_seeds.move_to_own_stream()
+    torch_state.broadcast(model, optimizer, root)
 
 
-# 6 ------------------------------------------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """Checkpoints that only the root writes and that every rank restores alike (step 6).
-
-    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
-
-    Args:
-        directory: where they live, on a file system that the root can write.
-        keep: how many of the newest stay.
-        keep_best: how many with the highest scores stay beside them.
-        asynchronous: write while the training goes on: ``save`` then only copies the state to the host's memory and
-            returns None; the write is complete, or its error raised, at the next ``save`` or ``wait``.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0, asynchronous: bool = False
-    ) -> None:
-        self._store = torch_checkpoint.Store(directory, keep, keep_best, asynchronous)
-
-    def save(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        step: int,
-        loader: Any = None,
-        score: float | None = None,
-        **metadata: Any,
-    ) -> Saved | None:
-        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
-
-        Args:
-            step: optimizer steps completed.
-            loader: from ``shard``; its position, counted in samples, is saved too.
-            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
-            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
-        Returns:
-            The checkpoint, complete on disk; None when it is written asynchronously.
-        Raises:
-            InvalidArgumentError: a bad step or score, or metadata that is not JSON.
-            CheckpointError: it, or the asynchronous one before, could not be written; earlier ones are intact.
-        """
-        return self._store.save(model, optimizer, step, loader, score, metadata)
-
-    def wait(self) -> Saved | None:
-        """Wait until the asynchronous write is on disk, and return what was written; None when there was none.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        return self._store.wait()
-
-    def restore(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        *,
-        loader: Any = None,
-        schedule: Any = None,
-        which: str = "latest",
-    ) -> Saved | None:
-        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
-
-        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
-        same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rates that it
-        was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included.
-
-        Args:
-            loader: from ``shard``, over the same data with the same seed; goes on where it was.
-            schedule: from ``warmup``; needs the loader.
-            which: "latest" or "best" (the highest score).
-        Returns:
-            Where it was, its step and metadata, and which newer ones were skipped and why.
-        Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
-            InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown ``which``.
-        """
-        rates = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
-        saved, states = self._store.read(model, optimizer, which)
-        if saved is not None:
-            broadcast_state(model, optimizer)
-            torch_checkpoint.resume(saved, states, optimizer, loader, schedule, rates)
-        return cast("Saved | None", saved)
+# 6: Checkpoints is in torch_checkpoint -------------------------------------------------------------------------------
 
 
 # 7 ------------------------------------------------------------------------------------------------------------------

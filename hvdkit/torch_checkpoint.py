@@ -1,10 +1,11 @@
-"""What a checkpoint of a PyTorch training holds, and how it is put back; the inside of ``hvdkit.torch.Checkpoints``."""
+"""Checkpoints of a PyTorch training (step 6): what they hold, and how it is put back."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,20 +19,27 @@ from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.torch_loader import ShardedLoader
 from hvdkit.torch_schedule import Warmup
-from hvdkit.torch_state import HostCopies, on_root
+from hvdkit.torch_state import HostCopies, broadcast, on_root
 
 _RANDOM = "random.npy"
 
 
-class Store:
-    """Saves and restores; every method is a collective.
+class Checkpoints:
+    """Checkpoints that only the root writes and that every rank restores alike (step 6).
+
+    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
 
     Args:
-        directory, keep, keep_best: see ``CheckpointDirectory``.
-        asynchronous: write in a thread while the training goes on.
+        directory: where they live, on a file system that the root can write.
+        keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
+        asynchronous: write while the training goes on: ``save`` then only copies the state to the host's memory and
+            returns None; the write is complete, or its error raised, at the next ``save`` or ``wait``.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int, keep_best: int, asynchronous: bool) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0, asynchronous: bool = False
+    ) -> None:
         self._directory = CheckpointDirectory(directory, keep, keep_best)
         self._writer = ThreadPoolExecutor(1, "hvdkit-checkpoint") if asynchronous else None
         self._writing: Future[Saved] | None = None
@@ -40,26 +48,32 @@ class Store:
     def save(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
         step: int,
-        loader: Any,
-        score: float | None,
-        metadata: dict[str, Any],
+        loader: Any = None,
+        score: float | None = None,
+        **metadata: Any,
     ) -> Saved | None:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
+
+        Args:
+            step: optimizer steps completed.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk; None when it is written asynchronously.
+        Raises:
+            InvalidArgumentError: a bad step or score, or metadata that is not JSON.
+            CheckpointError: it, or the asynchronous one before, could not be written; earlier ones are intact.
+        """
         states = _random_states()
         facts = {**_facts(optimizer, loader), **metadata}
 
-        def write(directory: Path, model_state: Any, optimizer_state: Any) -> None:
-            try:
-                np.save(directory / _RANDOM, states, allow_pickle=False)
-                torch.save(model_state, directory / "model.pt")
-                if optimizer_state is not None:
-                    torch.save(optimizer_state, directory / "optimizer.pt")
-            except RuntimeError as error:  # PyTorch's writer turns a full disk into one
-                raise OSError(str(error).splitlines()[0]) from error
-
         def on_disk(model_state: Any, optimizer_state: Any) -> Saved:
-            return self._directory.save(step, lambda path: write(path, model_state, optimizer_state), facts, score)
+            write = partial(_write, states=states, model_state=model_state, optimizer_state=optimizer_state)
+            return self._directory.save(step, write, facts, score)
 
         def start() -> Saved | None:
             checked(step, facts, score)
@@ -73,13 +87,50 @@ class Store:
         return cast("Saved | None", on_root(start))
 
     def wait(self) -> Saved | None:
+        """Wait until the asynchronous write is on disk, and return what was written; None when there was none.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
         return cast("Saved | None", on_root(self._finish))
 
     def _finish(self) -> Saved | None:
         writing, self._writing = self._writing, None
         return writing.result() if writing is not None else None
 
-    def read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, which: str) -> Any:
+    def restore(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+    ) -> Saved | None:
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
+        same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rates that it
+        was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included.
+
+        Args:
+            loader: from ``shard``, over the same data with the same seed; goes on where it was.
+            schedule: from ``warmup``; needs the loader.
+            which: "latest" or "best" (the highest score).
+        Returns:
+            Where it was, its step and metadata, and which newer ones were skipped and why.
+        Raises:
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown ``which``.
+        """
+        rates = [] if optimizer is None else [group["lr"] for group in optimizer.param_groups]
+        saved, states = self._read(model, optimizer, which)
+        if saved is not None:
+            broadcast(model, optimizer)
+            _resume(saved, states, optimizer, loader, schedule, rates)
+        return cast("Saved | None", saved)
+
+    def _read(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, which: str) -> Any:
         """On the root: load the files; on all ranks: what was found, and the ranks' random states."""
         if which not in ("latest", "best"):
             raise InvalidArgumentError(f"which must be latest or best, got {which!r}.")
@@ -95,6 +146,16 @@ class Store:
             return saved, _read_random(saved.path / _RANDOM)
 
         return on_root(load)
+
+
+def _write(directory: Path, states: Any, model_state: Any, optimizer_state: Any) -> None:
+    try:
+        np.save(directory / _RANDOM, states, allow_pickle=False)
+        torch.save(model_state, directory / "model.pt")
+        if optimizer_state is not None:
+            torch.save(optimizer_state, directory / "optimizer.pt")
+    except RuntimeError as error:  # PyTorch's writer turns a full disk into one
+        raise OSError(str(error).splitlines()[0]) from error
 
 
 def _facts(optimizer: torch.optim.Optimizer | None, loader: Any) -> dict[str, Any]:
@@ -125,11 +186,11 @@ def require_loader(loader: Any) -> ShardedLoader:
     return loader
 
 
-def resume(saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any, rates: list[float]) -> None:
+def _resume(saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any, rates: list[float]) -> None:
     """Put a training on all ranks where the checkpoint was, also when their number is another one.
 
     Args:
-        saved, states: from ``Store.read``.
+        saved, states: from ``Checkpoints._read``.
         rates: the learning rates that the optimizer was made with for this number of ranks.
     """
     same_size = saved.metadata.get("size") == hvd.size()

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvdkit import torch_seeds
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, metrics
 from hvdkit.steps.root import on_root as on_root_of
@@ -42,6 +43,18 @@ def require_same_layout(tensors: Mapping[str, torch.Tensor]) -> None:
     difference = agreement.first_difference(gather_tables(agreement.digest_table({row: () for row in rows})))
     if difference is not None:
         raise agreement.layout_error(difference, rows, hvd.rank())
+
+
+def broadcast(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
+    """The inside of ``hvdkit.torch.broadcast_state``."""
+    if not 0 <= root < hvd.size():
+        raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
+    tensors = model_tensors(model)
+    require_same_layout(tensors)
+    broadcast_tensors(tensors.values(), root)
+    if optimizer is not None:
+        broadcast_optimizer(optimizer, root)
+    torch_seeds.move_to_own_stream()
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:

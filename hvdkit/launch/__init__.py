@@ -8,7 +8,7 @@
              ├── show                             the plan as text: --dry-run, --explain
              ├── direct                           a launcher that goes to other hosts, run by itself
              └── supervise ── (signals, output,   one process that watches the job
-                     ⇅       outcome, tracebacks, stall)
+                     ⇅       peer, outcome, tracebacks, stall)
                    rank ── (stacks)               one process beside each rank
 
 ``plan`` is pure: facts in, command line and environment out, through one small module per launcher (``open_mpi``,
@@ -20,4 +20,5 @@ rank was.
 
 ``tracebacks`` sorts what the ranks write as they fail, so that the cause is read last; ``stall`` reads Horovod's
 reports of collectives that wait, and ``stacks`` is what makes each Python of a rank ready to show where it stands.
+``start`` starts the launcher itself, for ``direct`` and ``supervise``.
 """

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from hvdkit.launch.mpi import version_text
+
 PROGRAMS = ("mpiexec", "aprun", "srun", "jsrun")
 """Launchers that belong to a batch system; mpiexec is that of PALS alone."""
 
@@ -16,7 +18,6 @@ _SYSTEMS = (
     ("LSF", "LSB_JOBID", "jsrun"),
     ("Cobalt", "COBALT_JOBID", "aprun"),
 )
-_TIMEOUT_S = 30
 
 
 def called_for(environ: Mapping[str, str]) -> list[str]:
@@ -53,16 +54,6 @@ def is_pals(mpiexec: Path, environ: Mapping[str, str]) -> bool:
     if "pals" in mpiexec.resolve().parts or "/pals/" in str(mpiexec):
         return True
     try:
-        answer = subprocess.run(
-            [mpiexec, "--version"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        return "PALS" in version_text(mpiexec, environ)
     except (OSError, subprocess.TimeoutExpired):
         return False  # whatever it is, it cannot start a job
-    return "PALS" in answer.stdout + answer.stderr

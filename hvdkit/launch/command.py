@@ -66,8 +66,12 @@ def resolve(words: Sequence[str], search_path: str, python: Path) -> Command:
 
 
 def through_mpi4py(command: Command) -> Command:
-    """The same script run by ``python -m mpi4py``, which ends the job when a rank ends by an exception."""
-    assert command.script is not None  # noqa: S101
+    """The same script run by ``python -m mpi4py``, which ends the job when a rank ends by an exception.
+
+    Anything but a Python script is left as it is.
+    """
+    if command.script is None:
+        return command
     before, after = command.words[: command.script], command.words[command.script :]
     return Command((*before, "-m", "mpi4py", *after), len(before) + 2)
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from hvdkit.errors import LaunchError
 from hvdkit.launch.outcome import Ended
 from hvdkit.launch.reach import Reach
 from hvdkit.launch.signals import ENDING
+from hvdkit.launch.start import pipe, start
 
 _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
 """What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
@@ -40,19 +39,8 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
         LaunchError: it cannot be started.
     """
     reach = Reach(hosts)
-    try:
-        process = subprocess.Popen(
-            argv,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
-    assert process.stdout is not None and process.stderr is not None  # noqa: S101
-    copies = [_Copy(process.stdout, 1), _Copy(process.stderr, 2)]
+    process = start(argv, environment)
+    copies = [_Copy(pipe(process.stdout), 1), _Copy(pipe(process.stderr), 2)]
     ended_by: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:

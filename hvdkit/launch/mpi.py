@@ -30,20 +30,20 @@ def find_mpirun(search_path: str) -> Path | None:
     return None
 
 
-def identify(mpirun: Path, version_text: str) -> Mpi:
+def identify(mpirun: Path, text: str) -> Mpi:
     """Whose mpirun it is.
 
     Args:
         mpirun: its path.
-        version_text: what it prints for ``--version``.
+        text: what it prints for ``--version``.
     Raises:
         LaunchError: neither Open MPI's nor Hydra.
     """
     for implementation, pattern in _VERSION_LINES:
-        match = pattern.search(version_text)
+        match = pattern.search(text)
         if match is not None:
             return Mpi(mpirun, implementation, tuple(int(part) for part in match[1].split(".")))
-    first_line = next(iter(version_text.strip().splitlines()), "")
+    first_line = next(iter(text.strip().splitlines()), "")
     raise LaunchError(
         f"{mpirun} is neither Open MPI's nor MPICH's or Intel MPI's (Hydra): its --version says {first_line!r}; put "
         "the directory of one of these first on PATH, or use --launcher horovodrun."
@@ -57,18 +57,28 @@ def ask(mpirun: Path, environment: Mapping[str, str]) -> Mpi:
         LaunchError: it cannot be run, does not answer, or is of an unknown kind.
     """
     try:
-        answer = subprocess.run(
-            [mpirun, "--version"],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        text = version_text(mpirun, environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(
             f"'{mpirun} --version' failed: {error}; repair this MPI or use --launcher horovodrun."
         ) from error
-    return identify(mpirun, answer.stdout + answer.stderr)
+    return identify(mpirun, text)
+
+
+def version_text(program: Path, environment: Mapping[str, str]) -> str:
+    """What a program prints for ``--version``, on standard output and then on standard error.
+
+    Raises:
+        OSError, subprocess.TimeoutExpired: it cannot be run, or does not answer.
+    """
+    answer = subprocess.run(
+        [program, "--version"],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    return answer.stdout + answer.stderr

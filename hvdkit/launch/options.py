@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from hvdkit.commands import not_below_0, seconds_above_0
 from hvdkit.launch import plan
 from hvdkit.launch.model import BINDINGS
 
@@ -40,18 +40,6 @@ def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | 
 
 def _absolute(_ctx: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
-
-
-def _stall_timeout(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
-    if seconds is not None and not (0 < seconds < math.inf):
-        raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
-    return seconds
-
-
-def _not_below_0(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not (0 <= value < math.inf):
-        raise click.BadParameter(f"expected a number from 0 on, got {value}")
-    return value
 
 
 OPTIONS = (
@@ -141,14 +129,14 @@ OPTIONS = (
     click.option(
         "--cycle-time-ms",
         type=float,
-        callback=_not_below_0,
+        callback=not_below_0,
         metavar="MS",
         help="Time between two negotiations (HOROVOD_CYCLE_TIME).",
     ),
     click.option(
         "--fusion-threshold-mb",
         type=float,
-        callback=_not_below_0,
+        callback=not_below_0,
         metavar="MB",
         help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
     ),
@@ -166,7 +154,7 @@ OPTIONS = (
     click.option(
         "--stall-timeout",
         type=float,
-        callback=_stall_timeout,
+        callback=seconds_above_0,
         metavar="S",
         help="End the job when a collective waits longer than S seconds, with every rank's Python stacks (on "
         "several hosts without them)  [default: off, since a rank may rightly be busy for as long as it likes]",

@@ -92,9 +92,9 @@ class _Rank:
             process_group=0,
             preexec_fn=_dying_with_parent(),
         )
-        assert process.stdout is not None and process.stderr is not None  # noqa: S101
-        self._read(process.stdout.fileno(), STDOUT)
-        self._read(process.stderr.fileno(), STDERR)
+        for stream, kind in ((process.stdout, STDOUT), (process.stderr, STDERR)):
+            if stream is not None:  # both are pipes
+                self._read(stream.fileno(), kind)
         if stacks is not None:
             os.close(stacks[1])
             self._read(stacks[0], STACKS)

@@ -12,17 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdkit.errors import LaunchError
 from hvdkit.launch import rank as wire
 from hvdkit.launch.model import Plan
 from hvdkit.launch.outcome import Ended, RankEnd, first_failure, signal_name
 from hvdkit.launch.output import TaggedOutput
+from hvdkit.launch.peer import RECEIVE_BYTES, Peer
 from hvdkit.launch.signals import Signals, listener, watched_signals
 from hvdkit.launch.stall import DUMP_S, Stall, StallReports, write_stacks
-from hvdkit.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S, ErrorStream, last_words
+from hvdkit.launch.start import pipe, start
+from hvdkit.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S, last_words
 from hvdkit.steps.stalls import STALLED_STATUS
 
 SETTLE_S = 2.0
@@ -39,7 +39,6 @@ _REPORT_S = 0.3
 
 _STDOUT, _STDERR = 1, 2
 _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
-_RECEIVE_BYTES = 1 << 18
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -59,24 +58,6 @@ def run(plan: Plan, *, tagged: bool = True) -> Ended:
         return Ended(status, job.interrupted)
 
 
-@dataclass
-class _Peer:
-    """The connection of one rank."""
-
-    connection: socket.socket
-    pid: int
-    rank: int | None = None
-    received: bytearray = field(default_factory=bytearray)
-    errors: ErrorStream = field(default_factory=ErrorStream)
-    reports: StallReports | None = None
-    stacks: bytearray = field(default_factory=bytearray)
-    end: RankEnd | None = None
-
-    def order(self, order: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has just ended by itself
-            self.connection.send(order)
-
-
 class _Job:
     def __init__(
         self, plan: Plan, output: TaggedOutput, signals: Signals, listener: socket.socket, tagged: bool
@@ -88,8 +69,8 @@ class _Job:
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, Callable[[], None]]] = []
-        self._peers: list[_Peer] = []
-        self._ranks: list[_Peer] = []  # all that said hello, gone or not
+        self._peers: list[Peer] = []
+        self._ranks: list[Peer] = []  # all that said hello, gone or not
         self._started: set[int] = set()
         self._ends: list[RankEnd] = []
         self._lost: list[RankEnd] = []
@@ -102,8 +83,7 @@ class _Job:
 
     def run(self) -> int:
         self._launcher = self._start()
-        assert self._launcher.stdout is not None  # noqa: S101
-        self._report_fd = self._launcher.stdout.fileno()
+        self._report_fd = pipe(self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)
@@ -121,18 +101,7 @@ class _Job:
         stacks = "-" if self._plan.stall_timeout is None else "stacks"
         wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable, stacks)
         argv = (*self._plan.launcher, *wrapper, *self._plan.command)
-        try:
-            return subprocess.Popen(
-                argv,
-                env=dict(self._plan.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # The terminal's Ctrl-C is for this process alone; it then ends the job in order.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
+        return start(argv, self._plan.environment, stderr=subprocess.STDOUT)
 
     # What happens
 
@@ -148,31 +117,21 @@ class _Job:
             connection.close()
             return
         connection.setblocking(False)
-        peer = _Peer(connection, pid)
+        peer = Peer(connection, pid)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
         if self._stopping:
             peer.order(wire.STOP)
 
-    def _on_peer(self, peer: _Peer) -> None:
-        try:
-            data = peer.connection.recv(_RECEIVE_BYTES)
-        except ConnectionError:
-            data = b""
+    def _on_peer(self, peer: Peer) -> None:
+        data = peer.receive()
         if not data:
             self._on_peer_gone(peer)
             return
-        peer.received += data
-        while len(peer.received) >= wire.HEADER.size:
-            kind, length = wire.HEADER.unpack_from(peer.received)
-            end = wire.HEADER.size + length
-            if len(peer.received) < end:
-                return
-            payload = bytes(peer.received[wire.HEADER.size : end])
-            del peer.received[:end]
+        for kind, payload in peer.frames(data):
             self._on_frame(peer, kind, payload)
 
-    def _on_frame(self, peer: _Peer, kind: bytes, payload: bytes) -> None:
+    def _on_frame(self, peer: Peer, kind: bytes, payload: bytes) -> None:
         if kind == wire.HELLO:
             (peer.rank,) = wire.HELLO_PAYLOAD.unpack(payload)
             self._started.add(peer.rank)
@@ -190,7 +149,7 @@ class _Job:
         elif kind == wire.EXIT:
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
 
-    def _on_errors(self, peer: _Peer, data: bytes) -> None:
+    def _on_errors(self, peer: Peer, data: bytes) -> None:
         """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
         was_holding = peer.errors.holding
         for line in peer.errors.feed(data):
@@ -200,7 +159,7 @@ class _Job:
         if peer.reports is not None and peer.reports.feed(data):
             self._after(_REPORT_S, self._end_if_stalled)
 
-    def _release(self, peer: _Peer) -> None:
+    def _release(self, peer: Peer) -> None:
         """Show a traceback by which the rank did not end."""
         if self._settling or self._stopping:
             return
@@ -210,7 +169,7 @@ class _Job:
         else:
             self._show(str(peer.rank), _STDERR, peer.errors.release())
 
-    def _on_peer_gone(self, peer: _Peer) -> None:
+    def _on_peer_gone(self, peer: Peer) -> None:
         if peer.end is None and peer.rank is not None:
             # The wrapper itself was killed: by Hydra, which so ends a job that called MPI_Abort, or by the user.
             self._lost.append(RankEnd(peer.rank, -signal.SIGKILL))
@@ -221,7 +180,7 @@ class _Job:
         if self._stopping and not self._peers:
             self._leave_launcher()
 
-    def _on_rank_end(self, peer: _Peer, status: int, told: bool, pid: int) -> None:
+    def _on_rank_end(self, peer: Peer, status: int, told: bool, pid: int) -> None:
         if peer.rank is None:
             return
         source = str(peer.rank)
@@ -243,7 +202,7 @@ class _Job:
         says, and some launchers chatter before the ranks run.
         """
         try:
-            data = os.read(self._report_fd, _RECEIVE_BYTES)
+            data = os.read(self._report_fd, RECEIVE_BYTES)
         except BlockingIOError:
             return False
         if not data:

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from hvdkit.timeline.lanes import OPERATIONS
+from hvdkit.timeline.options import of_the_job
 from hvdkit.timeline.report import TENSORS, write_report
-from hvdkit.timeline.summary import FUSION_THRESHOLD
 
 
 @click.command()
@@ -30,17 +30,7 @@ from hvdkit.timeline.summary import FUSION_THRESHOLD
     metavar="N",
     help="Operations that the page holds.",
 )
-@click.option(
-    "--ranks", type=click.IntRange(min=1), metavar="N", help="Ranks of the job  [default: what the file says]"
-)
-@click.option(
-    "--fusion-threshold",
-    type=click.IntRange(min=0),
-    default=FUSION_THRESHOLD,
-    show_default=True,
-    metavar="BYTES",
-    help="HOROVOD_FUSION_THRESHOLD of the job.",
-)
+@of_the_job
 def report(
     file: Path,
     output: Path,

@@ -84,20 +84,42 @@ def summarize(
         columns, numbers, in_steps = select(columns, keep), numbers[keep], in_steps[keep]
     begin = float(columns.begin.min()) if len(columns.begin) else 0.0
     end = float(columns.end.max()) if len(columns.end) else 0.0
+    shown = (
+        max(window[0], 0.0) if since is not None or step is not None else begin,
+        window[1] if step is not None and window[1] < np.inf else end,
+    )
+    return _summary(recording, columns, numbers, in_steps, shown, number_of_ranks, fusion_threshold)
+
+
+def _summary(
+    recording: Recording,
+    columns: Columns,
+    numbers: NDArray[np.intp],
+    in_steps: NDArray[np.bool_],
+    shown: tuple[float, float],
+    ranks: int | None,
+    fusion_threshold: int,
+) -> Summary:
+    """The summary of operations that all count.
+
+    Args:
+        numbers, in_steps: from ``find_steps``.
+        shown: from when to when it is said to be, in microseconds.
+    """
     exchanges = measures.union(*columns.exchange.T)
     work = measures.union(columns.start, columns.end)
     steps = _steps(columns, numbers, in_steps, exchanges)
-    batches, bandwidth = _batches(columns, steps, number_of_ranks, fusion_threshold)
+    batches, bandwidth = _batches(columns, steps, ranks, fusion_threshold)
     tensors, kinds = _by_tensor(columns)
     return Summary(
         path=str(recording.path),
         start_time_since_epoch=recording.start_time_since_epoch,
-        since=max(window[0], 0.0) if since is not None or step is not None else begin,
-        until=window[1] if step is not None and window[1] < np.inf else end,
+        since=shown[0],
+        until=shown[1],
         events=columns.events,
         operations=len(columns.begin),
         missed=int(columns.missed.sum()),
-        ranks=number_of_ranks,
+        ranks=ranks,
         communication=float((exchanges[1] - exchanges[0]).sum()),
         busy=float((work[1] - work[0]).sum()),
         steps=steps,

@@ -12,7 +12,8 @@ from rich.console import Console
 from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.timeline import show
 from hvdkit.timeline.diagnosis import diagnose
-from hvdkit.timeline.summary import FUSION_THRESHOLD, summarize
+from hvdkit.timeline.options import of_the_job
+from hvdkit.timeline.summary import summarize
 
 WIDTH = 200
 """Columns of what is not printed to a terminal: enough for all phases in one line."""
@@ -24,17 +25,7 @@ WIDTH = 200
 @click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
 @click.option("--step", type=click.IntRange(min=0), metavar="K", help="Only what began in this training step, from 0.")
 @click.option("--top", type=click.IntRange(min=0), metavar="N", help="Tensors to list  [default: 10; all with --json]")
-@click.option(
-    "--ranks", type=click.IntRange(min=1), metavar="N", help="Ranks of the job  [default: what the file says]"
-)
-@click.option(
-    "--fusion-threshold",
-    type=click.IntRange(min=0),
-    default=FUSION_THRESHOLD,
-    show_default=True,
-    metavar="BYTES",
-    help="HOROVOD_FUSION_THRESHOLD of the job.",
-)
+@of_the_job
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds, sizes in bytes.")
 def summary(
     file: Path,

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 from rich.console import Console
 
+from hvdkit.commands import output_file, seconds_above_0
 from hvdkit.errors import HvdkitError
 from hvdkit.launch import plan
+from hvdkit.launch.options import environment_variables
 from hvdkit.launch.tuned import MIB
 from hvdkit.tune import here, report
 from hvdkit.tune.jobs import Launch
@@ -41,37 +43,13 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     return read
 
 
-def _variables(_ctx: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
-    variables = {}
-    for pair in pairs:
-        name, sign, value = pair.partition("=")
-        if not (sign and name.isascii() and name.isidentifier()):
-            raise click.BadParameter(f"expected NAME=VALUE, got {pair!r}")
-        variables[name] = value
-    return variables
-
-
-def _output(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
-    if file is not None and not os.access(file.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"directory {str(file.absolute().parent)!r} does not exist or cannot be written to")
-    if file is not None and file.is_dir():
-        raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
-    return file
-
-
-def _budget(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
-    if seconds is not None and not (0 < seconds < math.inf):
-        raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
-    return seconds
-
-
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @click.option("-n", "n", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes (ranks).")
 @click.option(
     "-o",
     "output",
     type=click.Path(path_type=Path),
-    callback=_output,
+    callback=output_file,
     metavar="FILE",
     help="Write the result here, for `hvdkit launch --tuned FILE`.",
 )
@@ -128,7 +106,7 @@ def _budget(_ctx: click.Context, _parameter: click.Parameter, seconds: float | N
     help="Fresh runs of the two finalists and of the default; they alone decide.",
 )
 @click.option(
-    "--budget", type=float, callback=_budget, metavar="S", help="Begin no job that would end after S seconds."
+    "--budget", type=float, callback=seconds_above_0, metavar="S", help="Begin no job that would end after S seconds."
 )
 @click.option("--wall", is_flag=True, help="Compare the wall time of whole jobs, even where a closing line tells more.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the jobs.")
@@ -136,13 +114,13 @@ def _budget(_ctx: click.Context, _parameter: click.Parameter, seconds: float | N
 @click.option("--depth", type=click.IntRange(min=1), metavar="D")
 @click.option("--hosts", metavar="H:S,...")
 @click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--env", "variables", multiple=True, callback=_variables, metavar="NAME=VALUE")
+@click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE")
 @click.option("--json", "want_json", is_flag=True, help="Print the outcome as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def tune(
     n: int,
+    command: tuple[str, ...],
     output: Path | None,
-    launcher: str,
     threads: tuple[int, ...] | None,
     cycle_times_ms: tuple[float, ...] | None,
     fusion_thresholds_mb: tuple[float, ...] | None,
@@ -152,13 +130,8 @@ def tune(
     budget: float | None,
     wall: bool,
     seed: int,
-    ppn: int | None,
-    depth: int | None,
-    hosts: str | None,
-    hostfile: Path | None,
-    variables: dict[str, str],
     want_json: bool,
-    command: tuple[str, ...],
+    **where: Any,
 ) -> int:
     """Find launcher, cycle time, fusion threshold and threads that make COMMAND fast on N ranks here, by running it.
 
@@ -177,24 +150,17 @@ def tune(
       hvdkit tune -n 4 --launcher mpirun --threads 1,2,4 --fusion-thresholds-mb '' --budget 600 -- python train.py
     """
     require_scipy()
-    wish = here.Wish(n, command, launcher, ppn, depth, hosts, hostfile, variables)
+    wish = here.Wish(n, command, **where)
     found = here.look(wish)
-    fusion = None if fusion_thresholds_mb is None else tuple(round(size * MIB) for size in fusion_thresholds_mb)
-    space = Space(
-        found.launchers(),
-        found.threads() if threads is None else threads,
-        CYCLE_TIMES_MS if cycle_times_ms is None else cycle_times_ms,
-        FUSION_THRESHOLDS_BYTES if fusion is None else fusion,
-    )
     rng = np.random.default_rng(seed)
-    candidates = space.candidates(limit, rng)
+    candidates = _space(found, threads, cycle_times_ms, fusion_thresholds_mb).candidates(limit, rng)
     if not candidates:
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
     effort = Effort(repeats, confirmations, budget_s=budget)
     search = Search(candidates, Launch(n, command, wish.options()), effort, rng, wall)
     subject = report.Subject(
         n, command, found.describe(), found.facts.cores, seed, found.notes(),
-        launcher if launcher in here.WITH_A_CONTROLLER else None,
+        wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None,
     )  # fmt: skip
     status = _run(search, subject)
     if want_json:
@@ -204,6 +170,22 @@ def tune(
     if output is not None and status == 0:
         _save(output, search, subject)
     return status
+
+
+def _space(
+    found: here.Here,
+    threads: tuple[int, ...] | None,
+    cycle_times_ms: tuple[float, ...] | None,
+    fusion_thresholds_mb: tuple[float, ...] | None,
+) -> Space:
+    """What is tried: the values that were asked for, else those that suit most machines."""
+    fusion = None if fusion_thresholds_mb is None else tuple(round(size * MIB) for size in fusion_thresholds_mb)
+    return Space(
+        found.launchers(),
+        found.threads() if threads is None else threads,
+        CYCLE_TIMES_MS if cycle_times_ms is None else cycle_times_ms,
+        FUSION_THRESHOLDS_BYTES if fusion is None else fusion,
+    )
 
 
 def _run(search: Search, subject: report.Subject) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -17,7 +18,9 @@ from typing import IO
 from hvdkit.launch.tuned import Tuned
 from hvdkit.tune.space import launch_words
 
-_CLOSING_LINE = re.compile(r"Hvd Procs (\d+) Total time: (\d+(?:\.\d*)?(?:e[+-]?\d+)?) second")
+_CLOSING_LINE = re.compile(
+    r"Hvd Procs +([0-9]{1,9}) +Total time: *((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?) +second"
+)
 _LAST_LINES = 8
 _PATIENCE_S = 10.0
 """Seconds that a job which is told to end has for it before it is killed."""
@@ -115,7 +118,7 @@ def _read(lines: Iterable[str]) -> tuple[tuple[int, float] | None, list[str]]:
     last: list[str] = []
     for line in lines:
         match = _CLOSING_LINE.search(line)
-        if match is not None:
+        if match is not None and math.isfinite(float(match[2])):
             closing = int(match[1]), float(match[2])
         if line.strip():
             last = [*last[1 - _LAST_LINES :], line.rstrip()]

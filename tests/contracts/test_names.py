@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,19 @@ def exported(adapter: str) -> list[str]:
 
 
 def definition_lines(adapter: str) -> dict[str, int]:
-    """Line of each step in an adapter: where it is defined, or where the neutral one is named in a section heading."""
+    """Line of each step in an adapter: where it is defined, or where a section heading says where it is defined."""
     text = (PACKAGE / f"{adapter}.py").read_text()
-    lines = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            lines[node.name] = node.lineno
+    lines = {name: node.lineno for name, node in definitions(text).items()}
     for number, line in enumerate(text.splitlines(), start=1):
-        for name in STEPS:
-            if line.startswith("#") and f": {name} is the neutral one" in line:
-                lines.setdefault(name, number)
+        heading = re.match(r"# [1-8]: (\w+) is (?:the neutral one|in (\w+)) -", line)
+        if heading and (heading[2] is None or heading[1] in definitions((PACKAGE / f"{heading[2]}.py").read_text())):
+            lines.setdefault(heading[1], number)
     return lines
+
+
+def definitions(text: str) -> dict[str, ast.stmt]:
+    """The functions and classes of a module, by name."""
+    return {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -22,6 +22,11 @@ def test_output_and_status_are_those_of_the_launcher(capfd):
     assert run("import os; os.kill(os.getpid(), 9)").status == 137
 
 
+def test_the_launcher_is_in_a_session_of_its_own_which_ctrl_c_does_not_reach(capfd):
+    assert run("import os; print(os.getsid(0) == os.getpid())").status == 0
+    assert capfd.readouterr().out == "True\n"
+
+
 @pytest.mark.parametrize("fd", [1, 2])
 def test_mpirun_that_lost_a_host_has_failed_whatever_its_status(capfd, fd):
     in_two = f"import os, time; t = {LOST.encode()!r}; os.write({fd}, t[:20]); time.sleep(0.2); os.write({fd}, t[20:])"

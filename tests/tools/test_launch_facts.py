@@ -38,6 +38,11 @@ def test_an_unknown_mpirun_is_one_sentence_with_what_it_said(tmp_path):
         mpi.ask(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
 
 
+def test_an_mpirun_may_say_it_on_standard_error(tmp_path):
+    found = mpi.ask(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.3' >&2"), os.environ)
+    assert (found.implementation, found.version) == ("Open MPI", (5, 0, 3))
+
+
 def test_an_mpirun_that_does_not_run_is_an_error_of_ours(tmp_path):
     broken = tmp_path / "mpirun"
     broken.write_text("#!/nowhere/sh\n")

@@ -380,6 +380,12 @@ def test_the_last_closing_line_is_read(tmp_path, monkeypatch):
     assert python_job(tmp_path, monkeypatch, text)(DEFAULT, 60).closing_s == 0.25
 
 
+@pytest.mark.parametrize(("said", "seconds"), [(" 12.5", 12.5), ("1.2E+01", 12), (".5", 0.5), ("1e999", 7), ("nan", 7)])
+def test_a_time_is_read_as_pythons_and_fortrans_programs_print_it(tmp_path, monkeypatch, said, seconds):
+    text = f"print('Hvd Procs 2 Total time: 7 second\\nHvd Procs 2 Total time: {said} second')"
+    assert python_job(tmp_path, monkeypatch, text)(DEFAULT, 60).closing_s == seconds
+
+
 def test_ranks_that_formed_no_single_job_count_as_failed(tmp_path, monkeypatch):
     job = python_job(tmp_path, monkeypatch, "print('Hvd Procs 1 Total time: 9 second')")(DEFAULT, 60)
     assert "'Hvd Procs 1', not 2" in job.failure

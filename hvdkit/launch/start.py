@@ -1,0 +1,45 @@
+"""Starts a launcher: in a session of its own, with its output in pipes and nothing to read."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from hvdkit.errors import LaunchError
+
+
+def start(
+    argv: Sequence[str], environment: Mapping[str, str], *, stderr: int = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
+    """Start a launcher. The terminal's Ctrl-C does not reach it: this process then ends the job in order.
+
+    Args:
+        argv: the launcher, its options and the command.
+        environment: all its variables.
+        stderr: ``subprocess.PIPE``, or ``subprocess.STDOUT`` for one pipe with standard output.
+    Raises:
+        LaunchError: it cannot be started.
+    """
+    try:
+        return subprocess.Popen(
+            argv,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
+
+
+def pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    """A stream of a process that was started with a pipe for it.
+
+    Raises:
+        ValueError: it was started without one.
+    """
+    if stream is None:
+        raise ValueError("the process was started without a pipe for this stream")
+    return stream

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from hvdkit import keras_digests
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras_optimizer import Reduce
-from hvdkit.steps import topology
+from hvdkit.steps import step_times, topology
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -97,7 +97,10 @@ class OverTensorflow(OverHorovod):
             # Dense even on one rank: Keras' adaptive optimizers square each row of IndexedSlices before they add those
             # of the same index, so that a training on one process would differ from the same on two.
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            return dense if is_alone(ranks, self.hvd.size()) else tensorflow_tape.reduce_once(dense, reduction)
+            if is_alone(ranks, self.hvd.size()):
+                tensorflow_tape.say_ready(dense)
+                return dense
+            return tensorflow_tape.reduce_once(dense, reduction)
 
         return reduce, ranks
 
@@ -143,6 +146,7 @@ class OverTorch(OverHorovod):
         # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def reduce(gradients: list[Any]) -> list[Any]:
+            step_times.ready()
             if is_alone(ranks, self.hvd.size()):
                 return gradients
             scaling = self.scaling(options, process_set)

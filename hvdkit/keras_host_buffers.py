@@ -17,7 +17,7 @@ from hvdkit import keras_digests
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras_horovod import Array, OverTorch, Ranks, by_sent_type, is_alone, next_name
 from hvdkit.keras_optimizer import Reduce
-from hvdkit.steps import launchers, topology
+from hvdkit.steps import launchers, step_times, topology
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -49,6 +49,7 @@ class HostBuffers(ABC):
         name, ranks = next_name(), self.host_ranks(process_set)
 
         def on_host(*buffers: Any) -> list[Array]:
+            step_times.ready()
             return [
                 self.allreduce(np.array(buffer), f"{name}.{number}", options, process_set)
                 for number, buffer in enumerate(buffers)

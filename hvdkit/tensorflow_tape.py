@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement
+from hvdkit.steps import agreement, step_times
 from hvdkit.steps.gradients import GradientOptions
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
@@ -137,6 +137,7 @@ def reduce_gradients(gradients: Sequence[Any], names: Sequence[str], reduction: 
     if not present or not reduction.process_set.included():
         return list(gradients)
     tensors = [_reducible(gradients[position], names[position], reduction) for position in present]
+    say_ready(tensors)
     group = _group_name([names[position] for position in present])
     # An eager operation has no name of its own in Horovod; one in a function does.
     run = _function(group, reduction) if tf.executing_eagerly() else lambda given: _reduce(given, group, reduction)
@@ -144,6 +145,20 @@ def reduce_gradients(gradients: Sequence[Any], names: Sequence[str], reduction: 
     for position, reduced in zip(present, run(tensors), strict=True):
         results[position] = reduced
     return results
+
+
+def say_ready(gradients: Sequence[Any]) -> None:
+    """Have the recorder of steps told when these gradients are there; nothing unless steps are to be recorded.
+
+    In a function an operation of its own says so, for which no other one waits: what is measured stays as it is.
+    """
+    if not step_times.wanted():
+        return
+    if tf.executing_eagerly():
+        step_times.ready()
+        return
+    with tf.control_dependencies([tf.nest.flatten(gradient, expand_composites=True)[0] for gradient in gradients]):
+        tf.numpy_function(step_times.ready, [], [], name="hvdkit_ready")
 
 
 def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:

@@ -14,7 +14,7 @@ from hvdkit.bench import intervals, laws
 from hvdkit.bench.accounting import TOLERANCE, Accounting
 from hvdkit.bench.intervals import Estimate
 from hvdkit.bench.measurement import Parts, Slowest
-from hvdkit.bench.results import STEPS, Measured, Results
+from hvdkit.bench.results import CLOSING_LINE, STEPS, Measured, Results
 
 _MUCH_WAIT = 0.05
 """Share of a step from which on the wait for slower ranks is said aloud."""
@@ -99,6 +99,7 @@ def analyse(results: Results) -> Analysis:
     notes = [
         *results.subject.notes,
         *_notes_of_failures(results),
+        *_notes_of_base(results, samples),
         *_notes_of_crowding(rows, results.subject.environment["cores"]),
         *_notes_of_noise(results.mode, samples, rng),
         *_notes_of_fits(fits),
@@ -146,6 +147,23 @@ def _notes_of_failures(results: Results) -> list[str]:
         for job in results.jobs
         if job.failure is not None
     ]
+
+
+def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[str]:
+    """What speed-ups are compared with where that is not one rank, and which jobs are compared with nothing."""
+    notes = []
+    if samples and min(samples) > 1:
+        base = min(samples)
+        why = "no job counts on fewer" if results.subject.asked["ranks"][0] < base else "the fewest that were asked for"
+        notes.append(f"Speed-up and efficiency are compared with {base} ranks, not with one: {why}.")
+    left = len(results.counted()) - sum(map(len, samples.values()))
+    if left and results.measure == CLOSING_LINE:
+        jobs = "1 job recorded its steps and" if left == 1 else f"{left} jobs recorded their steps and"
+        notes.append(
+            f"{jobs} printed no closing line, and cannot be compared with the others, which recorded none: have every "
+            "rank record its steps at every number of ranks."
+        )
+    return notes
 
 
 def _notes_of_crowding(rows: Sequence[Row], cores: int) -> list[str]:

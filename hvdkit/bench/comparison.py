@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from hvdkit.bench import intervals
+from hvdkit.bench.analysis import ranks_text
 from hvdkit.bench.intervals import Estimate
 from hvdkit.bench.results import Results
 from hvdkit.errors import InvalidArgumentError
@@ -59,14 +60,28 @@ def compare(before: Results, after: Results) -> list[Compared]:
     ]
 
 
+def unmeasured(before: Results, after: Results) -> list[int]:
+    """Numbers of ranks that both were asked for, and at which the first has jobs that count and the second none."""
+    gone = before.samples().keys() - after.samples().keys()
+    return sorted(gone & set(after.subject.asked["ranks"]))
+
+
 def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
     """Those whose whole interval is below the limit; where there is no interval, whose value is."""
     return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
 
 
 def differences(before: Results, after: Results) -> list[str]:
-    """What else is different, full sentences: a reason not to take the speed for the script's alone."""
-    notes = []
+    """What else is different, full sentences: a reason not to take the speed for the script's alone.
+
+    Numbers of ranks that one of the two does not have come first.
+    """
+    first_ranks, second_ranks = before.samples().keys(), after.samples().keys()
+    notes = [
+        f"Not compared: {ranks_text(n)}, at which only the {'first' if n in first_ranks else 'second'} has a job that "
+        "counts."
+        for n in sorted(first_ranks ^ second_ranks)
+    ]
     for first, second in (
         (before.subject.asked, after.subject.asked),
         (before.subject.environment, after.subject.environment),
@@ -77,8 +92,10 @@ def differences(before: Results, after: Results) -> list[str]:
     return notes
 
 
-def as_json(compared: Sequence[Compared], limit: float | None, notes: Sequence[str]) -> dict[str, object]:
-    """For a program."""
+def as_json(
+    compared: Sequence[Compared], limit: float | None, notes: Sequence[str], gone: Sequence[int] = ()
+) -> dict[str, object]:
+    """For a program; ``gone`` is what ``unmeasured`` found."""
     slower = [] if limit is None else [one.ranks for one in below(compared, limit)]
     return {
         "hvdkit": "bench compare",
@@ -86,6 +103,7 @@ def as_json(compared: Sequence[Compared], limit: float | None, notes: Sequence[s
         "confidence": intervals.CONFIDENCE,
         "fail_below": limit,
         "below": slower,
+        "unmeasured": list(gone),
         "rows": [asdict(one) for one in compared],
         "notes": list(notes),
     }

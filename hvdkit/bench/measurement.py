@@ -55,7 +55,8 @@ class Steps:
         startup_s: from the start of the job until its last rank asked for its first batch.
         first_step_s: of the first step.
         parts: see ``Parts``.
-        slowest: None with one rank.
+        slowest: None with one rank, and where the ranks did not say when they were ready: they end a step together,
+            so that its length does not tell which of them was late.
     """
 
     count: int
@@ -131,10 +132,11 @@ def _parts(table: NDArray[np.float64], slowest: NDArray[np.float64]) -> Parts:
     )
 
 
-def _slowest(table: NDArray[np.float64]) -> Slowest:
-    asked, _, ready, ended = np.moveaxis(table, 2, 0)
-    own = ended - asked if np.isnan(ready).any() else ready - asked
-    times = np.bincount(own.argmax(axis=0), minlength=len(table))
+def _slowest(table: NDArray[np.float64]) -> Slowest | None:
+    asked, _, ready, _ = np.moveaxis(table, 2, 0)
+    if np.isnan(ready).any():
+        return None
+    times = np.bincount((ready - asked).argmax(axis=0), minlength=len(table))
     return Slowest(int(times.argmax()), float(times.max() / times.sum()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ from hvdkit.files import replacing
 _MARK = "bench scaling"
 VERSION = 1
 STEPS, CLOSING_LINE = "steps", "closing line"
+_LEAST_S, _MOST_S = 1e-9, 1e9
+"""Seconds that can be measured: what is printed beyond them is no time of a training."""
+_MOST_RANKS = 10**9
+
+
+def measurable(seconds: float | None) -> bool:
+    """Whether ratios can be taken of so many seconds: neither 0, below any clock's resolution, nor endless."""
+    return seconds is not None and _LEAST_S <= seconds <= _MOST_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Results:
         found: dict[int, list[float]] = {}
         for job in self.counted():
             seconds = self._seconds(job)
-            if seconds:  # of a time of 0, below the clock's resolution, no ratio can be taken
+            if seconds is not None and measurable(seconds):
                 found.setdefault(job.ranks, []).append(seconds)
         return dict(sorted(found.items()))
 
@@ -141,9 +150,25 @@ def read(path: Path) -> Results:
             dict(content["asked"]), dict(content["environment"]), tuple(content["launches"]), tuple(content["notes"])
         )
         recordings = [_recording(one) for one in content.get("recordings", [])]
-        return Results(subject, [_job(job) for job in content["jobs"]], recordings)
+        jobs = [_job(job) for job in content["jobs"]]
+        _require_asked(subject.asked, jobs)
+        return Results(subject, jobs, recordings)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path} is not a file of 'hvdkit bench scaling' (version {VERSION}): {error}.") from error
+
+
+def _require_asked(asked: dict[str, Any], jobs: Sequence[Measured]) -> None:
+    """Refuse jobs that ``bench scaling`` would not have run: what is made of them would be no measurement."""
+    ranks = asked["ranks"]
+    if ranks != sorted(set(ranks)) or ranks[-1] > _MOST_RANKS:
+        raise ValueError("asked.ranks is not ascending")
+    seen = set()
+    for index, job in enumerate(jobs):
+        if job.ranks not in ranks or job.repeat >= asked["repeats"]:
+            raise ValueError(f"jobs[{index}] was not asked for")
+        if (job.ranks, job.repeat) in seen:
+            raise ValueError(f"jobs[{index}] is there twice")
+        seen.add((job.ranks, job.repeat))
 
 
 def _job(value: dict[str, Any]) -> Measured:

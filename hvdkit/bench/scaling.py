@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdkit.bench.accounting import Accounting, account
 from hvdkit.bench.measurement import Steps, measure
-from hvdkit.bench.results import Measured, Recorded, Results
+from hvdkit.bench.results import Measured, Recorded, Results, measurable
 from hvdkit.bench.subject import Asked
 from hvdkit.errors import DataError, LaunchError
 from hvdkit.steps import step_times
@@ -23,6 +23,10 @@ Run = Callable[[int], tuple[Job, Steps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
 Record = Callable[[int], tuple[Job, Accounting | None]]
 """Runs the job on so many ranks with Horovod's timeline; the accounting is None where the job failed."""
+_USELESS = (
+    "neither recorded its steps (record_steps of the adapters) nor printed 'Hvd Procs N Total time: X second' with a "
+    "time above 0"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +134,15 @@ def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], watch
             continue
         watcher.begins(ranks, repeat, len(results.jobs), len(jobs))
         job, steps = run(ranks)
-        measured = Measured(ranks, repeat, job.wall_s, job.closing_s, steps, job.failure or _useless(job, steps))
+        closing_s = job.closing_s if measurable(job.closing_s) else None
+        useless = _USELESS if closing_s is None and steps is None else None
+        measured = Measured(ranks, repeat, job.wall_s, closing_s, steps, job.failure or useless)
         results.jobs.append(measured)
         keep()
         if measured.failure is not None:
             watcher.says(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
         if len(results.jobs) == len(asked.ranks) and not results.counted():
             raise LaunchError("Every job of the first round failed, so that nothing can be compared.")
-
-
-def _useless(job: Job, steps: Steps | None) -> str | None:
-    if steps is not None or (job.closing_s is not None and job.closing_s > 0):
-        return None
-    return (
-        "neither recorded its steps (record_steps of the adapters) nor printed 'Hvd Procs N Total time: X second' "
-        "with a time above 0"
-    )
 
 
 def record(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import shlex
 import signal
 from collections.abc import Mapping
@@ -19,25 +17,11 @@ from hvdkit.bench.results import Results
 from hvdkit.bench.scaling import Jobs, Watcher, go, record
 from hvdkit.bench.subject import Asked, describe
 from hvdkit.bench.tables import readable
-from hvdkit.commands import numbers_of_ranks
+from hvdkit.commands import numbers_of_ranks, output_file, seconds_above_0
 from hvdkit.launch import plan
 from hvdkit.launch.options import environment_variables
 from hvdkit.tune import here
 from hvdkit.tune.progress import Ended, ended_by_signals
-
-
-def _output(_ctx: click.Context, _parameter: click.Parameter, file: Path) -> Path:
-    if file.is_dir():
-        raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
-    if not os.access(file.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"directory {str(file.absolute().parent)!r} does not exist or cannot be written to")
-    return file
-
-
-def _timeout(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
-    return seconds
 
 
 class _Shown(Watcher):
@@ -62,7 +46,7 @@ class _Shown(Watcher):
     "output",
     type=click.Path(path_type=Path),
     required=True,
-    callback=_output,
+    callback=output_file,
     metavar="FILE",
     help="Keep what is measured here, after every job; a second call goes on where the first was interrupted. On "
     "several hosts, in a directory that they share.",
@@ -92,7 +76,9 @@ class _Shown(Watcher):
     help="Run one more job at each N above 1 with Horovod's timeline, and say what the communication consists of. It "
     "enters no measurement.",
 )
-@click.option("--timeout", type=float, callback=_timeout, metavar="S", help="End a job after S seconds, as failed.")
+@click.option(
+    "--timeout", type=float, callback=seconds_above_0, metavar="S", help="End a job after S seconds, as failed."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the jobs.")
 @click.option(
     "--launcher",

@@ -44,7 +44,7 @@ def require(value: object, rule: Mapping[str, Any], place: str = "") -> None:
         rule = schema()["$defs"][rule["$ref"].rpartition("/")[2]]
     if "const" in rule or "enum" in rule:
         allowed = [rule["const"]] if "const" in rule else rule["enum"]
-        if value not in allowed:
+        if value not in allowed or isinstance(value, bool):  # True == 1, and is no version
             raise ValueError(f"{place} is none of {json.dumps(allowed)}")
         return
     kinds = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]

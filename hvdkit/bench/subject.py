@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
@@ -153,12 +154,27 @@ def _versions() -> dict[str, str]:
 
 def commit(command: Sequence[str]) -> dict[str, Any] | None:
     """Commit of the repository of the script in a command, and whether files were changed since; None without one."""
-    script = next((Path(word) for word in command if word.endswith(".py") and Path(word).is_file()), None)
+    script = _script(command)
     if script is None:
         return None
     number = _git(script, "rev-parse", "HEAD")
     changes = _git(script, "status", "--porcelain", "--untracked-files=no")
     return None if number is None else {"id": number, "changed": bool(changes)}
+
+
+def _script(command: Sequence[str]) -> Path | None:
+    """The script of a command: a Python file, the module of ``python -m``, a shell script or the program itself."""
+    words = [*command]
+    for option, name in itertools.pairwise(command):
+        if option == "-m":
+            module = Path(*name.split("."))
+            words += [str(module.with_suffix(".py")), str(module / "__main__.py")]
+    for ending in (".py", ".sh"):
+        for word in words:
+            if word.endswith(ending) and Path(word).is_file():
+                return Path(word)
+    named = command and "/" in command[0] and Path(command[0]).is_file()
+    return Path(command[0]) if named else None
 
 
 def _git(script: Path, *words: str) -> str | None:

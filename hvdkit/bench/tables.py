@@ -25,7 +25,8 @@ LEFT = ("fit", "rank 0 is")
 def show(analysis: Analysis, console: Console) -> None:
     """Print it for a reader."""
     for title, names, rows in tables(analysis):
-        table = Table(title=title, title_justify="left", title_style="bold")
+        console.print(title, style="bold", soft_wrap=True)  # as the table's own title it would be folded to its width
+        table = Table()
         for name in names:
             table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
         for row in rows:
@@ -115,7 +116,7 @@ def _part_row(row: Row) -> list[str]:
     inside = [parts.input, parts.compute, parts.communication, parts.wait]
     return [
         str(row.ranks),
-        *("-" if seconds is None else f"{1000 * seconds:.4g}" for seconds in (row.step_s, *inside)),
+        *("-" if seconds is None else _ms(seconds, 4) for seconds in (row.step_s, *inside)),
         *("-" if seconds is None else f"{seconds:.3g}" for seconds in (row.startup_s, row.first_step_s)),
     ]
 
@@ -129,13 +130,16 @@ def _recorded_rows(row: Row) -> list[list[str]]:
         together = {name: sum(one.activities[name] for one in found) for name in ACTIVITIES}
         found.append(Window(WHOLE, row.recorded.step_s, together))
     return [
-        [str(row.ranks), one.name, f"{1000 * one.seconds:.4g}", *(_ms(one.activities[name]) for name in ACTIVITIES)]
+        [str(row.ranks), one.name, _ms(one.seconds, 4), *(_ms(one.activities[name]) for name in ACTIVITIES)]
         for one in found
     ]
 
 
-def _ms(seconds: float) -> str:
-    return "0" if seconds < 5e-8 else f"{1000 * seconds:.3g}"
+def _ms(seconds: float, digits: int = 3) -> str:
+    """Milliseconds with so many digits, and without an exponent where there are more before the point."""
+    if 0 <= seconds < 5e-8:
+        return "0"
+    return f"{1000 * seconds:.{digits}g}" if 1000 * abs(seconds) < 10**digits - 0.5 else f"{1000 * seconds:.0f}"
 
 
 def _exposed(row: Row) -> list[object]:
@@ -161,7 +165,7 @@ def interval(estimate: Estimate) -> str:
 
 def _short(value: float) -> str:
     return (
-        f"{value:.3g}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.2e}" if value < 1 else f"{value:.0f}"
+        f"{value:.3g}" if 0.001 <= abs(value) < 999.5 or value == 0 else f"{value:.2e}" if value < 1 else f"{value:.0f}"
     )
 
 

@@ -172,6 +172,11 @@ def record_steps(batches: Iterable[_T], on_record: Callable[[Recorder], Any] | N
     return RecordedSteps(batches, found)
 
 
+def wanted() -> bool:
+    """Whether steps are to be recorded, so that a graph that is built now should say when its gradients are there."""
+    return bool(os.environ.get(VARIABLE))
+
+
 def ready() -> None:
     """Say that this rank's gradients are there and that it only waits for the others from now on.
 

@@ -77,6 +77,24 @@ def test_without_a_limit_it_never_fails(capsys):
     assert answer["rows"][0]["speed"]["value"] == pytest.approx(0.5, rel=0.05)
 
 
+@pytest.mark.parametrize(("asked", "status"), [((1, 2), 1), ((1,), 0)], ids=["its jobs failed", "not asked for"])
+def test_a_number_of_ranks_that_the_second_does_not_have_is_said_and_fails_where_its_jobs_failed(capsys, asked, status):
+    write("a.json", {1: 4.0, 2: 2.0, 4: 1.0})
+    write("b2.json", {1: 4.0, 8: 1.0})
+    content = json.loads(Path("b2.json").read_text())
+    content["asked"]["ranks"] = sorted({*asked, 8})
+    Path("b2.json").write_text(json.dumps(content))
+    assert compared("--fail-below", "0.95") == status
+    out = capsys.readouterr().out
+    for n, which in ((2, "first"), (4, "first"), (8, "second")):
+        assert f"Not compared: {n} ranks, at which only the {which} has a job that counts." in out
+    assert ("On 2 ranks: no job of B counts, failed." in out) == bool(status)
+    assert compared() == 0
+    capsys.readouterr()
+    assert compared("--fail-below", "0.95", "--json") == status
+    assert json.loads(capsys.readouterr().out)["unmeasured"] == [2] * status
+
+
 def test_what_else_is_different_is_said(capsys):
     write("a.json", {2: 2.0})
     write("b2.json", {2: 2.0}, environment={**ENVIRONMENT, "cores": 8, "packages": {"torch": "9"}})

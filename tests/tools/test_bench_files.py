@@ -61,6 +61,12 @@ def changed(content, place, value):
         (("recordings", 0, "accounting", "timeline_step_s"), 0, "timeline_step_s is 0"),
         (("recordings", 0, "accounting", "windows", 0, "activities", "copy_in"), None, "activities has no copy_in"),
         (("environment", "packages", ESCAPE), 1, "environment.packages."),
+        (("version",), True, "version is none of [1]"),
+        (("asked", "ranks"), [2, 1], "asked.ranks is not ascending"),
+        (("asked", "ranks"), [1, 2, 10**300], "asked.ranks is not ascending"),
+        (("asked", "repeats"), 1, "was not asked for"),
+        (("jobs", 0, "ranks"), 77, "jobs[0] was not asked for"),
+        (("jobs", 1, "repeat"), 1, "is there twice"),
     ],
     ids=lambda value: ".".join(map(ascii, value)) if isinstance(value, tuple) else None,
 )
@@ -73,6 +79,19 @@ def test_a_changed_file_is_refused_where_it_is_wrong(content, capsys, place, val
         assert "changed.json is not a file of 'hvdkit bench scaling'" in err and said in err
         assert not out and "Traceback" not in err and "\x1b" not in err and len(err.splitlines()) == 1
     assert not list(Path().glob("x.*"))
+
+
+@pytest.mark.parametrize("seconds", [1e308, 1e-300], ids=str)
+def test_seconds_that_nobody_measured_enter_no_ratio(content, capsys, seconds):
+    for job in content["jobs"]:
+        if job["ranks"] == 2:
+            job["steps"]["step_s"] = seconds
+    content["recordings"] = []
+    changed(content, ("notes",), [])
+    capsys.readouterr()
+    assert cli.run(["bench", "show", "changed.json", "--plot", "x.svg", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["seconds"] is None for row in rows] == [False, True]
 
 
 def test_nested_too_deeply_is_refused(content, capsys):

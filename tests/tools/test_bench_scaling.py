@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from bench_machine import Machine, fitting, saved, use
 from bench_machine import run_bench as bench
 
 from hvdkit import cli
-from hvdkit.bench import results
+from hvdkit.bench import results, tables
+from hvdkit.bench.intervals import Estimate
 from hvdkit.bench.scaling import order
-from hvdkit.bench.subject import Asked
+from hvdkit.bench.subject import Asked, commit
+from hvdkit.tune.jobs import Job
 
 SERIAL = 0.1
 
@@ -100,9 +103,10 @@ def test_a_late_rank_is_shown_as_wait_of_the_others_and_the_parts_add_up(start, 
 def test_ranks_that_do_not_say_when_they_are_ready_have_no_communication(start, capsys):
     start(Machine(amdahl))
     assert bench() == 0
-    parts = saved()["summary"]["rows"][-1]["parts"]
-    assert parts["communication"] is None
+    row = saved()["summary"]["rows"][-1]
+    assert row["parts"]["communication"] is None
     assert "compute holds communication" in capsys.readouterr().out
+    assert row["slowest"] is None, "which rank was late cannot be told from steps that end together"
 
 
 def test_the_closing_line_serves_where_no_steps_are_recorded(start, capsys):
@@ -155,6 +159,48 @@ def test_one_failed_repeat_keeps_the_others_and_is_said(start, capsys):
     out, err = capsys.readouterr()
     assert "4 (1 failed)" in out and "ValueError: broken" in out
     assert "job 5 failed and is left out" in err
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 0.0, 1e300], ids=str)
+def test_a_closing_line_that_names_no_time_is_a_failure(start, capsys, seconds):
+    machine = start(Machine(amdahl))
+    machine.silent = True
+    whole = machine.launch
+    machine.launch = lambda launch: whole(launch) if launch.n != 4 else Job(1.0, seconds)
+    assert bench("--repeats", "2") == 1
+    assert [row["repeats"] for row in saved()["summary"]["rows"]] == [2, 2, 0]
+    assert "nor printed 'Hvd Procs N Total time: X second' with a time above 0" in capsys.readouterr().err
+    assert fitting(saved())
+
+
+def test_what_is_compared_with_another_number_than_one_rank_is_said(start, capsys):
+    machine = start(Machine(amdahl))
+    whole = machine.launch
+    machine.launch = lambda launch: whole(launch) if launch.n != 1 else machine.failed()
+    assert bench("--repeats", "2") == 1
+    assert "compared with 2 ranks, not with one: no job counts on fewer" in capsys.readouterr().out
+    Path("results.json").unlink()
+    assert bench("--repeats", "2", ranks="2,4") == 0
+    assert "compared with 2 ranks, not with one: the fewest that were asked for" in capsys.readouterr().out
+    Path("results.json").unlink()
+    machine.launch = whole
+    assert bench("--repeats", "2") == 0
+    assert "not with one" not in capsys.readouterr().out
+
+
+def test_jobs_that_cannot_be_compared_with_the_others_are_said(start, capsys):
+    """One rank records its steps and prints nothing, the others print the closing line and record nothing."""
+    machine = start(Machine(amdahl))
+    whole = machine.launch
+
+    def launch(job):
+        machine.silent = job.n > 1
+        return whole(job)
+
+    machine.launch = launch
+    assert bench("--repeats", "2") == 1
+    assert saved()["summary"]["measure"] == "closing line"
+    assert "2 jobs recorded their steps and printed no closing line" in capsys.readouterr().out
 
 
 def test_a_number_of_ranks_without_any_result_is_status_1(start):
@@ -233,6 +279,42 @@ def test_the_file_is_as_its_schema_says(start, marks):
     bench()
     assert fitting(saved())
     assert not fitting({**saved(), "host": "node17"})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["python", "code/train.py"], ["python", "-u", "-m", "code.train"], ["bash", "code/run.sh"], ["code/run.sh", "x"],
+     ["code/run"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_commit_is_that_of_the_scripts_repository_however_it_is_started(tmp_path, monkeypatch, command):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (tmp_path / "code").mkdir()
+    for name in ("train.py", "run.sh", "run"):
+        (tmp_path / "code" / name).touch()
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], cwd=tmp_path / "code", check=True)
+    monkeypatch.chdir(tmp_path)
+    found = commit(command)
+    assert found is not None and len(found["id"]) == 40 and not found["changed"]
+    assert commit(["python", "-m", "json.tool"]) is None and commit(["ls"]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(999.7, "1000"), (999.4, "999"), (0.5, "0.5"), (0.0001234, "1.23e-04")], ids=str
+)
+def test_numbers_of_a_thousand_have_no_exponent(value, shown):
+    assert tables.interval(Estimate(value)) == shown
+
+
+def test_long_steps_and_long_titles_are_shown_as_they_are(start, capsys):
+    machine = start(Machine(lambda n: 12.5 / n, noise=0.0))
+    machine.marks = True
+    assert bench("--weak", "--repeats", "1", ranks="1") == 0
+    out = capsys.readouterr().out
+    assert "e+0" not in out, out
+    assert "12500" in out
+    assert "Weak scaling, by the time of a step; medians with 95 % intervals\n" in out
 
 
 def test_hosts_and_the_home_directory_are_not_told(start, monkeypatch, tmp_path):

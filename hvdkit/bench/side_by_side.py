@@ -1,0 +1,95 @@
+"""Two results side by side: what every command that compares two result files takes and prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+SPEED = "speed of B / A"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What both results measured, for a reader.
+
+    Attributes:
+        cells: of the table: what it is, its time in A and in B, the speed of B compared with A.
+        subject: what it is at the start of a sentence.
+        speed: the speed without its interval.
+        failed: whether it is below the limit with its whole interval.
+    """
+
+    cells: tuple[str, str, str, str]
+    subject: str
+    speed: float
+    failed: bool
+
+
+def arguments(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a click command with the two files, ``before`` and ``after``."""
+    return click.argument("before", type=_FILE, metavar="A.json")(
+        click.argument("after", type=_FILE, metavar="B.json")(command)
+    )
+
+
+def fail_below(where: str) -> Callable[..., Any]:
+    """The option ``--fail-below``, as ``limit``.
+
+    Args:
+        where: what is compared one by one: "size".
+    """
+    return click.option(
+        "--fail-below",
+        "limit",
+        type=float,
+        callback=_ratio,
+        metavar="RATIO",
+        help=f"Exit with 1 when B's speed compared with A's is below this at some {where}, with its whole 95 % "
+        "interval.",
+    )
+
+
+def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise click.BadParameter(f"expected a ratio above 0, such as 0.95, got {value}")
+    return value
+
+
+def show(
+    console: Console, names: tuple[str, str, str], lines: Sequence[Line], limit: float | None, notes: Sequence[str]
+) -> None:
+    """Print it for a reader: the table, the notes and what is below the limit.
+
+    Args:
+        names: of the first three columns.
+        limit: of ``--fail-below``.
+        notes: full sentences, nothing in them that a terminal would obey.
+    """
+    table = Table()
+    for name in (*names, SPEED):
+        table.add_column(name, justify="right")
+    for line in lines:
+        table.add_row(*line.cells)
+    console.print(table)
+    for note in notes:
+        console.print(f"- {note}", soft_wrap=True)
+    if limit is None:
+        return
+    for line in lines:
+        if line.failed:
+            verdict = f"below {limit:g}, failed"
+        elif line.speed < limit:
+            verdict = f"below {limit:g}, but its interval reaches above: not sure enough to fail"
+        else:
+            continue
+        console.print(f"{line.subject}: speed {line.cells[-1]} is {verdict}.", soft_wrap=True)
+    if not any(line.failed for line in lines):
+        console.print(f"No speed is below {limit:g} beyond noise.")

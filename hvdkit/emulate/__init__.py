@@ -8,6 +8,7 @@ network is seen before a model is trained on it.
 
     plan ───────── what is replayed: sizes, types, order, gaps, how many steps
        ├── sizes ── (size_files, model_sizes, timeline_sizes)   where it comes from
+       │      └── model_process   reads a model: model_torch, model_keras, model_tensorflow (tape_order)
        └── run ──── starts the ranks through ``hvdkit launch``, shows progress, keeps what there is however they end
              ├── run_setup    from options to a job
              ├── run_job      what every rank is told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdkit.commands import group_of
+from hvdkit.commands import group_of, not_below_0, output_file, seconds_above_0
 from hvdkit.emulate import results as kept
 from hvdkit.emulate import run, run_setup
 from hvdkit.emulate.check import ALLREDUCE, COLLECTIVES
@@ -33,30 +32,8 @@ SUBCOMMANDS = {
 _WIDTH = 140
 
 
-def _output(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
-    if file is None:
-        return None
-    if file.is_dir():
-        raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
-    if not os.access(file.absolute().parent, os.W_OK):
-        raise click.BadParameter(f"directory {str(file.absolute().parent)!r} does not exist or cannot be written to")
-    return file
-
-
-def _not_below_0(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not 0 <= value < math.inf:
-        raise click.BadParameter(f"expected a number from 0 on, got {value}")
-    return value
-
-
-def _timeout(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
-    return seconds
-
-
 def _file(option: str, what: str) -> Callable[..., Any]:
-    return click.option(option, type=click.Path(path_type=Path), callback=_output, metavar="FILE", help=what)
+    return click.option(option, type=click.Path(path_type=Path), callback=output_file, metavar="FILE", help=what)
 
 
 _OPTIONS = (
@@ -81,8 +58,8 @@ _OPTIONS = (
         help="Horovod: give it all tensors of a step at once, as a training does, so that it may fuse them, or one "
         "after the other, each alone  [default: on]",
     ),
-    click.option("--cycle-time-ms", type=float, callback=_not_below_0, metavar="MS", help="Horovod's (as in launch)."),
-    click.option("--fusion-threshold-mb", type=float, callback=_not_below_0, metavar="MB", help="Horovod's, in MiB."),
+    click.option("--cycle-time-ms", type=float, callback=not_below_0, metavar="MS", help="Horovod's (as in launch)."),
+    click.option("--fusion-threshold-mb", type=float, callback=not_below_0, metavar="MB", help="Horovod's, in MiB."),
     click.option("--cache-capacity", type=click.IntRange(min=0), metavar="N", help="Horovod's."),
     click.option("--hierarchical-allreduce/--no-hierarchical-allreduce", default=None, help="Horovod's (NCCL)."),
     click.option(
@@ -135,7 +112,7 @@ _OPTIONS = (
     click.option("--ppn", type=click.IntRange(min=1), metavar="P"),
     click.option("--threads", type=click.IntRange(min=1), metavar="T"),
     click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE"),
-    click.option("--timeout", type=float, callback=_timeout, metavar="S", help="End the job after S seconds."),
+    click.option("--timeout", type=float, callback=seconds_above_0, metavar="S", help="End the job after S seconds."),
 )
 
 
@@ -180,7 +157,7 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
         raise click.MissingParameter(ctx=ctx, param=ctx.command.params[0])
     files = {name: wanted.pop(name) for name in ("plot", "size_plot", "report")}
     timeout_s, json_file = wanted.pop("timeout"), wanted["json"]
-    _check_files(files)
+    _check_files(files, json_file)
     setup = _setup(n, wanted)
     outcome = run.measure(setup.job, setup.options, setup.tuned, setup.beside, timeout_s, _say)
     if outcome.failure is not None:
@@ -192,12 +169,12 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     return outcome.status
 
 
-def _check_files(files: dict[str, Path | None]) -> None:
+def _check_files(files: dict[str, Path | None], json_file: Path | None) -> None:
     """Find out before anything is measured whether the files that are asked for can be made."""
     if any(file is not None for file in files.values()):
         from hvdkit.emulate import outputs
 
-        outputs.check(**files)
+        outputs.check(**files, others=[] if json_file is None else [json_file])
 
 
 def _refuse_options(ctx: click.Context) -> None:

@@ -117,6 +117,9 @@ def differences(before: Results, after: Results) -> list[str]:
             if first.get(name) != second.get(name):
                 was, is_ = first.get(name, "none"), second.get(name, "none")
                 notes.append(f"Different {name}: {was} before, {is_} after.")
+    types = [sorted({one.dtype for one in results.plan.collectives}) for results in (before, after)]
+    if types[0] != types[1]:
+        notes.append(f"Different types: {', '.join(types[0])} before, {', '.join(types[1])} after.")
     if _plan_sizes(before) != _plan_sizes(after):
         notes.append("Different plans: only sizes that both have are compared, and no whole steps.")
     elif [one.gap_s for one in before.plan.collectives] != [one.gap_s for one in after.plan.collectives]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
+from hvdkit.bench import side_by_side
 from hvdkit.emulate import compare as comparing
 from hvdkit.emulate import results
 from hvdkit.emulate.compare import SLOWEST, TRANSFER, Compared
@@ -18,15 +17,8 @@ from hvdkit.emulate.tables import WIDTH, with_interval
 from hvdkit.units import printable
 
 
-def _limit(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise click.BadParameter(f"expected a ratio above 0, such as 0.95, got {value}")
-    return value
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("before", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="A.json")
-@click.argument("after", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="B.json")
+@side_by_side.arguments
 @click.option(
     "--by",
     type=click.Choice([SLOWEST, TRANSFER]),
@@ -34,14 +26,7 @@ def _limit(_ctx: click.Context, _parameter: click.Parameter, value: float | None
     show_default=True,
     help="What is compared: the delay of the slowest rank, or the time from the last rank's arrival on.",
 )
-@click.option(
-    "--fail-below",
-    "limit",
-    type=float,
-    callback=_limit,
-    metavar="RATIO",
-    help="Exit with 1 when B's speed compared with A's is below this at some size, with its whole 95 % interval.",
-)
+@side_by_side.fail_below("size")
 @click.option("--json", "want_json", is_flag=True, help="Print JSON.")
 def compare(before: Path, after: Path, by: str, limit: float | None, want_json: bool) -> int:
     """Compare two results of `hvdkit emulate`, size by size and for whole steps.
@@ -62,34 +47,18 @@ def compare(before: Path, after: Path, by: str, limit: float | None, want_json: 
     notes = comparing.differences(first, second)
     if want_json:
         click.echo(json.dumps(comparing.as_json(compared, by, limit, notes), indent=2))
-    else:
-        _print(compared, limit, slower, notes)
-    return 1 if slower else 0
-
-
-def _print(compared: Sequence[Compared], limit: float | None, slower: Sequence[Compared], notes: Sequence[str]) -> None:
+        return 1 if slower else 0
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    table = Table()
-    for name in ("bytes", "A, ms", "B, ms", "speed of B / A"):
-        table.add_column(name, justify="right")
-    for one in compared:
-        ms = [with_interval(estimate.scaled(1000)) for estimate in (one.before, one.after)]
-        table.add_row(one.name, *ms, with_interval(one.speed))
-    console.print(table)
-    for note in notes:
-        console.print(f"- {printable(note)}", soft_wrap=True)
-    if limit is None:
-        return
-    for one in compared:
-        if one in slower:
-            verdict = f"below {limit:g}, failed"
-        elif one.speed.value < limit:
-            verdict = f"below {limit:g}, but its interval reaches above: not sure enough to fail"
-        else:
-            continue
-        what = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
-        console.print(f"{what}: speed {with_interval(one.speed)} is {verdict}.", soft_wrap=True)
-    if not slower:
-        console.print(f"No speed is below {limit:g} beyond noise.")
+    lines = [_line(one, slower) for one in compared]
+    side_by_side.show(console, ("bytes", "A, ms", "B, ms"), lines, limit, [printable(note) for note in notes])
+    return 1 if slower else 0
+
+
+def _line(one: Compared, slower: Sequence[Compared]) -> side_by_side.Line:
+    before, after = (with_interval(estimate.scaled(1000)) for estimate in (one.before, one.after))
+    subject = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
+    return side_by_side.Line(
+        (one.name, before, after, with_interval(one.speed)), subject, one.speed.value, one in slower
+    )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from hvdkit.emulate import check
-from hvdkit.emulate.check import ALL_TO_ALL
+from hvdkit.emulate.check import ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from hvdkit.emulate.run_job import Job
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
 
@@ -81,8 +81,8 @@ def refuse(job: Job) -> None:
     """Refuse what the engine cannot do whatever the ranks are, before any is started.
 
     Raises:
-        InvalidArgumentError: a ring of all-to-alls, another engine's algorithm, a type that it cannot add, or one whose
-            sums over so many ranks cannot be checked.
+        InvalidArgumentError: a ring of all-to-alls, another engine's algorithm, a type that it does not take, or one
+            whose sums over so many ranks cannot be checked.
     """
     if job.algorithm == "ring" and job.engine != "mpi":
         raise InvalidArgumentError(
@@ -99,9 +99,10 @@ def refuse(job: Job) -> None:
         if one.dtype not in known:
             by = "ring" if job.algorithm == "ring" else job.engine
             others = [name for name, types in TYPES.items() if one.dtype in types]
+            does = "cannot add" if job.collective in (ALLREDUCE, REDUCE_SCATTER) else "does not carry here"
             raise InvalidArgumentError(
-                f"{one.name!r} is {one.dtype}, which --engine {by} cannot add; use --engine {' or '.join(others)}, or "
-                f"one of {', '.join(known)}."
+                f"{one.name!r} is {one.dtype}, which --engine {by} {does}; use --engine {' or '.join(others)}, or one "
+                f"of {', '.join(known)}."
             )
         if job.check:
             check.refuse(job.collective, one.dtype, job.ranks)

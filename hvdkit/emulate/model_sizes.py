@@ -29,8 +29,8 @@ def of_model(
         per: one collective per "parameter", or one per "layer" (the parameters of one module together).
         input_shape: of one input of float32 zeros, batch first, where FACTORY gives none.
     Returns:
-        (collectives, source). In PyTorch with inputs the order is that of a real backward. Without inputs, and in
-        Keras and TensorFlow, it is the reverse of the order in which the model lists its parameters; source says which.
+        (collectives, source). With inputs the order is that of a real backward, but for Keras on JAX. Else it is the
+        reverse of the order in which the model lists its parameters; source says which.
     Raises:
         InvalidArgumentError: FACTORY cannot be found, fails, or gives no model.
         DataError: the process that makes the model ended without an answer.

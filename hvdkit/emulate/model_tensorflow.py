@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from hvdkit.emulate import tape_order
 from hvdkit.emulate.model_process import Gradient
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.model_factory.making import Made
 
-ORDER = "in the reverse order of module.trainable_variables"
+REVERSED = (
+    "in the reverse order of module.trainable_variables, which is that of the names of attributes, since no input is "
+    "known (give --input-shape, or return (module, inputs), for the order of a real backward)"
+)
 
 
 def gradients(made: Made) -> tuple[list[Gradient], str]:
-    """The gradients of the variables that are trained, in reverse order of ``trainable_variables``, and in words so.
+    """The gradients of the variables that are trained, in the order in which they are ready, and how that was found.
 
-    A GradientTape gives all gradients at once, so that there is no order to observe. TensorFlow lists variables by the
-    names of their attributes, which is the order of the layers where the names are (``layer1``, ``layer2``).
+    With inputs: the order in which one backward of a GradientTape makes them. Without: the reverse order of
+    ``trainable_variables``, which TensorFlow lists by the names of their attributes.
 
     Raises:
         InvalidArgumentError: the module does not take its inputs, or variables have no known shape.
     """
-    _build(made)
+    known = _with_inputs(made)
+    if known.inputs is not None:
+        _called(known)
+    variables = list(made.model.trainable_variables)
+    order, words = list(range(len(variables)))[::-1], REVERSED
+    if known.inputs is not None:
+        order, words = tape_order.backward_order(variables, lambda: tape_order.loss_of(known, _output(known)))
     owners = _owners(made.model)
-    found = [_gradient(variable, owners) for variable in made.model.trainable_variables]
-    return _named_apart(found)[::-1], ORDER
+    named = _named_apart([_gradient(variable, owners) for variable in variables])
+    return [named[index] for index in order], words
 
 
-def _build(made: Made) -> None:
-    """Call it once where inputs are known: many modules make their variables then."""
-    if made.inputs is None and made.input_shape is None:
-        return
+def _with_inputs(made: Made) -> Made:
+    if made.inputs is not None or made.input_shape is None:
+        return made
     import tensorflow as tf
 
-    inputs = tf.zeros(tuple(made.input_shape or ())) if made.inputs is None else made.inputs
+    return replace(made, inputs=tf.zeros(tuple(made.input_shape)))
+
+
+def _called(made: Made) -> None:
+    """Call it once: many modules make their variables then."""
     try:
-        made.model(*inputs) if isinstance(inputs, tuple | list) else made.model(inputs)
+        _output(made)
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise InvalidArgumentError(
             f"the module's call failed with {type(error).__name__}: {text}; expected inputs that it takes "
             "(--input-shape is with the batch, such as 2,784)."
         ) from error
+
+
+def _output(made: Made) -> Any:
+    if isinstance(made.inputs, Mapping):
+        return made.model(**made.inputs)
+    return made.model(*made.inputs) if isinstance(made.inputs, tuple | list) else made.model(made.inputs)
 
 
 def _owners(model: Any) -> dict[int, str]:

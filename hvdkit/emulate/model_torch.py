@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.emulate.model_process import Gradient
@@ -13,6 +14,7 @@ NO_INPUTS = (
     "in the reverse order of model.parameters(), since no input is known (give --input-shape, or return (model, "
     "inputs), for the order of a real backward)"
 )
+OBSERVED = "in the order in which a backward produced them"
 
 
 def gradients(made: Made) -> tuple[list[Gradient], str]:
@@ -25,14 +27,13 @@ def gradients(made: Made) -> tuple[list[Gradient], str]:
 
     Raises:
         InvalidArgumentError: the forward or the backward fails, or the shapes are not known without inputs.
-    Source: torch.Tensor.register_post_accumulate_grad_hook (PyTorch 2.1).
     """
     if made.inputs is None and made.input_shape is None:
-        names, order = [name for name, _ in _trained(made.model)][::-1], NO_INPUTS
-    else:
-        names, order = _order(made)
-    parameters = dict(_trained(made.model))
-    return [_gradient(name, parameters[name]) for name in names], order
+        return [_gradient(*one) for one in _trained(made.model)[::-1]], NO_INPUTS
+    loss = loss_by(made, lambda: forward(made))
+    trained = _trained(made.model)  # after the forward, which makes lazy parameters
+    order, words = arrivals([parameter for _, parameter in trained], loss)
+    return [_gradient(*trained[index]) for index in order], words
 
 
 def _trained(model: Any) -> list[tuple[str, Any]]:
@@ -51,13 +52,20 @@ def _gradient(name: str, parameter: Any) -> Gradient:
     return Gradient(name, layer, parameter.numel(), str(parameter.dtype).removeprefix("torch."))
 
 
-def _order(made: Made) -> tuple[list[str], str]:
-    """Names of the parameters, as their gradients arrive."""
+def loss_by(made: Made, run: Callable[[], Any]) -> Any:
+    """The loss of one forward.
+
+    Args:
+        made: whose loss function counts, see ``torch_step.loss_of``.
+        run: gives the model's output.
+    Raises:
+        InvalidArgumentError: it fails, or nothing in the output depends on parameters.
+    """
     import torch
 
     try:
         with torch.enable_grad():
-            loss = loss_of(made, forward(made))
+            return loss_of(made, run())
     except InvalidArgumentError:
         raise
     except Exception as error:
@@ -66,11 +74,23 @@ def _order(made: Made) -> tuple[list[str], str]:
             f"the model's forward failed with {type(error).__name__}: {text}; expected inputs that it takes "
             "(--input-shape is with the batch, such as 2,784)."
         ) from error
-    arrived: list[str] = []
+
+
+def arrivals(parameters: Sequence[Any], loss: Any) -> tuple[list[int], str]:
+    """Indices of the parameters in the order in which one backward makes their gradients, and in words how it was.
+
+    Args:
+        parameters: PyTorch's; their old gradients are dropped.
+        loss: a tensor of one number.
+    Raises:
+        InvalidArgumentError: the backward fails.
+    Source: torch.Tensor.register_post_accumulate_grad_hook (PyTorch 2.1).
+    """
+    arrived: list[int] = []
     hooks = []
-    for name, parameter in _trained(made.model):
+    for index, parameter in enumerate(parameters):
         parameter.grad = None
-        hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name)))
+        hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.append(index)))
     try:
         loss.backward()
     except Exception as error:
@@ -82,9 +102,7 @@ def _order(made: Made) -> tuple[list[str], str]:
     finally:
         for hook in hooks:
             hook.remove()
-    names = list(dict.fromkeys(arrived))
-    missing = [name for name, _ in _trained(made.model) if name not in set(names)]
-    order = "in the order in which a backward produced them"
-    if missing:
-        order += f"; {len(missing)} without a gradient in it come last"
-    return [*names, *missing], order
+    made = list(dict.fromkeys(arrived))
+    missing = [index for index in range(len(parameters)) if index not in set(made)]
+    words = OBSERVED + (f"; {len(missing)} without a gradient in it come last" if missing else "")
+    return [*made, *missing], words

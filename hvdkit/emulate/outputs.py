@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.emulate.analysis import Analysis, analyse
@@ -11,13 +12,25 @@ from hvdkit.errors import InvalidArgumentError
 PLOT_FORMATS = (".svg", ".png")
 
 
-def check(*, plot: Path | None = None, size_plot: Path | None = None, report: Path | None = None) -> None:
+def check(
+    *,
+    plot: Path | None = None,
+    size_plot: Path | None = None,
+    report: Path | None = None,
+    others: Sequence[Path] = (),
+) -> None:
     """Find out before anything is measured whether these files can be written.
+
+    Args:
+        plot, size_plot, report: see ``write_all``.
+        others: files that are read or written too, which none of these may take the place of.
 
     Raises:
         MissingFrameworkError: matplotlib or jinja2 is needed and not installed.
-        InvalidArgumentError: a plot is neither SVG nor PNG, or a path is a directory or in one that is not there.
+        InvalidArgumentError: a plot is neither SVG nor PNG, a path is a directory or in one that is not there, or
+            two of the files are one.
     """
+    _check_apart([path for path in (plot, size_plot, report, *others) if path is not None])
     for path in (plot, size_plot, report):
         if path is None:
             continue
@@ -35,6 +48,14 @@ def check(*, plot: Path | None = None, size_plot: Path | None = None, report: Pa
         import hvdkit.emulate.plots
     if report is not None:
         import hvdkit.emulate.report  # noqa: F401
+
+
+def _check_apart(paths: Sequence[Path]) -> None:
+    """None of them would be written over another one."""
+    places = [path.resolve() for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise InvalidArgumentError(f"The file {str(path)!r} is named for two things; give each a file of its own.")
 
 
 def write_all(

@@ -34,7 +34,7 @@ def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None
 
     Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
     """
-    outputs.check(plot=plot, size_plot=size_plot, report=report)
+    outputs.check(plot=plot, size_plot=size_plot, report=report, others=[file])
     found = results.read(file)
     analysis = analyse(found)
     outputs.write_all(found, plot=plot, size_plot=size_plot, report=report, analysis=analysis)

@@ -11,6 +11,7 @@ from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, Invali
 
 COLUMNS = ("name", "bytes", "elements", "dtype", "gap_ms")
 """What a CSV file may say of each collective; it needs ``bytes`` or ``elements``."""
+_DIGITS = 16
 
 
 def of_list(sizes: Sequence[int], dtype: str) -> list[Collective]:
@@ -46,7 +47,7 @@ def of_csv(path: Path, dtype: str | None) -> list[Collective]:
     if not lines:
         raise CorruptDataError(f"{path} has no line; expected a size in bytes per line, or columns {_columns()}.")
     header = [word.lower() for word in lines[0][1]]
-    if header and not _is_number(header[0]):
+    if header and not _is_number(header[0]) and not header[0][:1].isdigit():
         _check_header(path, header)
         lines = lines[1:]
     else:
@@ -92,14 +93,24 @@ def _collective(where: str, header: list[str], words: list[str], name: str, dtyp
     name = row.get("name") or name
     own = row.get("dtype") or dtype
     try:
-        elements = int(row["elements"]) if "elements" in row else elements_of(int(row["bytes"]), own, name)
-        return Collective(name, elements, own, _gap(row))
+        if "elements" in row:
+            return Collective(name, _whole(row["elements"], "elements"), own, _gap(row))
+        return Collective(name, elements_of(_whole(row["bytes"], "bytes"), own, name), own, _gap(row))
     except ValueError as error:
         raise CorruptDataError(f"{where}: {error}") from error
 
 
+def _whole(word: str, what: str) -> int:
+    digits = word.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) < _DIGITS):
+        raise ValueError(f"{what} is {word!r}; expected a whole number without a unit or separators, such as 803840.")
+    return int(word)
+
+
 def _gap(row: Mapping[str, str]) -> float:
     text = row.get("gap_ms", "")
+    if text and not _is_number(text):
+        raise ValueError(f"gap_ms is {text!r}; expected milliseconds, such as 2.5.")
     return float(text) / 1000 if text else 0.0
 
 

@@ -112,7 +112,7 @@ def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
     """Say which collectives a training step makes, how large they are and in which order: the plan of an emulation.
 
     Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory; with
-    inputs one backward is run in PyTorch, and the order is that in which the gradients really arrive.
+    inputs one backward is run or traced, and the order is that in which the gradients really arrive.
 
     \b
     Examples:

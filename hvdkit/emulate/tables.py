@@ -75,7 +75,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     _print(Grid("Collectives of a step, in the order of their replay", names, rows), console)
     console.print(f"From {printable(plan.source)}.", soft_wrap=True, markup=False, highlight=False)
     sizes = [one.nbytes for one in plan.collectives][::-1]
-    console.print(f"{len(sizes)} collectives, {sum(sizes)} bytes per step; {trials_text(plan)}.", soft_wrap=True)
+    many = f"{len(sizes)} {'collective' if len(sizes) == 1 else 'collectives'}"
+    console.print(f"{many}, {sum(sizes)} bytes per step; {trials_text(plan)}.", soft_wrap=True)
     if len(sizes) <= OUTLIERS:
         console.print(f"Bytes, in the reverse order (first layer first): {sizes}", soft_wrap=True)
 
@@ -83,7 +84,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 def trials_text(plan: Plan) -> str:
     """How many steps, and why."""
     if plan.batch_count is None:
-        return f"{plan.trials} trials (steps)"
+        return f"{plan.trials} {'trial (step)' if plan.trials == 1 else 'trials (steps)'}"
     return (
         f"batch_count {plan.batch_count} ({plan.samples} samples / {plan.batch_size} per step, rounded up), trials "
         f"{plan.trials} (batch_count * {plan.epochs} {'epoch' if plan.epochs == 1 else 'epochs'})"

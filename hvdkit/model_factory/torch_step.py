@@ -14,13 +14,13 @@ def forward(made: Made) -> Any:
 
     Args:
         made: a model, with a mapping of inputs (given by name), a tuple or list (one after the other), a single one, or
-            none: then a float32 tensor of zeros of ``input_shape``, where the model's first parameter is.
+            none: then zeros of ``input_shape``, of the type and where the model's first floating-point parameter is.
     """
     import torch
 
     if made.inputs is None:
-        where = next((one.device for one in made.model.parameters()), torch.device("cpu"))
-        return made.model(torch.zeros(tuple(made.input_shape or ()), device=where))
+        like = next((one for one in made.model.parameters() if one.is_floating_point()), torch.empty(0))
+        return made.model(torch.zeros(tuple(made.input_shape or ()), device=like.device, dtype=like.dtype))
     if isinstance(made.inputs, Mapping):
         return made.model(**made.inputs)
     if isinstance(made.inputs, tuple | list):

@@ -293,7 +293,15 @@ def test_what_else_is_different_is_said(capsys):
     assert compared() == 0
     out = capsys.readouterr().out
     assert "Different engine: ring before, mpi after." in out and "Different cores: 4 before, 8 after." in out
-    assert "Different python" not in out and "noise within each run" in out
+    assert "Different python" not in out and "Different types" not in out and "noise within each run" in out
+
+
+def test_the_same_bytes_of_another_type_are_said(capsys):
+    for name, dtype in (("a.json", "float32"), ("b.json", "float64")):
+        steps = plan.from_sizes([40], dtype)
+        files.write(Path(name), results(steps, [sample(t, 0, 40, [0.2, 0.2]) for t in range(9)], ranks=2), None)
+    assert compared() == 0
+    assert "Different types: float32 before, float64 after." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,9 @@ def test_a_job_that_fails_at_once_says_why(ranks, capsys):
         (["--algorithm", "ring"], "own ring over MPI messages, got --engine horovod"),
         (["--engine", "ring", "--algorithm", "library"], "--engine ring is --algorithm ring"),
         (["--engine", "ring", "--collective", "all_to_all"], "over a ring would send every block"),
+        (["--dtype", "uint8", "--collective", "broadcast"], "uint8, which --engine horovod does not carry here"),
+        (["--json", "r.json", "--report", "r.json"], "'r.json' is named for two things"),
+        (["--plot", "a.svg", "--size-plot", "./a.svg"], "'a.svg' is named for two things"),
         (
             ["--engine", "mpi", "--dtype", "float16"],
             "float16, which --engine mpi cannot add; use --engine horovod or ring",

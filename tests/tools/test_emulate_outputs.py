@@ -159,6 +159,8 @@ def test_one_sample_can_be_drawn(matplotlib):
         (["--plot", "cdf"], "expected .svg or .png"),
         (["--size-plot", "no/where.svg"], "does not exist"),
         (["--report", "."], "is a directory"),
+        (["--size-plot", "./good.svg"], "is named for two things"),
+        (["--report", "results.json"], "is named for two things"),
     ],
     ids=str,
 )

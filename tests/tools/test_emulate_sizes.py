@@ -231,6 +231,13 @@ def test_a_csv_may_be_one_column_of_bytes(capsys):
         ("4,5\n", "has 2 columns; expected 1"),
         ("bytes,dtype\n4,float31\n", "float31"),
         ("bytes,gap_ms\n4,inf\n", "line 2 of a.csv"),
+        ("bytes,gap_ms\n4,soon\n", "gap_ms is 'soon'; expected milliseconds"),
+        ("bytes\n4 kB\n", "bytes is '4 kB'; expected a whole number without a unit"),
+        ("4kB\n8\n", "line 1 of a.csv: bytes is '4kB'"),
+        ("bytes\n1_000\n", "bytes is '1_000'; expected a whole number"),
+        ("name,elements\nfc1,1e3\n", "elements is '1e3'; expected a whole number"),
+        ('bytes\n"803,840"\n', "bytes is '803,840'; expected a whole number"),
+        ("bytes\n-4\n", "is -4 bytes; expected a multiple above 0"),
     ],
 )
 def test_a_bad_csv_says_where(capsys, content, said):
@@ -370,6 +377,13 @@ def test_the_shape_of_an_input_reaches_the_process_of_the_model(capsys, monkeypa
     ]
 
 
+def test_an_input_of_a_shape_has_the_type_of_the_model(monkeypatch):
+    text = "import torch\n\ndef half():\n    return torch.nn.Linear(4, 3, dtype=torch.bfloat16)\n"
+    write_module("halfnet", text, monkeypatch)
+    found = gradients("halfnet:half", input_shape=[2, 4])
+    assert sorted((one["elements"], one["dtype"]) for one in found["gradients"]) == [(3, "bfloat16"), (12, "bfloat16")]
+
+
 def test_a_process_that_dies_is_said(capsys, monkeypatch):
     write_module("mistakes", MISTAKES, monkeypatch)
     err = sizes(capsys, "--model", "mistakes:dies", status=1)
@@ -458,6 +472,22 @@ def net():
 
 def unbuilt():
     return keras.Sequential([keras.layers.Dense(3)])
+
+class Swapped(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.last, self.first, self.unused = (keras.layers.Dense(n, name=name)
+            for n, name in ((2, "last"), (4, "first"), (3, "unused")))
+        self.unused.build((1, 7))
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+def swapped():
+    return Swapped(), keras.ops.zeros((1, 5))
+
+def any_length():
+    return keras.Sequential([keras.Input((None, 3)), keras.layers.Dense(2)])
 """
 
 
@@ -470,6 +500,18 @@ def test_a_keras_model_gives_its_layers_last_first(monkeypatch):
     with pytest.raises(InvalidArgumentError, match="is not built"):
         gradients("knet:unbuilt")
     assert sum(elements(gradients("knet:unbuilt", input_shape=[1, 5]))) == 18
+
+
+def test_the_order_of_keras_is_that_of_a_backward_not_of_the_list_of_variables(monkeypatch):
+    pytest.importorskip("keras")
+    write_module("knet", KERAS, monkeypatch)
+    swapped = gradients("knet:swapped", per="layer")
+    assert [name.rpartition("/")[2] for name in names(swapped)] == ["last", "first", "unused"]
+    assert swapped["order"] == "in the order in which a backward produced them; 2 without a gradient in it come last"
+    # In training a batch normalisation gives its two gradients together, before those of the layer below.
+    assert [name.rpartition("/")[2] for name in names(gradients("knet:net"))][2:] == ["beta", "gamma", "bias", "kernel"]
+    unknown = gradients("knet:any_length")
+    assert elements(unknown) == [2, 6] and "since no input is known" in unknown["order"]
 
 
 TENSORFLOW = """
@@ -486,6 +528,29 @@ class Net(tf.Module):
     def __init__(self):
         super().__init__()
         self.layers = [Dense(4, 3), Dense(3, 2)]
+
+class Pair(tf.Module):
+    '''Its attributes are sorted otherwise than they are used; tail and encoder are used twice.'''
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = tf.Variable(tf.ones((4, 4)), name="e"), tf.Variable(tf.ones((4, 2)), name="d")
+        self.middle, self.unused = tf.Variable(tf.ones((2, 4)), name="m"), tf.Variable(1.0, name="u")
+        self.tail = tf.Variable(tf.ones((4, 4)), name="t")
+
+    def __call__(self, x):
+        return x @ self.encoder @ self.decoder @ self.middle @ self.tail @ self.tail @ self.encoder
+
+def pair():
+    return Pair(), {"x": tf.ones((1, 4))}
+
+class Eager(Pair):
+    def __call__(self, x):
+        y = super().__call__(x)
+        return y if y.numpy().sum() else x
+
+def eager():
+    return Eager(), tf.ones((1, 4)), tf.reduce_mean
 """
 
 
@@ -497,3 +562,16 @@ def test_a_tensorflow_module_gives_its_variables(monkeypatch):
     assert sorted(elements(found)) == [2, 3, 6, 12]
     layers = names(gradients("tfnet:Net", per="layer"))
     assert layers[0].startswith("layers1") and layers[-1].startswith("layers0")
+
+
+def test_the_order_of_tensorflow_is_that_of_a_backward_where_inputs_are_known(monkeypatch):
+    pytest.importorskip("tensorflow")
+    write_module("tfnet", TENSORFLOW, monkeypatch)
+    found = gradients("tfnet:pair")
+    assert names(found) == [f"model/{name}" for name in "tmdeu"]
+    assert found["order"] == "in the order in which a backward produced them; 1 without a gradient in it come last"
+    assert "since no input is known" in gradients("tfnet:Pair")["order"]
+    assert names(gradients("tfnet:Pair", input_shape=[1, 4])) == names(found)
+    untraceable = gradients("tfnet:eager")
+    assert names(untraceable) == names(gradients("tfnet:Pair"))
+    assert "since no backward could be traced" in untraceable["order"]

@@ -80,7 +80,7 @@ class CostModel:
         return link.seconds(formulas.shared(chosen, nbytes, ranks, ppn))
 
     def bound_s(self, nbytes: float, ranks: int) -> float:
-        """The least that any allreduce takes over these links: 2(n-1)/n * nbytes at the rate of the fastest piece.
+        """The least that any flat allreduce takes: 2(n-1)/n * nbytes at the rate of the fastest piece.
 
         Source: Patarasuk, Yuan 2009, section 2.
         """

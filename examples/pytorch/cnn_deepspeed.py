@@ -11,7 +11,7 @@ from torch import nn
 
 import hvdkit.torch as hk
 from hvdkit import datasets, flags
-from hvdkit.errors import DataError, MissingFrameworkError
+from hvdkit.errors import CheckpointError, DataError, MissingFrameworkError
 
 
 class Net(nn.Module):
@@ -39,12 +39,15 @@ def tensors(x, y):
 
 
 def settings(args):
-    """DeepSpeed's configuration: the file, and the flags, which count more."""
+    """DeepSpeed's configuration: the file, and the flags, which count more: batch, rate, warmup and ZeRO are theirs."""
     try:
         chosen = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
         chosen = {**chosen, "zero_optimization": dict(chosen.get("zero_optimization", {}))}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise DataError(f"--deepspeed_config {args.deepspeed_config} is no readable JSON object: {error}.") from None
+    for name in ("train_batch_size", "optimizer", "scheduler"):
+        chosen.pop(name, None)
+    chosen.setdefault("zero_allow_untested_optimizer", True)  # as DeepSpeed calls every SGD
     chosen["train_micro_batch_size_per_gpu"] = args.batch_size
     chosen["zero_optimization"]["stage"] = args.zero_stage
     if args.fp16_allreduce:
@@ -73,6 +76,43 @@ def import_deepspeed(world, device):
     return deepspeed
 
 
+def words_of(error):
+    """An error of DeepSpeed, which may have several lines or none, in one."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def restore(model, args, world):
+    """What was saved beside the newest checkpoint, None where there is none; the model and its optimizer get theirs.
+
+    Raises:
+        CheckpointError: there is one, of another number of processes or stage of ZeRO, or a damaged one.
+    """
+    here = f"with -n {world.size} and --zero_stage {args.zero_stage}"
+    said = f"the checkpoint in {args.checkpoint_dir} cannot be loaded {here}"
+    fix = "give those that it was saved with, or another --checkpoint_dir"
+    try:
+        path, saved = model.load_checkpoint(args.checkpoint_dir)
+    except Exception as error:  # whatever fails in DeepSpeed when the files are not what it expects
+        raise CheckpointError(f"{said} ({words_of(error)}); {fix}.") from error
+    if path is None:
+        return None
+    if saved.get("zero_stage") != args.zero_stage:  # DeepSpeed may leave the optimizer's state out without an error
+        raise CheckpointError(f"{said}: it was saved with {saved.get('zero_stage', 'another program')}; {fix}.")
+    return saved
+
+
+def save(model, args, loader):
+    """Write a checkpoint; a collective."""
+    try:
+        state = {"loader": loader.state(), "zero_stage": args.zero_stage}
+        model.save_checkpoint(args.checkpoint_dir, client_state=state)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to --checkpoint_dir {args.checkpoint_dir} ({error.strerror}); free some space or give a "
+            "directory that can be written."
+        ) from error
+
+
 def main(args):
     world = hk.init_process_group("gloo" if args.device == "cpu" else None)
     device = hk.pin_device(world, args.device, args.num_threads)
@@ -88,39 +128,38 @@ def main(args):
     try:
         model, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=settings(args))
     except (AssertionError, TypeError, ValueError, deepspeed.DeepSpeedConfigError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"DeepSpeed refuses --deepspeed_config {args.deepspeed_config}: {reason}") from error
+        raise DataError(f"DeepSpeed refuses --deepspeed_config {args.deepspeed_config}: {words_of(error)}") from error
+    dtype = next(model.parameters()).dtype  # the file may ask for half precision
     loader = hk.shard(train_set, world, args.batch_size, seed=args.seed)
     test_loader = hk.shard(test_set, world, args.batch_size, remainder="exact", shuffle=False)
     steps = hk.steps_per_epoch(len(train_set), args.batch_size, world)
     schedule = hk.warmup(optimizer, world, steps, args.warmup_epochs)
 
-    if args.resume:
-        path, saved = model.load_checkpoint(args.checkpoint_dir)
-        if path is not None:
-            loader.load_state(saved["loader"])
-            schedule.go_to(loader.epoch * steps)
+    saved = restore(model, args, world) if args.resume else None
+    if saved is not None:
+        loader.load_state(saved["loader"])
+        schedule.go_to(loader.epoch * steps)
     first_epoch = loader.epoch
 
     start = time.perf_counter()
     for epoch in range(first_epoch, args.epochs):
         model.train()
         for step, (x, y) in enumerate(loader, start=1):
-            loss = loss_of(model(x.to(device)), y.to(device))
+            loss = loss_of(model(x.to(device, dtype)), y.to(device))
             model.backward(loss)
             model.step()
             schedule.step()
             if step % args.log_interval == 0 and world.is_root:
                 print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps} loss {loss.item():.4f}")
         if args.checkpoint_dir:
-            model.save_checkpoint(args.checkpoint_dir, client_state={"loader": loader.state()})
+            save(model, args, loader)
     seconds = time.perf_counter() - start
 
     model.eval()
     counts = torch.zeros(2, device=device)
     with torch.no_grad():
         for x, y, w in test_loader:
-            hits = model(x.to(device)).argmax(dim=1) == y.to(device)
+            hits = model(x.to(device, dtype)).argmax(dim=1) == y.to(device)
             counts += torch.stack([hits[w > 0].sum(), (w > 0).sum()])
     dist.all_reduce(counts)
 

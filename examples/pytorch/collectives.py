@@ -179,6 +179,15 @@ def moved(m, k, n, p):
     }
 
 
+def tolerance(k):
+    """How far two sums of the same k products of normal numbers may lie apart in float32.
+
+    Added up in blocks, their rounding grows like the root of k; one after the other like k, since a partial sum of j
+    of them is as large as the root of j and is rounded, too.
+    """
+    return max(1e-5 * k**0.5, 1e-6 * k)
+
+
 def multiply(way, size, repeats, world):
     """C = A @ B by one of the two ways, checked against the whole product; median seconds of its phases."""
     m, k, n = size
@@ -186,9 +195,8 @@ def multiply(way, size, repeats, world):
     phase = Phases()
     for _ in range(repeats):
         c = way(a, b, m, k, n, world, phase)
-    # Sums of k products in another order differ by the rounding of float32, which grows like the root of k.
     difference = (c - a @ b).abs().max().item() if world.is_root else 0.0
-    require(difference <= 1e-5 * k**0.5, f"the product by {way.__name__} differs from the whole one by {difference:g}")
+    require(difference <= tolerance(k), f"the product by {way.__name__} differs from the whole one by {difference:g}")
     return {name: statistics.median(seconds) for name, seconds in phase.seconds.items()}, difference
 
 

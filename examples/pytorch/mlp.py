@@ -93,6 +93,11 @@ class DDP:
         check_parameter_closeness(model)
 
 
+def bits(tensor):
+    """Its bytes: of these, two that are no numbers (NaN) can be equal."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def check_parameter_closeness(model):
     """Compare every rank's parameters with those of rank 0, bit for bit; a collective of the process group.
 
@@ -104,7 +109,7 @@ def check_parameter_closeness(model):
         root = parameter.detach().clone()
         dist.broadcast(root, src=0)
         names.append(name)
-        same.append(torch.equal(root, parameter))
+        same.append(torch.equal(bits(root), bits(parameter.detach())))
     everywhere = torch.tensor(same, dtype=torch.int32, device=root.device)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     if differing := [name for name, equal in zip(names, everywhere.tolist(), strict=True) if not equal]:
@@ -112,6 +117,12 @@ def check_parameter_closeness(model):
             f"the ranks hold different values of {differing[0]}, and of {len(differing)} of {len(names)} parameters in "
             "all; give every rank rank 0's weights before the first step and the mean gradient in each."
         )
+
+
+def wait_for(device):
+    """Until the device has done what it was given: a GPU still computes when Python has gone on."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def test_loss(model, dataset, device):
@@ -141,6 +152,7 @@ def train(config, args):
         loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
         loss.backward()
         optimizer.step()
+        wait_for(device)
         seconds = time.perf_counter() - start
         if args.check:
             backend.check(local, optimizer)

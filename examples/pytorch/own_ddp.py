@@ -1,12 +1,13 @@
 """Data parallelism written from hooks, naive and overlapped, compared and timed beside PyTorch's DDP and Horovod."""
 
 import copy
+import math
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from mlp import CONFIG, MLP, RANDOM_STATE, add_config, batches, gen_dataset
+from mlp import CONFIG, MLP, RANDOM_STATE, add_config, batches, gen_dataset, wait_for
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +28,8 @@ class NaiveDP(nn.Module):
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(average_now)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average_now)
 
     def forward(self, *inputs):
         return self.model(*inputs)
@@ -137,7 +139,7 @@ def in_buckets(model, limit):
 
 
 def variants(world, args, config, device):
-    """The same training five times: name to (what to call, weights, optimizer). Every rank begins with its own."""
+    """The same training four times: name to (what to call, weights, optimizer). Every rank begins with its own."""
     torch.manual_seed(args.seed + world.rank)
     first = MLP(config).to(device)
     models = {name: copy.deepcopy(first) for name in ("naive hooks", "buckets, overlapped", "DDP", "Horovod")}
@@ -162,6 +164,7 @@ def step(model, optimizer, x, y):
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
+    wait_for(x.device)
     return time.perf_counter() - start
 
 
@@ -169,8 +172,19 @@ def largest_difference(one, other):
     """Between two models' weights, on any rank; a collective."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     largest = torch.stack([(a.detach() - b.detach()).abs().max() for a, b in pairs]).max()
+    largest = largest.nan_to_num(math.inf)  # a maximum over ranks may lose what is no number
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
+
+
+def require_finite(trained, rate):
+    """Refuse to compare weights that are no finite numbers any more; a collective."""
+    _, ddp, _ = trained["DDP"]
+    if largest_difference(ddp, ddp) > 0:
+        raise InvalidArgumentError(
+            f"--learning_rate {rate:g} is too large: the training diverged, and not even DDP's weights are finite "
+            "numbers; give a smaller one, such as 0.1."
+        )
 
 
 def report(world, trained, seconds):
@@ -187,8 +201,7 @@ def report(world, trained, seconds):
             print(f"{name:<20} {1000 * median:9.2f} {ratios}   " + " ".join(f"{one:.2g}" for one in differences[name]))
         print("Medians of rank 0, the variants by turns; ranks on one machine share its cores: no times of a cluster.")
     worst = max(differences, key=lambda name: max(differences[name]))
-    # `not <=`, since a difference that is not a number is none that can be tolerated
-    if not max(differences[worst]) <= TOLERANCE:
+    if max(differences[worst]) > TOLERANCE:
         raise AgreementError(
             f"the weights of '{worst}' differ by {max(differences[worst]):g} from those of DDP or Horovod, more than "
             f"{TOLERANCE:g}; its gradients are not the mean over the ranks."
@@ -220,6 +233,7 @@ def main(args):
             taken = step(call, optimizer, x, y)
             if i >= WARMUP:
                 seconds[name].append(taken)
+    require_finite(trained, config["learning_rate"])
     report(world, trained, seconds)
 
 

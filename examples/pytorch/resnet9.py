@@ -97,6 +97,10 @@ def evaluate(model, loader, loss_of, device):
 
 
 def main(args):
+    if args.samples is not None and args.data != "synthetic":
+        raise InvalidArgumentError(
+            f"--samples {args.samples} is for --data synthetic; {args.data} has its own number, leave it out."
+        )
     if args.batch_size < 2:
         raise InvalidArgumentError("--batch_size is 1: BatchNorm needs at least 2 samples per step on each process.")
     world = hk.init()  # 1

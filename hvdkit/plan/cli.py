@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -18,6 +19,9 @@ from hvdkit.memory.counts import count
 from hvdkit.plan import model, tables
 from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.learning_rate import RULES
+
+if TYPE_CHECKING:
+    from hvdkit.emulate.results import Results
 
 _WHOLE = click.IntRange(min=1, max=model.MOST)
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -74,7 +78,8 @@ def _finite(above: bool) -> object:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     multiple=True,
     metavar="FILE",
-    help="Of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes. May be repeated.",
+    help="Of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes and, without "
+    "--parameters, how large they are. May be repeated.",
 )
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the learning rate (.svg, .png).")
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
@@ -105,14 +110,18 @@ def plan(
       hvdkit plan --samples 60000 --batch-size 64 --lr 0.01 --epochs 12 -n 1,2,4,8
       hvdkit plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 8 --warmup-epochs 3 --plot rates.svg
       hvdkit plan --samples 1281167 --batch-size 256 --lr 0.1 --epochs 90 -n 8,64 --parameters 25557032
+      hvdkit plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,2 --fit emulate.json
     """
-    gradient_bytes = None if parameters is None else parameters * _BYTES[dtype]
+    measured = _read(fits)
+    gradient_bytes = _replayed(measured) if parameters is None else parameters * _BYTES[dtype]
     training = model.Training(
         samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
     )
-    predicted, unknown = _predict(fits, gradient_bytes, ranks) if fits else ([None] * len(ranks), [])
+    predicted, unknown = _predict(measured, gradient_bytes, ranks)
     rows = [model.row(training, n, seconds) for n, seconds in zip(ranks, predicted, strict=True)]
     notes = [*model.notes(training, rows), *unknown]
+    if measured and parameters is None:
+        notes.append("The size of the gradients is what the collectives of a step in --fit add up to.")
     if plot is not None:
         from hvdkit.plan import plot as drawing
 
@@ -121,16 +130,34 @@ def plan(
     return 0
 
 
+def _read(fits: Sequence[Path]) -> list[Results]:
+    if not fits:
+        return []
+    from hvdkit.emulate import results
+
+    return [results.read(path) for path in fits]
+
+
+def _replayed(measured: Sequence[Results]) -> int | None:
+    """Bytes of the step that every measurement replayed; None without a measurement."""
+    sizes = sorted({one.plan.nbytes for one in measured})
+    if len(sizes) > 1:
+        raise InvalidArgumentError(
+            f"the files of --fit replayed steps of {sizes[0]} to {sizes[-1]} bytes, which tells no size of the "
+            "gradients; give --parameters, too."
+        )
+    return sizes[0] if sizes else None
+
+
 def _predict(
-    fits: Sequence[Path], gradient_bytes: int | None, ranks: Sequence[int]
+    measured: Sequence[Results], gradient_bytes: int | None, ranks: Sequence[int]
 ) -> tuple[list[Estimate | None], list[str]]:
     """Seconds for each number of ranks, None where the measurements do not reach, and a sentence on each of those."""
-    if gradient_bytes is None:
-        raise InvalidArgumentError("--fit needs the size of the gradients; give --parameters, too.")
-    from hvdkit.emulate import results
+    if not measured or gradient_bytes is None:
+        return [None] * len(ranks), []
     from hvdkit.predict.model import fit
 
-    costs = fit([results.read(path) for path in fits])
+    costs = fit(measured)
     found: list[Estimate | None] = []
     unknown = []
     for n in ranks:

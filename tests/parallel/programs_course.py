@@ -168,6 +168,17 @@ def own_ddp(flags: list[str]) -> dict[str, Any]:
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
     )
 
+    with mock.patch.object(torch.cuda, "synchronize") as wait:
+        own.wait_for(torch.device("cuda"))
+        own.wait_for(torch.device("cpu"))
+    result["waits"] = [call.args[0].type for call in wait.call_args_list]
+    with mock.patch.object(own, "wait_for") as wait:
+        own.step(model, torch.optim.SGD(model.parameters(), lr=0.0), x, torch.zeros(5, dtype=torch.long))
+    result["waits"] += [call.args[0].type for call in wait.call_args_list]
+    frozen = nn.Linear(6, 3)
+    frozen.bias.requires_grad_(False)
+    own.NaiveDP(frozen)(x).sum().backward()  # a frozen parameter has no gradient to hook
+
     right, wrong = copy.deepcopy(model), copy.deepcopy(model)
     with torch.no_grad():
         wrong.last.bias[0] += 2e-5 * rank

@@ -1,9 +1,11 @@
 """cnn_deepspeed.py on two ranks: all stages of ZeRO compute what one process does with the two-fold batch."""
 
 import importlib.util
+import json
 import re
 
 import pytest
+from tutorials_page import LAUNCH, arguments
 
 MISSING = [name for name in ("torch", "horovod", "sklearn", "deepspeed") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -22,8 +24,17 @@ RUNS = {
     "stage 2": [*TWIN, *HALF],
     "first": [*SAVED, "--epochs", "1"],
     "again": [*SAVED, "--resume"],
+    "page": arguments(__file__, "cnn_deepspeed.py"),
 }
 CONFIGURATIONS = {"list": "[1, 2]", "wrong": '{"gradient_accumulation_steps": "many"}', "missing": None}
+TUTORIAL = {  # as tutorials have it: a global batch and an optimizer of the file's own; and half precision
+    "train_batch_size": 16,
+    "steps_per_print": 2000,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+    "bf16": {"enabled": True},
+}
+ONCE = ["--epochs", "1", "--warmup_epochs", "0", "--log_interval", "22"]
 
 
 def steps(run):
@@ -44,8 +55,9 @@ def kept():
 
 
 @pytest.fixture
-def both(run_ranks, kept):
+def both(run_ranks, kept, monkeypatch):
     if "both" not in kept:
+        monkeypatch.setitem(run_ranks.__globals__, "launcher_argv", lambda *_: LAUNCH)  # the words of docs/tutorials.md
         ranks = run_ranks(PROGRAM, "deepspeed", 2, runs=list(RUNS.values()))
         kept["both"] = [dict(zip(RUNS, runs, strict=True)) for runs in ranks]
     return kept["both"]
@@ -53,20 +65,30 @@ def both(run_ranks, kept):
 
 @pytest.fixture
 def alone(run_ranks, kept, tmp_path):
-    """The twin of two ranks, and one run for each configuration."""
+    """The twin of two ranks, one run for each configuration, and what users give by mistake."""
     if "alone" not in kept:
-        files = {name: tmp_path / f"{name}.json" for name in CONFIGURATIONS}
-        for name, text in CONFIGURATIONS.items():
+        files = {name: tmp_path / f"{name}.json" for name in (*CONFIGURATIONS, "tutorial")}
+        for name, text in {**CONFIGURATIONS, "tutorial": json.dumps(TUTORIAL)}.items():
             if text is not None:
                 files[name].write_text(text)
-        refused = [["--deepspeed_config", str(file)] for file in files.values()]
-        (kept["alone"],) = run_ranks(PROGRAM, "deepspeed", 1, runs=[[*TWIN, *WHOLE], *refused])
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        (empty / "latest").write_text("global_step1")
+        runs = {
+            "twin": [*TWIN, *WHOLE],
+            **{name: ["--deepspeed_config", str(files[name]), *ONCE] for name in files},
+            "another stage": [*TWIN, *WHOLE, "--resume", "--zero_stage", "1"],
+            "nothing there": ["--checkpoint_dir", str(empty), "--resume", *ONCE],
+            "no directory": ["--checkpoint_dir", str(files["tutorial"]), *ONCE],
+        }
+        (found,) = run_ranks(PROGRAM, "deepspeed", 1, runs=list(runs.values()))
+        kept["alone"] = dict(zip(runs, found, strict=True))
     return kept["alone"]
 
 
 def test_every_stage_trains_the_same(both):
     root, other = both
-    assert [run["status"] for run in [*root.values(), *other.values()]] == [0] * 10, (root, other)
+    assert [run["status"] for run in [*root.values(), *other.values()]] == [0] * 2 * len(RUNS), (root, other)
     expected = root["stage 0"]
     assert [(epoch, step) for epoch, step, _ in steps(expected)] == [(1, 22), (2, 22)]
     for run in (root["stage 1"], root["stage 2"]):
@@ -85,13 +107,32 @@ def test_it_goes_on_where_it_was(both):
 
 
 def test_two_ranks_are_one_with_the_double_batch(both, alone):
-    expected, found = alone[0]["weights"], both[0]["stage 2"]["weights"]
+    expected, found = alone["twin"]["weights"], both[0]["stage 2"]["weights"]
     assert len(expected) == 8  # of four layers
     for one, other in zip(expected, found, strict=True):
         assert other == pytest.approx(one, abs=1e-4)
 
 
+def sentence(run):
+    (found,) = [line for line in run["said"].splitlines() if line.startswith("cnn_deepspeed.py: ")]
+    assert run["status"] == 1 and "Traceback" not in run["said"]
+    return found
+
+
 def test_a_configuration_that_is_none_is_one_sentence(alone):
-    for run, name in zip(alone[1:], CONFIGURATIONS, strict=True):
-        (sentence,) = [line for line in run["said"].splitlines() if line.startswith("cnn_deepspeed.py: ")]
-        assert run["status"] == 1 and f"{name}.json" in sentence
+    for name in CONFIGURATIONS:
+        assert f"{name}.json" in sentence(alone[name])
+
+
+def test_a_tutorials_configuration_is_taken_and_the_flags_count_more(alone):
+    """Its batch, rate and scheduler would give other losses."""
+    run = alone["tutorial"]
+    assert run["status"] == 0, run
+    assert [(epoch, step) for epoch, step, _ in steps(run)] == [(1, 22), (1, 44)]  # batches of 32
+    assert accuracy(run) > 50
+
+
+def test_checkpoints_that_cannot_be_read_or_written_are_one_sentence(alone):
+    assert "and --zero_stage 1: it was saved with 2" in sentence(alone["another stage"])
+    assert "empty cannot be loaded with -n 1" in sentence(alone["nothing there"])
+    assert "cannot write to --checkpoint_dir" in sentence(alone["no directory"])

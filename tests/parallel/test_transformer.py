@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import launcher_argv, rank_environment
+from conftest import rank_environment
+from tutorials_page import LAUNCH, arguments, tool
 
 from hvdkit.cli import run
 
@@ -34,6 +35,11 @@ MISTAKES = {
     ("--compile", "fast", 8): "--compile fast is no backend of torch.compile; give ",
     (0,): "must be at least 1, got 0",
 }
+OF_THE_PAGE = (
+    arguments(__file__, "transformer.py", lacking=("--backend",)),
+    arguments(__file__, "transformer.py", "--backend"),
+)
+"""What docs/tutorials.md gives one process, and two."""
 ALLREDUCE = {"horovod": "hvdkit:allreduce_wait", "ddp": "gloo:all_reduce"}
 
 
@@ -63,15 +69,20 @@ class Run:
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Run the example on n ranks, once for each list of words, which end in the samples of a rank's batch."""
+    """Run the example on n ranks, once for each tuple of words, which end in the samples of a rank's batch, or list.
+
+    A list is all that the example is given. Ranks are started with the words of docs/tutorials.md.
+    """
 
     def run_all(n, *runs):
         base = tmp_path_factory.mktemp("transformer")
         plans = [
-            (str(base / str(number)), [*TINY, *words[:-1], "--batch_size", str(words[-1])])
+            (str(base / str(number)), words)
+            if isinstance(words, list)
+            else (str(base / str(number)), [*TINY, *words[:-1], "--batch_size", str(words[-1])])
             for number, words in enumerate(runs)
         ]
-        start = launcher_argv(n, "mpi") if n > 1 else []
+        start = LAUNCH if n > 1 else []
         environment = {**rank_environment(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / "compiled")
         done = subprocess.run(
@@ -80,13 +91,16 @@ def train(tmp_path_factory):
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Traceback" not in done.stderr, done.stderr
-        statuses = re.findall(r"^exit (\d+)$", done.stderr, re.MULTILINE)
+        statuses = re.findall(r"^(?:\[\d+\] )?exit (\d+)$", done.stderr, re.MULTILINE)
         assert len(statuses) == n * len(runs), done.stderr
-        losses = [float(loss) for loss in re.findall(r"^epoch \d+/2 loss (\S+)$", done.stdout, re.MULTILINE)]
+        losses = [
+            float(loss) for loss in re.findall(r"^(?:\[0\] )?epoch \d+/\d+ loss (\S+)$", done.stdout, re.MULTILINE)
+        ]
         found = []
-        for (directory, _), status in zip(plans, statuses[::n], strict=True):
-            found.append(Run(losses[:2] if status == "0" else [], status, Path(directory)))
-            losses = losses[2 if status == "0" else 0 :]
+        for (directory, words), status in zip(plans, statuses[::n], strict=True):
+            epochs = 0 if status != "0" else int(words[words.index("--epochs") + 1])
+            found.append(Run(losses[:epochs], status, Path(directory)))
+            losses = losses[epochs:]
         assert done.stdout.count(f"Hvd Procs {n} Total time: ") == sum(run.status == "0" for run in found)
         return found, done.stderr
 
@@ -100,6 +114,7 @@ def alone(train, tmp_path_factory):
     kept = ("--backend", "ddp", "--data", "h5", "--data_file", str(path))
     plan = {
         "plain": ("--backend", "ddp", 16),
+        "page": OF_THE_PAGE[0],
         "workers": ("--backend", "ddp", "--data", "h5", "--workers", "2", 16),
         "first": (*kept, 16),
         "again": (*kept, 16),
@@ -127,15 +142,26 @@ def pair(train):
         ("--backend", backend, "--data", data, "--profile", "profile", *(["--compile", "aot_eager"] * compiled), 8)
         for backend, data, compiled in PAIR
     ]
-    (*found, other), said = train(2, *words, ("--data", "h5", "--data_file", "../2/transformer.h5", "--seed", "1", 8))
+    (*found, page, other), said = train(
+        2, *words, OF_THE_PAGE[1], ("--data", "h5", "--data_file", "../2/transformer.h5", "--seed", "1", 8)
+    )
     assert other.status == "2" and said.count("holds other data") == 2, "both ranks say so, and none waits for ever"
-    return dict(zip(PAIR, found, strict=True))
+    return {**dict(zip(PAIR, found, strict=True)), "page": page}
 
 
 def test_one_process_learns_and_leaves_no_file(alone):
     one = alone[0]["plain"]
     assert one.losses[1] < one.losses[0]
     assert list(one.directory.iterdir()) == [], "no file is written where none was asked for"
+
+
+def test_the_commands_of_the_page(alone, pair, capsys, monkeypatch):
+    """docs/tutorials.md: one process, two, and the summary of what those two recorded."""
+    for one in (alone[0]["page"], pair["page"]):
+        assert one.status == "0" and len(one.losses) == 1
+    monkeypatch.chdir(pair["page"].directory)
+    assert run(tool(__file__, "trace")) == 0
+    assert "rank 1 of 2" in capsys.readouterr().out
 
 
 def test_workers_read_the_file_for_themselves(alone):

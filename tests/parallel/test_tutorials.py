@@ -1,25 +1,25 @@
 """docs/tutorials.md: every command in it runs, in the repository's own environment, and ends with status 0."""
 
+import ast
 import importlib.util
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
+import tutorials_page
 from conftest import BIN, rank_environment
+from tutorials_page import BLOCKS, LAUNCH, PAGE, ROOT, Block, lines_of
 
 from hvdkit.cli import COMMANDS
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tutorials.md").read_text()
 MISSING = [name for name in ("torch", "horovod", "sklearn") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parallel,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
-BLOCKS = re.findall(r"^(?:<!-- ([\w ]+): (.+?) -->\n)?```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-RUN = [block for block in BLOCKS if block[0] != "executed by"]
+RUN = [block for block in BLOCKS if block.kind != "executed by"]
+ELSEWHERE = [block for block in BLOCKS if block.kind == "executed by"]
 LONGEST_S = 280
 
 
@@ -30,10 +30,10 @@ def found(name: str) -> bool:
         return False
 
 
-def name_of(block: tuple[str, str, str]) -> str:
+def name_of(block: Block) -> str:
     """A block's script, or the command of hvdkit that it begins with."""
-    script = re.search(r"examples/\S+/(\w+\.py)(?: .*?(--backend \w+))?", block[2])
-    command = re.search(r"hvdkit (\w[\w-]*)", block[2])
+    script = re.search(r"examples/\S+/(\w+\.py)(?: .*?(--backend \w+))?", block.commands)
+    command = re.search(r"hvdkit (\w[\w-]*)", block.commands)
     return " ".join(part.strip() for match in (command, script) if match for part in match.groups() if part)
 
 
@@ -52,13 +52,48 @@ def test_it_names_commands_files_and_pages_that_exist():
         assert (ROOT / "docs" / page).is_file(), page
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block[0] == "executed by"], ids=name_of)
-def test_what_another_test_executes_is_executed_there(block):
-    (script,) = re.findall(r"examples/\w+/\w+\.py", block[2])
-    if block[1] == "docs/tutorials.md":  # another block of this page starts it in the same way, among other things
-        assert any(script in commands and "hvdkit launch -n 2" in commands for kind, _, commands in RUN)
-    else:
-        assert Path(script).stem in (ROOT / block[1]).read_text()
+def test_what_a_table_or_a_sentence_names_with_options_is_in_a_command_that_runs():
+    """`hvdkit plan --plot` in a table: a block has it with this option. Capitals are for the reader to fill in."""
+    commands = [line.split() for block in BLOCKS for line in block.commands.splitlines()]
+    text = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    named = [(line, name) for line in text.splitlines() for name in re.findall(r"`([^`]+)`", line)]
+    named = [(line, name) for line, name in named if re.match(r"(hvdkit|python|\S+\.py) .*-", name)]
+    assert len(named) >= 15
+    for line, name in named:
+        words = [word for word in re.split(r"[ :]", name) if not word.isupper()]
+        runs = any(all(is_in(command, word) for word in words) for command in commands)
+        assert runs or line.startswith("Not run by a test"), name
+
+
+def is_in(command: list[str], word: str) -> bool:
+    """Whether a word, or a file of this name, is in a command."""
+    return any(one == word or one.endswith(f"/{word}") for one in command)
+
+
+def taken(test: str) -> list[list[str]]:
+    """The commands that a test file asks the page for, and lists of words in it that could be one."""
+    path = ROOT / test
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("arguments", "tool"):
+            words = [one.value for one in node.args[1:] if isinstance(one, ast.Constant)]
+            options = {option.arg: ast.literal_eval(option.value) for option in node.keywords if option.arg}
+            found.append(getattr(tutorials_page, node.func.id)(str(path), *words, **options))
+        elif isinstance(node, ast.List):
+            found.append([one.value for one in node.elts if isinstance(one, ast.Constant)])
+    return found
+
+
+@pytest.mark.parametrize("block", ELSEWHERE, ids=name_of)
+def test_what_another_test_executes_is_executed_there_with_the_words_of_the_page(block):
+    for words in lines_of(block):
+        if words[0] == "hvdkit" and words[1] != "launch":
+            assert words[1:] in taken(block.what), words
+        else:
+            assert words[0] == "python" or words[: len(LAUNCH)] == LAUNCH
+            script = words.index("python") + 1
+            assert words[script + 1 :] in taken(block.what), words
+            assert words[script].rpartition("/")[2] in (ROOT / block.what).read_text()
 
 
 @pytest.mark.parametrize("block", RUN, ids=name_of)
@@ -78,6 +113,6 @@ def test_the_commands_run(block, tmp_path):
     )
     assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
     if "hvdkit launch" in commands and "--dry-run" not in commands:
-        assert "[0] " in done.stdout
-    for written in re.findall(r"(?:-o|--plot|--json|--timeline|--profile|--mpi-profile) ([\w.]+)", commands):
+        assert re.search(r"^\[0\] Hvd Procs 2 Total time: [\d.]+ second$", done.stdout, re.MULTILINE)
+    for written in re.findall(r"(?:-o|--plot|--json|--report|--timeline|--profile|--mpi-profile) ([\w.]+)", commands):
         assert (tmp_path / written).exists(), written

@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from predict_measured import results
+from predict_measured import SIZES, results
 
 from hvdkit import cli
 from hvdkit.emulate import results as files
@@ -155,11 +155,22 @@ def test_numbers_are_read_as_people_write_them(capsys):
         assert "like 25557032, 1e12 or 7B" in capsys.readouterr().err
 
 
-def test_a_prediction_needs_the_size_of_the_gradients(tmp_path, capsys):
-    file = tmp_path / "emulate.json"
-    file.write_text("{}")
-    assert cli.run(["plan", *TUTORIAL, "-n", "2", "--fit", str(file)]) == 2
+def test_the_measurement_tells_the_size_of_the_gradients(tmp_path, capsys):
+    """The collectives of a step that emulate replayed, when --parameters says nothing."""
+    two, other = tmp_path / "two.json", tmp_path / "other.json"
+    files.write(two, results(2, hosts=1))
+    files.write(other, results(3, hosts=1, sizes=(2**16, 2**20)))
+    found = planned(capsys, *TUTORIAL, "-n", "2", "--fit", str(two))
+    assert found["training"]["gradient_bytes"] == sum(SIZES)
+    assert "add up to" in found["notes"][-1]
+    same = planned(capsys, *TUTORIAL, "-n", "2", "--fit", str(two), "--parameters", str(sum(SIZES) // 4))
+    assert same["rows"][0]["allreduce_s"] == found["rows"][0]["allreduce_s"]
+    assert "add up to" not in " ".join(same["notes"])
+    assert cli.run(["plan", *TUTORIAL, "-n", "2", "--fit", str(two), "--fit", str(other)]) == 2
     assert "--parameters" in capsys.readouterr().err
+    two.write_text("{}")
+    assert cli.run(["plan", *TUTORIAL, "-n", "2", "--fit", str(two)]) == 1
+    assert "two.json is not a file of 'hvdkit emulate'" in capsys.readouterr().err
 
 
 def test_a_prediction_where_the_measurements_reach_and_a_sentence_where_they_do_not(tmp_path, capsys):

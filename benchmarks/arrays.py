@@ -43,6 +43,7 @@ def variants(values, world):
     raw.fill(0)
     comm = MPI.COMM_WORLD.Dup()
     total, mean = hk.distribute(raw, op="sum"), hk.distribute(raw)
+    to_sum, to_average = total.buffers, mean.buffers
     parts = np.array_split(np.zeros(values, np.float32), min(16, values))
     packed = hk.distribute(parts)
 
@@ -53,10 +54,10 @@ def variants(values, world):
     return {
         "raw": lambda: comm.Allreduce(MPI.IN_PLACE, raw),
         "raw mean": raw_mean,
-        "sum": lambda: total(total.buffers),
-        "mean": lambda: mean(mean.buffers),
+        "sum": lambda: total(to_sum),
+        "mean": lambda: mean(to_average),
         "packed": lambda: packed(parts),
-        "start": lambda: mean.start(mean.buffers).wait(),
+        "start": lambda: mean.start(to_average).wait(),
     }
 
 

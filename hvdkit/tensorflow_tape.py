@@ -71,6 +71,7 @@ class DistributedTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local_tape, name)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it takes seconds, to no end
     def gradient(
         self,
         target: Any,

@@ -7,6 +7,7 @@ os.environ["KERAS_BACKEND"] = "tensorflow"
 from collections.abc import Callable
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -138,4 +139,5 @@ def everything() -> dict[str, Any]:
         "parts": by_parts,
         "begin": weights(make_model(0)),
         "metrics": evaluate(world),
+        "over mpi": hvd.mpi_enabled(),
     }

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -83,7 +84,8 @@ def train(
             tape = hk.distribute(tape, **options)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
-    step = tf.function(step, input_signature=dataset.element_spec)
+    # AutoGraph takes longer than the training; the trainings of test_tensorflow.py go through it.
+    step = tf.function(step, input_signature=dataset.element_spec, autograph=False)
     for _ in range(EPOCHS * passes):
         for x, y, w in dataset:
             step(x, y, w)
@@ -137,4 +139,11 @@ def everything() -> dict[str, Any]:
     wrong = {mistake: train(world, wrong=mistake) for mistake in ("equal weights", "no broadcast", "no average")}
     by_parts = {str(parts): train_in_parts(parts) for parts in (2, 3, 4)} if world.size == 1 else {}
     begin = weights(make_model(0, "float64", normalised=False))
-    return {"trained": trained, "wrong": wrong, "parts": by_parts, "begin": begin, "metrics": evaluate(world)}
+    return {
+        "trained": trained,
+        "wrong": wrong,
+        "parts": by_parts,
+        "begin": begin,
+        "metrics": evaluate(world),
+        "over mpi": hvd.mpi_enabled(),
+    }

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 from torch import nn
 
@@ -122,4 +123,11 @@ def everything() -> dict[str, Any]:
     wrong = {mistake: train(world, wrong=mistake) for mistake in ("equal weights", "no broadcast", "no average")}
     by_parts = {str(parts): train_in_parts(parts) for parts in (2, 3, 4)} if world.size == 1 else {}
     begin = weights(make_model(0, torch.float64, normalised=False))
-    return {"trained": trained, "wrong": wrong, "parts": by_parts, "begin": begin, "metrics": evaluate(world)}
+    return {
+        "trained": trained,
+        "wrong": wrong,
+        "parts": by_parts,
+        "begin": begin,
+        "metrics": evaluate(world),
+        "over mpi": hvd.mpi_enabled(),
+    }

@@ -1,17 +1,19 @@
-"""What the ranks of tests/parallel/test_keras.py do, on the backend of KERAS_BACKEND; each returns JSON values."""
+"""What the ranks of test_keras.py do, on the backend of KERAS_BACKEND; each check returns JSON values."""
 
-import subprocess
-import sys
+import functools
+import importlib
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+from programs_checks import run_checks
 
 import hvdkit
 import hvdkit.keras as hk
 
-SAMPLES, FEATURES, STEPS = 80, 6, 20
+BACKEND = keras.backend.backend()
+SAMPLES, FEATURES, STEPS, GLOBAL_BATCH = 80, 6, 18, 12
 
 
 def make_data() -> tuple[Any, Any]:
@@ -41,36 +43,35 @@ def weights(model: Any) -> list[float]:
     return np.concatenate([np.asarray(value, "float64").reshape(-1) for value in model.get_weights()]).tolist()
 
 
-def train(global_batch: int) -> dict[str, list[float]]:
-    """20 steps of fit with each optimizer; every rank starts with other weights, the root's count."""
+def train() -> dict[str, list[float]]:
+    """18 steps of fit with each optimizer; every rank starts with other weights, the root's count."""
     world = hk.init()
     ended = {}
     for name, make_optimizer in OPTIMIZERS.items():
         model = make_model(seed=world.rank)
         model.compile(hk.distribute(make_optimizer()), LOSS)
-        data = hk.shard(make_data(), world, global_batch // world.size, seed=3)
+        data = hk.shard(make_data(), world, GLOBAL_BATCH // world.size, seed=3)
         model.fit(data, epochs=STEPS // len(data), verbose=0, callbacks=[hk.BroadcastState()])
         hk.check_agreement(model, model.optimizer, world)
         ended[name] = weights(model)
     return ended
 
 
-def train_exact(global_batch: int) -> dict[str, Any]:
+def train_exact() -> dict[str, Any]:
     """Three epochs with a ragged end, and metrics of all samples."""
     world = hk.init()
     model = make_model()
     model.compile(hk.distribute(keras.optimizers.SGD(0.1, momentum=0.9)), LOSS, metrics=["accuracy"])
     x, y = make_data()
-    data = hk.shard((x[:77], y[:77]), world, global_batch // world.size, remainder="exact", seed=3)
+    data = hk.shard((x[:77], y[:77]), world, GLOBAL_BATCH // world.size, remainder="exact", seed=3)
     history = model.fit(data, epochs=3, verbose=0, callbacks=[hk.BroadcastState(), hk.AverageMetrics(world)]).history
     return {"weights": weights(model), "accuracy": history["accuracy"]}
 
 
 def train_with_horovods_own_optimizer() -> list[float]:
-    """The same training with what Horovod ships for Keras: no error, and no averaging."""
+    """The same training with what Horovod ships for Keras: no error, and no averaging. Not after hvdkit's init."""
     import horovod.tensorflow.keras as hvd
 
-    hvd.init()
     model = make_model()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), LOSS)
     x, y = make_data()
@@ -128,35 +129,22 @@ def mistakes() -> dict[str, str]:
     return found
 
 
-LOADED_WITHOUT_HVDKIT = """
-import sys
-sys.modules["hvdkit"] = sys.modules["horovod"] = None
-import keras
-model = keras.models.load_model(sys.argv[1])
-print(isinstance(model.optimizer, keras.optimizers.Adam), int(model.optimizer.iterations.numpy()))
-"""
-
-
 def round_trip(directory: str) -> dict[str, Any]:
-    """Save, load without hvdkit, load with it and train on."""
+    """Save (programs_keras_alone.py loads it without hvdkit), load with it and train on."""
     world = hk.init()
     model = make_model()
     model.compile(hk.distribute(keras.optimizers.Adam(0.01)), LOSS)
-    data = hk.shard(make_data(), world, 8, seed=3)
+    data = hk.shard(make_data(), world, 5, seed=3)
     model.fit(data, epochs=1, verbose=0, callbacks=[hk.BroadcastState()])
     file = Path(directory) / f"rank-{world.rank}.keras"
     model.save(file)
-    alone = subprocess.run(
-        [sys.executable, "-c", LOADED_WITHOUT_HVDKIT, str(file)], capture_output=True, text=True, check=True
-    )
     loaded = keras.models.load_model(file)
     before = int(loaded.optimizer.iterations)
     loaded.compile(hk.distribute(loaded.optimizer), LOSS)
     for one in (model, loaded):
-        again = hk.shard(make_data(), world, 8, seed=4)
+        again = hk.shard(make_data(), world, 5, seed=4)
         one.fit(again, epochs=1, verbose=0)
     return {
-        "alone": alone.stdout.split()[-2:],
         "before": before,
         "class": type(loaded.optimizer).__name__,
         "same": weights(loaded) == weights(model),
@@ -217,17 +205,34 @@ def fit() -> dict[str, Any]:
     return {"losses": [epoch["loss"] for epoch in history], "weights": weights(model)}
 
 
-def together(directory: str) -> dict[str, Any]:
-    """What needs two ranks and no comparison with another number of them, in one start."""
-    return {
-        "train": train(8),
-        "mistakes": mistakes(),
-        "round trip": round_trip(directory),
-        "callbacks": callbacks(f"{directory}/run"),
-        "fit": fit(),
+def process_set(pair: Any) -> list[float]:
+    """Ranks 0 and 1 average among themselves; rank 2 is alone."""
+    world = hk.init()
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    optimizer = hk.distribute(keras.optimizers.SGD(1.0), process_set=pair)
+    model.compile(optimizer, lambda _, output: keras.ops.mean(output, axis=-1))
+    model.fit(np.array([[2.0 + 2.0 * world.rank]], "float32"), np.zeros((1, 1), "float32"), verbose=0)
+    return [-value for value in weights(model)]
+
+
+def together(directory: str) -> None:
+    """All checks that need several ranks, on three."""
+    hvd = importlib.import_module(f"horovod.{'tensorflow' if BACKEND == 'tensorflow' else 'torch'}")
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    first = {"horovods own optimizer": train_with_horovods_own_optimizer} if BACKEND == "tensorflow" else {}
+    checks = {
+        "train": train,
+        "train exact": train_exact,
+        "mistakes": mistakes,
+        "round trip": functools.partial(round_trip, directory),
+        "callbacks": functools.partial(callbacks, f"{directory}/run"),
+        "fit": fit,
+        "process set": functools.partial(process_set, pair),
     }
+    run_checks({**first, **checks}, directory, hvd.rank())
 
 
-def alone() -> dict[str, Any]:
-    """What one process does, to compare with."""
-    return {"train": train(8), "train_exact": train_exact(12), "warmup": tutorial_warmup()}
+def over_gloo(directory: str) -> None:
+    """A start over Gloo."""
+    run_checks({"train": train}, directory, hk.init().rank)

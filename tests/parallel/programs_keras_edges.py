@@ -1,6 +1,7 @@
-"""What the ranks of test_keras_edges.py do, on the backend of KERAS_BACKEND; each function returns JSON values."""
+"""What the ranks of test_keras_edges.py do, on the backend of KERAS_BACKEND; each check returns JSON values."""
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -16,6 +17,8 @@ if "HIDE_HOROVOD" in os.environ:
 
 import keras
 import numpy as np
+from programs_checks import run_checks
+from programs_keras_lacking import LACKING  # before hvdkit
 
 import hvdkit
 import hvdkit.keras as hk
@@ -65,13 +68,6 @@ class At(keras.callbacks.Callback):
 def nudge(model: Any) -> None:
     kernel = model.trainable_variables[0]
     kernel.assign(kernel + 1e-3)
-
-
-def together(directory: str) -> dict[str, Any]:
-    """All of the following, in one start of the ranks."""
-    world = hk.init()
-    names = ("options", "apart", "kinds_of_data", "metrics", "resumed", "stores", "special_optimizers", "settings")
-    return {name: globals()[name](world, Path(directory)) for name in names}
 
 
 def options(world: Any, _: Path) -> dict[str, Any]:
@@ -257,7 +253,7 @@ def settings(world: Any, _: Path) -> dict[str, Any]:
 
 
 def data_ends_early() -> str:
-    """Rank 1 has less data than it said; the error that each rank saw."""
+    """Rank 1 has less data than it said; the error that each rank saw. Horovod ends with it."""
     world = hk.init()
     model = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
     batches = ((X[:4], Y[:4]) for _ in range(3 if world.rank == 1 else 10))
@@ -286,21 +282,8 @@ def over_host_buffers() -> dict[str, Any]:
     }
 
 
-def process_set() -> list[float]:
-    """Ranks 0 and 1 average among themselves; rank 2 is alone."""
-    hvd = importlib.import_module(f"horovod.{'tensorflow' if BACKEND == 'tensorflow' else 'torch'}")
-    pair = hvd.ProcessSet([0, 1])
-    hvd.init(process_sets=[pair])
-    world = hk.init()
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
-    optimizer = hk.distribute(keras.optimizers.SGD(1.0), process_set=pair)
-    model.compile(optimizer, lambda _, output: keras.ops.mean(output, axis=-1))
-    model.fit(np.array([[2.0 + 2.0 * world.rank]], "float32"), np.zeros((1, 1), "float32"), verbose=0)
-    return [-value for value in weights(model)]
-
-
 def schedules() -> dict[str, list[float]]:
-    """Logged learning rates of eight workers' trainings of 6 epochs of 4 steps, in one process."""
+    """Logged learning rates of eight workers' trainings of 6 epochs of 4 steps, on every rank alike."""
     hk.init()
     eight = hvdkit.Topology(0, 8)
 
@@ -333,9 +316,29 @@ def legacy() -> dict[str, str]:
     hk.init()
     model = library.Model()
     model.optimizer = part("SGD")()
-    return {
+    found = {
         "distribute": refused(lambda: hk.distribute(model.optimizer)),
         "broadcast": refused(lambda: hk.broadcast_state(model)),
         "callback": refused(lambda: hk.AverageMetrics(hvdkit.Topology(0, 2)).set_model(model)),
         "fit": refused(lambda: model.fit(x=X)),
     }
+    del sys.modules["tf_keras"]
+    return found
+
+
+def together(directory: str) -> None:
+    """All checks that need two ranks, and those of test_proof_keras.py."""
+    import programs_proof_keras as proof
+
+    world = hk.init()
+    both = (options, apart, kinds_of_data, metrics, resumed, stores, special_optimizers, settings)
+    checks = {check.__name__: functools.partial(check, world, Path(directory)) for check in both}
+    extra = {"torch": {"schedules": schedules, "legacy": legacy}, "jax": {"over_host_buffers": over_host_buffers}}
+    lacking = {"lacking": lambda: LACKING}
+    last = {"data_ends_early": data_ends_early}
+    run_checks({**lacking, **checks, **proof.checks(world), **extra.get(BACKEND, {}), **last}, directory, world.rank)
+
+
+def over_mpi4py(directory: str) -> None:
+    """A start without Horovod."""
+    run_checks({"over_host_buffers": over_host_buffers}, directory, hk.init().rank)

@@ -1,5 +1,9 @@
-"""What the ranks of test_proof_keras.py do, on the backend of KERAS_BACKEND; each function returns JSON values."""
+"""What the ranks of test_proof_keras.py do, on the backend of KERAS_BACKEND; each check returns JSON values.
 
+They are the ranks of test_keras_edges.py: ``together`` of programs_keras_edges.py runs these checks after its own.
+"""
+
+import functools
 import importlib
 import random
 import warnings
@@ -72,20 +76,17 @@ def nudge(variable: Any) -> None:
     variable.assign(value)
 
 
-def together() -> dict[str, Any]:
-    """All of the following, in one start of the ranks."""
-    world = hk.init()
+def checks(world: hvdkit.Topology) -> dict[str, Callable[[], Any]]:
+    """The checks by name."""
+    on_world = (statistics, disagreements, evaluated, exact, arguments)
+    tensorflows = {"synchronised": functools.partial(synchronised, world)} if BACKEND == "tensorflow" else {}
     return {
-        "raise": injected(world, "raise"),
-        "warn": injected(world, "warn"),
-        "statistics": statistics(world),
-        "disagreements": disagreements(world),
-        "evaluated": evaluated(world),
-        "exact": exact(world),
-        "synchronised": synchronised(world) if BACKEND == "tensorflow" else [],
-        "arguments": arguments(world),
-        "digests": digests(),
-        "seeds": seeds(),  # last: what is seeded stays so
+        "raise": functools.partial(injected, world, "raise"),
+        "warn": functools.partial(injected, world, "warn"),
+        **{check.__name__: functools.partial(check, world) for check in on_world},
+        **tensorflows,
+        "digests": digests,
+        "seeds": seeds,  # last: what is seeded stays so
     }
 
 

@@ -1,5 +1,6 @@
 """What the ranks of test_resume_keras.py do, on the backend of KERAS_BACKEND; each function returns JSON values."""
 
+import functools
 import os
 import random
 import signal
@@ -7,12 +8,13 @@ from typing import Any
 
 import keras
 import numpy as np
+from programs_checks import run_checks
 
 import hvdkit
 import hvdkit.keras as hk
 from hvdkit import datasets
 
-EPOCHS, BATCH, BASE_LR, WARMUP = 8, 24, 0.01, 2
+BATCH, BASE_LR, WARMUP = 24, 0.01, 2
 DIGITS = datasets.load("digits")
 X = DIGITS.x_train.reshape(-1, 64)
 Y = np.stack([DIGITS.y_train, np.arange(len(X))], axis=1)  # each image's class and number
@@ -94,7 +96,7 @@ def prepare() -> tuple[Any, Any, Any, Any]:
     return world, model, optimizer, hk.shard((X, Y), world, BATCH, remainder="exact", seed=2)
 
 
-def train(directory: str, killed_at: int = 0, epochs: int = EPOCHS) -> dict[str, Any]:
+def train(directory: str, epochs: int, killed_at: int = 0) -> dict[str, Any]:
     """Train to the end, saving every third step; with ``killed_at`` the root kills itself after that step."""
     world, model, optimizer, data = prepare()
     steps = hk.steps_per_epoch(len(X), BATCH, world, "exact")
@@ -120,6 +122,17 @@ def train(directory: str, killed_at: int = 0, epochs: int = EPOCHS) -> dict[str,
         "drawn": [random.gauss(0, 1), float(np.random.random())],
         "data": data.state(),
     }
+
+
+def resume(directory: str, interrupted: str, epochs: int) -> None:
+    """Go on with the interrupted training, in a process that has just begun; only then train without interruption."""
+    checks = {
+        "resumed": functools.partial(train, interrupted, epochs),
+        "whole": functools.partial(train, f"{directory}/whole", epochs),
+    }
+    if keras.backend.backend() == "tensorflow":
+        checks["stores"] = functools.partial(stores, directory)
+    run_checks(checks, directory, hk.init().rank)
 
 
 def stores(directory: str) -> dict[str, Any]:

@@ -1,17 +1,13 @@
 """Training with n processes is the same computation as one process with the n-fold batch, ragged end included."""
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 
-PROGRAMS = {
-    name: f"programs_equivalence_{name}.py"
-    for name in ("torch", "tensorflow", "keras")
-    if (Path(__file__).parent / f"programs_equivalence_{name}.py").exists()
-}
+MODULES = {"torch": forked.TORCH, "tensorflow": forked.TENSORFLOW, "keras": forked.TENSORFLOW}
 MISSING = [name for name in ("torch", "tensorflow", "keras", "horovod") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parallel,
@@ -19,19 +15,22 @@ pytestmark = [
 ]
 
 RANKS = (2, 3, 4)
+OVER_MPI = {("torch", 2), ("torch", 4), ("tensorflow", 2), ("keras", 2)}
+"""Framework and ranks; the others are forked and connected over Gloo."""
 BUCKETS = {"one bucket": "adam", "small buckets": "predivide", "buckets with accumulation": "accumulation"}
 EXACT = ("sgd", "adam", "filler", "accumulation", "predivide", "global batch norm", *BUCKETS)
 _answers: dict[tuple[str, int], list[Any]] = {}
 
 
-@pytest.fixture(params=PROGRAMS)
-def on(request, run_ranks):
-    """What n ranks of one framework found, by n; they start once for all tests of this file."""
+@pytest.fixture(params=MODULES)
+def on(request, run_ranks, tmp_path):
+    """What n ranks of programs_equivalence_FRAMEWORK.py found, by n; they start once for all tests of this file."""
 
     def ranks(n: int) -> list[Any]:
         key = (request.param, n)
         if key not in _answers:
-            _answers[key] = run_ranks(PROGRAMS[request.param], "everything", n)
+            start = run_ranks if key in OVER_MPI else forked.starter(MODULES[request.param], tmp_path)
+            _answers[key] = start(f"programs_equivalence_{request.param}.py", "everything", n)
         return _answers[key]
 
     return ranks
@@ -97,7 +96,7 @@ def test_evaluation_sees_every_sample_once(on, n):
         assert rank["metrics"] == alone["metrics"]
 
 
-def test_gloo_gives_the_same(run_ranks):
-    (alone,) = run_ranks(PROGRAMS["torch"], "everything", 1)
-    for rank in run_ranks(PROGRAMS["torch"], "everything", 2, controller="gloo"):
-        assert rank["trained"]["adam"] == pytest.approx(alone["trained"]["adam"], rel=1e-10, abs=1e-12)
+def test_the_ranks_met_over_mpi_and_over_gloo(on, request):
+    framework = request.node.callspec.params["on"]
+    for n in RANKS:
+        assert {rank["over mpi"] for rank in on(n)} == {(framework, n) in OVER_MPI}

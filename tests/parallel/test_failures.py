@@ -24,9 +24,8 @@ STALL_TIMEOUT_S = 4
 
 STATUSES = {"raise": 1, "kill": 137, "exit": 3, "_exit": 4, "segfault": 139, "hang": 75}
 MATRIX = [
-    *((framework, how) for framework in ("torch", "keras") for how in ("raise", "kill", "exit", "hang")),
-    ("torch", "_exit"),
-    ("torch", "segfault"),
+    *(("torch", how, launcher) for how in STATUSES for launcher in ("mpirun", "horovodrun")),
+    *(("keras", how, launcher) for how in ("raise", "kill", "exit", "hang") for launcher in ("mpirun", "horovodrun")),
 ]
 
 
@@ -34,10 +33,11 @@ def on_path(program: str) -> bool:
     return shutil.which(program, path=f"{BIN}{os.pathsep}{os.environ['PATH']}") is not None
 
 
-LAUNCHERS = [
-    pytest.param("mpirun", marks=pytest.mark.skipif(not on_path("mpirun"), reason="no mpirun")),
-    pytest.param("horovodrun", marks=pytest.mark.skipif(not on_path("horovodrun"), reason="no horovodrun")),
-]
+def needs(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not on_path(program), reason=f"no {program}")
+
+
+LAUNCHERS = [pytest.param(name, marks=needs(name)) for name in ("mpirun", "horovodrun")]
 
 
 @pytest.fixture
@@ -55,8 +55,9 @@ def launch(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize(("framework", "how"), MATRIX)
+@pytest.mark.parametrize(
+    ("framework", "how", "launcher"), [pytest.param(*cell, marks=needs(cell[2])) for cell in MATRIX]
+)
 def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
     for package in ("horovod", "torch") if framework == "torch" else ("horovod", "tensorflow", "keras"):
         if importlib.util.find_spec(package) is None:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import namespaces
 import pytest
 
@@ -41,14 +42,15 @@ def local():
 
 
 @pytest.fixture
-def trained(rank_of, run_ranks, local, tmp_path):
+def trained(rank_of, local, tmp_path):
     """The command of a rank that trains, its environment, and how to read what all ranks ended with."""
     command, environment = rank_of("train")
 
     def compare():
         ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(namespaces.HOSTS)]
         if not local:
-            local["ranks"] = run_ranks("programs_hosts.py", "train", namespaces.HOSTS)
+            start = forked.starter(forked.TORCH, tmp_path)
+            local["ranks"] = start("programs_hosts.py", "train", namespaces.HOSTS)
         assert [rank["hosts"] for rank in ranks] == [namespaces.HOSTS] * namespaces.HOSTS
         assert [rank["hosts"] for rank in local["ranks"]] == [1] * namespaces.HOSTS
         for rank in ranks:
@@ -119,7 +121,7 @@ def test_over_mpi_by_hvdkit_launch(launch, trained):
 LIMITS = {
     "horovodrun": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
     "mpirun": {
-        f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in (("time", "5"), ("intvl", "2"), ("probes", "4"))
+        f"PRTE_MCA_oob_tcp_keepalive_{name}": value for name, value in (("time", "3"), ("intvl", "1"), ("probes", "3"))
     },
 }
 

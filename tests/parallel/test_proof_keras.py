@@ -1,39 +1,37 @@
-"""hvdkit.keras proves that the ranks agree: desynchronised ranks, seeds, evaluation, on each backend of Keras 3."""
+"""hvdkit.keras proves that the ranks agree: desynchronised ranks, seeds, evaluation, on each backend of Keras 3.
+
+The checks of programs_proof_keras.py run on the two ranks that test_keras_edges.py starts on each backend, whichever of
+the two files comes first; a test asks for what a function found, by its name (see checks_of_ranks.py).
+"""
 
 import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from checks_of_ranks import Start, StartOnce
 
-REQUIRED = ("keras", "horovod", "tensorflow", "torch", "jax")
+REQUIRED = ("keras", "horovod", "tensorflow", "torch", "jax", "mpi4py")
 MISSING = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parallel,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
 
-PROGRAM = "programs_proof_keras.py"
 BACKENDS = ("tensorflow", "torch", "jax")
 BETWEEN = "differs between rank 0 and rank 1, by at most"
-_answers: dict[str, list[Any]] = {}
 
 
 @pytest.fixture(params=BACKENDS)
-def ranks(request, run_ranks, monkeypatch):
-    """What two ranks found on one backend; they start once for all tests of this file."""
-    if request.param not in _answers:
-        monkeypatch.setenv("KERAS_BACKEND", request.param)
-        _answers[request.param] = run_ranks(PROGRAM, "together", 2)
-    return _answers[request.param]
+def ranks(request, ranks_command, tmp_path_factory) -> Start:
+    """Two ranks on each backend."""
+    return StartOnce(ranks_command, tmp_path_factory)("programs_keras_edges.py", "together", 2, request.param)
 
 
 def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(ranks):
-    for rank in ranks:
-        found = rank["raise"]
+    for found in ranks("raise"):
         assert found["error"].startswith(
             f"AgreementError: after step 4, the ranks disagree: net/out/kernel {BETWEEN} 0.0001; broadcast before"
         )
@@ -41,8 +39,7 @@ def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(ranks):
 
 
 def test_a_disagreement_can_be_a_warning_until_fit_ends(ranks):
-    for rank in ranks:
-        found = rank["warn"]
+    for found in ranks("warn"):
         after_four, after_six = found["warned"]
         assert f"after step 4, the ranks disagree: net/out/kernel {BETWEEN} 0.0001" in after_four
         assert "after step 6, the ranks disagree" in after_six
@@ -50,16 +47,14 @@ def test_a_disagreement_can_be_a_warning_until_fit_ends(ranks):
 
 
 def test_batch_normalization_raises_no_false_alarm(ranks):
-    for rank in ranks:
-        found = rank["statistics"]
+    for found in ranks("statistics"):
         assert found["after fit"] == found["left out"] == ""
         assert f"after step 2, the ranks disagree: net/normal/moving_mean {BETWEEN}" in found["within"]
         assert f"net/normal/moving_mean {BETWEEN} 1" in found["differ"]
 
 
 def test_everything_that_can_differ_is_named(ranks):
-    for rank in ranks:
-        found = rank["disagreements"]
+    for found in ranks("disagreements"):
         assert found["nothing"] == ""
         assert f"net/hidden/kernel {BETWEEN} 0.0001" in found["weight"]
         assert f"net/hidden/kernel {BETWEEN} 0.0001" in found["frozen"]
@@ -70,12 +65,14 @@ def test_everything_that_can_differ_is_named(ranks):
 
 
 def test_a_digest_is_the_same_on_every_device(ranks):
-    assert all(all(rank["digests"]) for rank in ranks)
+    assert all(all(found) and len(found) == 40 for found in ranks("digests"))
 
 
 def test_evaluation_is_that_of_one_process(ranks):
-    for rank in ranks:
-        for case, results in rank["evaluated"].items():
+    found = ranks("evaluated")
+    assert found[1] == found[0] and len(found[0]) == 4
+    for rank in found:
+        for case, results in rank.items():
             assert {"loss", "accuracy", "auc", "f1", "mse"} <= set(results)
             for name, (mine, alone) in results.items():
                 if name == "samples":  # the mean of the ranks' 23 and 22, or 1 and none
@@ -84,12 +81,10 @@ def test_evaluation_is_that_of_one_process(ranks):
                 else:
                     assert mine == pytest.approx(alone, rel=1e-6), (case, name)
             assert case.startswith("one") or results["accuracy"][0] == results["accuracy"][1]
-    assert [rank["evaluated"] for rank in ranks] == [ranks[0]["evaluated"]] * 2
 
 
 def test_a_filler_is_not_in_the_logs_and_its_weight_cannot_be_undone(ranks):
-    for rank in ranks:
-        found = rank["exact"]
+    for found in ranks("exact"):
         trained, validated = found["whole"]
         assert found["logged"] == [pytest.approx([trained] * 2), pytest.approx([validated] * 2)]
         assert found["few"] in ([0.0], [1.0])
@@ -100,21 +95,21 @@ def test_a_filler_is_not_in_the_logs_and_its_weight_cannot_be_undone(ranks):
         assert found["allowed"] == ""
 
 
-def test_synchronized_batch_normalization_is_one_warning(ranks, request):
-    for rank in ranks:
-        assert len(rank["synchronised"]) == (request.node.callspec.params["ranks"] == "tensorflow")
-        assert all("not over Horovod's ranks" in text for text in rank["synchronised"])
+@pytest.mark.parametrize("ranks", ["tensorflow"], indirect=True)
+def test_synchronized_batch_normalization_is_one_warning(ranks):
+    for warned in ranks("synchronised"):
+        assert len(warned) == 1 and "not over Horovod's ranks" in warned[0]
 
 
 def test_arguments_that_cannot_be_right(ranks):
     expected = ("got 0.", "got 'stop'.", "got list.", "got 0.", "length 0.", "got list", "got -1.")
-    for rank in ranks:
-        for error, part in zip(rank["arguments"], expected, strict=True):
+    for errors in ranks("arguments"):
+        for error, part in zip(errors, expected, strict=True):
             assert error.startswith("InvalidArgumentError") and part in error
 
 
 def test_seeds_give_the_same_model_and_different_streams_again_in_every_run(ranks):
-    runs = [rank["seeds"] for rank in ranks]
+    runs = ranks("seeds")
     for first, again, _ in runs:
         assert first == again
     firsts, others = [run[0] for run in runs], [run[2] for run in runs]
@@ -128,9 +123,9 @@ def test_seeds_give_the_same_model_and_different_streams_again_in_every_run(rank
 @pytest.mark.parametrize("ranks", ["torch"], indirect=True)
 def test_a_process_alone_draws_what_rank_0_draws(run_ranks, monkeypatch, ranks):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    (alone,) = run_ranks(PROGRAM, "seeds", 1)
+    (alone,) = run_ranks("programs_proof_keras.py", "seeds", 1)
     for name in ("initial", "masks", "drawn"):
-        assert alone[0][name] == ranks[0]["seeds"][0][name]
+        assert alone[0][name] == ranks("seeds")[0][0][name]
 
 
 def test_warmup_makes_the_large_batch_converge(tmp_path):

@@ -3,6 +3,7 @@
 import importlib.util
 from typing import Any
 
+import forked
 import pytest
 
 MISSING = [name for name in ("tensorflow", "horovod") if importlib.util.find_spec(name) is None]
@@ -18,13 +19,14 @@ _answers: dict[Any, list[Any]] = {}
 
 
 @pytest.fixture
-def once(run_ranks):
-    """``run_ranks`` that starts the same ranks once for all tests of this file."""
+def once(run_ranks, tmp_path):
+    """Starts the same ranks once for all tests of this file: over MPI, or forked and over Gloo."""
 
-    def run(function: str, n: int, **how: Any) -> list[Any]:
-        key = (function, n, *how.items())
+    def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
+        key = (function, n, controller, *arguments.items())
         if key not in _answers:
-            _answers[key] = run_ranks(PROGRAM, function, n, **how)
+            start = run_ranks if controller == "mpi" else forked.starter(forked.TENSORFLOW, tmp_path)
+            _answers[key] = start(PROGRAM, function, n, **arguments)
         return _answers[key]
 
     return run
@@ -98,7 +100,7 @@ def test_fit_trains_on_every_sample_once_like_one_process(alone, ranks):
 
 
 def test_seeds_give_the_same_model_and_different_streams_again_in_every_run(once):
-    first, again = once("seeds", 2, seed=11), once("seeds", 2, seed=11, controller="gloo")
+    first, again = [rank["seeds"] for rank in once("together", 2, controller="mpi")], once("seeds", 2, seed=11)
     (other,) = once("seeds", 1, seed=12)
     assert first == again
     for name in ("initial", "made before"):

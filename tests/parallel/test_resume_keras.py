@@ -1,10 +1,16 @@
-"""A Keras training that was interrupted, also in mid-epoch, goes on, on as many ranks as before or on others."""
+"""A Keras training that was interrupted, also in mid-epoch, goes on, on as many ranks as before or on others.
+
+On each backend ``train`` of programs_resume_keras.py starts on two ranks and is killed. Then ``resume`` starts once on
+two, goes on, trains anew without interruption and, on tensorflow, tries ``stores``; a test asks for what each of them
+found (see checks_of_ranks.py). On other numbers of ranks ``train`` goes on in starts of its own.
+"""
 
 import importlib.util
 import random
 import shutil
 
 import pytest
+from checks_of_ranks import StartOnce, environment_of
 
 from hvdkit import Topology
 from hvdkit.steps.shards import Shard
@@ -19,26 +25,54 @@ pytestmark = [
 PROGRAM = "programs_resume_keras.py"
 SAMPLES, BATCH = 1437, 24
 STEPS = -(-SAMPLES // (2 * BATCH))
+EPOCHS = {"tensorflow": 4, "torch": 3, "jax": 3}  # two of warmup, and on tensorflow it may be killed after them, too
+_killed = {}
 
 
-@pytest.mark.parametrize(
-    ("backend", "sizes", "epochs"), [("tensorflow", (1, 2, 3), 8), ("torch", (2,), 3), ("jax", (2,), 3)]
-)
-def test_killed_at_a_random_step_and_resumed(run_ranks, tmp_path, monkeypatch, backend, sizes, epochs):
-    lacking = [name for name in NEEDED[backend] if importlib.util.find_spec(name) is None]
-    if lacking:
-        pytest.skip(f"needs {', '.join(lacking)}")
-    monkeypatch.setenv("KERAS_BACKEND", backend)
-    step = random.randrange(STEPS + 2, (epochs - 1) * STEPS)  # noqa: S311
+@pytest.fixture
+def killed(run_ranks, monkeypatch, tmp_path_factory):
+    """On a backend: the step after which a training was killed, and where n ranks can go on with it."""
+
+    def on(backend):
+        lacking = [name for name in NEEDED[backend] if importlib.util.find_spec(name) is None]
+        if lacking:
+            pytest.skip(f"needs {', '.join(lacking)}")
+        for name, value in environment_of(backend).items():
+            monkeypatch.setenv(name, value)
+        if backend not in _killed:
+            epochs = EPOCHS[backend]
+            step = random.randrange(STEPS + 2, (epochs - 1) * STEPS)  # noqa: S311
+            directory = tmp_path_factory.mktemp(backend) / "killed"
+            run_ranks(PROGRAM, "train", 2, fails=True, directory=str(directory), killed_at=step, epochs=epochs)
+            copies = {n: shutil.copytree(directory, directory.with_name(f"on-{n}")) for n in (1, 2, 3)}
+            _killed[backend] = step, copies
+        return _killed[backend]
+
+    return on
+
+
+@pytest.fixture
+def resumed(killed, ranks_command, tmp_path_factory):
+    """The two ranks on a backend that go on with what was killed."""
+
+    def on(backend):
+        _, copies = killed(backend)
+        start_once = StartOnce(ranks_command, tmp_path_factory)
+        return start_once(PROGRAM, "resume", 2, backend, interrupted=str(copies[2]), epochs=EPOCHS[backend])
+
+    return on
+
+
+@pytest.mark.parametrize(("backend", "sizes"), [("tensorflow", (2, 3)), ("torch", (1, 2)), ("jax", (2,))])
+def test_killed_at_a_random_step_and_resumed(killed, resumed, run_ranks, backend, sizes):
+    (step, copies), epochs = killed(backend), EPOCHS[backend]
     print(f"killed after step {step}")
-    killed = tmp_path / "killed"
-    run_ranks(PROGRAM, "train", 2, fails=True, directory=str(killed), killed_at=step, epochs=epochs)
-    copies = {n: tmp_path / f"on-{n}" for n in sizes}
-    for copy in copies.values():
-        shutil.copytree(killed, copy)
-    whole = run_ranks(PROGRAM, "train", 2, directory=str(tmp_path / "whole"), epochs=epochs)
-    for n, directory in copies.items():
-        ranks = run_ranks(PROGRAM, "train", n, directory=str(directory), epochs=epochs)
+    whole = resumed(backend)("whole")
+    for n in sizes:
+        if n == 2:
+            ranks = resumed(backend)("resumed")
+        else:
+            ranks = run_ranks(PROGRAM, "train", n, directory=str(copies[n]), epochs=epochs)
         epoch, batch = ranks[0]["began"]
         steps = -(-SAMPLES // (n * BATCH))
         # Killed after the last step of an epoch, whose save comes with the end of the epoch: three steps back.
@@ -63,11 +97,9 @@ def test_killed_at_a_random_step_and_resumed(run_ranks, tmp_path, monkeypatch, b
     assert whole[0]["accuracy"] > 0.9 and whole[0]["batches"] == list(range(STEPS)) * epochs
 
 
-def test_best_and_newest_monitors_and_what_does_not_fit(run_ranks, tmp_path, monkeypatch):
-    if importlib.util.find_spec("tensorflow") is None:
-        pytest.skip("needs tensorflow")
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    for rank in run_ranks(PROGRAM, "stores", 2, directory=str(tmp_path)):
+def test_best_and_newest_monitors_and_what_does_not_fit(resumed):
+    start = resumed("tensorflow")
+    for rank in start("stores"):
         assert rank["best"] == [2, 0.9, True]
         assert rank["newest"] == [4, True, STEPS - 4]
         facts = {"framework": "keras", "backend": "tensorflow", "size": 2, "seed": 1, "note": "x"}
@@ -97,5 +129,5 @@ def test_best_and_newest_monitors_and_what_does_not_fit(run_ranks, tmp_path, mon
         )
         for error, part in zip(rank["errors"], parts, strict=True):
             assert part in error
-    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    names = sorted(path.name for path in (start.directory / "run").iterdir())
     assert names == ["step-0000000002", "step-0000000003", "step-0000000004"]

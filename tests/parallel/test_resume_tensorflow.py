@@ -4,6 +4,7 @@ import importlib.util
 import random
 import shutil
 
+import forked
 import numpy as np
 import pytest
 
@@ -22,14 +23,16 @@ STEPS = -(-SAMPLES // (2 * BATCH))
 
 
 def test_killed_at_a_random_step_and_resumed_on_as_many_or_other_ranks(run_ranks, tmp_path):
+    """Two ranks over MPI are killed; those that go on, and those that nothing interrupts, are over Gloo."""
+    fork_ranks = forked.starter(forked.TENSORFLOW, tmp_path)
     step = random.randrange(STEPS + 2, 3 * STEPS)  # noqa: S311
     print(f"killed after step {step}")
     killed = tmp_path / "killed"
     run_ranks(PROGRAM, "train", 2, fails=True, directory=str(killed), killed_at=step)
-    (whole, _) = both = run_ranks(PROGRAM, "train", 2, directory=str(tmp_path / "whole"))
+    (whole, _) = both = fork_ranks(PROGRAM, "train", 2, directory=str(tmp_path / "whole"))
     for n in (2, 3):
         directory = shutil.copytree(killed, tmp_path / f"on-{n}")
-        ranks = run_ranks(PROGRAM, "train", n, directory=str(directory))
+        ranks = fork_ranks(PROGRAM, "train", n, directory=str(directory))
         epoch, position = ranks[0]["began"]
         assert step - 6 <= epoch * STEPS + position // (2 * BATCH) <= step
         seen = sorted(index for rank in ranks for index in rank["first epoch"])

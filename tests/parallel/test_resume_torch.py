@@ -2,7 +2,9 @@
 
 import importlib.util
 import random
+from typing import Any
 
+import forked
 import numpy as np
 import pytest
 
@@ -18,10 +20,27 @@ pytestmark = [
 PROGRAM = "programs_resume_torch.py"
 SAMPLES, BATCH = 1437, 24
 STEPS = -(-SAMPLES // (2 * BATCH))
+_answers: dict[str, list[Any]] = {}
+
+
+@pytest.fixture
+def fork_ranks(tmp_path):
+    return forked.starter(forked.TORCH, tmp_path)
+
+
+@pytest.fixture
+def whole(fork_ranks, tmp_path):
+    """What two ranks that nothing interrupts end with; they train once for all tests of this file."""
+    if not _answers:
+        _answers["whole"] = fork_ranks(PROGRAM, "train", 2, directory=str(tmp_path / "whole"))
+    return _answers["whole"]
 
 
 @pytest.mark.parametrize(("asynchronous", "sizes"), [(False, (1, 2, 3)), (True, (2,))])
-def test_killed_at_a_random_step_and_resumed_on_as_many_or_other_ranks(run_ranks, tmp_path, asynchronous, sizes):
+def test_killed_at_a_random_step_and_resumed_on_as_many_or_other_ranks(
+    run_ranks, fork_ranks, whole, tmp_path, asynchronous, sizes
+):
+    """Two ranks over MPI are killed; those that go on are over Gloo."""
     step = random.randrange(STEPS + 2, 5 * STEPS)  # noqa: S311
     print(f"killed after step {step}")
     killed = tmp_path / "killed"
@@ -32,9 +51,8 @@ def test_killed_at_a_random_step_and_resumed_on_as_many_or_other_ranks(run_ranks
         for source in killed.glob("step-*"):
             (copy / source.name).mkdir()
             [(copy / source.name / file.name).write_bytes(file.read_bytes()) for file in source.iterdir()]
-    whole = run_ranks(PROGRAM, "train", 2, directory=str(tmp_path / "whole"))
     for n, directory in copies.items():
-        ranks = run_ranks(PROGRAM, "train", n, directory=str(directory))
+        ranks = fork_ranks(PROGRAM, "train", n, directory=str(directory))
         epoch, position = ranks[0]["began"]
         assert step - 6 <= epoch * STEPS + position // (2 * BATCH) <= step
         seen = sorted(index for rank in ranks for index in rank["first epoch"])
@@ -52,9 +70,9 @@ def test_killed_at_a_random_step_and_resumed_on_as_many_or_other_ranks(run_ranks
     assert whole[0]["accuracy"] > 0.93 and whole[0]["step"] == 8 * STEPS
 
 
-def test_best_and_newest_asynchronous_writes_and_what_does_not_fit(run_ranks, tmp_path):
+def test_best_and_newest_asynchronous_writes_and_what_does_not_fit(fork_ranks, tmp_path):
     (tmp_path / "file").write_text("not a directory")
-    for rank in run_ranks(PROGRAM, "stores", 2, directory=str(tmp_path)):
+    for rank in fork_ranks(PROGRAM, "stores", 2, directory=str(tmp_path)):
         assert rank["written"] == 4 and rank["nothing"]
         assert rank["best"] == [2, 0.9, True]
         assert rank["newest"] == [4, True, 4 * 2 * BATCH]

@@ -1,9 +1,10 @@
-"""hvdkit.tensorflow on real ranks. TensorFlow takes long to load, so few starts of ranks answer many tests."""
+"""hvdkit.tensorflow on real ranks: two over MPI, others forked and over Gloo, since TensorFlow takes long to load."""
 
 import importlib.util
 import re
 from typing import Any
 
+import forked
 import pytest
 
 MISSING = [name for name in ("tensorflow", "horovod") if importlib.util.find_spec(name) is None]
@@ -28,13 +29,19 @@ _answers: dict[Any, list[Any]] = {}
 
 
 @pytest.fixture
-def once(run_ranks):
-    """``run_ranks`` that starts the same ranks once for all tests of this file."""
+def fork_ranks(tmp_path):
+    return forked.starter(forked.TENSORFLOW, tmp_path)
 
-    def run(function: str, n: int, **arguments: Any) -> list[Any]:
-        key = (function, n, *arguments.items())
+
+@pytest.fixture
+def once(run_ranks, fork_ranks):
+    """Starts the same ranks once for all tests of this file."""
+
+    def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
+        key = (function, n, controller, *arguments.items())
         if key not in _answers:
-            _answers[key] = run_ranks(PROGRAM, function, n, **arguments)
+            start = run_ranks if controller == "mpi" else fork_ranks
+            _answers[key] = start(PROGRAM, function, n, **arguments)
         return _answers[key]
 
     return run
@@ -244,9 +251,9 @@ def test_mistakes_are_single_errors(alone, mistake, answer):
     assert "\n" not in alone["mistakes"][mistake]
 
 
-def test_the_examples_learn_the_digits_on_one_process_and_on_two(run_ranks):
-    (single,) = run_ranks(PROGRAM, "example", 1, script="single.py", flags=[])
-    root, other = run_ranks(
+def test_the_examples_learn_the_digits_on_one_process_and_on_two(fork_ranks):
+    (single,) = fork_ranks(PROGRAM, "example", 1, script="single.py", flags=[])
+    root, other = fork_ranks(
         PROGRAM, "example", 2, script="cnn.py", flags=["--fp16-allreduce", "--checkpoint_dir", "checkpoints"]
     )
     assert single["status"] == root["status"] == other["status"] == 0

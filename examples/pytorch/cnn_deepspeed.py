@@ -1,5 +1,6 @@
 """Train a CNN on handwritten digits with DeepSpeed (ZeRO 0, 1 or 2) on N processes, under any launcher."""
 
+import copyreg
 import json
 import os
 import time
@@ -73,6 +74,7 @@ def import_deepspeed(world, device):
     # A C++ extension for inference on CPUs, which it would compile here at the start of every new installation.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
+    copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # Python 3.11.2 would write getattr
     return deepspeed
 
 

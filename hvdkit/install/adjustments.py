@@ -205,13 +205,16 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         name="cycle-on-group",
         file="horovod/common/operations.cc",
         old="  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n",
-        new="  if (entries.size() > 1) {\n"
-        "    ChangeCycleWaiters(1);\n"
+        new="  bool grouped = entries.size() > 1;\n"
+        "  if (grouped) {\n"
         "    std::shared_ptr<void> waits(nullptr, [](void*) { ChangeCycleWaiters(-1); });\n"
         "    auto done = std::move(entries.back().callback);\n"
         "    entries.back().callback = [waits, done](const Status& result) { done(result); };\n"
         "  }\n"
-        "  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n",
+        "  status = process_set.tensor_queue.AddToTensorQueueMulti(entries, messages);\n"
+        "  if (grouped) {\n"
+        "    ChangeCycleWaiters(1);  // not before: a cycle without them might be the last one\n"
+        "  }\n",
         when=FASTER,
         why="Follows from cycle-on-request: TensorFlow has no thread that waits, and hands over its gradients as one "
         "group. It counts as waiting until its last tensor is reduced: a rank that came early, and then sleeps out a "

@@ -42,6 +42,7 @@ class Layout:
         self._slots = [slot for slot, leaf in enumerate(given) if leaf is not None]
         self._count = len(given)
         self._outline = arrays_tree.rebuild(parameters, iter(range(self._count)))
+        self._read = arrays_tree.reader(self._outline)
         self.leaves: list[Leaf] = [given[slot] for slot in self._slots]
         rows = [f"{leaf.row} ({device})" for leaf, (device, _) in zip(self.leaves, keys, strict=True)]
         arrays_mpi.require_same_rows(comm, [*rows, f"combined by {options}, progress={progress!r}"])
@@ -74,7 +75,9 @@ class Layout:
         Raises:
             InvalidArgumentError: other containers, or a gradient where distribute was given None.
         """
-        found = arrays_tree.leaves_like(self._outline, tree)
+        found = self._read(tree)
+        if len(self._slots) == self._count:
+            return found
         gradients = [found[slot] for slot in self._slots]
         if sum(one is not None for one in found) > sum(one is not None for one in gradients):
             raise InvalidArgumentError(

@@ -47,18 +47,16 @@ class Reduce:
         self._layout = Layout(parameters, options, comm, _MISSING, progress)
         self._head = self._layout.head
         self._first = self._layout.buffers[0]
-        self._short = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer) and self._first.is_short
+        alone = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer)
+        self._add_up: Any = self._first.add_up if alone else None  # where one message is enough
         threaded = progress == "thread" and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
         self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
-        # What a short message needs, made once: a call must not cost more than MPI itself.
         self._payload = self._first.payload
-        self._message = arrays_mpi.message(self._first.message) if self._short else None
         self._head_message = arrays_mpi.message(self._head)
         self._mean = 1.0 / self._size if options.op == "average" else 1.0
         self._mean_of_type = np.asarray(self._mean, dtype=self._payload.dtype)
-        self._allreduce = comm.Allreduce
         one_pass = options.backward_passes_per_step == 1
-        at_once = self._short and one_pass and self._size > 1 and self._layout.gives_views
+        at_once = self._add_up is not None and one_pass and self._size > 1 and self._layout.gives_views
         self._at_once = self._layout.views if at_once else _NEVER
         self._head_is_zero = False
         self._passes, self._weights, self._own = 0, 0.0, 1.0
@@ -103,7 +101,7 @@ class Reduce:
             if not self._head_is_zero:
                 self._head.fill(0)
             step_times.ready()
-            self._allreduce(self._in_place, self._message)
+            self._add_up()
             self._head_is_zero = self._head.item(_UNUSUAL) == 0  # who writes elsewhere in the head writes there, too
             if self._head_is_zero:
                 if self._mean != 1.0:
@@ -201,7 +199,7 @@ class Reduce:
     def _exchange(self) -> None:
         if self._size == 1:
             self._finish_alone()
-        elif self._short:
+        elif self._add_up is not None:
             self._exchange_short()
         else:
             for buffer in self._layout.buffers:
@@ -215,7 +213,7 @@ class Reduce:
         """One message: the sum of weights comes with the gradients, which are divided by it afterwards."""
         if self._own != 1.0:
             self._first.scale(self._own)
-        self._comm.Allreduce(self._in_place, self._message)
+        self._add_up()
         self._scale_short()
 
     def _scale_short(self) -> None:

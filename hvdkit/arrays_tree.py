@@ -86,6 +86,19 @@ def leaves_like(outline: Any, tree: Any) -> list[Any]:
     return found
 
 
+def reader(outline: Any) -> Callable[[Any], list[Any]]:
+    """``leaves_like`` for one outline and many trees: fast where these have its plain dicts, lists and tuples."""
+    plan = _plan(outline)
+    if plan is None:
+        return lambda tree: leaves_like(outline, tree)
+
+    def read(tree: Any) -> list[Any]:
+        found: list[Any] = []
+        return found if _collect(plan, tree, found) else leaves_like(outline, tree)
+
+    return read
+
+
 def device_of(leaf: Any) -> str:
     """Where an array is: "host", "cuda", or "other" (a device that NumPy and CUDA cannot read)."""
     ask = getattr(leaf, "__dlpack_device__", None)
@@ -175,6 +188,8 @@ def _ordered(mapping: Mapping[Any, Any]) -> list[Any]:
 
 def _children(value: Any) -> list[tuple[str, Any]] | None:
     """Names and values in a container; None for a leaf."""
+    if isinstance(value, (np.ndarray, int)):  # told at once what is asked most often
+        return None
     if isinstance(value, Mapping):
         return [(str(key), value[key]) for key in _ordered(value)]
     if isinstance(value, (list, tuple)):
@@ -183,6 +198,40 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "shape"):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return None
+
+
+_Plan = tuple[Any, list[tuple[Any, Any]]]  # of a container: its type, and the keys with the plans of what is there
+
+
+def _plan(tree: Any) -> _Plan | None:
+    """How to read a container of plain containers; None where there is another one, or only a leaf."""
+    if type(tree) not in (dict, list, tuple):
+        return None
+    keys = _ordered(tree) if type(tree) is dict else range(len(tree))
+    plans = [(key, _plan(tree[key])) for key in keys]
+    if any(plan is None and _children(tree[key]) is not None for key, plan in plans):
+        return None
+    return type(tree), plans
+
+
+def _collect(plan: _Plan, tree: Any, found: list[Any]) -> bool:
+    """Append the leaves; False where the tree is not as planned."""
+    kind: Any
+    kind, parts = plan
+    if type(tree) is not kind or len(tree) != len(parts):
+        return False
+    for key, inside in parts:
+        if kind is dict and key not in tree:
+            return False
+        value = tree[key]
+        if inside is not None:
+            if not _collect(inside, value, found):
+                return False
+        elif value is None or _children(value) is None:
+            found.append(value)
+        else:
+            return False
+    return True
 
 
 def _other(path: str, expected: str, value: Any) -> InvalidArgumentError:

@@ -197,6 +197,23 @@ def overlap(world: hvdkit.Topology, progress: str, values: int) -> dict[str, Any
     return {"mean": [float(found.min()), float(found.max())]}
 
 
+def many_steps(sizes: list[int], steps: int) -> list[str]:
+    """Where a sum is not that of its own step; the ranks pause by chance, before a call and after it."""
+    world = hk.init()
+    rng, wrong = np.random.default_rng(world.rank), []
+    for values in sizes:
+        reduce = hk.distribute(np.zeros(values, np.float32), op="sum")
+        for step in range(steps):
+            reduce.buffers[...] = step + 1 + world.rank
+            found = reduce(reduce.buffers)
+            if rng.random() < 0.1:
+                time.sleep(1e-4)
+            expected = world.size * (step + 1) + sum(range(world.size))
+            if (found.min(), found.max()) != (expected, expected):
+                wrong.append(f"{values} values, step {step}: {found.min()} to {found.max()}, not {expected}")
+    return wrong
+
+
 def errors() -> dict[str, str]:
     """Mistakes on one rank: every rank must come out of every call, and the last call must still work."""
     world = hk.init()
@@ -333,16 +350,16 @@ def fit(directory: str, epochs: int, exact: bool = False) -> dict[str, Any]:
     return {"w": state["w"].tolist(), "losses": [epoch["loss"] for epoch in history]}
 
 
-def leaves_early(how: str) -> str:
+def leaves_early(how: str, values: int) -> str:
     """Rank 1 ends while the others wait for its gradients."""
     world = hk.init()
-    reduce = hk.distribute(np.zeros(2))
-    reduce(np.ones(2))
+    reduce = hk.distribute(np.zeros(values))
+    reduce(np.ones(values))
     if world.rank == 1:
         if how == "raises":
             raise ValueError("rank 1 has a bad day")
         sys.exit(0 if how == "fewer steps" else 3)
-    reduce(np.ones(2))
+    reduce(np.ones(values))
     return "came out"
 
 

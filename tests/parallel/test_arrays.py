@@ -87,11 +87,18 @@ def test_a_launcher_that_mpi_does_not_see_is_refused(run_ranks):
 
 
 def test_a_started_exchange_goes_on_while_the_caller_does_not_wait(run_ranks):
-    """In one message and in shared memory, moved on by a thread and by calls."""
-    first, second = run_ranks(PROGRAM, "overlaps", 2, sizes=[100, 300_000])
-    assert list(first) == list(second) == ["thread 100", "thread 300000", "calls 100", "calls 300000"]
+    """In one message, by copies and in shared memory; moved on by a thread and by calls."""
+    first, second = run_ranks(PROGRAM, "overlaps", 2, sizes=[100, 1000, 300_000])
+    names = [f"{progress} {values}" for progress in ("thread", "calls") for values in (100, 1000, 300_000)]
+    assert list(first) == list(second) == names
     assert all(found == {"early": False, "done": True, "mean": [2.0, 2.0]} for found in first.values())
     assert all(found == {"mean": [2.0, 2.0]} for found in second.values())
+
+
+def test_each_of_many_steps_gives_its_own_sum_at_every_length(run_ranks):
+    """Lengths for one message, for copies and for shared memory; ranks that come and go at other times."""
+    for wrong in run_ranks(PROGRAM, "many_steps", 3, sizes=[1, 500, 1000, 4000, 5000, 70_000], steps=300):
+        assert wrong == []
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_every_rank_and_no_hang(run_ranks):
@@ -185,8 +192,9 @@ def test_fit_on_every_sample_is_that_of_one_process(run_ranks):
         ("fewer steps", "hvdkit: rank 1 ended, and rank"),
     ],
 )
-def test_a_rank_that_ends_early_ends_the_job(run_ranks, how, told):
-    (stderr,) = run_ranks(PROGRAM, "leaves_early", 3, how=how, fails=True)
+@pytest.mark.parametrize("values", [2, 1000])
+def test_a_rank_that_ends_early_ends_the_job(run_ranks, how, told, values):
+    (stderr,) = run_ranks(PROGRAM, "leaves_early", 3, how=how, values=values, fails=True)
     assert told in stderr
 
 

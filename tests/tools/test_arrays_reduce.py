@@ -2,6 +2,8 @@
 
 import collections
 import threading
+import time
+from pathlib import Path
 
 import array_ranks
 import numpy as np
@@ -20,14 +22,17 @@ def threads_for_ranks(monkeypatch):
     monkeypatch.setattr(arrays_mpi, "message", lambda array: array)
 
 
-@pytest.fixture(params=["short", "long", "shared"])
+@pytest.fixture(params=["short", "copies", "long", "shared"])
 def length(request, monkeypatch):
-    """All ways: one message with its head; the head before pieces of three values; memory that the ranks share."""
-    if request.param != "short":
+    """All ways: one message with its head, by MPI or by copies that all ranks can read; the head before pieces of three
+    values, by MPI or in memory that the ranks share.
+    """
+    monkeypatch.setattr(arrays_shared, "FEWEST_BYTES", 0)
+    if request.param in ("long", "shared"):
         monkeypatch.setattr(arrays_buffers, "SHORT_BYTES", 0)
         monkeypatch.setattr(arrays_buffers, "CHUNK_BYTES", 12)
         monkeypatch.setattr(arrays_shared, "PIECE_BYTES", 20)
-    monkeypatch.setattr(array_ranks, "ONE_HOST", [request.param == "shared"])
+    monkeypatch.setattr(array_ranks, "ONE_HOST", [request.param in ("copies", "shared")])
     return request.param
 
 
@@ -253,6 +258,48 @@ def test_each_type_is_sent_once_and_short_ones_with_their_head():
     for once, mixed in on_ranks(2, rank):
         assert once == [4 * (16 + 6 + 4 + 1)]
         assert mixed == [4 * 16, 3 * 8 * 4, 3 * 8 * 8]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_slow_reader_still_finds_the_copies_of_its_own_step(size, monkeypatch):
+    """The others, who have read them, write those of the next step meanwhile."""
+    together = array_ranks.Ranks.Barrier
+
+    def slow_last_rank(comm):
+        together(comm)
+        if comm.rank == size - 1:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(array_ranks.Ranks, "Barrier", slow_last_rank)
+
+    def rank(comm):
+        message, sums = np.zeros(5, np.float32), []
+        copies = arrays_shared.copies(comm, message)
+        for step in range(6):
+            message[:] = 10 * step + comm.rank
+            copies.add_up()
+            sums.append(message.tolist())
+        return sums
+
+    monkeypatch.setattr(arrays_shared, "FEWEST_BYTES", 0)
+    expected = [[float(size * 10 * step + sum(range(size)))] * 5 for step in range(6)]
+    assert on_ranks(size, rank, one_host=True) == [expected] * size
+
+
+def test_short_messages_of_many_ranks_or_of_several_hosts_go_by_mpi(monkeypatch):
+    def rank(comm):
+        reduce = make(comm, np.zeros(1000, np.float32))
+        comm.sent.clear()
+        reduce(np.ones(1000))
+        return list(comm.sent)
+
+    by_mpi, by_copies = [4 * (16 + 1000)], []
+    assert on_ranks(2, rank, one_host=True) == [by_copies] * 2
+    assert on_ranks(2, rank, one_host=False) == [by_mpi] * 2
+    monkeypatch.setattr(arrays_shared, "MOST_COPIES", 2)
+    assert on_ranks(3, rank, one_host=True) == [by_mpi] * 3
+    monkeypatch.setattr(arrays_shared, "DIRECTORY", Path("/nowhere"))
+    assert on_ranks(2, rank, one_host=True) == [by_mpi] * 2
 
 
 def test_there_are_no_buffers_to_add_up_in():

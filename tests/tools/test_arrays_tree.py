@@ -90,24 +90,57 @@ def test_rebuilding_keeps_every_container():
     assert arrays_tree.rebuild(proxy, iter([20, 10])) == {"z": 10, "a": 20}
 
 
-def test_none_stands_for_a_whole_container():
+both_readers = pytest.mark.parametrize(
+    "leaves_of",
+    [arrays_tree.leaves_like, lambda outline, tree: arrays_tree.reader(outline)(tree)],
+    ids=["once", "many times"],
+)
+
+
+@both_readers
+def test_none_stands_for_a_whole_container(leaves_of):
     outline = {"layer": {"w": 0, "b": 1}, "last": 2}
-    assert arrays_tree.leaves_like(outline, {"layer": None, "last": 7}) == [7, None, None]
-    assert arrays_tree.leaves_like(outline, None) == [None, None, None]
+    assert leaves_of(outline, {"layer": None, "last": 7}) == [7, None, None]
+    assert leaves_of(outline, None) == [None, None, None]
 
 
+@both_readers
+@pytest.mark.parametrize(
+    ("outline", "tree", "leaves"),
+    [
+        (0, 7, [7]),
+        ([0, (1, {"b": 3, "a": 2})], [7, (8, {"b": 10, "a": 9})], [7, 8, 9, 10]),
+        ([0, (1, {"b": 3, "a": 2})], [7, (8, {"a": 9, "b": 10})], [7, 8, 9, 10]),
+        ([0, (1, {"b": 3, "a": 2})], [7, None], [7, None, None, None]),
+        ([0, [1, 2]], (7, (8, None)), [7, 8, None]),
+        ({2: 1, 10: 0}, {"10": 7, "2": 8}, [7, 8]),
+        ({"a": [0, 1]}, MappingProxyType({"a": (7, 8)}), [7, 8]),
+        (Slots(0, (1, 2)), Slots(7, (8, 9)), [7, 8, 9]),
+        ({"a": Slots(0, 1), "b": 2}, {"b": 9, "a": Slots(7, 8)}, [7, 8, 9]),
+        ([[], {}, 0], [[], {}, 7], [7]),
+    ],
+    ids=repr,
+)
+def test_leaves_are_read_in_one_order_whatever_holds_them(leaves_of, outline, tree, leaves):
+    assert leaves_of(outline, tree) == leaves
+
+
+@both_readers
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
         ({"layer": {"w": 1}, "last": 2}, ("at layer", "b, w", "dict of w")),
         ({"layer": {"w": 1, "b": 1}}, ("at the top", "last, layer", "dict of layer")),
         ({"layer": {"w": 1, "b": 1}, "last": [1, 2]}, ("at last", "an array", "list of 0, 1")),
+        ({"layer": {"w": 1, "c": 1}, "last": 2}, ("at layer", "b, w", "dict of c, w")),
+        ({"layer": {"w": 1, "b": 1}, "last": 2, "more": 3}, ("at the top", "last, layer", "dict of last, layer, more")),
+        ({"layer": [1, 2], "last": 2}, ("at layer", "b, w", "list of 0, 1")),
         (3.0, ("at the top", "float")),
     ],
 )
-def test_other_containers_are_named(given, parts):
+def test_other_containers_are_named(leaves_of, given, parts):
     with pytest.raises(InvalidArgumentError) as caught:
-        arrays_tree.leaves_like({"layer": {"w": 0, "b": 1}, "last": 2}, given)
+        leaves_of({"layer": {"w": 0, "b": 1}, "last": 2}, given)
     assert all(part in str(caught.value) for part in parts), caught.value
 
 

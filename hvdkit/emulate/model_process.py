@@ -7,15 +7,13 @@ nowhere else in the room, and only after the user's module has imported its own.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.model_factory.making import Made, framework_of, make
+from hvdkit.model_factory.making import Made, framework_of, make, reply
 
 
 @dataclass(frozen=True)
@@ -84,15 +82,5 @@ def by_layer(gradients: Sequence[Gradient]) -> list[Gradient]:
     ]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Answer the question of the command line into the file that it names."""
-    question, reply = arguments
-    try:
-        said = answer(json.loads(question))
-    except InvalidArgumentError as error:
-        said = {"error": str(error)}
-    Path(reply).write_text(json.dumps(said), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    reply(answer, sys.argv[1:])

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.model_factory.making import framework_of, make
+from hvdkit.model_factory.making import framework_of, make, reply
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -48,15 +45,5 @@ def _made_on(device: str) -> AbstractContextManager[Any]:
     return context
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Answer the question of the command line into the file that it names."""
-    question, reply = arguments
-    try:
-        said = answer(json.loads(question))
-    except InvalidArgumentError as error:
-        said = {"error": str(error)}
-    Path(reply).write_text(json.dumps(said), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    reply(answer, sys.argv[1:])

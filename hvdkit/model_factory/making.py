@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,21 @@ def framework_of(model: Any, wanted: str) -> str:
     expected = "a model of PyTorch, Keras or TensorFlow" if wanted == "auto" else f"a model of {wanted}"
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     raise InvalidArgumentError(f"it gave a {kind}; expected {expected}.")
+
+
+def reply(answer: Callable[[dict[str, Any]], dict[str, Any]], arguments: Sequence[str]) -> None:
+    """Answer the question of ``asking.ask`` into the file that it names; a user's mistake is ``{"error": message}``.
+
+    Args:
+        answer: from the question to the answer.
+        arguments: of the command line: the question as JSON, and the file.
+    """
+    question, file = arguments
+    try:
+        said = answer(json.loads(question))
+    except InvalidArgumentError as error:
+        said = {"error": str(error)}
+    Path(file).write_text(json.dumps(said), encoding="utf-8")
 
 
 def _words(error: BaseException) -> str:

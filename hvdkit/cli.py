@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Any
 
@@ -10,6 +12,7 @@ import click
 import hvdkit
 from hvdkit.commands import group_of
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = {
     "install": ("hvdkit.install.cli:install", "Build Horovod for the frameworks found here and install it."),
     "doctor": ("hvdkit.doctor.cli:doctor", "Say what is installed, what does not fit together and how to fix it."),
@@ -52,6 +55,7 @@ def run(argv: list[str]) -> int:
     """Run one command line and return its exit status."""
     try:
         status: Any = hvdkit_command.main(args=argv, prog_name="hvdkit", standalone_mode=False)
+        sys.stdout.flush()
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "hvdkit"
         return _fail(f"{error.format_message().rstrip('.')} (see '{where} --help').", 2)
@@ -59,6 +63,13 @@ def run(argv: list[str]) -> int:
         return _fail("Interrupted.", 130)
     except hvdkit.HvdkitError as error:
         return _fail(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno not in (*_FULL, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
+        if error.errno == errno.EPIPE:  # who read the output has enough of it
+            return 1
+        return _fail(f"Nothing more could be written ({error.strerror}); free space, or write to another place.", 1)
     return status if isinstance(status, int) else 0
 
 

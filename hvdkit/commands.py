@@ -14,6 +14,11 @@ from pathlib import Path
 
 import click
 
+_DIGITS = 16
+"""More than any number of ranks has; Python refuses to read numbers of thousands of digits."""
+_LONGEST = 200
+"""Characters of what was received that a message quotes."""
+
 
 class LazyGroup(click.Group):
     """A group made of a table.
@@ -56,24 +61,52 @@ def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str
         click.BadParameter: no numbers above 0 with commas between them.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
-        raise click.BadParameter(f"expected numbers of ranks with commas between them, like 1,2,4, got {text!r}")
+    if not words or not all(is_count(word) for word in words):
+        raise click.BadParameter(
+            f"expected numbers of ranks with commas between them, like 1,2,4, got {shortened(text)}"
+        )
     return tuple(sorted({int(word) for word in words}))
+
+
+def is_count(word: str) -> bool:
+    """Whether a word is a whole number above 0, of digits alone and not longer than any that makes sense."""
+    return word.isascii() and word.isdigit() and len(word) <= _DIGITS and int(word) > 0
+
+
+def shortened(text: str) -> str:
+    """What was received, in quotes, for a message that stays a sentence."""
+    return repr(text) if len(text) <= _LONGEST else f"{text[:_LONGEST]!r}... ({len(text)} characters)"
 
 
 def output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
     """A click callback for a file that is to be written, asked before anything runs; None stays None.
 
     Raises:
-        click.BadParameter: it is a directory, or its directory does not exist or cannot be written to.
+        click.BadParameter: it is a directory, its name cannot be one, or its directory does not exist or cannot be
+            written to.
     """
     if file is None:
         return None
+    require_possible(file)
     if file.is_dir():
         raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
     if not os.access(file.absolute().parent, os.W_OK):
         raise click.BadParameter(f"directory {str(file.absolute().parent)!r} does not exist or cannot be written to")
     return file
+
+
+def require_possible(path: Path) -> None:
+    """Refuse a path at which nothing can be: a name too long, links in a circle. Nothing need be there.
+
+    Raises:
+        click.BadParameter: it is one.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass
+    except OSError as error:
+        raise click.BadParameter(f"{shortened(str(path))} cannot be a path ({error.strerror})") from error
 
 
 def seconds_above_0(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:

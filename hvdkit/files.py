@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,28 @@ from pathlib import Path
 from typing import IO, cast
 
 from hvdkit.errors import DataError, InvalidArgumentError
+
+
+def exists(path: Path) -> bool:
+    """Whether something is at a path; False where nothing can be, such as for a name too long, which pathlib raises."""
+    return _mode(path) != 0
+
+
+def is_file(path: Path) -> bool:
+    """Whether an ordinary file is at a path; False where nothing can be."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a directory is at a path; False where nothing can be."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return 0
 
 
 @contextmanager
@@ -27,12 +50,12 @@ def replacing(path: Path, *sources: Path) -> Iterator[IO[bytes]]:
         InvalidArgumentError: path is one of the sources, or no ordinary file.
         DataError: it cannot be written.
     """
-    if path.is_dir():
+    if is_directory(path):
         raise InvalidArgumentError(f"the output {str(path)!r} is a directory; give the name of a file.")
-    if path.exists() and not path.is_file():
+    if exists(path) and not is_file(path):
         raise InvalidArgumentError(f"the output {str(path)!r} is no ordinary file; give the name of one.")
     for source in sources:
-        if path.exists() and source.exists() and path.samefile(source):
+        if exists(path) and exists(source) and path.samefile(source):
             raise InvalidArgumentError(f"the output {str(path)!r} is the input; give another name.")
     with ExitStack() as stack:
         try:

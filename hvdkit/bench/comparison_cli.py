@@ -27,6 +27,8 @@ def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> 
     \b
     Example, for a continuous integration:
       hvdkit bench compare main.json branch.json --fail-below 0.95
+
+    Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
     """
     first, second = results.read(before), results.read(after)
     compared = comparison.compare(first, second)

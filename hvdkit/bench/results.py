@@ -143,6 +143,8 @@ def read(path: Path) -> Results:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
         if content["hvdkit"] != _MARK or content["version"] != VERSION:
             raise ValueError("it says that it is something else")
         schema_check.require({**content, "summary": None}, schema_check.schema())  # the summary is made anew
@@ -153,7 +155,11 @@ def read(path: Path) -> Results:
         jobs = [_job(job) for job in content["jobs"]]
         _require_asked(subject.asked, jobs)
         return Results(subject, jobs, recordings)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except KeyError as error:
+        raise DataError(
+            f"{path} is not a file of 'hvdkit bench scaling' (version {VERSION}): {error} is missing."
+        ) from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not a file of 'hvdkit bench scaling' (version {VERSION}): {error}.") from error
 
 

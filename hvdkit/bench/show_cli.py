@@ -78,6 +78,8 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     Examples:
       hvdkit bench show results.json --markdown >> README.md
       hvdkit bench show results.json --plot scaling.svg
+
+    Exit status: 0 success, 1 FILE is something else or the plot cannot be drawn, 2 for bad usage.
     """
     require_scipy()
     analysis = analyse(results.read(file))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,8 @@ def read_script(path: str) -> Script:
     """Read and parse one script.
 
     Raises:
-        InvalidArgumentError: it is not there, not a file, not UTF-8 or not Python (with the line).
+        InvalidArgumentError: it is not there, not a file, not text in its encoding (PEP 263) or not Python (with
+            the line).
     """
     text = _read(path)
     if Path(path).suffix == ".ipynb":
@@ -59,16 +62,27 @@ def too_deep(path: str) -> InvalidArgumentError:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        return _decoded(Path(path).read_bytes())
     except FileNotFoundError as error:
         raise InvalidArgumentError(f"{path} does not exist; give the path of a Python script.") from error
     except IsADirectoryError as error:
         raise InvalidArgumentError(f"{path} is a directory, expected Python scripts; give {path}/*.py.") from error
     except UnicodeDecodeError as error:
         raise InvalidArgumentError(
-            f"{path} is not UTF-8 (byte {error.start}), as Python scripts are; save it as UTF-8."
+            f"{path} is not UTF-8 (byte {error.start}), as Python scripts without a coding line are; save it as UTF-8."
         ) from error
     except OSError as error:
         raise InvalidArgumentError(
             f"{path} cannot be read ({error.strerror}); give a file that you may read."
         ) from error
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        try:
+            return content.decode(tokenize.detect_encoding(io.BytesIO(content).readline)[0])
+        except (SyntaxError, UnicodeDecodeError, LookupError):  # no coding line, or a wrong one
+            pass
+        raise

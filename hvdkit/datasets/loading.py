@@ -123,7 +123,13 @@ def _synthetic(n: int | None, shape: Sequence[int] | None, classes: int | None, 
     if not isinstance(shape, list | tuple) or len(shape) != 3:
         raise InvalidArgumentError(f"shape is {shape!r}, expected height, width and channels, as in (8, 8, 1)")
     height, width, channels = (_whole_number("shape", extent, 1) for extent in shape)
-    samples = generated.synthetic(n, (height, width, channels), classes, seed)
+    try:
+        samples = generated.synthetic(n, (height, width, channels), classes, seed)
+    except (MemoryError, OverflowError, ValueError) as error:  # too large for this machine, for a size, for NumPy
+        raise InvalidArgumentError(
+            f"n={n} samples of {height} x {width} x {channels} in {classes} classes do not fit into memory ({error}); "
+            "give a smaller n, shape or number of classes"
+        ) from error
     return Dataset("synthetic", *samples, classes=classes)
 
 

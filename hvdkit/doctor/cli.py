@@ -6,6 +6,7 @@ import shutil
 
 import click
 
+from hvdkit.commands import seconds_above_0
 from hvdkit.doctor.checks import examine
 from hvdkit.doctor.probe import DEFAULT_SECONDS, gather
 from hvdkit.doctor.report import as_json, as_text
@@ -18,6 +19,7 @@ _WIDEST = 110
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1, max=3600),
+    callback=seconds_above_0,  # not a number is in every range
     default=DEFAULT_SECONDS,
     show_default=True,
     metavar="SECONDS",

@@ -8,6 +8,7 @@ from pathlib import Path
 from hvdkit.emulate.analysis import Analysis, analyse
 from hvdkit.emulate.results import Results
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.files import is_directory
 
 PLOT_FORMATS = (".svg", ".png")
 
@@ -34,7 +35,7 @@ def check(
     for path in (plot, size_plot, report):
         if path is None:
             continue
-        if path.is_dir():
+        if is_directory(path):
             raise InvalidArgumentError(f"The output {str(path)!r} is a directory; give the name of a file in it.")
         if not path.absolute().parent.is_dir():
             raise InvalidArgumentError(

@@ -118,6 +118,8 @@ def read(path: Path) -> Results:
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
         if content["hvdkit"] != _MARK or content["version"] != VERSION:
             raise ValueError("it says that it is something else")
         asked = dict(content["asked"])

@@ -57,6 +57,8 @@ def job(
       hvdkit job --system slurm --nodes 2 --ppn 4 --walltime 00:30:00 -o job.sh -- python train.py
       hvdkit job --site polaris --nodes 2 --ppn 4 --walltime 00:30:00 --account me -- python train.py --epochs 3
       hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
+
+    Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
     """
     chosen = site.find(system, site_name)
     wanted = Job(nodes, ppn, walltime, command, name, queue, account, depth, gpus_per_node)

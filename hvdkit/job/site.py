@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.files import is_file
 from hvdkit.job.model import Site
 from hvdkit.job.systems import SYSTEMS
 from hvdkit.launch.plan import LAUNCHERS
@@ -44,7 +45,7 @@ def find(system: str | None, site: str | None) -> Site:
 def _file(site: str) -> Path:
     if site in known():
         return SITES / f"{site}.toml"
-    if not Path(site).is_file():
+    if not is_file(Path(site)):
         raise InvalidArgumentError(
             f"Site {site!r} is neither one of {', '.join(known())} nor a file; give one of them, or the path of a TOML "
             "file of your own."

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.files import exists, is_file
 
 _PYTHON = re.compile(r"python[0-9.]*$")
 _OPTIONS_WITH_VALUE = ("W", "X")
@@ -30,7 +31,7 @@ class Command:
     @property
     def imports_mpi4py(self) -> bool:
         """Whether it is a Python script that itself imports mpi4py."""
-        if self.script is None or not Path(self.words[self.script]).is_file():
+        if self.script is None or not is_file(Path(self.words[self.script])):
             return False
         return _IMPORTS_MPI4PY.search(Path(self.words[self.script]).read_bytes()) is not None
 
@@ -57,7 +58,7 @@ def resolve(words: Sequence[str], search_path: str, python: Path) -> Command:
     if program is None:
         raise InvalidArgumentError(_why_not_runnable(words[0]))
     script = _script_index(words) if is_python else None
-    if script is not None and not Path(words[script]).exists():
+    if script is not None and not exists(Path(words[script])):
         where = "" if Path(words[script]).is_absolute() else f" in {Path.cwd()}"
         raise InvalidArgumentError(
             f"Script {words[script]!r} does not exist{where}; give the path of an existing file."
@@ -79,7 +80,7 @@ def through_mpi4py(command: Command) -> Command:
 def _why_not_runnable(word: str) -> str:
     if "/" not in word:
         return f"Command {word!r} was not found on PATH; give an installed program or the path of one."
-    what = "is not an executable file" if Path(word).exists() else "does not exist"
+    what = "is not an executable file" if exists(Path(word)) else "does not exist"
     return f"Command {word!r} {what}; give the path of a program, or of a script that ends in .py."
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hvdkit.commands import not_below_0, seconds_above_0
+from hvdkit.commands import not_below_0, require_possible, seconds_above_0
 from hvdkit.launch import plan
 from hvdkit.launch.model import BINDINGS
 
@@ -31,6 +31,7 @@ def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | 
     if file is None:
         return None
     file = file.absolute()
+    require_possible(file)
     if not file.parent.is_dir():
         raise click.BadParameter(f"directory {str(file.parent)!r} does not exist; create it first")
     if file.is_dir():

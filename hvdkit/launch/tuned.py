@@ -136,6 +136,8 @@ def _of_json(path: Path, text: str) -> Tuned:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise InvalidArgumentError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
+    except (ValueError, RecursionError) as error:  # a number or a nesting that json refuses
+        raise InvalidArgumentError(f"{path} is JSON that no program can read: {error}.") from error
     settings = content.get("settings")
     if content.get("hvdkit") != _MARK or content.get("version") != 1 or not isinstance(settings, dict):
         raise InvalidArgumentError(f"{path} is not a file of 'hvdkit tune' (version 1), nor an autotune log.")

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from hvdkit.commands import numbers_of_ranks
+from hvdkit.commands import is_count, numbers_of_ranks, shortened
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.memory import live, tables, terms
 from hvdkit.memory.counts import count
@@ -33,9 +33,9 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
     if text is None:
         return None
     words = text.split(",")
-    if not all(word.strip().isascii() and word.strip().isdigit() and int(word) > 0 for word in words):
+    if not all(is_count(word.strip()) for word in words):
         raise click.BadParameter(
-            f"expected lengths with commas between them, batch first, like 64,1,28,28, got {text!r}"
+            f"expected lengths with commas between them, batch first, like 64,1,28,28, got {shortened(text)}"
         )
     return tuple(int(word) for word in words)
 
@@ -44,7 +44,16 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
 @click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
               "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
 @click.option("--parameters", callback=count, metavar="P", help="Their number: 25557032, 1e12, 7B.")
-@click.option("--batch", type=_WHOLE, default=1, show_default=True, metavar="B", help="Samples on a rank.")
+@click.option(
+    "--batch",
+    "--batch-size",
+    "batch",
+    type=_WHOLE,
+    default=1,
+    show_default=True,
+    metavar="B",
+    help="Samples on a rank.",
+)
 @click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam", show_default=True)
 @click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32", show_default=True,
               help="Of parameters and all else (with --parameters).")  # fmt: skip

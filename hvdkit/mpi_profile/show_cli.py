@@ -41,6 +41,8 @@ def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
       hvdkit mpi-profile show profile --rank 3 --json
       hvdkit mpi-profile show mpi_profile.2500161.*
       hvdkit mpi-profile show train.8.4711.1.mpiP
+
+    Exit status: 0 success, 1 a profile cannot be used, 2 for bad usage.
     """
     profile = reading.read(paths)
     traffic = purposes.of_profile(profile)
@@ -64,6 +66,8 @@ def compare(a: Path, b: Path, want_json: bool) -> int:
       hvdkit launch -n 2 --mpi-profile before -- python train.py
       hvdkit launch -n 2 --mpi-profile after --cycle-time-ms 5 -- python train.py
       hvdkit mpi-profile compare before after
+
+    Exit status: 0, also when they differ; 1 a profile cannot be used; 2 for bad usage.
     """
     first, second = reading.read([a]), reading.read([b])
     compared, remarks = comparison.compare(first, second), comparison.notes(first, second)

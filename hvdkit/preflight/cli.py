@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from hvdkit.commands import seconds_above_0
 from hvdkit.preflight import exchange, findings, show
 from hvdkit.preflight.report import look
 
@@ -19,6 +20,7 @@ from hvdkit.preflight.report import look
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1, max=3600),
+    callback=seconds_above_0,  # not a number is in every range
     default=60.0,
     show_default=True,
     metavar="SECONDS",

@@ -176,7 +176,7 @@ class Assembler:
     def _name(self, event: _Event) -> None:
         args = event.args
         if event.name == "process_name" and args is not None:
-            if args.start_time_since_epoch_in_micros is not None:
-                self.start_time_since_epoch = args.start_time_since_epoch_in_micros
+            if (start := args.start_time_since_epoch_in_micros) is not None:
+                self.start_time_since_epoch = start if 0 <= start <= LATEST else None
             else:
                 self.names[event.pid] = args.name

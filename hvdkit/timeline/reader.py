@@ -128,7 +128,8 @@ def read(path: str | Path) -> Recording:
     """
     path = Path(path)
     try:
-        with path.open("rb"):
+        with path.open("rb") as file:
+            file.read(1)  # some file systems open what they cannot read
             return Recording(path)
     except FileNotFoundError as error:
         raise DataNotFoundError(

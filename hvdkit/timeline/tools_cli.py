@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hvdkit.commands import not_below_0
 from hvdkit.units import duration_text, printable
 
 FILE = click.Path(path_type=Path)
@@ -44,7 +45,7 @@ def slice_(
       hvdkit timeline slice timeline.json --since 60 --until 70 -o minute.json
       hvdkit timeline slice timeline.json.gz --steps 100..119 -o steps.json.gz
 
-    Exit status: 0 success, 1 nothing in that part, 2 for bad usage.
+    Exit status: 0 success, 1 no such file or nothing in that part, 2 for bad usage.
     """
     from hvdkit.timeline.slicing import slice_timeline
 
@@ -74,8 +75,9 @@ def slice_(
 )
 @click.option(
     "--at-least-us",
-    type=click.FloatRange(min=0),
-    default=10,
+    type=float,
+    callback=not_below_0,
+    default=10.0,
     show_default=True,
     metavar="US",
     help="Growth of a median that --fail-above takes notice of.",
@@ -94,7 +96,8 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
       hvdkit timeline diff before.json after.json
       hvdkit timeline diff before.json after.json --fail-above 1.2 --json > diff.json
 
-    Exit status: 0, also when they differ; 1 with --fail-above when a significant change is above it; 2 for bad usage.
+    Exit status: 0, also when they differ; 1 with --fail-above when a significant change is above it, or when a
+    file cannot be used; 2 for bad usage.
     """
     from hvdkit.timeline import difference
 
@@ -183,7 +186,7 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
     Example:
       hvdkit timeline merge timeline.json trace.json -o merged.json
 
-    Exit status: 0 success, 1 when the two cannot be aligned, 2 for bad usage.
+    Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
     """
     from hvdkit.timeline.merging import merge as merge_files
 
@@ -219,7 +222,7 @@ def export(file: Path, output: Path, json_: bool) -> int:
       hvdkit timeline export timeline.json -o timeline.pftrace
       hvdkit timeline export timeline.json -o operations.csv
 
-    Exit status: 0 success, 1 no operation in the file, 2 for bad usage.
+    Exit status: 0 success, 1 no such file or no operation in it, 2 for bad usage.
     """
     from hvdkit.timeline.export import export as write
 

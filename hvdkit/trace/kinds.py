@@ -58,7 +58,7 @@ LABELS = {
 }
 """How the kinds are called in tables; a kernel that computes is called so."""
 
-_STEP = re.compile(r"ProfilerStep[#*]\s*(\d+)")
+_STEP = re.compile(r"ProfilerStep[#*]\s*([0-9]{1,18})(?![0-9])")
 _DATA = re.compile(r"enumerate\(|hvdkit:data")
 _KERNEL = re.compile(r"(nccl|rccl|mscclpp|oneccl|ccl_)", re.IGNORECASE)
 _BACKGROUND = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):")

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.files import is_directory
 from hvdkit.timeline.measures import covered
 from hvdkit.trace import skew
 from hvdkit.trace.columns import Columns, collect
@@ -50,7 +51,7 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
         raise InvalidArgumentError("give at least one trace, or a directory with traces.")
     files: list[Path] = []
     for path in map(Path, paths):
-        if not path.is_dir():
+        if not is_directory(path):
             files.append(path)
             continue
         inside_it = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")))

@@ -94,6 +94,16 @@ def test_seconds_that_nobody_measured_enter_no_ratio(content, capsys, seconds):
     assert [row["seconds"] is None for row in rows] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("null", "it is no JSON object."), ("[]", "it is no JSON object."), ("{}", "'hvdkit' is missing.")],
+)
+def test_the_reason_is_in_words(content, capsys, text, reason):
+    Path("changed.json").write_text(text)
+    assert cli.run(["bench", "show", "changed.json"]) == 1
+    assert reason in capsys.readouterr().err
+
+
 def test_nested_too_deeply_is_refused(content, capsys):
     Path("changed.json").write_text("[" * 100_000)
     assert cli.run(["bench", "show", "changed.json"]) == 1

@@ -87,6 +87,14 @@ def test_a_script_without_a_library_is_reported_and_exits_0(capsys: pytest.Captu
     assert "one process" in output
 
 
+def test_a_script_may_name_its_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "latin.py"
+    script.write_bytes("# -*- coding: latin-1 -*-\nimport horovod.torch as hvd\n# été\nhvd.init()\n".encode("latin-1"))
+    cli.run(["check", str(script)])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("initialise" in line and line.endswith("line 4") for line in lines)
+
+
 def test_the_script_is_not_run_and_its_modules_are_not_imported(tmp_path: Path) -> None:
     script, trace = tmp_path / "train.py", tmp_path / "trace"
     script.write_text(f"import no_such_module\nopen({str(trace)!r}, 'w').close()\nraise SystemExit(5)\n")
@@ -100,6 +108,8 @@ def test_the_script_is_not_run_and_its_modules_are_not_imported(tmp_path: Path) 
         ("gone.py", None, "does not exist"),
         ("folder.py", "folder", "is a directory"),
         ("latin.py", "x = 'é'".encode("latin-1"), "is not UTF-8"),
+        ("wrong.py", b"# coding: ascii\nx = '\xe9'\n", "is not UTF-8 (byte 21)"),
+        ("unknown.py", b"# coding: no-such\nx = '\xe9'\n", "is not UTF-8"),
         ("broken.py", b"import horovod.torch as hvd\n\ndef f(:\n", "line 3"),
         ("old.py", b"print 'rank'\n", "line 1"),
         ("data.py", b"x = 1\0\n", "is not Python"),

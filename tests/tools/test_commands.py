@@ -1,5 +1,10 @@
 """Options that several commands share are read alike: what is wrong is said in a sentence, with status 2."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import click
 import pytest
 
@@ -85,3 +90,94 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(words, ca
 def test_a_variable_has_a_name(command, value, capsys):
     words = [*command.split(), "-n", "2", *JOB, "--env"]
     assert f"expected NAME=VALUE, got {value!r}" in refused(words, value, capsys)
+
+
+COUNTS = [["memory", "--parameters", "7B", "-n"], ["bench", "scaling", "-o", "r.json", *JOB, "-n"], ["predict", "--at"]]
+
+
+@pytest.mark.parametrize("words", [*COUNTS, ["memory", "--input-shape"]], ids=name)
+def test_numbers_of_thousands_of_digits_are_refused_in_a_sentence(words, capsys):
+    said = refused(words, "9" * 5000, capsys)
+    assert "commas between them" in said and "(5000 characters)" in said and len(said) < 600
+
+
+TOO_LONG = [*FILES, ["launch", "-n", "2", *JOB, "--timeline"], ["launch", "-n", "2", *JOB, "--autotune-log"]]
+
+
+@pytest.mark.parametrize("words", TOO_LONG, ids=name)
+def test_a_name_that_is_too_long_is_refused_before_anything_runs(words, capsys):
+    said = refused(words, "x" * 300, capsys)
+    assert "cannot be a path (File name too long)" in said and len(said) < 600
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["emulate", "sizes", "--sizes", "4", "-o"],
+        ["job", "--system", "slurm", "--nodes", "1", "--ppn", "1", "--walltime", "00:10:00", *JOB, "--site"],
+        ["launch", "-n", "2", "--dry-run", "--"],
+        ["trace", "summary"],
+        ["timeline", "summary"],
+    ],
+    ids=name,
+)
+def test_any_other_name_that_is_too_long_is_one_sentence(words, capsys):
+    *before, last = words
+    at = before.index("--") if "--" in before else len(before)
+    status = cli.run([*before[:at], last, "x" * 300 + ".py", *before[at:]])
+    assert status in (1, 2)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["doctor", "--timeout"], ["preflight", "--timeout"], ["timeline", "diff", "a", "b", "--at-least-us"]],
+    ids=name,
+)
+def test_what_is_no_number_is_in_no_range(words, capsys):
+    assert "got nan" in refused(words, "nan", capsys)
+
+
+TRANSFORMER = ["--parameters", "7B", "--layers", "2", "--sequence", "8", "--hidden", "8"]
+NETWORK = ["--alpha-us", "1", "--bandwidth-gbit", "1", "--ppn", "1", "--at", "4", "--plan", "p.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["memory", *TRANSFORMER, "--json", "--batch", "3"], "--batch-size"),
+        (["predict", *NETWORK, "--json", "--cycle-ms", "7"], "--cycle-time-ms"),
+    ],
+    ids=["batch", "cycle"],
+)
+def test_options_of_several_commands_have_one_name(words, same, capsys):
+    assert cli.run(["emulate", "sizes", "--sizes", "4000,8", "-o", "p.json"]) == 0
+    capsys.readouterr()
+    assert cli.run(words) == 0
+    before = capsys.readouterr().out
+    assert cli.run([*words[:-2], same, words[-1]]) == 0
+    assert capsys.readouterr().out == before
+    assert cli.run(words[:-2]) == 0
+    assert capsys.readouterr().out != before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hvdkit.cli", "check", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "hvdkit: Nothing more could be written (No space left on device); free space, or write to another place.\n"
+    )
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdkit.cli", "check", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

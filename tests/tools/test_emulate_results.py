@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hvdkit import DataError
+from hvdkit import DataError, cli
 from hvdkit.emulate import results, run_join
 from hvdkit.emulate.clock import Reading
 from hvdkit.emulate.plan import Collective, Plan
@@ -188,3 +188,12 @@ def test_another_file_is_refused(tmp_path, broken):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match="No results at"):
         results.read(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("command", [["emulate", "show"], ["emulate", "sizes", "--plan"], ["predict", "--fit"]])
+@pytest.mark.parametrize("text", ["null", "[1]"])
+def test_what_is_no_object_is_said_in_words(tmp_path, capsys, command, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    assert cli.run([*command, str(path)]) == 1
+    assert "it is no JSON object." in capsys.readouterr().err

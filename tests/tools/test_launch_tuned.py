@@ -95,6 +95,8 @@ def test_a_bad_log_is_named_by_its_line(capsys, tmp_path, rows, end, named):
         '{"hvdkit": "tuned settings", "version": 1, "settings": {"launcher": "rm"}}',
         '{"hvdkit": "tuned settings", "version": 1, "settings": {"threads": 0}}',
         '{"hvdkit": "tuned settings", "version": 1, "settings": {"LD_PRELOAD": "x"}}',
+        pytest.param('{"a":' * 50_000, id="nested"),
+        pytest.param(f'{{"version": {"9" * 5000}}}', id="digits"),
     ],
 )
 def test_a_file_that_is_no_tuned_file_is_refused(capsys, tmp_path, content):

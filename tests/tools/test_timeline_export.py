@@ -157,6 +157,15 @@ def test_zipped(tmp_path):
         assert gzip.decompress(packed) == (tmp_path / f"t.{ending}").read_bytes()
 
 
+@pytest.mark.parametrize("start", [-5, 10**40])
+def test_a_date_that_cannot_be_is_left_out(tmp_path, start):
+    source = write(tmp_path / "t.json", [*metadata(["a"], start), *allreduce(1, 100)])
+    assert export(source, tmp_path / "out.pftrace").operations == 1
+    assert read(source).start_time_since_epoch is None
+    recording = read(source)
+    assert len(list(recording)) == 1 and recording.start_time_since_epoch is None
+
+
 def test_nothing_to_export(tmp_path):
     empty = write(tmp_path / "t.json", metadata(["x"]))
     for ending in ("csv", "pftrace"):

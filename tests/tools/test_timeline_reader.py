@@ -271,3 +271,11 @@ def test_sizes_and_groups():
     assert group_of("WAIT_FOR_OTHER_TENSOR_DATA") == "wait for data"
     assert group_of("MEMCPY_IN_HOST_BUFFER") == "memcpy in"
     assert group_of("SOMETHING_NEW") == "other"
+
+
+def test_a_file_that_opens_and_cannot_be_read_is_refused():
+    memory = Path("/proc/self/mem")  # reading its beginning is an input/output error, as on a file system that is gone
+    if not memory.exists():
+        pytest.skip("there is no /proc")
+    with pytest.raises(DataError, match="cannot read the timeline"):
+        reader.read(memory)

@@ -161,6 +161,11 @@ def test_steps_with_the_same_number_and_what_lies_outside(tmp_path):
     check(found.times, window=50, computation=12)
 
 
+def test_a_step_of_thousands_of_digits_is_no_step(tmp_path):
+    found = times(tmp_path / "t.json", step(1, 0, 10), step("9" * 5000, 10, 10), event("aten::mm", 2, 5))
+    assert [one.number for one in found.steps] == [1]
+
+
 def ranks(tmp_path, *lengths, **options):
     """Rank r computes lengths[r] ms and then meets the others at 100 ms; twice."""
     paths = []

@@ -79,17 +79,16 @@ class HostBuffer:
         head: its front, (head,).
         payload: the gradients, (sum of sizes,).
         views: each gradient in the payload, in its shape.
-        add_up: puts the sum of all ranks' messages, with their heads, into each rank's; a collective that waits. None
-            for a buffer that is too long to travel in one message with its head.
     """
 
     def __init__(self, leaves: Sequence[Leaf], sent: np.dtype[Any], head: int, ranks: Ranks) -> None:
         self._leaves, self._comm, self._in_place = leaves, ranks.comm, arrays_mpi.library().IN_PLACE
+        self._one_host = ranks.one_host
         length = head + sum(leaf.size for leaf in leaves)
         half = ranks.half and sent.kind == "f"
-        is_short = length * sent.itemsize <= SHORT_BYTES and not half
+        self._is_short = length * sent.itemsize <= SHORT_BYTES and not half
         self._shared: SharedSum | None = None
-        if is_short or half or not ranks.one_host or ranks.comm.Get_size() == 1:
+        if self._is_short or half or not ranks.one_host or ranks.comm.Get_size() == 1:
             self.message: Array = np.zeros(length, dtype=sent)
         else:
             self.message, self._shared = arrays_shared.buffer(ranks.comm, length, head, sent)
@@ -98,17 +97,23 @@ class HostBuffer:
         self.views: list[Array] = [
             self.payload[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)
         ]
-        self.add_up = self._add_up_short(ranks) if is_short else None
         step = max(1, CHUNK_BYTES // sent.itemsize)
         chunks = [self.payload[start : start + step] for start in range(0, len(self.payload), step)]
         self._chunks = [(chunk, arrays_mpi.message(chunk)) for chunk in chunks]
         self._half = HalfExchange(self.payload, ranks.comm, ranks.mean) if half else None
 
-    def _add_up_short(self, ranks: Ranks) -> Callable[[], object]:
-        together = arrays_shared.copies(ranks.comm, self.message) if ranks.one_host else None
+    def in_one_message(self) -> Callable[[], object] | None:
+        """What puts the sum of all ranks' messages, with their heads, into each rank's, and waits. A collective.
+
+        Returns:
+            None for a buffer that is too long to travel in one message with its head.
+        """
+        if not self._is_short:
+            return None
+        together = arrays_shared.copies(self._comm, self.message) if self._one_host else None
         if together is not None:
             return together.add_up
-        return functools.partial(ranks.comm.Allreduce, self._in_place, arrays_mpi.message(self.message))
+        return functools.partial(self._comm.Allreduce, self._in_place, arrays_mpi.message(self.message))
 
     def put(self, position: int, gradient: Any, factor: float | None) -> None:
         """Put a gradient, or None for zeros, into the buffer.

@@ -54,5 +54,5 @@ class HalfExchange:
 
 
 def _rounded(values: Array, factor: float, half: Array) -> None:
-    with np.errstate(over="ignore"):  # beyond 65504 a gradient becomes infinite, which a loss scale looks for
-        np.multiply(values, factor, out=half, casting="same_kind")
+    """Beyond 65504 a gradient becomes infinite, which a loss scale looks for."""
+    np.multiply(values, factor, out=half, casting="same_kind")

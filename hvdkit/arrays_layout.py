@@ -34,7 +34,10 @@ class Layout:
         places: the buffer of each gradient, and its number in it.
         head: the values that travel with the first buffer or before it, in the host's memory.
         views: the gradients' memory in the parameters' containers; None where some is on a GPU.
-        gives_views: whether the results are these views: NumPy arrays, in the type in which they travel.
+        is_array: whether there are no containers, but one array.
+        is_intact: whether ``views``, which callers have, still holds this memory and nothing else.
+        gives_views: whether the results are in this memory: NumPy arrays, in the type in which they travel.
+        results: new containers around this memory, where ``gives_views``.
     """
 
     def __init__(self, parameters: Any, options: GradientOptions, comm: Any, head: int, progress: str) -> None:
@@ -64,10 +67,13 @@ class Layout:
         on_the_host = all(isinstance(buffer, HostBuffer) for buffer in self.buffers)
         views = [buffer.views[number] for buffer, number in self.places] if on_the_host else []
         self.views: Any = self.in_containers(views) if on_the_host else None
+        self.is_array = isinstance(self._outline, int)
+        self.is_intact = arrays_tree.watcher(self.views)
         self.gives_views = on_the_host and all(
             leaf.make is arrays_tree.as_it_is and leaf.dtype == view.dtype
             for leaf, view in zip(self.leaves, views, strict=True)
         )
+        self.results = arrays_tree.copier(self.in_containers(views) if self.gives_views else None)
 
     def gradients(self, tree: Any) -> list[Any]:
         """The gradients in a tree, None for those that it does not have.

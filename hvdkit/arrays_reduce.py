@@ -17,6 +17,7 @@ import numpy as np
 from hvdkit import arrays_mpi
 from hvdkit.arrays_buffers import HostBuffer
 from hvdkit.arrays_layout import Layout
+from hvdkit.arrays_quiet import quiet
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import step_times
 from hvdkit.steps.gradients import GradientOptions
@@ -32,8 +33,8 @@ class Reduce:
     """Gives the mean, or the sum, of all ranks' gradients. Made by ``hvdkit.arrays.distribute``.
 
     Call it to wait for the mean; ``start`` it to compute something else before ``Pending.wait``. Every rank makes the
-    same calls in the same order. Results come in the containers and the framework of the parameters. NumPy results are
-    views of the buffers and hold until the next call.
+    same calls in the same order. Results come in the framework of the parameters, in containers like theirs, which are
+    the caller's to change. NumPy results are views of the buffers and hold until the next call.
 
     Args:
         parameters, options, comm: see ``Layout``.
@@ -48,7 +49,7 @@ class Reduce:
         self._head = self._layout.head
         self._first = self._layout.buffers[0]
         alone = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer)
-        self._add_up: Any = self._first.add_up if alone else None  # where one message is enough
+        self._add_up: Any = self._first.in_one_message() if alone else None
         threaded = progress == "thread" and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
         self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
         self._payload = self._first.payload
@@ -58,6 +59,8 @@ class Reduce:
         one_pass = options.backward_passes_per_step == 1
         at_once = self._add_up is not None and one_pass and self._size > 1 and self._layout.gives_views
         self._at_once = self._layout.views if at_once else _NEVER
+        self._is_array = self._layout.is_array
+        self._quiet = quiet()
         self._head_is_zero = False
         self._passes, self._weights, self._own = 0, 0.0, 1.0
         self._failure: Exception | None = None
@@ -97,7 +100,12 @@ class Reduce:
                 ranks.
             AgreementError: it failed on another rank, or only some ranks gave a weight; none is left waiting.
         """
-        if gradients is self._at_once and weight is None and self._pending is None:  # all of the below, in short
+        if (  # all of the below, in short
+            gradients is self._at_once
+            and weight is None
+            and self._pending is None
+            and (self._is_array or self._layout.is_intact())
+        ):
             if not self._head_is_zero:
                 self._head.fill(0)
             step_times.ready()
@@ -105,14 +113,14 @@ class Reduce:
             self._head_is_zero = self._head.item(_UNUSUAL) == 0  # who writes elsewhere in the head writes there, too
             if self._head_is_zero:
                 if self._mean != 1.0:
-                    np.multiply(self._payload, self._mean_of_type, self._payload)
-                return self._at_once
+                    self._quiet(np.multiply, self._payload, self._mean_of_type, self._payload)
+                return gradients if self._is_array else self._layout.results()
             self._failure = None
-            self._scale_short()
+            self._quiet(self._scale_short)
             return self._results()
         if not self._put(gradients, weight):
             return None
-        self._exchange()
+        self._quiet(self._exchange)
         return self._results()
 
     def start(self, gradients: Any, *, weight: float | None = None) -> Pending:
@@ -124,7 +132,7 @@ class Reduce:
         if not ready:
             return Pending(self, None, iter(()), ready)
         if self._worker is not None:
-            self._pending = Pending(self, self._worker.submit(self._exchange), iter(()), ready)
+            self._pending = Pending(self, self._worker.submit(self._quiet, self._exchange), iter(()), ready)
         else:
             self._pending = Pending(self, None, self._requests(), ready)
             self._pending.done()
@@ -142,8 +150,13 @@ class Reduce:
             self._failure = None
         try:
             self._check(weight)
-            if gradients is not self._layout.views:
+            if gradients is None or gradients is not self._layout.views:  # on a GPU there are no views
                 self._put_each(self._layout.gradients(gradients), weight)
+            elif not self._layout.is_intact():
+                raise InvalidArgumentError(
+                    "an array in reduce.buffers was replaced by another one, which is not sent; write into the one "
+                    "that is there: reduce.buffers[name][...] = gradient."
+                )
         except Exception as error:  # also one of the framework's own, which may compute the gradients only now
             self._failure = error
         self._passes += 1
@@ -265,7 +278,7 @@ class Reduce:
     def _results(self) -> Any:
         layout = self._layout
         if layout.gives_views and not self._head[_UNUSUAL]:
-            return layout.views
+            return layout.results()
         absent = (self._head[_MISSING : _MISSING + len(layout.leaves)].real >= self._size).tolist()
         return layout.in_containers(
             [
@@ -299,13 +312,13 @@ class Pending:
     def wait(self) -> Any:
         """The mean, once it is there; see ``Reduce.__call__`` for what is returned and raised. Again: the same."""
         if self._waits:
-            self._waits = False
             if self._future is not None:
                 self._failure = self._future.exception()
             elif self._request is not None or self._next():
                 self._request.Wait()
                 while self._next():
                     self._request.Wait()
+            self._waits = False  # not before: who was interrupted may wait again
             self._reduce._let_go()
             if self._failure is None:
                 self._result = self._reduce._results()
@@ -316,7 +329,7 @@ class Pending:
     def _next(self) -> bool:
         """Begin the next request; False when there is none, or none after a failure."""
         try:
-            self._request = next(self._requests, None)
+            self._request = self._reduce._quiet(next, self._requests, None)
         except Exception as error:
             self._request, self._failure = None, error
         return self._request is not None

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.arrays_quiet import quiet
+
 Array = npt.NDArray[Any]
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108  a file system in memory
@@ -193,7 +195,7 @@ class SharedCopies:
     """
 
     def __init__(self, message: Array, turns: Sequence[Sequence[Array]], comm: Any) -> None:
-        self._message, self._meet = message, comm.Barrier
+        self._message, self._meet, self._quiet = message, comm.Barrier, quiet()
         (first, second) = ((places[comm.Get_rank()], places[0], places[1], places[2:]) for places in turns)
         self._now, self._next = first, second
 
@@ -203,6 +205,10 @@ class SharedCopies:
         self._now, self._next = self._next, self._now
         own[:] = self._message
         self._meet()
-        np.add(first, second, self._message)
-        for other in others:
-            np.add(self._message, other, self._message)
+        self._quiet(_sum, first, second, others, self._message)
+
+
+def _sum(first: Array, second: Array, others: Sequence[Array], total: Array) -> None:
+    np.add(first, second, total)
+    for other in others:
+        np.add(total, other, total)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import copy
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -57,7 +58,10 @@ def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
         return changed
     if isinstance(tree, (list, tuple)):
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return dataclasses.replace(tree, **dict(zip((name for name, _ in children), values, strict=True)))
+    changed = copy.copy(tree)  # its type may want other arguments than its fields
+    for (name, _), value in zip(children, values, strict=True):
+        object.__setattr__(changed, name, value)  # also where it is frozen
+    return changed
 
 
 def leaves_like(outline: Any, tree: Any) -> list[Any]:
@@ -99,6 +103,30 @@ def reader(outline: Any) -> Callable[[Any], list[Any]]:
     return read
 
 
+def copier(tree: Any) -> Callable[[], Any]:
+    """What makes new containers, like those of a tree that stays as it is, around the same leaves."""
+    plan = _plan(tree)
+    if plan is not None:
+        return lambda: _copied(plan, tree)
+    leaves = [leaf for _, leaf in flatten(tree)]
+    return (lambda: rebuild(tree, iter(leaves))) if _children(tree) is not None else (lambda: tree)
+
+
+def watcher(tree: Any) -> Callable[[], bool]:
+    """What tells whether the containers of a tree still hold the very objects that they hold now."""
+    held: list[tuple[Any, list[Any]]] = []
+
+    def visit(value: Any) -> None:
+        children = _children(value)
+        if children is not None:
+            held.append((value, list(_values(value))))
+            for _, child in children:
+                visit(child)
+
+    visit(tree)
+    return lambda: all(_holds(container, values) for container, values in held)
+
+
 def device_of(leaf: Any) -> str:
     """Where an array is: "host", "cuda", or "other" (a device that NumPy and CUDA cannot read)."""
     ask = getattr(leaf, "__dlpack_device__", None)
@@ -125,7 +153,7 @@ def to_host(leaf: Any, path: str) -> Array:
         found = read(leaf)
         if found is not None and found.dtype.kind not in "OSUMm":
             return found
-    kind = f"{type(leaf).__name__} of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    kind = f"{type(leaf).__name__} of {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
     raise InvalidArgumentError(
         f"{path} is of type {kind}, which is neither a number nor an array that NumPy can read "
         "(DLPack, the buffer protocol or __array__); leave it out, or give its arrays."
@@ -232,6 +260,30 @@ def _collect(plan: _Plan, tree: Any, found: list[Any]) -> bool:
         else:
             return False
     return True
+
+
+def _copied(plan: _Plan, tree: Any) -> Any:
+    """New containers, as planned, around the same leaves."""
+    kind, parts = plan
+    if kind is tuple:
+        return tuple(tree[key] if inside is None else _copied(inside, tree[key]) for key, inside in parts)
+    made = tree.copy()
+    for key, inside in parts:
+        if inside is not None:
+            made[key] = _copied(inside, tree[key])
+    return made
+
+
+def _values(container: Any) -> Any:
+    """What a container holds, with a length."""
+    if isinstance(container, Mapping):
+        return container.values()
+    return container if isinstance(container, (list, tuple)) else [child for _, child in _children(container) or ()]
+
+
+def _holds(container: Any, values: list[Any]) -> bool:
+    now = _values(container)
+    return len(now) == len(values) and all(map(operator.is_, now, values))
 
 
 def _other(path: str, expected: str, value: Any) -> InvalidArgumentError:

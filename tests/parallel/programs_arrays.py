@@ -237,6 +237,10 @@ def errors() -> dict[str, str]:
         "no communicator": _error(lambda: hk.distribute(np.zeros(3), comm=3)),
         "root": _error(lambda: hk.broadcast_state(np.zeros(1), root=9)),
     }
+    with np.errstate(all="raise" if odd else "warn"):
+        total = hk.distribute(np.zeros(30000, np.float32), op="sum")(np.full(30000, 3e38))
+        found["overflow"] = str([float(total.min()), float(total.max())])
+        found["infinite"] = _error(lambda: hk.check_agreement({"a": np.array([np.inf, np.nan if odd else 1.0])}, world))
     found["after"] = str(reduce(right)["b"].sum())
     return found
 

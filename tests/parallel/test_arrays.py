@@ -113,6 +113,8 @@ def test_a_mistake_on_one_rank_is_an_error_on_every_rank_and_no_hang(run_ranks):
         assert "by at most 1;" in found["large"]
         assert found["no communicator"].startswith("InvalidArgumentError: comm must be an mpi4py communicator")
         assert found["root"].startswith("InvalidArgumentError: root must be a rank in 0 .. 2, got 9")
+        assert found["overflow"] == "[inf, inf]"
+        assert "a differs between ranks 0, 2 and rank 1, by at most nan" in found["infinite"]
         assert found["after"] == "30000.0"
     assert "a float64 (4,)" in ill["model"] and "a float64 (3,)" in other["model"]
     parts = {

@@ -4,6 +4,7 @@ import collections
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import array_ranks
 import numpy as np
@@ -244,6 +245,81 @@ def test_an_unusual_step_leaves_nothing_behind_for_the_usual_ones_after_it(lengt
             assert_equal(one, mean(2))
 
 
+@pytest.mark.parametrize("call", ["elsewhere", "buffers", "started"])
+def test_the_containers_of_a_result_are_the_callers_to_change(length, call):
+    """Clipping, weight decay: ``gradients["w"] = ...`` must not reach into the next step."""
+
+    def rank(comm):
+        reduce, found = make(comm, {"layer": [np.zeros(3, np.float32)], "b": np.zeros(2, np.float32)}), []
+        for step in range(3):
+            given = {"layer": [np.full(3, 10.0 * step + comm.rank)], "b": np.full(2, 10.0 * step + comm.rank)}
+            if call == "buffers":
+                reduce.buffers["layer"][0][...], reduce.buffers["b"][...] = given["layer"][0], given["b"]
+                given = reduce.buffers
+            result = reduce.start(given).wait() if call == "started" else reduce(given)
+            found.append([result["layer"][0].tolist(), result["b"].tolist()])
+            result["layer"][0] = np.full(3, 99.0)
+            result["layer"].append(1)
+            del result["b"]
+        return found
+
+    for found in on_ranks(2, rank):
+        assert found == [[[10.0 * step + 0.5] * 3, [10.0 * step + 0.5] * 2] for step in range(3)]
+
+
+@pytest.mark.parametrize("where", ["w", "layer"])
+def test_an_array_that_takes_the_place_of_a_buffer_is_an_error_on_every_rank(length, where):
+    """It would not be sent, and the ranks would differ from here on."""
+
+    def rank(comm):
+        reduce = make(comm, {"w": np.zeros(3), "layer": (np.zeros(2), [np.zeros(1)])})
+        kept = reduce.buffers["w"], reduce.buffers["layer"][1][0]
+        if comm.rank == 1:
+            if where == "w":
+                reduce.buffers["w"] = np.ones(3)
+            else:
+                reduce.buffers["layer"][1][0] = np.ones(1)
+        error = _error(lambda: reduce(reduce.buffers))
+        reduce.buffers["w"], reduce.buffers["layer"][1][0] = kept
+        kept[0][...] = comm.rank
+        return error, reduce(reduce.buffers)["w"].tolist()
+
+    well, ill = on_ranks(2, rank)
+    assert well[0].startswith("AgreementError: rank 1 failed") and "write into the one that is there" in well[0]
+    assert ill[0].startswith("InvalidArgumentError: an array in reduce.buffers was replaced")
+    assert well[1] == ill[1] == [0.5] * 3
+
+
+@pytest.mark.parametrize("way", ["called", "in buffers", "thread", "calls", "fp16"])
+@pytest.mark.parametrize(
+    ("mine", "op", "weight", "result"),
+    [(3e38, "sum", None, np.inf), (1e-45, "average", None, 0.0), (1e-38, "average", 0.25, 0.0)],
+)
+def test_what_leaves_the_range_on_one_rank_ends_the_exchange_on_none(length, way, mine, op, weight, result):
+    """NumPy may be told to raise, by ``np.seterr``; and which rank meets the overflow depends on who adds up what."""
+
+    def rank(comm):
+        compression = "fp16" if way == "fp16" else "none"
+        reduce = make(
+            comm, np.zeros(9, np.float32), "thread" if way == "thread" else "calls", op=op, compression=compression
+        )
+        given = np.full(9, mine if op == "sum" or comm.rank == 1 else 0.0, np.float32)
+        if way == "in buffers":
+            reduce.buffers[...] = given
+            given = reduce.buffers
+        with np.errstate(all="raise" if comm.rank == 1 else "ignore"):
+            calls = reduce if way not in ("thread", "calls") else lambda *a, **named: reduce.start(*a, **named).wait()
+            found = calls(given, weight=weight).tolist()
+            state = np.geterr()["over"]
+        return found, reduce(np.ones(9)).tolist(), state
+
+    ranks = on_ranks(2, rank)
+    for found, after, _ in ranks:
+        np.testing.assert_allclose(found, np.full(9, result), atol=1e-37)
+        assert after == [2.0 if op == "sum" else 1.0] * 9
+    assert [state for _, _, state in ranks] == ["ignore", "raise"]
+
+
 def test_each_type_is_sent_once_and_short_ones_with_their_head():
     def rank(comm):
         reduce = make(comm, parameters())
@@ -300,6 +376,18 @@ def test_short_messages_of_many_ranks_or_of_several_hosts_go_by_mpi(monkeypatch)
     assert on_ranks(3, rank, one_host=True) == [by_mpi] * 3
     monkeypatch.setattr(arrays_shared, "DIRECTORY", Path("/nowhere"))
     assert on_ranks(2, rank, one_host=True) == [by_mpi] * 2
+
+
+def test_copies_are_made_only_where_one_message_is_enough(monkeypatch):
+    def rank(comm):
+        make(comm, [np.zeros(1000, np.float32), np.zeros(600)])
+        return len(made)
+
+    made = []
+    monkeypatch.setattr(arrays_shared, "segments", lambda comm, length: made.append(length))
+    assert on_ranks(2, rank, one_host=True) == [0, 0]
+    on_ranks(2, lambda comm: make(comm, np.zeros(1000, np.float32)), one_host=True)
+    assert made == [2 * 64 * 64] * 2
 
 
 def test_there_are_no_buffers_to_add_up_in():
@@ -395,6 +483,28 @@ def test_a_second_call_before_the_wait_is_refused():
     for error, found in on_ranks(2, rank):
         assert "still on their way" in error
         assert_equal(found, mean(2))
+
+
+@pytest.mark.parametrize("progress", ["thread", "calls"])
+def test_an_interrupted_wait_may_wait_again(monkeypatch, progress):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def rank(comm):
+        reduce = make(comm, np.zeros(3), progress)
+        pending = reduce.start(np.full(3, float(comm.rank)))
+        kept = pending._future, pending._request
+        if progress == "thread":
+            pending._future = SimpleNamespace(exception=interrupted)
+        else:
+            pending._request = SimpleNamespace(Wait=interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        pending._future, pending._request = kept
+        return pending.wait().tolist(), reduce(np.ones(3)).tolist()
+
+    monkeypatch.setattr(array_ranks.Done, "Test", lambda self: False)
+    assert on_ranks(2, rank) == [([0.5] * 3, [1.0] * 3)] * 2
 
 
 def test_started_passes_give_nothing_before_the_last():

@@ -90,6 +90,73 @@ def test_rebuilding_keeps_every_container():
     assert arrays_tree.rebuild(proxy, iter([20, 10])) == {"z": 10, "a": 20}
 
 
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    w: object
+    square: object = dataclasses.field(init=False)
+
+    def __init__(self, of):
+        object.__setattr__(self, "w", of)
+        object.__setattr__(self, "square", of * of)
+
+
+def test_rebuilding_a_data_class_asks_for_its_fields_alone():
+    """Its type may be made of other arguments, or may be frozen."""
+    found = arrays_tree.rebuild([Derived(3)], iter([1, 2]))[0]
+    assert (type(found), found.w, found.square) == (Derived, 1, 2)
+
+
+TREES = [
+    {"z": 1, "a": [2, (3, {"q": 4}), None]},
+    ([[]], {}, (5,)),
+    {"a": Layer(1, [2]), "b": MappingProxyType({"x": 3})},
+    [collections.OrderedDict(z=1, a=[2]), Slots([1], 2)],
+    7,
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+def test_a_copy_has_containers_of_its_own_around_the_same_leaves(tree):
+    copied = arrays_tree.copier(tree)
+    first, second = copied(), copied()
+    assert first == second == tree and type(first) is type(tree)
+    assert repr(first) == repr(tree), "in another order"
+    if isinstance(first, (dict, list)):
+        first.clear()
+        assert second == copied() == tree != first
+
+
+def test_a_copy_is_one_at_every_depth():
+    tree = {"a": [1, ({"b": [2]},)]}
+    first = arrays_tree.copier(tree)()
+    first["a"][1][0]["b"].append(3)
+    first["a"].append(4)
+    assert tree == {"a": [1, ({"b": [2]},)]}
+
+
+def test_a_watcher_sees_every_change_of_the_containers_and_none_of_the_leaves():
+    def tree():
+        return {"a": [np.zeros(1), (np.zeros(1), {"q": np.zeros(1)})], "s": Layer(np.zeros(1), [np.zeros(1)])}
+
+    def of(change):
+        given = tree()
+        intact = arrays_tree.watcher(given)
+        before = intact()
+        change(given)
+        return before, intact()
+
+    assert of(lambda one: one["a"][0].fill(3)) == (True, True)
+    for change in (
+        lambda one: one.update(a=one["a"].copy()),
+        lambda one: one["a"].__setitem__(0, np.zeros(1)),
+        lambda one: one["a"].append(1),
+        lambda one: one["a"][1][1].update(q=np.zeros(1)),
+        lambda one: one["s"].bias.pop(),
+        lambda one: one.pop("s"),
+    ):
+        assert of(change) == (True, False)
+
+
 both_readers = pytest.mark.parametrize(
     "leaves_of",
     [arrays_tree.leaves_like, lambda outline, tree: arrays_tree.reader(outline)(tree)],

@@ -21,6 +21,8 @@ from hvdkit.steps import launchers
 
 Add = Callable[[Callable[..., Any]], None]
 """Adds an example's own flags: it is called with ``ArgumentParser.add_argument``."""
+_LARGEST_SEED = 2**32 - 1  # that Keras takes
+_MOST_THREADS = 10**4
 
 
 class _Parser(argparse.ArgumentParser):
@@ -94,9 +96,12 @@ def _shared() -> dict[str, dict[str, Any]]:
             "help": "epochs from that rate to the scaled one",
         },
         "device": {"choices": ("auto", "gpu", "cpu"), "default": "auto", "help": "where to train"},
-        "num_threads": {"type": whole(1), "help": "compute threads of each process (default: its share)"},
+        "num_threads": {
+            "type": whole(1, _MOST_THREADS),
+            "help": "compute threads of each process (default: its share)",
+        },
         "seed": {
-            "type": whole(0),
+            "type": whole(0, _LARGEST_SEED),
             "default": 42,
             "help": "of the weights, the data split and the order of samples",
         },
@@ -141,8 +146,8 @@ def run(
     raise SystemExit(0)
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers that are at least ``least``, for ``argparse``."""
+def whole(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """A reader of whole numbers from ``least`` to ``most``, for ``argparse``."""
 
     def read(text: str) -> int:
         try:
@@ -151,6 +156,8 @@ def whole(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
         if number < least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+        if number > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {number}")
         return number
 
     return read

@@ -2,6 +2,7 @@
 
 import copyreg
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -48,12 +49,23 @@ def settings(args):
         raise DataError(f"--deepspeed_config {args.deepspeed_config} is no readable JSON object: {error}.") from None
     for name in ("train_batch_size", "optimizer", "scheduler"):
         chosen.pop(name, None)
+    check_number(args, chosen, "gradient_clipping", 0)
+    check_number(args, chosen, "steps_per_print", 1)
     chosen.setdefault("zero_allow_untested_optimizer", True)  # as DeepSpeed calls every SGD
     chosen["train_micro_batch_size_per_gpu"] = args.batch_size
     chosen["zero_optimization"]["stage"] = args.zero_stage
     if args.fp16_allreduce:
         chosen["communication_data_type"] = "fp16"
     return chosen
+
+
+def check_number(args, chosen, name, least):
+    """Refuse what DeepSpeed takes without a look and fails with in the first step."""
+    value = chosen.get(name, least)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise DataError(
+            f"--deepspeed_config {args.deepspeed_config}: {name} must be a number from {least} on, got {value!r}."
+        )
 
 
 def import_deepspeed(world, device):
@@ -127,9 +139,11 @@ def main(args):
     loss_of = nn.CrossEntropyLoss()
 
     optimizer = torch.optim.SGD(net.parameters(), lr=hk.scale_lr(args.lr, world), momentum=0.9)
+    configuration = settings(args)
+    refusals = (deepspeed.DeepSpeedConfigError, deepspeed.runtime.zero.utils.ZeRORuntimeException)
     try:
-        model, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=settings(args))
-    except (AssertionError, TypeError, ValueError, deepspeed.DeepSpeedConfigError) as error:
+        model, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=configuration)
+    except (AssertionError, ImportError, TypeError, ValueError, *refusals) as error:
         raise DataError(f"DeepSpeed refuses --deepspeed_config {args.deepspeed_config}: {words_of(error)}") from error
     dtype = next(model.parameters()).dtype  # the file may ask for half precision
     loader = hk.shard(train_set, world, args.batch_size, seed=args.seed)

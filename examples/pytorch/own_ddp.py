@@ -16,6 +16,7 @@ from hvdkit import flags
 from hvdkit.errors import AgreementError, InvalidArgumentError
 
 TOLERANCE = 1e-5  # between weights: n numbers summed in another order differ in their last bits
+LARGEST_BUCKET_MB = 10**6  # DDP counts the bytes in 64 bits
 WARMUP = 3  # steps that are not timed
 
 
@@ -214,6 +215,8 @@ def main(args):
     config = {name: getattr(args, name) for name in CONFIG}
     if config["niters"] <= WARMUP:
         raise InvalidArgumentError(f"--niters is {config['niters']}: the first {WARMUP} steps are not timed.")
+    if args.bucket_mb > LARGEST_BUCKET_MB:
+        raise InvalidArgumentError(f"--bucket_mb must be at most {LARGEST_BUCKET_MB}, got {args.bucket_mb:g}.")
     world = hk.init()
     hk.init_process_group()
     device = hk.pin_device(world, args.device, args.num_threads)

@@ -146,13 +146,13 @@ def main(args):
             if step % args.log_interval == 0 and world.is_root:
                 print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps} loss {loss.mean().item():.4f}")
         show(epoch, totals, world)
+        if not args.sync_batch_norm:
+            hk.average_statistics(model)  # each rank's BatchNorm has seen its own part of the data alone
         if checkpoints:
             checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
     seconds = time.perf_counter() - start
     print(f"Time: {seconds}", flush=True)
 
-    if not args.sync_batch_norm:
-        hk.average_statistics(model)  # each rank's BatchNorm has seen its own part of the data alone
     show("test", evaluate(model, test_loader, loss_of, device), world)
     mean_seconds = hk.average_metrics({"seconds": seconds}, world)["seconds"]
     hk.check_agreement(model, optimizer, world, statistics=True)

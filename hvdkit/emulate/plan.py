@@ -140,6 +140,8 @@ def from_json(value: Any) -> Plan:
         DataError: it is something else, or one of its numbers cannot be right.
     """
     try:
+        if not isinstance(value, dict):
+            raise ValueError("it is no JSON object.")
         if value["hvdkit"] != _MARK or value["version"] != VERSION:
             raise ValueError("it says that it is something else")
         plan = Plan(

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from hvdkit.bench.intervals import Estimate
-from hvdkit.commands import numbers_of_ranks
+from hvdkit.commands import numbers_of_ranks, output_file
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.memory.counts import count
 from hvdkit.plan import model, tables
@@ -24,25 +24,27 @@ if TYPE_CHECKING:
     from hvdkit.emulate.results import Results
 
 _WHOLE = click.IntRange(min=1, max=model.MOST)
+_MOST_EPOCHS = 10**6
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def _finite(above: bool) -> object:
-    def check(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
-        if not math.isfinite(value) or value < 0 or (above and value == 0):
-            raise click.BadParameter(f"expected a finite number {'above 0' if above else '>= 0'}, got {value}")
-        return value
+def _rate(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise click.BadParameter(f"expected a finite number above 0, got {value}")
+    return value
 
-    return check
+
+def _some_epochs(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
+    if not 0 <= value <= _MOST_EPOCHS:
+        raise click.BadParameter(f"expected a number from 0 to {_MOST_EPOCHS}, got {value}")
+    return value
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--samples", callback=count, required=True, metavar="S", help="Samples in the training set.")
 @click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples a step on a rank.")
-@click.option(
-    "--lr", type=float, callback=_finite(True), required=True, metavar="L", help="Learning rate for one process."
-)
-@click.option("--epochs", type=click.IntRange(1, 10**6), default=1, show_default=True, metavar="E")
+@click.option("--lr", type=float, callback=_rate, required=True, metavar="L", help="Learning rate for one process.")
+@click.option("--epochs", type=click.IntRange(1, _MOST_EPOCHS), default=1, show_default=True, metavar="E")
 @click.option(
     "-n",
     "ranks",
@@ -53,7 +55,7 @@ def _finite(above: bool) -> object:
 )
 @click.option("--rule", type=click.Choice(RULES), default="linear", show_default=True, help="Scales the rate.")
 @click.option(
-    "--warmup-epochs", type=float, callback=_finite(False), default=5.0, show_default=True, metavar="W", help="0: none."
+    "--warmup-epochs", type=float, callback=_some_epochs, default=5.0, show_default=True, metavar="W", help="0: none."
 )
 @click.option(
     "--remainder",
@@ -81,7 +83,13 @@ def _finite(above: bool) -> object:
     help="Of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes and, without "
     "--parameters, how large they are. May be repeated.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the learning rate (.svg, .png).")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    callback=output_file,
+    metavar="FILE",
+    help="Draw the learning rate (.svg, .png, .pdf).",
+)
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 def plan(

@@ -112,16 +112,16 @@ def row(training: Training, ranks: int, allreduce_s: Estimate | None = None) -> 
     """
     if ranks > MOST:
         raise InvalidArgumentError(f"-n has a number above {MOST:g}; expected numbers of ranks that can be.")
-    if not math.isfinite(training.base_lr * ranks):
-        raise InvalidArgumentError(
-            f"--lr {training.base_lr:g} times {ranks} ranks is no number any more; give a smaller rate."
-        )
     world = world_of(ranks)
+    lr = scale_lr(training.base_lr, world, training.rule)
+    if not math.isfinite(lr):
+        raise InvalidArgumentError(
+            f"--lr {training.base_lr:g} scaled to {ranks} ranks is no number any more; give a smaller rate."
+        )
     policies = tuple(_policy(training, world, remainder) for remainder in REMAINDERS)
     steps = next(policy.steps for policy in policies if policy.remainder == training.remainder)
     raised = scale_factor(ranks, training.rule) > 1
     warmup = warmup_steps(training.warmup_epochs, steps) if steps and raised else 0
-    lr = scale_lr(training.base_lr, world, training.rule)
     return Row(
         ranks=ranks,
         global_batch=training.batch_size * ranks,
@@ -161,7 +161,7 @@ def _of_samples_over_size(rows: Sequence[Row]) -> list[str]:
     wrong = [row for row in rows if row.steps_per_epoch and row.samples_over_size > row.steps_per_epoch]
     if not wrong:
         return []
-    times = [f"{row.samples_over_size / (row.steps_per_epoch or 1):.3g} times on {_ranks(row.ranks)}" for row in wrong]
+    times = [f"{_times(row.samples_over_size / (row.steps_per_epoch or 1))} on {_ranks(row.ranks)}" for row in wrong]
     return [
         "samples / size, as tutorials write the steps of an epoch, forgets the batch size and would train "
         f"{', '.join(times)} too long."
@@ -199,7 +199,7 @@ def _of_steps(training: Training, planned: Row) -> list[str]:
     if used.dropped > _MUCH_LOST * training.samples:
         share = 100 * used.dropped / training.samples
         found.append(
-            f"On {ranks}: 'drop' leaves out {used.dropped} samples of every epoch ({share:.0f} %, others each time, "
+            f"On {ranks}: 'drop' leaves out {_samples(used.dropped)} of every epoch ({share:.0f} %, others each time, "
             "since the order is drawn anew); --remainder exact uses them all."
         )
     return found
@@ -225,3 +225,11 @@ def _of_rate(training: Training, planned: Row) -> list[str]:
 
 def _ranks(n: int) -> str:
     return "1 rank" if n == 1 else f"{n} ranks"
+
+
+def _samples(n: int) -> str:
+    return "1 sample" if n == 1 else f"{n} samples"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g} times" if ratio < 1000 else f"{ratio:.0f} times"

@@ -27,7 +27,7 @@ def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
         InvalidArgumentError: a file name that does not end in one of ``FORMATS``, or no number of ranks has a step.
         DataError: the file cannot be written.
     """
-    if path.suffix not in FORMATS:
+    if path.suffix.lower() not in FORMATS:
         raise InvalidArgumentError(f"--plot expects a file name that ends in {', '.join(FORMATS)}, got {str(path)!r}.")
     drawn = [row for row in rows if row.steps is not None]
     if not drawn:
@@ -43,7 +43,7 @@ def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
     axes.set_ylim(bottom=0)
     axes.legend(title="ranks")
     with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:])
+        figure.savefig(file, format=path.suffix[1:].lower())
 
 
 def _shown(steps: int, warmup: int) -> list[int]:

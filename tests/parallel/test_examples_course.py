@@ -25,6 +25,7 @@ RESNET = ["--num_threads", "1", "--log_interval", "1"]
 FEW = ["--dim_in", "64", "--train_size", "400", "--batch_size", "16"]
 # Ten steps: Adam divides by the size of a gradient, so that differences in the last digit grow with every step.
 SYNCED = [*RESNET, "--data", "synthetic", "--samples", "160", "--sync_batch_norm"]
+SMALL = [*RESNET, "--data", "synthetic", "--samples", "64", "--batch_size", "8"]
 ON_TWO = {  # resnet9.py last: it seeds the process, which a script that seeds PyTorch itself would then be told of
     "horovod": ("mlp.py", arguments(__file__, "mlp.py", "horovod")),
     "ddp": ("mlp.py", arguments(__file__, "mlp.py", "ddp")),
@@ -34,6 +35,9 @@ ON_TWO = {  # resnet9.py last: it seeds the process, which a script that seeds P
     "own, diverged": ("own_ddp.py", ["--learning_rate", "1e9", "--niters", "9", *FEW]),
     "resnet": ("resnet9.py", [*SYNCED, "--batch_size", "8", "--lr", "0.0005"]),  # two ranks make that rate 0.001
     "digits": ("resnet9.py", arguments(__file__, "resnet9.py")),
+    "whole": ("resnet9.py", [*SMALL, "--epochs", "2"]),
+    "first": ("resnet9.py", [*SMALL, "--epochs", "1", "--checkpoint_dir", "saved"]),
+    "again": ("resnet9.py", [*SMALL, "--epochs", "2", "--checkpoint_dir", "saved", "--resume"]),
 }
 OWN = arguments(__file__, "own_ddp.py")
 ON_ONE = {
@@ -116,6 +120,17 @@ def test_each_rank_of_resnet9_shows_its_own_part(both):
         assert numbers(whole, other["lines"]) == []
     assert mean[0] > 0.85  # digits: it learns
     assert re.fullmatch(r"Hvd Procs 2 Total time: [\d.]+ second", root["lines"][-1])
+
+
+def test_resnet9_goes_on_where_it_was(both):
+    """With the running statistics of all ranks, not those of rank 0's part alone."""
+    for rank in both:
+        runs = {name: rank[name] for name in ("whole", "first", "again")}
+        assert [run["status"] for run in runs.values()] == [0, 0, 0], runs
+        for pattern in (rf"1  {SHOWN}", rf"test  {SHOWN}"):
+            expected, found = numbers(pattern, runs["whole"]["lines"]), numbers(pattern, runs["again"]["lines"])
+            assert len(expected) == 2 and found == pytest.approx(expected, abs=2e-4)
+        assert numbers(rf"0  {SHOWN}", runs["again"]["lines"]) == []
 
 
 # The course ----------------------------------------------------------------------------------------------------------
@@ -209,6 +224,8 @@ MISTAKES = [
     ("resnet9.py", ["--data", "digits", "--batch_size", "1"], 2, "BatchNorm needs at least 2 samples per step"),
     ("resnet9.py", ["--data", "digits", "--samples", "50"], 2, "--samples 50 is for --data synthetic"),
     ("resnet9.py", ["--data_dir", "nowhere"], 1, "cifar10"),
+    ("resnet9.py", ["--data", "synthetic", "--samples", "9" * 15], 2, "do not fit into memory"),
+    ("own_ddp.py", ["--bucket_mb", "1e300"], 2, "--bucket_mb must be at most 1000000, got 1e+300"),
     ("own_ddp.py", ["--niters", "3"], 2, "--niters is 3: the first 3 steps are not timed."),
     ("mlp.py", ["--train_size", "60"], 2, "60 samples are fewer than one global batch of 64 x 1 ranks"),
     ("mlp.py", ["--epochs", "3"], 2, "unrecognized arguments: --epochs 3"),

@@ -26,7 +26,14 @@ RUNS = {
     "again": [*SAVED, "--resume"],
     "page": arguments(__file__, "cnn_deepspeed.py"),
 }
-CONFIGURATIONS = {"list": "[1, 2]", "wrong": '{"gradient_accumulation_steps": "many"}', "missing": None}
+CONFIGURATIONS = {
+    "list": "[1, 2]",
+    "wrong": '{"gradient_accumulation_steps": "many"}',
+    "clipping": '{"gradient_clipping": "much"}',
+    "printing": '{"steps_per_print": 0}',
+    "offload": '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}',
+    "missing": None,
+}
 TUTORIAL = {  # as tutorials have it: a global batch and an optimizer of the file's own; and half precision
     "train_batch_size": 16,
     "steps_per_print": 2000,

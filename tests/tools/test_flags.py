@@ -59,6 +59,9 @@ def test_a_flag_that_there_is_not_is_a_mistake_in_the_example(wrong):
         (["--epochs", "0"], "argument --epochs: must be at least 1, got 0"),
         (["--lr", "nan"], "must be a finite number"),
         (["--stages", "many"], "argument --stages: expected a whole number, got 'many'"),
+        (["--seed", str(2**32)], "argument --seed: must be at most 4294967295, got 4294967296"),
+        (["--num_threads", "1" + "0" * 14], "must be at most 10000, got 100000000000000"),
+        (["--stages", "1" + "0" * 30], "argument --stages: must be at most 9223372036854775807"),
         (["--resume"], "--resume needs --checkpoint_dir"),
     ],
 )

@@ -45,6 +45,13 @@ def test_the_rates_of_the_tutorials_warmup(capsys):
     assert row["checkpoints"] == 50
 
 
+def test_a_rate_that_is_not_scaled_may_be_any_number(capsys):
+    (row,) = planned(capsys, "--samples", "100", "--batch-size", "1", "--lr", "1e307", "-n", "64", "--rule", "none")[
+        "rows"
+    ]
+    assert row["lr"] == 1e307
+
+
 @pytest.mark.parametrize(("rule", "lr"), [("linear", 0.04), ("sqrt", 0.02), ("none", 0.01)])
 def test_the_rule_decides_the_rate_and_whether_there_is_a_warmup(capsys, rule, lr):
     (row,) = planned(capsys, *TUTORIAL, "-n", "4", "--rule", rule)["rows"]
@@ -57,6 +64,8 @@ def test_it_says_that_samples_over_size_forgets_the_batch_size(capsys):
     out = capsys.readouterr().out
     assert "forgets the batch size" in out
     assert "536 times on 8 ranks" in out
+    assert cli.run(["plan", "--samples", "60000", "--batch-size", "4096", "--lr", "1", "-n", "2"]) == 0
+    assert "4286 times on 2 ranks" in capsys.readouterr().out
     assert cli.run(["plan", "--samples", "64", "--batch-size", "1", "--lr", "1", "-n", "2"]) == 0
     assert "forgets" not in capsys.readouterr().out
 
@@ -101,6 +110,8 @@ def test_the_plot_has_a_curve_for_each_number_of_ranks(tmp_path, capsys):
         assert cli.run(["plan", *TUTORIAL, "-n", ranks, "--plot", str(file)]) == 0
         lines[ranks] = file.read_text().count('id="line2d')
     assert lines["1,8"] == lines["8"] + 2  # the curve, and its line in the legend
+    assert cli.run(["plan", *TUTORIAL, "-n", "1", "--plot", str(tmp_path / "rates.SVG")]) == 0
+    assert "<svg" in (tmp_path / "rates.SVG").read_text()
     assert cli.run(["plan", *TUTORIAL, "-n", "1", "--plot", str(tmp_path / "rates.doc")]) == 2
     assert "rates.doc" in capsys.readouterr().err
     assert not (tmp_path / "rates.doc").exists()
@@ -129,12 +140,14 @@ def test_all_policies_of_an_end_that_is_ragged(capsys):
     ("words", "said"),
     [
         (["--lr", "1e308", "-n", "64"], "1e+308"),
-        (["--lr", "0.1", "-n", "1" + 400 * "0"], "1e+15"),
+        (["--lr", "0.1", "-n", "1" + 400 * "0"], "-n"),
         (["--lr", "nan", "-n", "1"], "nan"),
         (["--lr", "-0.1", "-n", "1"], "-0.1"),
         (["--lr", "0.1", "-n", "1,x"], "1,x"),
         (["--lr", "0.1", "-n", "0"], "'0'"),
         (["--lr", "0.1", "-n", "1", "--warmup-epochs", "inf"], "inf"),
+        (["--lr", "0.1", "-n", "2", "--warmup-epochs", "1e308"], "1e+308"),
+        (["--lr", "0.1", "-n", "2", "--plot", "nowhere/rates.svg"], "nowhere' does not exist"),
         (["--lr", "0.1", "-n", "1", "--rule", "cubic"], "cubic"),
     ],
 )

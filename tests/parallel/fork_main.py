@@ -19,14 +19,16 @@ import numpy as np
 import rank_main
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousServer
+from lean_imports import lean_imports
 
 LEAVE_S = 20.0
 """Seconds that the other ranks have after one has failed."""
 
 
 def main() -> None:
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
+    with lean_imports():
+        for module in sys.argv[1:]:
+            importlib.import_module(module)
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)
 

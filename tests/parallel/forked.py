@@ -14,8 +14,9 @@ from typing import Any
 
 from conftest import HERE, rank_environment
 
-TENSORFLOW = ("keras", "tensorflow", "horovod.tensorflow")
-TORCH = ("torch", "torch._dynamo", "horovod.torch")
+DIGITS = ("sklearn.datasets", "sklearn.model_selection")
+TENSORFLOW = ("keras", "tensorflow", "horovod.tensorflow", *DIGITS)
+TORCH = ("torch", "torch._dynamo", "horovod.torch", *DIGITS)
 TIMEOUT_S = 240
 
 

@@ -4,6 +4,8 @@ import os
 import time
 from pathlib import Path
 
+from lean_imports import lean_imports
+
 from hvdkit.steps import step_times
 
 
@@ -15,9 +17,10 @@ def _recorded(directory, rank):
 
 def tensorflow(directory):
     os.environ[step_times.VARIABLE] = directory
-    import tensorflow as tf
+    with lean_imports():
+        import tensorflow as tf
 
-    import hvdkit.tensorflow as hk
+        import hvdkit.tensorflow as hk
 
     world = hk.init()
     variable = tf.Variable([1.0])
@@ -37,10 +40,11 @@ def tensorflow(directory):
 
 def keras(directory):
     os.environ[step_times.VARIABLE] = directory
-    import keras
-    import numpy as np
+    with lean_imports():
+        import keras
+        import numpy as np
 
-    import hvdkit.keras as hk
+        import hvdkit.keras as hk
 
     world = hk.init()
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import keras
-import numpy as np
+from lean_imports import lean_imports
 
-import hvdkit.keras as hk
-from hvdkit.keras_transport import TRANSPORT
+with lean_imports():
+    import keras
+    import numpy as np
+
+    import hvdkit.keras as hk
+    from hvdkit.keras_transport import TRANSPORT
 
 SAMPLES, BATCH, EPOCHS, COMMIT_EVERY = 210, 8, 4, 3
 

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as hvd
-import keras
-import numpy as np
-import tensorflow as tf
+from lean_imports import lean_imports
 
-import hvdkit.tensorflow as hk
+with lean_imports():
+    import horovod.tensorflow as hvd
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as hk
 
 SAMPLES, BATCH, EPOCHS, COMMIT_EVERY = 210, 8, 4, 3
 

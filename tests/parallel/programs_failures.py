@@ -10,6 +10,7 @@ import sys
 import time
 
 import numpy as np
+from lean_imports import lean_imports
 
 STEPS_BEFORE = 5
 
@@ -36,9 +37,10 @@ def wait_for_a_lock() -> None:
 
 
 def train_with_torch(how: str) -> None:
-    import torch
+    with lean_imports():
+        import torch
 
-    import hvdkit.torch as hk
+        import hvdkit.torch as hk
 
     world = hk.init()
     model = torch.nn.Linear(4, 1)
@@ -53,9 +55,10 @@ def train_with_torch(how: str) -> None:
 
 
 def train_with_keras(how: str) -> None:
-    import keras
+    with lean_imports():
+        import keras
 
-    import hvdkit.keras as hk
+        import hvdkit.keras as hk
 
     world = hk.init()
 

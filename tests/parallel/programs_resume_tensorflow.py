@@ -51,7 +51,8 @@ class Run:
         self.checkpoints = hk.Checkpoints(directory, keep=2, **options)
         self.saved = self.checkpoints.restore(self.model, self.optimizer, loader=self.loader, schedule=self.schedule)
         self.step = self.saved.step if self.saved else 0
-        self._gradient_step = tf.function(self._apply, reduce_retracing=True)
+        # AutoGraph takes longer than the training; the trainings of test_tensorflow.py go through it.
+        self._gradient_step = tf.function(self._apply, reduce_retracing=True, autograph=False)
 
     def _apply(self, x: Any, y: Any, w: Any) -> None:
         loss_of = hk.weighted_loss(keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+from lean_imports import lean_imports
 
 FEATURES, BATCH = 6, 4
 
@@ -17,9 +18,10 @@ def record(file: str) -> None:
 
 def torch_steps(file: str, steps: int, killed_after: int | None = None) -> dict[str, Any]:
     record(file)
-    import torch
+    with lean_imports():
+        import torch
 
-    import hvdkit.torch as hk
+        import hvdkit.torch as hk
 
     world = hk.init()
     model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3)).double()
@@ -38,9 +40,10 @@ def torch_steps(file: str, steps: int, killed_after: int | None = None) -> dict[
 
 def tensorflow_steps(file: str, steps: int) -> dict[str, Any]:
     record(file)
-    import tensorflow as tf
+    with lean_imports():
+        import tensorflow as tf
 
-    import hvdkit.tensorflow as hk
+        import hvdkit.tensorflow as hk
 
     hk.init()
     kernel, bias = tf.Variable(tf.ones((FEATURES, 50))), tf.Variable(tf.zeros(50))
@@ -61,9 +64,10 @@ def tensorflow_steps(file: str, steps: int) -> dict[str, Any]:
 
 def keras_steps(file: str, steps: int) -> dict[str, Any]:
     record(file)
-    import keras
+    with lean_imports():
+        import keras
 
-    import hvdkit.keras as hk
+        import hvdkit.keras as hk
 
     hk.init()
     keras.utils.set_random_seed(1)

@@ -3,15 +3,18 @@
 import os
 from typing import Any
 
+from lean_imports import lean_imports
+
 FEATURES, HIDDEN, CLASSES = 16, 32, 4
 
 
 def torch_training() -> tuple[Any, Any]:
     """The adapter, and a function that takes one step."""
     os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-    import torch
+    with lean_imports():
+        import torch
 
-    import hvdkit.torch as hk
+        import hvdkit.torch as hk
 
     hk.init()
     torch.manual_seed(0)
@@ -47,8 +50,9 @@ def torch_steps(path: str, first: int, stop: int, total: int, second: str) -> di
 def torch_profiled(timeline: str, trace: str, steps: int) -> dict[str, Any]:
     """A timeline and a profiler trace of the same steps; each step is a range of the trace."""
     hk, step = torch_training()
-    import horovod.torch as hvd
-    import torch
+    with lean_imports():
+        import horovod.torch as hvd
+        import torch
 
     step()
     with hk.record_timeline(timeline), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
@@ -62,13 +66,14 @@ def torch_profiled(timeline: str, trace: str, steps: int) -> dict[str, Any]:
 
 def keras_and_tensorflow_steps(keras_path: str, tensorflow_path: str) -> dict[str, Any]:
     os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-    import horovod.tensorflow as hvd
-    import keras
-    import numpy as np
-    import tensorflow as tf
+    with lean_imports():
+        import horovod.tensorflow as hvd
+        import keras
+        import numpy as np
+        import tensorflow as tf
 
-    import hvdkit.keras as hk
-    import hvdkit.tensorflow as hk_tensorflow
+        import hvdkit.keras as hk
+        import hvdkit.tensorflow as hk_tensorflow
 
     world = hk.init()
     keras.utils.set_random_seed(0)

@@ -82,7 +82,11 @@ def test_tensorflow_and_keras_train_and_have_the_161_tensors_of_resnet50():
     """One process, since TensorFlow takes longest to start; what ranks exchange is tested with PyTorch above."""
     pytest.importorskip("horovod.tensorflow")
     code = """
-import math
+import math, sys
+sys.path.append(sys.argv[1])
+from lean_imports import lean_imports
+with lean_imports():
+    import hvdkit.keras, hvdkit.tensorflow
 from hvdkit import keras_synthetic, tensorflow_synthetic
 from hvdkit.steps.synthetic import Settings
 short = {"model": "mlp", "batch_size": 4, "warmup_batches": 2, "batches_per_iter": 3, "iters": 2, "cuda": False}
@@ -95,7 +99,8 @@ model = tensorflow_synthetic_models.make_model(Settings("resnet50-shape", image_
 print(*sorted(math.prod(variable.shape) for variable in model.trainable_variables))
 assert model.output_shape == (None, 1000)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     lines, rest = done.stdout.split("KERAS")
     require_horovod_lines(lines, 1, "mlp")

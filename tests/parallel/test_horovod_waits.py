@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +20,14 @@ pytestmark = [
         reason="Horovod was built without hvdkit, or with --plain",
     ),
 ]
+HERE = Path(__file__).parent
 CYCLE_MS = 5000
 TORCH = """
 import json, sys, threading, time
-import torch
-import horovod.torch as hvd
+from lean_imports import lean_imports
+with lean_imports():
+    import torch
+    import horovod.torch as hvd
 hvd.init()
 results = {}
 def reduce(name, count):
@@ -44,8 +48,10 @@ open(f"{sys.argv[1]}/{hvd.rank()}.json", "w").write(json.dumps([seconds, results
 """
 TENSORFLOW = """
 import json, sys, time
-import tensorflow as tf
-import horovod.tensorflow as hvd
+from lean_imports import lean_imports
+with lean_imports():
+    import tensorflow as tf
+    import horovod.tensorflow as hvd
 hvd.init()
 @tf.function
 def reduce(x):
@@ -59,7 +65,7 @@ open(f"{sys.argv[1]}/{hvd.rank()}.json", "w").write(json.dumps([seconds, results
 
 def results_of(ranks_command, tmp_path, controller, script):
     start, environment = ranks_command(2, controller)
-    environment["HOROVOD_CYCLE_TIME"] = str(CYCLE_MS)
+    environment.update(HOROVOD_CYCLE_TIME=str(CYCLE_MS), PYTHONPATH=str(HERE))
     command = [*start, sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,7 @@
 
     HvdkitError
     ├── InvalidArgumentError (ValueError)       a value that cannot be right; exit 2
-    ├── MissingFrameworkError (ImportError)     an adapter without its framework or without Horovod
+    ├── MissingFrameworkError (ImportError)     a framework, Horovod or a package of an extra is missing
     ├── LauncherError                           the launcher's environment is incomplete or unreadable
     │   └── TopologyMismatchError               the launcher and Horovod disagree about rank or size
     ├── AgreementError                          the ranks hold different values
@@ -18,6 +18,9 @@
 Every message says what was received, what was expected and the fix. ``exit_code`` is what the command line
 exits with: 2 for bad usage, 1 for everything else.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class HvdkitError(Exception):
@@ -33,7 +36,7 @@ class InvalidArgumentError(HvdkitError, ValueError):
 
 
 class MissingFrameworkError(HvdkitError, ImportError):
-    """An adapter was imported without its framework or without Horovod; the message names the command that helps."""
+    """A framework, Horovod or a package of an extra is not installed; the message names the command that helps."""
 
 
 class LauncherError(HvdkitError):
@@ -70,3 +73,22 @@ class InstallError(HvdkitError):
 
 class LaunchError(HvdkitError):
     """The processes of a job could not be started."""
+
+
+@contextmanager
+def of_extra(extra: str, purpose: str, otherwise: str = "") -> Iterator[None]:
+    """Around the imports of packages that come with an extra of hvdkit.
+
+    Args:
+        extra: its name in setup.cfg.
+        purpose: what needs which package, the beginning of a sentence: "--plot draws with Matplotlib".
+        otherwise: what else would do, the end of one: ", or draw an .svg".
+    Raises:
+        MissingFrameworkError: one of them cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingFrameworkError(
+            f"{purpose}, which is not installed; pip install 'hvdkit[{extra}]'{otherwise}."
+        ) from error

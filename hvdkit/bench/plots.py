@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.bench import figures
 from hvdkit.bench.analysis import Analysis
-from hvdkit.errors import DataError, InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import DataError, InvalidArgumentError, of_extra
 from hvdkit.files import replacing
 from hvdkit.timeline.drawing import Figure, Line, Mark, Rect, Text, Upright
 
@@ -60,14 +60,9 @@ def svg(figure: Figure) -> bytes:
 
 def png(figure: Figure) -> bytes:
     """The same marks, painted by matplotlib."""
-    try:
+    with of_extra("report", "a PNG is drawn with Matplotlib", ", or draw an .svg"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
-    except ImportError as error:
-        raise MissingFrameworkError(
-            "a PNG needs the package matplotlib, which is not installed; install it with: "
-            "pip install 'hvdkit[report]', or draw an .svg"
-        ) from error
     canvas = Canvas(figsize=(figure.width / 72, figure.height / 72), dpi=72 * _DOTS_PER_UNIT)
     FigureCanvasAgg(canvas)
     axes = canvas.add_axes((0.0, 0.0, 1.0, 1.0))

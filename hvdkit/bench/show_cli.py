@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hvdkit.bench import results, tables
 from hvdkit.bench.analysis import Analysis, analyse
-from hvdkit.errors import MissingFrameworkError
+from hvdkit.errors import of_extra
 
 FORMS = (
     click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),
@@ -30,12 +30,8 @@ def require_scipy() -> None:
     Raises:
         MissingFrameworkError: SciPy is not installed.
     """
-    try:
+    with of_extra("bench", "hvdkit bench fits the laws of scaling with SciPy"):
         import scipy.optimize  # noqa: F401
-    except ImportError as error:
-        raise MissingFrameworkError(
-            "hvdkit bench fits the laws of scaling with SciPy, which is not installed; pip install 'hvdkit[bench]'"
-        ) from error
 
 
 def text(analysis: Analysis, form: str | None) -> str:

@@ -10,19 +10,15 @@ import numpy as np
 from hvdkit.emulate.analysis import Analysis
 from hvdkit.emulate.results import Results
 from hvdkit.emulate.spread import distribution
-from hvdkit.errors import MissingFrameworkError
+from hvdkit.errors import of_extra
 from hvdkit.files import replacing
 from hvdkit.units import bytes_text
 
-try:
+with of_extra("report", "The plots of hvdkit emulate are drawn with Matplotlib"):
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogFormatter
-except ImportError as error:
-    raise MissingFrameworkError(
-        "The plots of hvdkit emulate are drawn with matplotlib, which is not installed; pip install 'hvdkit[report]'"
-    ) from error
 
 CURVES = 6
 """Up to so many sizes are drawn one by one beside all together."""

@@ -13,16 +13,12 @@ from hvdkit.emulate import plots, tables
 from hvdkit.emulate.analysis import Analysis
 from hvdkit.emulate.facts import flat
 from hvdkit.emulate.results import Results
-from hvdkit.errors import MissingFrameworkError
+from hvdkit.errors import of_extra
 from hvdkit.files import replacing
 from hvdkit.units import bytes_text, duration_text, printable
 
-try:
+with of_extra("report", "The report of hvdkit emulate is written with jinja2"):
     import jinja2
-except ImportError as error:
-    raise MissingFrameworkError(
-        "The report of hvdkit emulate is written with jinja2, which is not installed; pip install 'hvdkit[report]'"
-    ) from error
 
 _STYLE = Path(hvdkit.__file__).parent / "timeline" / "templates" / "report.css"
 """The style sheet of all reports."""

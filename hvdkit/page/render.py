@@ -6,15 +6,10 @@ import base64
 import hashlib
 from importlib import resources
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import of_extra
 
-try:
+with of_extra("report", "HTML reports and SVG plots need the package jinja2"):
     import jinja2
-except ImportError as error:
-    raise InvalidArgumentError(
-        "HTML reports and SVG plots need the package jinja2, which is not installed; "
-        "install it with: pip install 'hvdkit[report]'"
-    ) from error
 
 
 def environment(package: str) -> jinja2.Environment:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, of_extra
 from hvdkit.files import replacing
 from hvdkit.plan.model import Row, Training, curve
 
-try:
+with of_extra("report", "--plot draws with Matplotlib"):
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise InvalidArgumentError(
-        "--plot needs the package matplotlib, which is not installed; install it with: pip install 'hvdkit[report]'"
-    ) from error
 
 FORMATS = (".svg", ".png", ".pdf")
 _POINTS = 1000

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.bench.intervals import Estimate, estimate
-from hvdkit.errors import MissingFrameworkError
+from hvdkit.errors import of_extra
 from hvdkit.predict.formulas import Terms
 
 DRAWS = 500
@@ -237,12 +237,8 @@ def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
         relative: features divided by the measured seconds, shape (cells, coefficients).
         rounds: of reweighting.
     """
-    try:
+    with of_extra("bench", "hvdkit predict fits its model with SciPy"):
         from scipy.optimize import nnls
-    except ImportError as error:
-        raise MissingFrameworkError(
-            "hvdkit predict fits its model with SciPy, which is not installed; pip install 'hvdkit[bench]'"
-        ) from error
     sizes = np.linalg.norm(relative, axis=0)
     sizes[sizes == 0] = 1.0
     scaled = relative / sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import InvalidArgumentError, of_extra
 from hvdkit.files import replacing
 from hvdkit.predict.prediction import Row
 
@@ -34,13 +34,9 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         DataError: it cannot be written.
     """
     check(path)
-    try:
+    with of_extra("report", "--plot draws with Matplotlib"):
         from matplotlib import rc_context
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingFrameworkError(
-            "--plot draws with Matplotlib, which is not installed; pip install 'hvdkit[report]'"
-        ) from error
     known = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
     ranks = [n for n, _ in known]
     figure = Figure(figsize=(6, 4), layout="constrained")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.errors import DataError, InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import DataError, InvalidArgumentError, of_extra
 from hvdkit.timeline.columns import Columns, collect
 from hvdkit.timeline.measures import covered, union
 from hvdkit.timeline.model import GROUPS
@@ -117,7 +117,8 @@ def compare(a: str | Path, b: str | Path) -> Difference:
     Source: Mann and Whitney, Annals of Mathematical Statistics 18 (1947); Benjamini and Yekutieli, Annals of Statistics
         29 (2001), theorem 1.3.
     """
-    _require_scipy()
+    with of_extra("timeline", "comparing two timelines needs SciPy"):
+        import scipy.stats  # noqa: F401  said before anything is read
     columns_a, columns_b = _collect(a), _collect(b)
     rows_a, rows_b = _rows(columns_a), _rows(columns_b)
     changes = [
@@ -144,15 +145,6 @@ def check_ratio(ratio: float) -> float:
     if not (1 <= ratio < math.inf):
         raise InvalidArgumentError(f"the ratio to fail above must be at least 1, got {ratio:g}; 1.2 is 20 % slower.")
     return ratio
-
-
-def _require_scipy() -> None:
-    try:
-        import scipy.stats  # noqa: F401
-    except ImportError as error:
-        raise MissingFrameworkError(
-            "comparing two timelines needs SciPy, which is not installed; pip install 'hvdkit[timeline]'"
-        ) from error
 
 
 def _collect(path: str | Path) -> Columns:

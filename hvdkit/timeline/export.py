@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hvdkit.errors import CorruptDataError, InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import CorruptDataError, InvalidArgumentError, of_extra
 from hvdkit.files import replacing
 from hvdkit.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.timeline.reader import Recording, read
@@ -121,13 +121,8 @@ def _number(value: float) -> str:
 
 class _PerfettoWriter:
     def __init__(self, file: IO[bytes]) -> None:
-        try:
+        with of_extra("timeline", "a .pftrace file is written with the package perfetto", ", or export to .csv"):
             from perfetto.protos.perfetto.trace import perfetto_trace_pb2
-        except ImportError as error:
-            raise MissingFrameworkError(
-                "a .pftrace file is written with the package perfetto, which is not installed; "
-                "pip install 'hvdkit[timeline]', or export to .csv."
-            ) from error
         self._protos: Any = perfetto_trace_pb2
         self._packets: Any = perfetto_trace_pb2.Trace()
         self._file = file

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import InvalidArgumentError, of_extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,8 @@ def require_scipy() -> None:
     Raises:
         MissingFrameworkError: SciPy is not installed.
     """
-    try:
+    with of_extra("tune", "hvdkit tune computes confidence intervals with SciPy"):
         import scipy.special  # noqa: F401
-    except ImportError as error:
-        raise MissingFrameworkError(
-            "hvdkit tune computes confidence intervals with SciPy, which is not installed; pip install 'hvdkit[tune]'"
-        ) from error
 
 
 def speedup(pairs: Sequence[tuple[float, float]], confidence: float) -> Speedup:

@@ -181,3 +181,26 @@ def test_a_reader_that_has_enough_is_no_error():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "extra"),
+    [
+        (
+            "matplotlib",
+            ["plan", "--samples", "64", "--batch-size", "4", "--lr", "1", "-n", "1", "--plot", "r.svg"],
+            "report",
+        ),
+        ("jinja2", ["timeline", "report", "a.json", "-o", "report.html"], "report"),
+        ("scipy", ["timeline", "diff", "a.json", "b.json"], "timeline"),
+        ("scipy", ["tune", "-n", "1", "-o", "tuned.json", *JOB], "tune"),
+        ("scipy", ["bench", "scaling", "-n", "1", "-o", "r.json", *JOB], "bench"),
+    ],
+)
+def test_a_package_of_an_extra_that_is_missing_is_one_sentence(tmp_path, package, words, extra):
+    code = f"import sys; sys.modules[{package!r}] = None; from hvdkit.cli import main; main({words!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f", which is not installed; pip install 'hvdkit[{extra}]'.\n"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

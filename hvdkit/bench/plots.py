@@ -8,7 +8,8 @@ from typing import Any
 
 from hvdkit.bench import figures
 from hvdkit.bench.analysis import Analysis
-from hvdkit.errors import DataError, InvalidArgumentError, of_extra
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.extras import of_extra
 from hvdkit.files import replacing
 from hvdkit.timeline.drawing import Figure, Line, Mark, Rect, Text, Upright
 

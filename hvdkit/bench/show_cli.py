@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hvdkit.bench import results, tables
 from hvdkit.bench.analysis import Analysis, analyse
-from hvdkit.errors import of_extra
+from hvdkit.extras import of_extra
 
 FORMS = (
     click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),

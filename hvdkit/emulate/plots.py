@@ -10,7 +10,7 @@ import numpy as np
 from hvdkit.emulate.analysis import Analysis
 from hvdkit.emulate.results import Results
 from hvdkit.emulate.spread import distribution
-from hvdkit.errors import of_extra
+from hvdkit.extras import of_extra
 from hvdkit.files import replacing
 from hvdkit.units import bytes_text
 

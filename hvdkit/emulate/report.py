@@ -13,7 +13,7 @@ from hvdkit.emulate import plots, tables
 from hvdkit.emulate.analysis import Analysis
 from hvdkit.emulate.facts import flat
 from hvdkit.emulate.results import Results
-from hvdkit.errors import of_extra
+from hvdkit.extras import of_extra
 from hvdkit.files import replacing
 from hvdkit.units import bytes_text, duration_text, printable
 

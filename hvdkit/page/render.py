@@ -6,7 +6,7 @@ import base64
 import hashlib
 from importlib import resources
 
-from hvdkit.errors import of_extra
+from hvdkit.extras import of_extra
 
 with of_extra("report", "HTML reports and SVG plots need the package jinja2"):
     import jinja2

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.errors import InvalidArgumentError, of_extra
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.extras import of_extra
 from hvdkit.files import replacing
 from hvdkit.plan.model import Row, Training, curve
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.bench.intervals import Estimate, estimate
-from hvdkit.errors import of_extra
+from hvdkit.extras import of_extra
 from hvdkit.predict.formulas import Terms
 
 DRAWS = 500

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.errors import DataError, InvalidArgumentError, of_extra
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.extras import of_extra
 from hvdkit.timeline.columns import Columns, collect
 from hvdkit.timeline.measures import covered, union
 from hvdkit.timeline.model import GROUPS

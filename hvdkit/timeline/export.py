@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hvdkit.errors import CorruptDataError, InvalidArgumentError, of_extra
+from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.extras import of_extra
 from hvdkit.files import replacing
 from hvdkit.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.timeline.reader import Recording, read

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdkit.errors import InvalidArgumentError, of_extra
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.extras import of_extra
 
 
 @dataclass(frozen=True, slots=True)

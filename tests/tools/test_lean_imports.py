@@ -30,16 +30,24 @@ def library(tmp_path, monkeypatch):
         (tmp_path / name / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
 
-    def found(name):
+    def loaded():
         ours = ("jax", "matplotlib", "sklearn", "keras", "tensorflow", "program")
-        for loaded in [one for one in sys.modules if one.split(".")[0] in ours]:
-            monkeypatch.delitem(sys.modules, loaded)
+        return [one for one in sys.modules if one.split(".")[0] in ours]
+
+    before = {module: sys.modules[module] for module in loaded()}
+
+    def found(name):
+        for module in loaded():
+            del sys.modules[module]
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "__init__.py").write_text(LIBRARY)
         importlib.invalidate_caches()
         return importlib.import_module(name).found
 
-    return found
+    yield found
+    for module in loaded():
+        del sys.modules[module]
+    sys.modules.update(before)
 
 
 def test_the_frameworks_find_nothing_on_the_side_and_a_program_finds_all(library, monkeypatch):

@@ -11,9 +11,9 @@ import click
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import launchers
-from hvdkit.steps import synthetic as steps
+from hvdkit.synthetic import benchmark as steps
 
-PROGRAMS = {name: f"hvdkit.{name}_synthetic" for name in ("torch", "tensorflow", "keras")}
+PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow", "keras")}
 """What is run for a framework, with ``python -m``."""
 
 

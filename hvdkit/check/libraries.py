@@ -215,7 +215,7 @@ def role(name: str | None) -> str | None:
         return ELASTIC if name.endswith("elastic.run") else _HOROVOD.get(last)
     if root == "hvdkit":
         adapter = rest.partition(".")[0]
-        if adapter in ("torch", "tensorflow", "keras", "keras_callbacks"):
+        if adapter in ("torch", "tensorflow", "keras"):
             return _HVDKIT.get(last)
         return {"scale_lr": SCALE, "steps_per_epoch": STEPS, "Shard": SHARD}.get(last) if adapter == "steps" else None
     if name in DDP:

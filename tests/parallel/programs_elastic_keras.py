@@ -15,7 +15,7 @@ with lean_imports():
     import numpy as np
 
     import hvdkit.keras as hk
-    from hvdkit.keras_transport import TRANSPORT
+    from hvdkit.keras.transport import TRANSPORT
 
 SAMPLES, BATCH, EPOCHS, COMMIT_EVERY = 210, 8, 4, 3
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdkit
 import hvdkit.keras as hk
-from hvdkit.keras_data import ShardedData
+from hvdkit.keras.data import ShardedData
 from hvdkit.steps.shards import Batch, Shard
 
 SAMPLES, FEATURES, CLASSES, GLOBAL_BATCH, EPOCHS = 53, 6, 3, 12, 3

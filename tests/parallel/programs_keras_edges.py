@@ -22,7 +22,7 @@ from programs_keras_lacking import LACKING  # before hvdkit
 
 import hvdkit
 import hvdkit.keras as hk
-from hvdkit import keras_optimizer
+from hvdkit.common import keras_optimizer
 
 FEATURES = 6
 generator = np.random.default_rng(5)

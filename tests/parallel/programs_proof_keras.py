@@ -15,7 +15,7 @@ import numpy as np
 
 import hvdkit
 import hvdkit.keras as hk
-from hvdkit import keras_digests
+from hvdkit.keras import digests as keras_digests
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 48
 generator = np.random.default_rng(5)

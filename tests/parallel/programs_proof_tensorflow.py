@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdkit
 import hvdkit.tensorflow as hk
-from hvdkit import tensorflow_agreement
+from hvdkit.tensorflow import agreement
 
 FEATURES, CLASSES = 4, 3
 
@@ -307,13 +307,13 @@ def digests() -> list[str]:
                 changed = value.reshape(-1).copy()
                 changed[value.size // 2 :][:1].view(np.uint8)[0] ^= 1 if name == "bool" else 64
                 variables.append(tf.Variable(changed.reshape(shape)))
-            found = tensorflow_agreement.digests(variables).tolist()
+            found = agreement.digests(variables).tolist()
             if found[0] != found[1] or len(set(found)) != 1 + bool(value.size):
                 failed.append(f"{name} {shape}")
     parts = [tf.Variable(np.arange(6) + offset) for offset in range(3)]
-    if tensorflow_agreement.digests(parts[::-1]).tolist() != tensorflow_agreement.digests(parts).tolist()[::-1]:
+    if agreement.digests(parts[::-1]).tolist() != agreement.digests(parts).tolist()[::-1]:
         failed.append("order")
-    if tensorflow_agreement.digests([]).shape != (0,):
+    if agreement.digests([]).shape != (0,):
         failed.append("none")
     return failed
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import hvdkit
 import hvdkit.torch as hk
-from hvdkit import torch_agreement
+from hvdkit.torch import agreement
 
 FEATURES, CLASSES = 4, 3
 
@@ -255,16 +255,16 @@ def digests() -> list[str]:
         for shape in ((), (0,), (1,), (7,), (3, 5), (70001,), (2, 70001)):
             tensor = (3 * torch.randn(shape)).to(dtype)
             changed = tensor.clone()
-            expected = torch_agreement.digest(tensor).item()
+            expected = agreement.digest(tensor).item()
             if changed.numel():
                 changed.reshape(-1)[changed.numel() // 2 :][:1].view(torch.uint8)[0] ^= 64
             moved = torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)])[1:].reshape(shape)  # elsewhere in memory
-            differs = torch_agreement.digest(changed).item() != expected
-            if differs != bool(changed.numel()) or torch_agreement.digest(moved).item() != expected:
+            differs = agreement.digest(changed).item() != expected
+            if differs != bool(changed.numel()) or agreement.digest(moved).item() != expected:
                 failed.append(f"{dtype} {shape}")
     strided, flags = torch.randn(9, 4), torch.tensor([True, False, False, True])
-    if torch_agreement.digest(strided[::2].T).item() != torch_agreement.digest(strided[::2].T.contiguous()).item():
+    if agreement.digest(strided[::2].T).item() != agreement.digest(strided[::2].T.contiguous()).item():
         failed.append("strided")
-    if torch_agreement.digest(flags).item() == torch_agreement.digest(~flags).item():
+    if agreement.digest(flags).item() == agreement.digest(~flags).item():
         failed.append("bool")
     return failed

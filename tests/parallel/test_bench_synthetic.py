@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.bench.scaling import Jobs
-from hvdkit.steps import synthetic
+from hvdkit.synthetic import benchmark
 
 pytestmark = pytest.mark.parallel
 
@@ -46,10 +46,10 @@ def environment(monkeypatch, tmp_path):
 def resnet50_sizes():
     """Of every tensor of ResNet-50, ascending: weights, scale and offset of each convolution, and the last layer."""
     sizes = [64 * 3 * 7 * 7, 64, 64, 2048 * 1000, 1000]
-    for channels, inner, stride in synthetic.bottlenecks():
-        outer = synthetic.EXPANSION * inner
+    for channels, inner, stride in benchmark.bottlenecks():
+        outer = benchmark.EXPANSION * inner
         sizes += [channels * inner, inner * inner * 9, inner * outer, *[inner] * 4, *[outer] * 2]
-        if synthetic.projected(channels, inner, stride):
+        if benchmark.projected(channels, inner, stride):
             sizes += [channels * outer, outer, outer]
     return sorted(sizes)
 
@@ -87,15 +87,14 @@ sys.path.append(sys.argv[1])
 from lean_imports import lean_imports
 with lean_imports():
     import hvdkit.keras, hvdkit.tensorflow
-from hvdkit import keras_synthetic, tensorflow_synthetic
-from hvdkit.steps.synthetic import Settings
+from hvdkit.synthetic import keras as keras_synthetic, tensorflow as tensorflow_synthetic, tensorflow_models
+from hvdkit.synthetic.benchmark import Settings
 short = {"model": "mlp", "batch_size": 4, "warmup_batches": 2, "batches_per_iter": 3, "iters": 2, "cuda": False}
 tensorflow_synthetic.run(Settings(**short, fp16_allreduce=True))
 print("KERAS")
 keras_synthetic.run(Settings(**short, fp16_allreduce=True, as_json=True))
 print("RESNET50")
-from hvdkit import tensorflow_synthetic_models
-model = tensorflow_synthetic_models.make_model(Settings("resnet50-shape", image_size=64))
+model = tensorflow_models.make_model(Settings("resnet50-shape", image_size=64))
 print(*sorted(math.prod(variable.shape) for variable in model.trainable_variables))
 assert model.output_shape == (None, 1000)
 """

@@ -37,7 +37,7 @@ def profiled(ranks_command, tmp_path, n, *words):
         *start,
         sys.executable,
         "-m",
-        "hvdkit.torch_profile",
+        "hvdkit.torch.profiler",
         "--directory",
         str(tmp_path / "profile"),
         *words[:-1],

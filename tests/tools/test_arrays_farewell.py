@@ -6,12 +6,11 @@ import threading
 import pytest
 from array_ranks import Meeting, Ranks
 
-from hvdkit import arrays_buffers, arrays_data, arrays_farewell, arrays_mpi, arrays_reduce
+from hvdkit.arrays import data, farewell, mpi, optimizer
+from hvdkit.arrays.exchange import buffers
 
 
-@pytest.mark.parametrize(
-    ("module", "waits"), [(arrays_reduce, True), (arrays_buffers, True), (arrays_mpi, True), (arrays_data, False)]
-)
+@pytest.mark.parametrize(("module", "waits"), [(optimizer, True), (buffers, True), (mpi, True), (data, False)])
 def test_a_loader_that_reads_a_slow_disk_does_not_wait_for_other_ranks(module, waits):
     stands, inside = threading.Lock(), threading.Event()
     stands.acquire()
@@ -19,7 +18,7 @@ def test_a_loader_that_reads_a_slow_disk_does_not_wait_for_other_ranks(module, w
     thread = threading.Thread(target=exec, args=(code, {"inside": inside, "still": stands.acquire}), daemon=True)
     thread.start()
     assert inside.wait(20)
-    assert bool(arrays_farewell._waiting()) == waits
+    assert bool(farewell._waiting()) == waits
     stands.release()
     thread.join()
 
@@ -37,10 +36,10 @@ def test_a_forked_process_says_no_farewell_and_ends_no_job(monkeypatch, capsys):
 
     comm = Comm(Meeting(1), 0)
     registered = []
-    monkeypatch.setattr(arrays_farewell.atexit, "register", registered.append)
+    monkeypatch.setattr(farewell.atexit, "register", registered.append)
     monkeypatch.setattr("sys.excepthook", lambda *error: None)
-    arrays_farewell.Farewell(comm, listens=False)
-    arrays_mpi._end_the_job_with_the_process(comm)
+    farewell.Farewell(comm, listens=False)
+    mpi._end_the_job_with_the_process(comm)
 
     def end():
         registered[0]()

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from hvdkit import arrays_device, arrays_plan
-from hvdkit.arrays_plan import Machine
+from hvdkit.arrays import device as arrays_device
+from hvdkit.arrays.exchange import plan
+from hvdkit.arrays.exchange.plan import Machine
 from hvdkit.errors import InvalidArgumentError, LauncherError
 from hvdkit.steps.topology import Topology
 
@@ -23,12 +24,12 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
     ],
 )
 def test_the_path_follows_from_what_is_there(device, machine, path):
-    assert arrays_plan.path(device, machine) == path
+    assert plan.path(device, machine) == path
 
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(InvalidArgumentError, match="neither the host nor a CUDA GPU"):
-        arrays_plan.path("other", Machine(nccl=True))
+        plan.path("other", Machine(nccl=True))
 
 
 @pytest.mark.parametrize(
@@ -43,12 +44,12 @@ def test_an_unknown_device_is_refused():
     ],
 )
 def test_the_library_is_believed_before_the_environment(query, environ, aware):
-    assert arrays_plan.is_cuda_aware(query, environ) is aware
+    assert plan.is_cuda_aware(query, environ) is aware
 
 
 def test_ranks_that_share_a_gpu_are_found():
-    assert arrays_plan.own_gpus(["a 0:1", "a 0:2", "b 0:1"])
-    assert not arrays_plan.own_gpus(["a 0:1", "b 0:1", "a 0:1"])
+    assert plan.own_gpus(["a 0:1", "a 0:2", "b 0:1"])
+    assert not plan.own_gpus(["a 0:1", "b 0:1", "a 0:1"])
 
 
 @pytest.mark.parametrize(
@@ -65,19 +66,19 @@ def test_ranks_that_share_a_gpu_are_found():
     ],
 )
 def test_half_precisions_are_added_up_in_float32(given, sent):
-    assert arrays_plan.sent_as(np.dtype(given), "x") == np.dtype(sent)
+    assert plan.sent_as(np.dtype(given), "x") == np.dtype(sent)
 
 
 @pytest.mark.parametrize("given", ["int32", "bool", "uint8", ml_dtypes.int4])
 def test_what_has_no_mean_is_refused(given):
     with pytest.raises(InvalidArgumentError, match=r"layers\.0 is of type .* has no mean"):
-        arrays_plan.sent_as(np.dtype(given), "layers.0")
+        plan.sent_as(np.dtype(given), "layers.0")
 
 
 def test_one_buffer_for_each_path_and_type():
     single, double = np.dtype("f4"), np.dtype("f8")
     keys = [("host", single), ("host", double), ("nccl", single), ("host", single)]
-    assert arrays_plan.groups(keys) == {("host", single): [0, 3], ("host", double): [1], ("nccl", single): [2]}
+    assert plan.groups(keys) == {("host", single): [0, 3], ("host", double): [1], ("nccl", single): [2]}
 
 
 WORLD = Topology(rank=1, size=4, local_rank=1, local_size=2)

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from array_ranks import on_ranks
 
-from hvdkit import arrays_buffers, arrays_mpi, arrays_shared
-from hvdkit.arrays_reduce import Reduce
+from hvdkit.arrays import mpi
+from hvdkit.arrays.exchange import buffers as arrays_buffers
+from hvdkit.arrays.exchange import shared
+from hvdkit.arrays.optimizer import Reduce
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 
 
 @pytest.fixture(autouse=True)
 def threads_for_ranks(monkeypatch):
-    monkeypatch.setattr(arrays_mpi, "library", lambda: array_ranks.MPI)
-    monkeypatch.setattr(arrays_mpi, "message", lambda array: array)
+    monkeypatch.setattr(mpi, "library", lambda: array_ranks.MPI)
+    monkeypatch.setattr(mpi, "message", lambda array: array)
 
 
 @pytest.fixture(params=["short", "copies", "long", "shared"])
@@ -28,11 +30,11 @@ def length(request, monkeypatch):
     """All ways: one message with its head, by MPI or by copies that all ranks can read; the head before pieces of three
     values, by MPI or in memory that the ranks share.
     """
-    monkeypatch.setattr(arrays_shared, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(shared, "FEWEST_BYTES", 0)
     if request.param in ("long", "shared"):
         monkeypatch.setattr(arrays_buffers, "SHORT_BYTES", 0)
         monkeypatch.setattr(arrays_buffers, "CHUNK_BYTES", 12)
-        monkeypatch.setattr(arrays_shared, "PIECE_BYTES", 20)
+        monkeypatch.setattr(shared, "PIECE_BYTES", 20)
     monkeypatch.setattr(array_ranks, "ONE_HOST", [request.param in ("copies", "shared")])
     return request.param
 
@@ -350,14 +352,14 @@ def test_a_slow_reader_still_finds_the_copies_of_its_own_step(size, monkeypatch)
 
     def rank(comm):
         message, sums = np.zeros(5, np.float32), []
-        copies = arrays_shared.copies(comm, message)
+        copies = shared.copies(comm, message)
         for step in range(6):
             message[:] = 10 * step + comm.rank
             copies.add_up()
             sums.append(message.tolist())
         return sums
 
-    monkeypatch.setattr(arrays_shared, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(shared, "FEWEST_BYTES", 0)
     expected = [[float(size * 10 * step + sum(range(size)))] * 5 for step in range(6)]
     assert on_ranks(size, rank, one_host=True) == [expected] * size
 
@@ -372,9 +374,9 @@ def test_short_messages_of_many_ranks_or_of_several_hosts_go_by_mpi(monkeypatch)
     by_mpi, by_copies = [4 * (16 + 1000)], []
     assert on_ranks(2, rank, one_host=True) == [by_copies] * 2
     assert on_ranks(2, rank, one_host=False) == [by_mpi] * 2
-    monkeypatch.setattr(arrays_shared, "MOST_COPIES", 2)
+    monkeypatch.setattr(shared, "MOST_COPIES", 2)
     assert on_ranks(3, rank, one_host=True) == [by_mpi] * 3
-    monkeypatch.setattr(arrays_shared, "DIRECTORY", Path("/nowhere"))
+    monkeypatch.setattr(shared, "DIRECTORY", Path("/nowhere"))
     assert on_ranks(2, rank, one_host=True) == [by_mpi] * 2
 
 
@@ -384,7 +386,7 @@ def test_copies_are_made_only_where_one_message_is_enough(monkeypatch):
         return len(made)
 
     made = []
-    monkeypatch.setattr(arrays_shared, "segments", lambda comm, length: made.append(length))
+    monkeypatch.setattr(shared, "segments", lambda comm, length: made.append(length))
     assert on_ranks(2, rank, one_host=True) == [0, 0]
     on_ranks(2, lambda comm: make(comm, np.zeros(1000, np.float32)), one_host=True)
     assert made == [2 * 64 * 64] * 2

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hvdkit import arrays_tree
+from hvdkit.arrays import tree as arrays_tree
 from hvdkit.errors import InvalidArgumentError
 
 

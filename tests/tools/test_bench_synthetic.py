@@ -10,9 +10,9 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import synthetic
-from hvdkit.steps.synthetic import MODELS, Settings, Stopwatch
 from hvdkit.steps.topology import Topology
+from hvdkit.synthetic import benchmark
+from hvdkit.synthetic.benchmark import MODELS, Settings, Stopwatch
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_horovods_flags_mean_what_they_mean_there(started):
     start("--model", "mlp", "--batch-size", "8", "--num-warmup-batches", "3", "--num-batches-per-iter", "4",
           "--num-iters", "5", "--fp16-allreduce", "--use-adasum", "--no-cuda")  # fmt: skip
     (argv,) = started
-    assert argv[1:3] == ["-m", "hvdkit.torch_synthetic"]
+    assert argv[1:3] == ["-m", "hvdkit.synthetic.torch"]
     settings = settings_of(argv)
     assert settings == Settings("mlp", 8, 3, 4, 5, fp16_allreduce=True, adasum=True, cuda=False)
     assert (settings.compression, settings.op, settings.rule) == ("fp16", "adasum", "none")
@@ -67,7 +67,7 @@ def test_n_launches_that_many_ranks(started):
     start("-n", "3", "--model", "wide")
     (argv,) = started
     assert argv[1:8] == ["-m", "hvdkit.cli", "launch", "-n", "3", "--no-tag", "--"]
-    assert argv[8:11] == [sys.executable, "-m", "hvdkit.torch_synthetic"]
+    assert argv[8:11] == [sys.executable, "-m", "hvdkit.synthetic.torch"]
     assert settings_of(argv).model == "wide"
 
 
@@ -98,7 +98,7 @@ def test_a_rank_of_a_job_starts_no_job(started, capsys, monkeypatch):
     assert cli.run(["bench", "synthetic", "-n", "2"]) == 2
     assert "leave -n out" in capsys.readouterr().err
     start()
-    assert started[0][2] == "hvdkit.torch_synthetic"
+    assert started[0][2] == "hvdkit.synthetic.torch"
 
 
 def test_adasum_over_three_ranks_is_refused_also_where_the_ranks_are_started_by_others():
@@ -116,10 +116,10 @@ def test_adasum_over_three_ranks_is_refused_also_where_the_ranks_are_started_by_
 def resnet50_shapes():
     """Output by input channels and kernel of every convolution, from the blocks."""
     shapes = [(64, 3, 7, 7)]
-    for channels, inner, stride in synthetic.bottlenecks():
-        outer = synthetic.EXPANSION * inner
+    for channels, inner, stride in benchmark.bottlenecks():
+        outer = benchmark.EXPANSION * inner
         shapes += [(inner, channels, 1, 1), (inner, inner, 3, 3), (outer, inner, 1, 1)]
-        if synthetic.projected(channels, inner, stride):
+        if benchmark.projected(channels, inner, stride):
             shapes.append((outer, channels, 1, 1))
     return shapes
 
@@ -133,10 +133,10 @@ def test_resnet50_has_its_161_tensors_and_25_6_million_parameters():
 
 def test_pytorchs_resnet50_has_these_shapes():
     torch = pytest.importorskip("torch")
-    from hvdkit import torch_synthetic_models
+    from hvdkit.synthetic import torch_models
 
     with torch.device("meta"):
-        model = torch_synthetic_models.make_model(Settings("resnet50-shape", image_size=64))
+        model = torch_models.make_model(Settings("resnet50-shape", image_size=64))
         assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
     found = [tuple(parameter.shape) for parameter in model.parameters()]
     assert sorted(shape for shape in found if len(shape) == 4) == sorted(resnet50_shapes())
@@ -144,7 +144,7 @@ def test_pytorchs_resnet50_has_these_shapes():
 
 
 def test_resnet50_halves_its_images_three_times_after_the_stem():
-    strides = [stride for _, _, stride in synthetic.bottlenecks()]
+    strides = [stride for _, _, stride in benchmark.bottlenecks()]
     assert strides == [1] * 3 + [2] + [1] * 3 + [2] + [1] * 5 + [2] + [1] * 2
 
 
@@ -177,7 +177,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(synthetic.time, "perf_counter", clock)
+    monkeypatch.setattr(benchmark.time, "perf_counter", clock)
     return clock
 
 
@@ -234,7 +234,7 @@ def test_a_program_that_is_started_by_hand_says_how_it_is_meant(monkeypatch, cap
     for words in ([], ["x"], ['{"model": "cnn", "colour": 1}'], ["[]"], ['{"model": "vgg"}']):
         monkeypatch.setattr(sys, "argv", ["program", *words])
         with pytest.raises(SystemExit) as ended:
-            synthetic.run_program(lambda _: pytest.fail("it ran"))
+            benchmark.run_program(lambda _: pytest.fail("it ran"))
         assert ended.value.code == 2
         assert re.fullmatch(r"hvdkit: .*\n", capsys.readouterr().err)
 
@@ -243,5 +243,5 @@ def test_the_settings_travel_as_one_word(monkeypatch):
     settings, seen = Settings("deep", 7, 1, 2, 3, fp16_allreduce=True, cuda=False), []
     monkeypatch.setattr(sys, "argv", ["program", settings.word()])
     with pytest.raises(SystemExit) as ended:
-        synthetic.run_program(seen.append)
+        benchmark.run_program(seen.append)
     assert ended.value.code == 0 and seen == [settings]

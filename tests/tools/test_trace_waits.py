@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="`make test` installs it")
 
-from hvdkit.torch_profile import profile  # noqa: E402
+from hvdkit.torch.profiler import profile  # noqa: E402
 from hvdkit.trace import summarize  # noqa: E402
 
 

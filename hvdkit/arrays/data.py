@@ -1,0 +1,85 @@
+"""This rank's part of arrays of samples: the inside of ``hvdkit.arrays.shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.arrays import tree
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.shards import Position, Shard
+
+Array = npt.NDArray[Any]
+
+
+def arrays_of(data: Any) -> tuple[Array, ...]:
+    """The arrays of a data set, each with one row for each sample; memory that NumPy reads is not copied.
+
+    Raises:
+        InvalidArgumentError: no array, or arrays of different lengths.
+    """
+    given = data if isinstance(data, (tuple, list)) else (data,)
+    arrays = tuple(tree.to_host(one, f"array {number} of the data set") for number, one in enumerate(given))
+    lengths = [len(array) if array.ndim else None for array in arrays]
+    if not arrays or None in lengths or len(set(lengths)) != 1:
+        raise InvalidArgumentError(
+            "shard needs an array, or a tuple of arrays, with one row for each sample, got lengths "
+            f"{', '.join(map(str, lengths)) or 'none'}; give (x, y) with as many x as y."
+        )
+    return arrays
+
+
+class ShardedArrays:
+    """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.arrays.shard``.
+
+    A batch is a tuple of NumPy arrays, copies of the samples' rows.
+
+    Attributes:
+        share: which samples are this rank's.
+        position: how far the training has come in its data, all ranks together.
+    """
+
+    def __init__(self, arrays: Sequence[Array], share: Shard) -> None:
+        self._arrays, self.share = arrays, share
+        self.position = self._next = Position()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration will be; each iteration advances it by one when it begins."""
+        return self._next.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration ``epoch``, from its beginning: needed only to repeat an order."""
+        if not isinstance(epoch, int) or epoch < 0:
+            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
+        self.position = self._next = Position(epoch)
+
+    def state(self) -> dict[str, int]:
+        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch."""
+        return self.position.state(self.share)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on however many ranks that was.
+
+        Raises:
+            CheckpointError: it belongs to another data set or order, or is none.
+        """
+        self.position = self._next = Position.of(state, self.share)
+
+    def __len__(self) -> int:
+        return self.share.steps_left(self._next.samples)
+
+    def __iter__(self) -> Iterator[tuple[Array, ...]]:
+        start, self._next = self._next, Position(self._next.epoch + 1)
+        return self._batches(start)
+
+    def _batches(self, start: Position) -> Iterator[tuple[Array, ...]]:
+        for taken, batch in enumerate(self.share.batches(start.epoch, start.samples), start=1):
+            self.position = start.after(self.share, taken)
+            rows = tuple(array[batch.indices] for array in self._arrays)
+            if self.share.remainder == "exact":
+                rows += (np.full(len(batch.indices), batch.weight),)
+            yield rows

@@ -1,0 +1,199 @@
+"""One contiguous buffer for all gradients of one type, used again in every step; the inside of ``hvdkit.arrays``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.arrays import mpi, tree
+from hvdkit.arrays.exchange import shared
+from hvdkit.arrays.exchange.half import HalfExchange
+from hvdkit.arrays.exchange.shared import SharedSum
+from hvdkit.errors import InvalidArgumentError
+
+Array = npt.NDArray[Any]
+CHUNK_BYTES = 1 << 20
+"""A longer buffer is scaled and sent in pieces of this size, which stay in a core's cache between the two."""
+SHORT_BYTES = 1 << 14
+"""Gradients up to this length travel in one message with their head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One gradient.
+
+    Attributes:
+        path: its place in the containers.
+        shape, dtype: its own.
+        make: what turns a NumPy array into an array of its framework.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    make: Callable[[Array], Any]
+
+    @property
+    def size(self) -> int:
+        """Its number of values."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def row(self) -> str:
+        """What must be the same on every rank."""
+        return f"{self.path} {self.dtype} {self.shape}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Between whom, and how, gradients are added up.
+
+    Attributes:
+        comm: of the ranks.
+        mean: what a sum of equal gradients is multiplied by: 1/size, or 1 where the sum is wanted.
+        half: whether they travel in half precision.
+        one_host: whether all ranks share a host.
+    """
+
+    comm: Any
+    mean: float
+    half: bool
+    one_host: bool
+
+
+class HostBuffer:
+    """Gradients in the host's memory. A long buffer of ranks on one host lies in memory that they share.
+
+    Args:
+        leaves: the gradients.
+        sent: the type in which they are added up.
+        head: values at the front of the buffer that are not gradients, and travel with them when the buffer is short.
+        ranks: between whom, and how.
+
+    Attributes:
+        message: the whole buffer, (head + sum of sizes,).
+        head: its front, (head,).
+        payload: the gradients, (sum of sizes,).
+        views: each gradient in the payload, in its shape.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], sent: np.dtype[Any], head: int, ranks: Ranks) -> None:
+        self._leaves, self._comm, self._in_place = leaves, ranks.comm, mpi.library().IN_PLACE
+        self._one_host = ranks.one_host
+        length = head + sum(leaf.size for leaf in leaves)
+        half = ranks.half and sent.kind == "f"
+        self._is_short = length * sent.itemsize <= SHORT_BYTES and not half
+        self._shared: SharedSum | None = None
+        if self._is_short or half or not ranks.one_host or ranks.comm.Get_size() == 1:
+            self.message: Array = np.zeros(length, dtype=sent)
+        else:
+            self.message, self._shared = shared.buffer(ranks.comm, length, head, sent)
+        self.head, self.payload = self.message[:head], self.message[head:]
+        ends = np.cumsum([leaf.size for leaf in leaves])
+        self.views: list[Array] = [
+            self.payload[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)
+        ]
+        step = max(1, CHUNK_BYTES // sent.itemsize)
+        chunks = [self.payload[start : start + step] for start in range(0, len(self.payload), step)]
+        self._chunks = [(chunk, mpi.message(chunk)) for chunk in chunks]
+        self._half = HalfExchange(self.payload, ranks.comm, ranks.mean) if half else None
+
+    def in_one_message(self) -> Callable[[], object] | None:
+        """What puts the sum of all ranks' messages, with their heads, into each rank's, and waits. A collective.
+
+        Returns:
+            None for a buffer that is too long to travel in one message with its head.
+        """
+        if not self._is_short:
+            return None
+        together = shared.copies(self._comm, self.message) if self._one_host else None
+        if together is not None:
+            return together.add_up
+        return functools.partial(self._comm.Allreduce, self._in_place, mpi.message(self.message))
+
+    def put(self, position: int, gradient: Any, factor: float | None) -> None:
+        """Put a gradient, or None for zeros, into the buffer.
+
+        Args:
+            position: which one.
+            gradient: it, of any framework.
+            factor: None: it takes the place of what is there; else it is added to that, times the factor.
+        Raises:
+            InvalidArgumentError: another shape, or a type that does not fit into the buffer's.
+        """
+        leaf, view = self._leaves[position], self.views[position]
+        if gradient is view:
+            return
+        if gradient is None:
+            if factor is None:
+                view[...] = 0
+            return
+        values = tree.to_host(gradient, leaf.path)
+        if values.shape != leaf.shape:
+            raise InvalidArgumentError(
+                f"the gradient of {leaf.path} has the shape {values.shape}, its parameter {leaf.shape}; give "
+                "gradients of the parameters that distribute was given."
+            )
+        if values.dtype.kind == "c" and view.dtype.kind != "c":
+            raise InvalidArgumentError(f"the gradient of {leaf.path} is complex, its parameter is {leaf.dtype}.")
+        if factor is None:
+            view[...] = values
+        elif factor == 0.0:
+            return
+        elif factor == 1.0:
+            np.add(view, values, out=view, casting="unsafe")
+        else:
+            np.add(view, np.multiply(values, factor, dtype=view.dtype, casting="unsafe"), out=view)
+
+    def clear(self) -> None:
+        """Begin to add up."""
+        self.payload.fill(0)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        self.payload *= factor
+
+    def result(self, position: int) -> Any:
+        """A reduced gradient in its own type and framework; NumPy's are views of the buffer where the type allows."""
+        leaf, view = self._leaves[position], self.views[position]
+        return leaf.make(view if view.dtype == leaf.dtype else view.astype(leaf.dtype))
+
+    def announce(self, own: float) -> None:
+        """Before the heads are exchanged: what this rank's gradients will be multiplied by."""
+        if self._shared is not None:
+            self._shared.announce(own)
+
+    def exchange(self, own: float, factor: float) -> None:
+        """Put factor * sum over the ranks of own * gradient in place; a collective that waits.
+
+        Args:
+            own: of this rank, as announced.
+            factor: of the sum, the same on every rank.
+        """
+        if self._half is not None:
+            for request in self._half.requests(own * factor):
+                request.Wait()
+        elif self._shared is not None:
+            self._shared.add_up(factor)
+            self._comm.Barrier()
+        else:
+            for chunk, message in self._chunks:
+                if own * factor != 1.0:
+                    np.multiply(chunk, own * factor, out=chunk)
+                self._comm.Allreduce(self._in_place, message)
+
+    def requests(self, own: float, factor: float) -> Iterator[Any]:
+        """As ``exchange``, without waiting: the MPI requests to be completed, each before the next is asked for."""
+        if self._half is not None:
+            yield from self._half.requests(own * factor)
+        elif self._shared is not None:
+            self._shared.add_up(factor)
+            yield self._comm.Ibarrier()
+        else:
+            self.payload *= own * factor
+            yield self._comm.Iallreduce(self._in_place, self.payload)

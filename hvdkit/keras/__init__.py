@@ -1,0 +1,375 @@
+"""The eight steps for Keras 3's ``compile`` and ``fit``, on its tensorflow, torch and jax backends.
+
+Horovod 0.28.1's own Keras optimizer does nothing under Keras 3: ``fit`` runs and no gradient is averaged. Here the
+gradients travel over ``horovod.tensorflow``, over ``horovod.torch`` (torch and jax) or, on jax without it, mpi4py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.steps.checkpoint import Saved
+from hvdkit.steps.epochs import steps_per_epoch
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.shards import Shard
+from hvdkit.steps.topology import Topology
+
+try:
+    import keras
+except ImportError as error:
+    missing = getattr(error, "name", None) or "keras"
+    raise MissingFrameworkError(
+        f"hvdkit.keras needs Keras 3 with the backend of KERAS_BACKEND ({os.environ.get('KERAS_BACKEND', 'tensorflow')}"
+        f"), and importing {missing} failed ({error}); run `pip install {missing.split('.')[0]}`, or choose a backend "
+        "that is installed."
+    ) from error
+if int(keras.__version__.split(".")[0]) < 3:
+    raise MissingFrameworkError(f"hvdkit.keras needs Keras 3, found {keras.__version__}; run `pip install 'keras>=3'`.")
+
+from hvdkit.common import keras_optimizer
+from hvdkit.keras import checkpoint, device, state
+from hvdkit.keras import data as keras_data
+from hvdkit.keras.agreement import CheckAgreement, check_agreement
+from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.elastic import ElasticCommit, ElasticState, run_elastic
+from hvdkit.keras.schedule import LearningRateSchedule, Warmup
+from hvdkit.keras.seeds import seed_everything
+from hvdkit.keras.trainer import callbacks as keras_callbacks
+from hvdkit.keras.trainer import guard
+from hvdkit.keras.trainer.callbacks import BroadcastState
+from hvdkit.keras.trainer.evaluate import evaluate
+from hvdkit.keras.trainer.metrics import AverageMetrics
+from hvdkit.keras.trainer.step_times import RecordSteps
+from hvdkit.keras.trainer.timeline import RecordTimeline
+from hvdkit.keras.transport import TRANSPORT
+
+__all__ = [
+    "AverageMetrics",
+    "BroadcastState",
+    "CheckAgreement",
+    "Checkpoint",
+    "Checkpoints",
+    "ElasticCommit",
+    "ElasticState",
+    "LearningRateSchedule",
+    "RecordSteps",
+    "RecordTimeline",
+    "Topology",
+    "Warmup",
+    "average_metrics",
+    "broadcast_state",
+    "check_agreement",
+    "distribute",
+    "evaluate",
+    "fit",
+    "init",
+    "pin_device",
+    "run_elastic",
+    "scale_lr",
+    "seed_everything",
+    "shard",
+    "steps_per_epoch",
+    "warmup",
+]
+
+
+# 1 ------------------------------------------------------------------------------------------------------------------
+
+
+def init() -> Topology:
+    """Connect the ranks and say who this process is (step 1). Without a launcher: a job of one process.
+
+    From now on every ``fit`` of this process is guarded, as no training may end unsynchronised unnoticed: ``init``
+    replaces ``keras.Model.fit`` by one that runs the original with one more callback. On several ranks it refuses an
+    optimizer that is not distributed, ranks that would take different numbers of steps, and losses that undo the
+    weights of ``shard(remainder="exact")``; compares weights and
+    optimizer state before and after the first step and at the end; sets BatchNormalization's moving statistics to
+    their mean over the ranks after each epoch; and lets only rank 0 print progress.
+
+    Raises:
+        LauncherError: the launcher's environment is incomplete.
+        TopologyMismatchError: the launcher and Horovod (or MPI) disagree about rank or size.
+    """
+    world = state.start()
+    guard.install()
+    return world
+
+
+# 2 ------------------------------------------------------------------------------------------------------------------
+
+
+def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) -> str:
+    """Give this process one GPU, or its share of the CPU cores (step 2); call it right after ``init``.
+
+    TensorFlow and JAX take these settings only before their first operation.
+
+    Args:
+        world: the job; ``local_rank`` and ``local_size`` are used.
+        kind: "auto" (a GPU where the backend sees one), "gpu" or "cpu".
+        threads: compute threads on the CPU; default: OMP_NUM_THREADS, else the usable cores divided by the ranks here.
+    Returns:
+        The device for ``keras.device``; Keras uses it without, too.
+    Raises:
+        InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where the backend sees none.
+        LauncherError: more processes on this host than GPUs.
+    """
+    return device.pin(world, kind, threads)
+
+
+# 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------
+
+
+def warmup(
+    optimizer: Any,
+    world: Topology,
+    steps_per_epoch: int,
+    epochs: float = 5,
+    rule: str = "linear",
+    after: Callable[[int], float] | None = None,
+) -> Warmup:
+    """Gradual warmup from the base learning rate to the scaled one (step 3): a callback for ``fit``.
+
+    Args:
+        optimizer: its learning rate is the scaled one, a number from ``scale_lr`` with the same rule.
+        world: the job; only ``size`` is used.
+        steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
+        epochs: length of the warmup in epochs; 0 is none.
+        rule: the rule that scaled the rate: "linear", "sqrt" or "none".
+        after: multiplier by the number of steps since the end of the warmup, for a decay that follows it.
+    Raises:
+        InvalidArgumentError: a number out of range, an unknown rule, or a rate that follows a schedule of its own.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    """
+    keras_optimizer.require_keras_3(optimizer, keras.optimizers.Optimizer, "warmup")
+    callback = Warmup(world, steps_per_epoch, epochs, rule, after)
+    callback.remember(optimizer)
+    return callback
+
+
+# 4 ------------------------------------------------------------------------------------------------------------------
+
+
+def distribute(
+    optimizer: Any,
+    *,
+    op: str = "average",
+    compression: str = "none",
+    backward_passes_per_step: int = 1,
+    gradient_predivide_factor: float = 1.0,
+    process_set: Any = None,
+) -> Any:
+    """Make an optimizer apply the mean of all ranks' gradients (step 4); returns the same object, its state kept.
+
+    Its class becomes a subclass of the user's own. Gradients are combined once in each step, before clipping,
+    accumulation, moving averages and the overflow test of a loss scale; with ``gradient_accumulation_steps`` in each
+    of the accumulated steps, so that the accumulators, too, are the same on all ranks. Sparse gradients become dense.
+
+    ``model.save`` writes what it would write without hvdkit, and ``keras.models.load_model`` gives a plain optimizer:
+    to go on training, ``distribute(model.optimizer)``. Of two nested optimizers distribute the outer one
+    (``LossScaleOptimizer``; the one that ``compile`` adds under the policy mixed_float16 is taken care of).
+
+    ``jit_compile``: on jax and torch as Keras decides, "auto" included. On TensorFlow, Horovod has no XLA kernel:
+    ``fit`` turns it off, with a warning where it was on ("auto" is on for GPUs only).
+
+    Args:
+        optimizer: any Keras 3 optimizer.
+        op, compression, gradient_predivide_factor: see ``GradientOptions``; not "adasum".
+        backward_passes_per_step: 1; Keras accumulates by itself, with the optimizer's gradient_accumulation_steps.
+        process_set: combine only over these ranks (``ProcessSet`` of the backend's Horovod); default: all.
+    Raises:
+        InvalidArgumentError: bad options, a Keras 2 optimizer, one distributed already, or ``init`` was not called.
+    """
+    keras_optimizer.require_keras_3(optimizer, keras.optimizers.Optimizer, "distribute")
+    state.world()
+    options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
+    if options.op == "adasum":
+        raise InvalidArgumentError("op='adasum' combines whole updates, which Keras does not expose; use op='average'.")
+    reduce, ranks = TRANSPORT.reducer(options, process_set)
+    return keras_optimizer.distribute_optimizer(optimizer, options, reduce, ranks)
+
+
+# 5 ------------------------------------------------------------------------------------------------------------------
+
+
+def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
+    """Give every rank the root's weights and optimizer state, bit for bit (step 5). In ``fit``: ``BroadcastState``.
+
+    Args:
+        model: built; weights and statistics are overwritten on all ranks but the root. The states of random
+            generators are not; after ``seed_everything`` they, and Keras itself, move from the stream that all ranks
+            share to this rank's own, so that dropout differs.
+        optimizer: its slots are made where it has none yet, and its whole state (slots, step counter, learning rate)
+            is overwritten too. No step is taken.
+        root: rank to copy from.
+    Raises:
+        InvalidArgumentError: a root that is not a rank, or a model that is not built.
+        AgreementError: the ranks' models differ in layers, shapes or types; raised on every rank.
+    """
+    keras_callbacks.broadcast_state(model, optimizer, root)
+
+
+# 6 ------------------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """Checkpoints that only the root writes and that every rank restores alike (step 6). In ``fit``: ``Checkpoint``.
+
+    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
+    The weights are a file for ``model.load_weights``, with or without hvdkit, on any backend.
+
+    Args:
+        directory: where they live, on a file system that the root can write.
+        keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
+        self._store = checkpoint.Store(directory, keep, keep_best)
+
+    def save(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        step: int,
+        loader: Any = None,
+        score: float | None = None,
+        **metadata: Any,
+    ) -> Saved:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
+
+        Args:
+            step: optimizer steps completed.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk.
+        Raises:
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, or a model that is not built.
+            CheckpointError: it could not be written; earlier checkpoints are intact.
+        """
+        return self._store.save(model, optimizer, step, loader, score, metadata)
+
+    def restore(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+    ) -> Saved | None:
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
+        same order, the warmup at the same sample, and the optimizer keeps the learning rate that it was made with. On
+        as many ranks as before everything continues bit for bit (on CPUs), random numbers included.
+
+        Args:
+            loader: from ``shard``, over the same data with the same seed; goes on where it was: the next ``fit``, with
+                ``initial_epoch=loader.epoch``, or the next loop over it.
+            schedule: from ``warmup``; needs the loader. Only for loops of your own: in ``fit`` it follows by itself.
+            which: "latest" or "best" (the highest score).
+        Returns:
+            Where it was, its step and metadata, and which newer ones were skipped and why.
+        Raises:
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown ``which``.
+        """
+        return self._store.restore(model, optimizer, loader, schedule, which)
+
+
+# 7 ------------------------------------------------------------------------------------------------------------------
+
+
+def shard(
+    dataset: Any,
+    world: Topology,
+    batch_size: int,
+    *,
+    remainder: str = "drop",
+    shuffle: bool = True,
+    seed: int = 0,
+) -> keras_data.ShardedData:
+    """This rank's part of the data set, for ``fit`` on every backend (step 7).
+
+    Args:
+        dataset: arrays with a common first axis, as ``(x, y)`` or ``(x, y, sample_weight)``; x and y may be dicts or
+            lists of arrays. The same on every rank.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+            each batch is ``(x, y, w)`` and Keras weighs the losses by w (m,). That is exact for losses reduced by
+            "sum_over_batch_size", Keras' default; on several ranks ``fit`` refuses "sum" and
+            "mean_with_sample_weight", which would divide the weights out again.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to repeat one.
+        seed: of the order, the same on every rank.
+    Raises:
+        InvalidArgumentError: not arrays, arrays of several lengths, or bad numbers.
+    """
+    arrays = keras_data.as_arrays(dataset)
+    n_samples = len(keras.tree.flatten(arrays)[0])
+    return keras_data.ShardedData(arrays, Shard(n_samples, world, batch_size, remainder, shuffle, seed))
+
+
+# 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
+
+
+def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, float]:
+    """The mean of each metric over all ranks, the same on every rank. In ``fit``: ``AverageMetrics``.
+
+    Args:
+        metrics: by name, a number (every rank counts the same) or a pair (sum, count), which gives sum of sums / sum
+            of counts: exact whatever each rank saw. The same names on every rank.
+        world: the job.
+    Raises:
+        InvalidArgumentError: a value that is neither, or a total count of 0.
+        AgreementError: the ranks give different names; raised on every rank.
+    """
+    return state.average(metrics, world.size)
+
+
+def fit(
+    model: Any,
+    make_optimizer: Callable[[float], Any],
+    loss: Any,
+    train_set: Any,
+    *,
+    epochs: int,
+    batch_size: int,
+    base_lr: float,
+    warmup_epochs: float = 0,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    kind: str = "auto",
+    seed: int = 0,
+) -> list[dict[str, float]]:
+    """The eight steps in one call: train ``model`` on all ranks; returns the mean loss of each epoch.
+
+    Args:
+        model: a Keras model, built; on a host with GPUs call ``init`` and ``pin_device`` before you make it.
+        make_optimizer: from the scaled learning rate, for example ``keras.optimizers.SGD``.
+        loss: as for ``compile``.
+        train_set: arrays (x, y), see ``shard``.
+        epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
+        checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
+            checkpoint already; the history then begins with the epoch after it.
+        kind, seed: see ``pin_device`` and ``shard``.
+    Raises:
+        InvalidArgumentError: a number out of range.
+    """
+    world = init()  # 1
+    pin_device(world, kind)  # 2
+    optimizer = distribute(make_optimizer(scale_lr(base_lr, world)))  # 3, 4
+    model.compile(optimizer, loss)
+    broadcast_state(model, optimizer)  # 5
+    saving = [Checkpoint(checkpoint_dir)] if checkpoint_dir is not None else []  # 6
+    data = shard(train_set, world, batch_size, seed=seed)  # 7
+    steps = steps_per_epoch(data.share.n_samples, batch_size, world)  # 8
+    callbacks = [RecordSteps(), AverageMetrics(world), warmup(optimizer, world, steps, warmup_epochs), *saving]
+    history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
+    return [{"loss": mean} for mean in history.get("loss", [])]

@@ -1,0 +1,200 @@
+"""Keras trainings that go on when ranks come and go, with Horovod Elastic; an inside of ``hvdkit.keras``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.keras import schedule as keras_schedule
+from hvdkit.keras import state as keras_state
+from hvdkit.keras.data import ShardedData, require_sharded, trained_on
+from hvdkit.keras.trainer.callbacks import Callback
+from hvdkit.keras.transport import TRANSPORT
+from hvdkit.keras.transport.over_horovod import OverHorovod
+from hvdkit.steps.elastic import ElasticBase
+from hvdkit.steps.topology import Topology
+
+try:
+    from horovod.common.elastic import State
+except ImportError:  # jax over mpi4py trains without Horovod, but not elastically
+    State = object
+
+Result = TypeVar("Result")
+
+
+class ElasticState(ElasticBase, State):  # type: ignore[misc]
+    """What an elastic training is: it is committed, put back to the last commit, and given to ranks that join.
+
+    After ranks have come or gone, ``world`` is the new one, the loader goes on at the committed sample with new shards,
+    and schedule and learning rates are those of the new number of ranks. On the backends tensorflow and torch.
+
+    Args:
+        model, optimizer: built and distributed as ever; broadcasting before is not necessary.
+        loader: from ``shard``.
+        schedule: from ``warmup`` or a ``Warmup``, or None.
+        rule: "linear", "sqrt" or "none": how the optimizer's learning rate follows the number of ranks.
+        values: numbers and the like that belong to the state, kept as attributes: ``step=0``.
+    Raises:
+        InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown rule, a model that is not built,
+            or another backend.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any, *, loader: Any, schedule: Any = None, rule: str = "linear", **values: Any
+    ) -> None:
+        if schedule is not None and not isinstance(schedule, keras_schedule.Warmup):
+            raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")
+        hvd = _horovod()
+        self.model, self.optimizer = model, optimizer
+        self._begin(hvd, require_sharded(loader), schedule, rule, values)
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+
+    def commit(self) -> None:
+        """Keep the present state in the host's memory, and let ranks join that are waiting. In ``fit``: ElasticCommit.
+
+        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
+        """
+        super().commit()
+
+    def _copy(self) -> Any:
+        return [np.array(value) for value in keras_state.values_of(self._variables())]
+
+    def _put_back(self, copied: Any) -> None:
+        for variable, value in zip(self._variables(), copied, strict=True):
+            variable.assign(value)
+
+    def _gather_commits(self, own: int) -> list[int]:
+        commits = TRANSPORT.gather(np.array([[own]], dtype=np.int64), "hvdkit.elastic.commits")
+        return [int(one[0, 0]) for one in commits]
+
+    def _broadcast(self, root: int) -> None:
+        keras_state.broadcast(self._variables(), root)
+
+    def _scale_rates(self, factor: float) -> None:
+        keras_schedule.set_rates(self.optimizer, [rate * factor for rate in keras_schedule.rates(self.optimizer)])
+
+    def _place(self, world: Topology) -> Topology:
+        return keras_state.follow(world)
+
+    def _peer_errors(self) -> AbstractContextManager[None]:
+        return lost_ranks_as_horovod_says()
+
+    def _variables(self) -> list[Any]:
+        model = keras_state.model_variables(self.model)
+        return model + keras_state.optimizer_variables(self.optimizer, self.model)
+
+
+class ElasticCommit(Callback):
+    """Commits an ``ElasticState`` while ``fit`` trains; the last in the list of callbacks.
+
+    Args:
+        state: of this training.
+        every: commit after so many steps of each epoch, again and again, and at its end.
+    Raises:
+        InvalidArgumentError: ``every`` below 1, not an ``ElasticState``, or (from ``fit``) other data than its loader.
+    """
+
+    def __init__(self, state: Any, every: int = 10) -> None:
+        super().__init__()
+        if not isinstance(state, ElasticState):
+            raise InvalidArgumentError(f"state must be an ElasticState, got {type(state).__name__}.")
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise InvalidArgumentError(f"every must be an integer >= 1, got {every!r}.")
+        self._state: ElasticState = state
+        self._every = every
+        self._last_batch = -1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        loader: ShardedData = self._state.loader
+        if trained_on(self.model) is not loader or self.params["steps"] != len(loader):
+            raise InvalidArgumentError(
+                "ElasticCommit needs fit to train on the state's loader, whole epochs; call fit(state.loader, ...) "
+                "without steps_per_epoch."
+            )
+        self._last_batch = loader.steps_done - 1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras, with steps_per_execution for several steps at once."""
+        last, self._last_batch = self._last_batch, batch
+        at_the_end = batch + 1 >= self.params["steps"]  # then the other callbacks have their turn first
+        if (batch + 1) // self._every > (last + 1) // self._every and not at_the_end:
+            self._state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        self._state.commit()
+
+
+def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
+    """Run ``train(state)`` to its end, again from the last commit whenever ranks are lost or join.
+
+    ``train`` goes on where ``state.loader`` is and commits now and then::
+
+        def train(state):
+            commit = hk.ElasticCommit(state, every=10)
+            model.fit(state.loader, initial_epoch=state.loader.epoch, epochs=epochs, callbacks=[schedule, commit])
+
+    Start it with ``hvdkit launch --min-np 1 --max-np 4 --host-discovery-script hosts.sh -n 2 -- python train.py``.
+    Without an elastic launch it runs once.
+
+    Args:
+        train: returns when the training is complete; called on all ranks.
+        state: made after ``init``, ``distribute``, ``shard`` and ``warmup``.
+    Returns:
+        What ``train`` returned.
+    """
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        state.sync()
+        return train(state)
+
+    from horovod.common.elastic import run_fn
+
+    def guarded(state: ElasticState) -> Result:
+        with lost_ranks_as_horovod_says():
+            return train(state)
+
+    result: Result = run_fn(guarded, _start_anew)(state)
+    return result
+
+
+def _start_anew() -> None:
+    horovod = _horovod()
+    horovod.shutdown()
+    horovod.init()
+
+
+@contextmanager
+def lost_ranks_as_horovod_says() -> Iterator[None]:
+    """Turn TensorFlow's errors for a collective that has lost a rank into the one that Horovod Elastic waits for."""
+    try:
+        yield
+    except Exception as error:
+        if _is_a_lost_rank(error):
+            from horovod.common.exceptions import HorovodInternalError
+
+            raise HorovodInternalError(str(error)) from error
+        raise
+
+
+def _is_a_lost_rank(error: Exception) -> bool:
+    if keras.backend.backend() != "tensorflow":
+        return False  # Horovod for PyTorch raises the right one itself
+    from hvdkit.tensorflow import elastic
+
+    return elastic.is_lost_rank(error)
+
+
+def _horovod() -> Any:
+    if not isinstance(TRANSPORT, OverHorovod):
+        raise InvalidArgumentError(
+            f"elastic training needs the Keras backend tensorflow or torch, got {keras.backend.backend()}; set "
+            "KERAS_BACKEND before Keras is imported."
+        )
+    return TRANSPORT.hvd

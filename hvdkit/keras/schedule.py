@@ -1,0 +1,215 @@
+"""The learning rate callbacks of ``hvdkit.keras``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvdkit.common.keras_optimizer import require_keras_3
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.keras import state
+from hvdkit.keras.data import trained_on
+from hvdkit.keras.trainer.callbacks import Callback
+from hvdkit.steps import learning_rate
+from hvdkit.steps.topology import Topology
+
+
+class _Rate(Callback, ABC):
+    """Multiplies the learning rate that the optimizer had when Keras first showed it to this callback."""
+
+    def __init__(self, steps_per_epoch: int | None) -> None:
+        super().__init__()
+        self._steps = steps_per_epoch
+        self._known: Any = None
+        self._full: list[float] = []
+        self._epoch = 0
+
+    def remember(self, optimizer: Any) -> None:
+        """Take the optimizer's rate as the full one, now and not when training begins.
+
+        Raises:
+            InvalidArgumentError: the rate follows a schedule of the optimizer's own.
+        """
+        self._known = optimizer
+        self._full = rates(optimizer)
+        self.multiply(1.0)
+
+    def multiply(self, multiplier: float) -> None:
+        """Set the rate to the full one times ``multiplier``."""
+        for optimizer, full in zip(_rated(self._known), self._full, strict=True):
+            try:
+                optimizer.learning_rate = full * multiplier
+            except (TypeError, AttributeError):
+                raise InvalidArgumentError(
+                    f"{type(self).__name__} cannot set a learning rate that follows a schedule of the optimizer's "
+                    "own; make the optimizer with a number."
+                ) from None
+
+    def set_model(self, model: Any) -> None:
+        """Called by Keras, before any callback may restore an older rate."""
+        super().set_model(model)
+        require_keras_3(model.optimizer, keras.optimizers.Optimizer, type(self).__name__)
+        if model.optimizer is not self._known:
+            self.remember(model.optimizer)
+
+    def steps(self) -> int:
+        """Steps per epoch, from the caller or from Keras."""
+        steps = self._steps or (self.params or {}).get("steps")
+        if not steps:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} needs the number of steps in an epoch, and Keras does not know it for this "
+                "data; give steps_per_epoch."
+            )
+        return int(steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        self._epoch = epoch
+        data = trained_on(self.model)
+        self.after_steps(epoch * self.steps() + (data.steps_done if data is not None else 0))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        self.after_steps(self._epoch * self.steps() + batch + 1)
+
+    @abstractmethod
+    def after_steps(self, completed: int) -> None:
+        """Set the rate, if it is this callback's turn after so many steps."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        now = rates(self.model.optimizer)
+        if logs is not None and len(now) == 1:
+            logs["learning_rate"] = now[0]
+
+
+def rates(optimizer: Any) -> list[float]:
+    """The optimizer's learning rate; of a MultiOptimizer all of them."""
+    return [state.number(one.learning_rate) for one in _rated(optimizer)]
+
+
+def set_rates(optimizer: Any, values: list[float]) -> None:
+    """Set what ``rates`` returned, but for rates that follow a schedule of the optimizer's own."""
+    for one, value in zip(_rated(optimizer), values, strict=True):
+        if any(variable.name == "learning_rate" for variable in one.variables):
+            one.learning_rate = value
+
+
+def _rated(optimizer: Any) -> list[Any]:
+    """The optimizers that have a learning rate: those inside a MultiOptimizer, else the optimizer itself."""
+    return list(getattr(optimizer, "optimizers", [optimizer]))
+
+
+class Warmup(_Rate):
+    """Gradual warmup from the base learning rate to the scaled one, step by step (step 3).
+
+    After k completed steps the rate is the scaled one times ``warmup_multiplier(k, ...)``; ``fit`` logs it as
+    ``learning_rate``. With 8 workers, base 0.01 and 3 epochs the epochs end with 0.0333, 0.0567 and 0.0800. When the
+    warmup is over, the rate is left to other callbacks.
+
+    Args:
+        world: the job; only ``size`` is used.
+        steps_per_epoch: optimizer steps in an epoch; default: what ``fit`` knows.
+        epochs: length of the warmup in epochs; 0 is none.
+        rule: the rule that scaled the optimizer's rate: "linear", "sqrt" or "none".
+        after: multiplier by the number of steps since the end of the warmup, for a decay that follows it.
+    Raises:
+        InvalidArgumentError: a number out of range or an unknown rule.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    """
+
+    def __init__(
+        self,
+        world: Topology,
+        steps_per_epoch: int | None = None,
+        epochs: float = 5,
+        rule: str = "linear",
+        after: Callable[[int], float] | None = None,
+    ) -> None:
+        super().__init__(steps_per_epoch)
+        self._rule = rule
+        self._factor = learning_rate.scale_factor(world.size, rule)
+        self._epochs = epochs
+        self._after = after
+        learning_rate.warmup_steps(epochs, steps_per_epoch if steps_per_epoch is not None else 1)
+
+    def after_steps(self, completed: int) -> None:
+        """Set the rate while the warmup lasts, at its end, and beyond it only by ``after``."""
+        length = learning_rate.warmup_steps(self._epochs, self.steps())
+        if self._after is not None and completed >= length:
+            self._sync_and_multiply(self._after(completed - length))
+        elif completed <= length:
+            self._sync_and_multiply(learning_rate.warmup_multiplier(completed, length, self._factor))
+
+    def follow(self, world: Topology, steps_per_epoch: int) -> None:
+        """Become the schedule of another number of ranks; ``go_to`` then sets the rates."""
+        before, self._factor = self._factor, learning_rate.scale_factor(world.size, self._rule)
+        self._full = [full * self._factor / before for full in self._full]
+        self._steps = steps_per_epoch if self._steps is not None else None
+
+    def go_to(self, steps: int) -> None:
+        """Set the rate to that after ``steps`` steps, where it is still the warmup's."""
+        if self._known is not None and (self._steps or (self.params or {}).get("steps")):
+            self.after_steps(steps)
+
+    def _sync_and_multiply(self, multiplier: float) -> None:
+        if self._model is not None:
+            _ = self.model  # on jax this brings the variables up to date
+        self.multiply(multiplier)
+
+
+class LearningRateSchedule(_Rate):
+    """Multiplies the scaled learning rate from ``start_epoch`` up to, not including, ``end_epoch``.
+
+    Args:
+        multiplier: a number, or a function of the epoch.
+        start_epoch: first epoch, >= 0.
+        end_epoch: first epoch that is no longer this schedule's; default: none.
+        staircase: True: one value for each whole epoch; False: a new one after every step, the function being given
+            completed steps / steps per epoch.
+        steps_per_epoch: optimizer steps in an epoch; default: what ``fit`` knows.
+    Raises:
+        InvalidArgumentError: an empty range of epochs.
+    """
+
+    def __init__(
+        self,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__(steps_per_epoch)
+        if start_epoch < 0 or (end_epoch is not None and end_epoch <= start_epoch):
+            raise InvalidArgumentError(
+                f"epochs must be 0 <= start_epoch < end_epoch, got {start_epoch} and {end_epoch}."
+            )
+        self._multiplier = multiplier
+        self._start, self._end = start_epoch, end_epoch
+        self._staircase = staircase
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._staircase:
+            self._apply(epoch)
+        else:
+            super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if not self._staircase:
+            super().on_train_batch_end(batch, logs)
+
+    def after_steps(self, completed: int) -> None:
+        """Set the rate of a smooth schedule."""
+        self._apply(completed / self.steps())
+
+    def _apply(self, epoch: float) -> None:
+        if epoch < self._start or (self._end is not None and epoch >= self._end):
+            return
+        _ = self.model  # on jax this brings the variables up to date
+        self.multiply(self._multiplier(epoch) if callable(self._multiplier) else self._multiplier)

@@ -1,0 +1,193 @@
+"""Keras' tensorflow and torch backends over the Horovod of the same framework; one inside of ``hvdkit.keras``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.common.keras_optimizer import Reduce
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.keras import digests as keras_digests
+from hvdkit.steps import step_times, topology
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.topology import Topology
+
+Array = npt.NDArray[Any]
+Ranks = tuple[int, ...] | None
+
+_SENT = ("float16", "float32", "float64")  # what Horovod adds up in every framework
+_reductions = count()
+
+
+def next_name() -> str:
+    """A name for one ``distribute``'s gradients, so that those of two optimizers never meet."""
+    return f"hvdkit.gradients.{next(_reductions)}"
+
+
+class OverHorovod:
+    """What does not depend on the framework.
+
+    Args:
+        hvd: ``horovod.tensorflow`` or ``horovod.torch``.
+    """
+
+    def __init__(self, hvd: Any) -> None:
+        self.hvd = hvd
+
+    def start(self) -> Topology:
+        return topology.start(self.hvd, os.environ)
+
+    def broadcast_object(self, value: Any, name: str) -> Any:
+        return self.hvd.broadcast_object(value, root_rank=0, name=name)
+
+    def ranks(self, process_set: Any) -> Ranks:
+        """The ranks that a gradient of this process is combined over; a rank outside the set is alone."""
+        if process_set is None:
+            return None
+        if process_set.process_set_id is None:
+            raise InvalidArgumentError(
+                "Horovod does not know this process set yet; give it to horovod's init(process_sets=[...]), or "
+                "add_process_set, before distribute."
+            )
+        return tuple(process_set.ranks) if process_set.included() else (self.hvd.rank(),)
+
+
+class OverTensorflow(OverHorovod):
+    """The transport of the tensorflow backend."""
+
+    def gather(self, rows: npt.NDArray[np.int64], name: str) -> list[npt.NDArray[np.int64]]:
+        lengths = self.hvd.allgather(np.array([len(rows)], dtype=np.int64), name=f"{name}.lengths").numpy()
+        return np.split(self.hvd.allgather(rows, name=name).numpy(), np.cumsum(lengths)[:-1])
+
+    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
+        import tensorflow as tf
+
+        total: npt.NDArray[np.float64] = self.hvd.allreduce(tf.constant(values), op=self.hvd.Sum, name=name).numpy()
+        return total
+
+    def minimum(self, values: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+        import tensorflow as tf
+
+        lowest: npt.NDArray[np.int64] = self.hvd.allreduce(tf.constant(values), op=self.hvd.Min, name=name).numpy()
+        return lowest
+
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        import tensorflow as tf
+
+        return keras_digests.of_tensorflow([tf.convert_to_tensor(variable.value) for variable in variables])
+
+    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:
+        received: npt.NDArray[np.uint8] = self.hvd.broadcast(flat, root, name=name).numpy()
+        return received
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        import tensorflow as tf
+
+        from hvdkit.tensorflow import optimizer
+
+        among = self.hvd.global_process_set if process_set is None else process_set
+        reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
+
+        def reduce(gradients: list[Any]) -> list[Any]:
+            # Dense even on one rank: Keras' adaptive optimizers square each row of IndexedSlices before they add those
+            # of the same index, so that a training on one process would differ from the same on two.
+            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            if is_alone(ranks, self.hvd.size()):
+                optimizer.say_ready(dense)
+                return dense
+            return optimizer.reduce_once(dense, reduction)
+
+        return reduce, ranks
+
+
+class OverTorch(OverHorovod):
+    """The transport of the torch backend."""
+
+    def gather(self, rows: npt.NDArray[np.int64], name: str) -> list[npt.NDArray[np.int64]]:
+        import torch
+
+        lengths = self.hvd.allgather(torch.tensor([len(rows)], dtype=torch.int64), name=f"{name}.lengths").tolist()
+        everyone = self.hvd.allgather(torch.from_numpy(rows), name=name).numpy()
+        return np.split(everyone, np.cumsum(lengths)[:-1])
+
+    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
+        import torch
+
+        total: npt.NDArray[np.float64] = self.hvd.allreduce(
+            torch.from_numpy(values), op=self.hvd.Sum, name=name
+        ).numpy()
+        return total
+
+    def minimum(self, values: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+        import torch
+
+        lowest: npt.NDArray[np.int64] = self.hvd.allreduce(torch.from_numpy(values), op=self.hvd.Min, name=name).numpy()
+        return lowest
+
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        return keras_digests.of_torch([variable.value.detach() for variable in variables])
+
+    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:
+        import torch
+
+        received: npt.NDArray[np.uint8] = self.hvd.broadcast(torch.from_numpy(flat), root, name=name).numpy()
+        return received
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        import torch
+
+        name, ranks = next_name(), self.ranks(process_set)
+
+        # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def reduce(gradients: list[Any]) -> list[Any]:
+            step_times.ready()
+            if is_alone(ranks, self.hvd.size()):
+                return gradients
+            scaling = self.scaling(options, process_set)
+            reduced = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+            for sent_as, positions in by_sent_type([_dtype_name(g) for g in reduced], options).items():
+                sent = [reduced[position].to(getattr(torch, sent_as)).contiguous() for position in positions]
+                received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
+                for position, tensor in zip(positions, received, strict=True):
+                    reduced[position] = tensor.to(reduced[position].dtype)
+            return reduced
+
+        return reduce, ranks
+
+    def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
+        """What Horovod's allreduce is told of the options."""
+        among = self.hvd.global_process_set if process_set is None else process_set
+        factor = options.gradient_predivide_factor
+        share = 1 / (among.size() if among.included() else 1) if options.op == "average" else 1.0
+        return {
+            "op": self.hvd.Sum,
+            "prescale_factor": 1 / factor,
+            "postscale_factor": factor * share,
+            "process_set": among,
+        }
+
+
+def is_alone(ranks: Ranks, size: int) -> bool:
+    """Whether gradients are combined over this process only; in an elastic training that may change at any time."""
+    if ranks is None:
+        return size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
+    return len(ranks) == 1
+
+
+def _dtype_name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def by_sent_type(types: Sequence[str], options: GradientOptions) -> dict[str, list[int]]:
+    """Positions by the type in which they travel; one operation takes one type."""
+    groups: dict[str, list[int]] = {}
+    for position, own in enumerate(types):
+        sent_as = "float16" if options.compression == "fp16" else own if own in _SENT else "float32"
+        groups.setdefault(sent_as, []).append(position)
+    return groups

@@ -1,0 +1,187 @@
+"""Keras' jax backend: gradients travel in buffers on the host; one inside of ``hvdkit.keras``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.common.keras_optimizer import Reduce
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.keras import digests as keras_digests
+from hvdkit.keras.transport.over_horovod import Array, OverTorch, Ranks, by_sent_type, is_alone, next_name
+from hvdkit.steps import launchers, step_times, topology
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.topology import Topology
+
+
+class HostBuffers(ABC):
+    """JAX: all gradients of one type in one flat buffer on the host, from inside ``jax.jit``."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @abstractmethod
+    def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
+        """Combine a buffer that may be overwritten."""
+
+    @abstractmethod
+    def host_ranks(self, process_set: Any) -> Ranks:
+        """The ranks that it is combined over."""
+
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        """On the host as well, where the gradients pass, too."""
+        return keras_digests.of_arrays([np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables])
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        import jax
+        import jax.numpy as jnp
+        from jax.experimental import io_callback
+
+        name, ranks = next_name(), self.host_ranks(process_set)
+
+        def on_host(*buffers: Any) -> list[Array]:
+            step_times.ready()
+            return [
+                self.allreduce(np.array(buffer), f"{name}.{number}", options, process_set)
+                for number, buffer in enumerate(buffers)
+            ]
+
+        def reduce(gradients: list[Any]) -> list[Any]:
+            if is_alone(ranks, self.size()):
+                return gradients
+            groups = by_sent_type([str(gradient.dtype) for gradient in gradients], options)
+            flats = [
+                jnp.concatenate([jnp.ravel(gradients[position]).astype(sent_as) for position in positions])
+                for sent_as, positions in groups.items()
+            ]
+            shapes = [jax.ShapeDtypeStruct(flat.shape, flat.dtype) for flat in flats]
+            # ordered: every rank combines step after step, and the compiler may neither drop nor repeat one.
+            received = io_callback(on_host, shapes, *flats, ordered=True)
+            reduced = list(gradients)
+            for flat, positions in zip(received, groups.values(), strict=True):
+                ends = np.cumsum([gradients[position].size for position in positions])
+                for position, part in zip(positions, jnp.split(flat, ends[:-1]), strict=True):
+                    mine = gradients[position]
+                    reduced[position] = part.reshape(mine.shape).astype(mine.dtype)
+            return reduced
+
+        return reduce, ranks
+
+
+class HostBuffersOverTorch(HostBuffers, OverTorch):
+    """The transport of the jax backend where Horovod is built for PyTorch."""
+
+    def size(self) -> int:
+        return int(self.hvd.size())
+
+    def host_ranks(self, process_set: Any) -> Ranks:
+        return self.ranks(process_set)
+
+    def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
+        import torch
+
+        self.hvd.allreduce_(torch.from_numpy(flat), name=name, **self.scaling(options, process_set))
+        return flat
+
+
+class HostBuffersOverMpi(HostBuffers):
+    """mpi4py. Its calls pair up in order, not by name: JAX's own step is awaited before any other of them."""
+
+    def start(self) -> Topology:
+        from mpi4py import MPI
+
+        if not hasattr(self, "_comm"):
+            self._comm = MPI.COMM_WORLD
+            _end_the_job_with_the_process(self._comm)
+        launched = launchers.detect(os.environ)
+        host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        across = self._comm.Split(host.Get_rank(), self._comm.Get_rank())
+        world = Topology(
+            rank=self._comm.Get_rank(),
+            size=self._comm.Get_size(),
+            local_rank=host.Get_rank(),
+            local_size=host.Get_size(),
+            cross_rank=across.Get_rank(),
+            cross_size=across.Get_size(),
+            launcher=launched.launcher if launched else "none",
+        )
+        if launched is None:
+            return world
+        library = MPI.Get_library_version().split(",")[0]
+        return topology.confirm(world, launched.rank, launched.size, launched.launcher, library)
+
+    def gather(self, rows: npt.NDArray[np.int64], name: str) -> list[npt.NDArray[np.int64]]:  # noqa: ARG002
+        return list(self._in_order().allgather(rows))
+
+    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:  # noqa: ARG002
+        total = np.empty_like(values)
+        self._in_order().Allreduce(values, total)
+        return total
+
+    def minimum(self, values: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:  # noqa: ARG002
+        from mpi4py import MPI
+
+        lowest = np.empty_like(values)
+        self._in_order().Allreduce(values, lowest, op=MPI.MIN)
+        return lowest
+
+    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:  # noqa: ARG002
+        received = flat.copy()
+        self._in_order().Bcast(received, root=root)
+        return received
+
+    def broadcast_object(self, value: Any, name: str) -> Any:  # noqa: ARG002
+        return self._in_order().bcast(value, root=0)
+
+    def _in_order(self) -> Any:
+        import jax
+
+        jax.effects_barrier()
+        return self._comm
+
+    def size(self) -> int:
+        return int(self._comm.Get_size())
+
+    def host_ranks(self, process_set: Any) -> Ranks:
+        if process_set is not None:
+            raise InvalidArgumentError("process_set needs Horovod, and this process has mpi4py only; leave it out.")
+        return None
+
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        if options.compression != "none":
+            raise InvalidArgumentError(
+                f"compression={options.compression!r} needs Horovod, MPI cannot add up half precision; leave it out, "
+                "or run `hvdkit install --frameworks torch`."
+            )
+        return super().reducer(options, process_set)
+
+    def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:  # noqa: ARG002
+        from mpi4py import MPI
+
+        kept = flat.dtype
+        flat = flat.astype(np.float32) if kept == np.float16 else flat
+        flat /= options.gradient_predivide_factor
+        self._comm.Allreduce(MPI.IN_PLACE, flat)
+        flat *= options.gradient_predivide_factor / (self.size() if options.op == "average" else 1)
+        return flat.astype(kept)
+
+
+def _end_the_job_with_the_process(comm: Any) -> None:
+    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
+    report = sys.excepthook
+
+    def abort(*error: Any) -> None:
+        report(*error)
+        sys.stderr.flush()
+        comm.Abort(1)
+
+    sys.excepthook = functools.wraps(report)(abort)

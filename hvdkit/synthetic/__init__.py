@@ -1,0 +1,1 @@
+"""Horovod's synthetic benchmark for every framework: random data, one model, images or sentences per second."""

@@ -1,0 +1,52 @@
+"""``hvdkit bench synthetic --framework tensorflow``: one rank of it, started by that command (``steps.synthetic``)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from hvdkit.synthetic.benchmark import Settings, Stopwatch, run_program
+
+
+def run(settings: Settings) -> None:
+    """Train on one random batch, with a step in ``tf.function``, and print how fast that is.
+
+    Raises:
+        MissingFrameworkError: TensorFlow, or Horovod for it, is missing.
+        InvalidArgumentError: Adasum over a number of ranks that is no power of two.
+    """
+    import hvdkit.tensorflow as hk  # says what is missing, where ``import tensorflow`` would only fail
+
+    world = hk.init()
+    settings.require_ranks(world.size)
+    import keras
+    import tensorflow as tf
+
+    from hvdkit.synthetic.tensorflow_models import make_model
+
+    device = hk.pin_device(world, "auto" if settings.cuda else "cpu")
+    model = make_model(settings)
+    optimizer = keras.optimizers.SGD(hk.scale_lr(0.01, world, settings.rule))
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    hk.broadcast_state(model, optimizer)
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # it would warn of what Adasum calls
+    def train_step(x: Any, y: Any) -> Any:
+        with hk.distribute(tf.GradientTape(), op=settings.op, compression=settings.compression) as tape:
+            loss = loss_of(y, model(x, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    batch = tuple(map(tf.constant, settings.data(world.rank)))
+    sizes = [math.prod(variable.shape) for variable in model.trainable_variables]
+    watch = Stopwatch(settings, world, "GPU" if "GPU" in device else "CPU", len(sizes), sum(sizes))
+    watch.begin()
+    for x, y in hk.record_steps(itertools.repeat(batch, settings.batches)):
+        loss = train_step(x, y)
+        watch.batch_ended(loss.numpy)
+    watch.end()
+
+
+if __name__ == "__main__":
+    run_program(run)

@@ -1,0 +1,157 @@
+"""Trainings that go on when ranks come and go, with Horovod Elastic; inside ``hvdkit.tensorflow.run_elastic``.
+
+Horovod's own ``horovod.tensorflow.elastic`` is not used: it looks for the lost peer in texts that TensorFlow no longer
+writes, takes what it does not find for success, and its states broadcast when they are made, where a rank that joins
+waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.common.elastic import State, run_fn
+from horovod.common.exceptions import HorovodInternalError
+
+from hvdkit.steps.elastic import ElasticBase
+from hvdkit.tensorflow.data import require_sharded
+from hvdkit.tensorflow.optimizer import native
+from hvdkit.tensorflow.schedule import get_rate, has_own_rate, require_warmup, set_rate
+from hvdkit.tensorflow.state import broadcast_variables, model_variables, optimizer_variables
+
+Result = TypeVar("Result")
+_LOST = (tf.errors.UnknownError, tf.errors.InternalError, tf.errors.AbortedError, tf.errors.CancelledError)
+# An operation of Horovod by its type, by its name or by its text; not a file of Horovod in the stack of another one.
+_OF_HOROVOD = re.compile(r"Horovod(?!/)|node hvdkit\.")
+
+
+class ElasticState(ElasticBase, State):  # type: ignore[misc]
+    """What an elastic training is: it is committed, put back to the last commit, and given to ranks that join.
+
+    After ranks have come or gone, ``world`` is the new one, the loader goes on at the committed sample with new shards,
+    and schedule and learning rate are those of the new number of ranks.
+
+    Args:
+        model, optimizer: as for ``broadcast_state``, the model built; broadcasting before is not necessary.
+        loader: from ``shard``.
+        schedule: from ``warmup``, or None.
+        rule: "linear", "sqrt" or "none": how the optimizer's learning rate follows the number of ranks.
+        values: numbers and the like that belong to the state, kept as attributes: ``step=0``.
+    Raises:
+        InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown rule, or not a Keras 3 optimizer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        loader: Any,
+        schedule: Any = None,
+        rule: str = "linear",
+        **values: Any,
+    ) -> None:
+        require_warmup(schedule)
+        self.model, self.optimizer = model, optimizer
+        self._variables = [native(one) for one in (*model_variables(model), *optimizer_variables(optimizer, model))]
+        self._begin(hvd, require_sharded(loader), schedule, rule, values)
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+
+    def commit(self) -> None:
+        """Keep the present state in the host's memory, and let ranks join that are waiting.
+
+        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
+
+        Raises:
+            InvalidArgumentError: the loader was iterated where its batches cannot be counted, see ``ShardedDataset``.
+        """
+        super().commit()
+
+    def _copy(self) -> Any:
+        return [np.array(variable.numpy()) for variable in self._variables]
+
+    def _put_back(self, copied: Any) -> None:
+        for variable, value in zip(self._variables, copied, strict=True):
+            variable.assign(value)
+
+    def _gather_commits(self, own: int) -> list[int]:
+        commits: list[int] = (
+            hvd.allgather(np.array([own], dtype=np.int64), name="hvdkit.elastic.commits").numpy().tolist()
+        )
+        return commits
+
+    def _broadcast(self, root: int) -> None:
+        broadcast_variables(self._variables, root)
+
+    def _scale_rates(self, factor: float) -> None:
+        if has_own_rate(self.optimizer):
+            set_rate(self.optimizer, get_rate(self.optimizer) * factor)
+
+    def _peer_errors(self) -> AbstractContextManager[None]:
+        return _peers()
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether this is TensorFlow's error for an operation of Horovod's that has lost a rank."""
+    return isinstance(error, _LOST) and _OF_HOROVOD.search(str(error.message)) is not None
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Turn TensorFlow's error about a lost rank into the one for which Horovod Elastic waits."""
+    try:
+        yield
+    except _LOST as error:
+        if not is_lost_rank(error):
+            raise
+        raise HorovodInternalError(str(error.message)) from error
+
+
+def _start_anew() -> None:
+    hvd.shutdown()
+    hvd.init()
+
+
+def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
+    """Run ``train(state)`` to its end, again from the last commit whenever ranks are lost or join.
+
+    ``train`` goes on where ``state.loader`` is and commits now and then. Make the ``tf.function`` of a step in it, so
+    that it is traced anew when ranks have changed: a traced one keeps every Python number of its time, such as
+    ``state.world.size``. (What ``distribute`` puts into it follows by itself.)::
+
+        def train(state):
+            @tf.function
+            def train_step(x, y):
+                ...
+
+            for epoch in range(state.loader.epoch, epochs):
+                for x, y in state.loader:
+                    train_step(x, y)
+                    state.schedule.step()
+                    state.commit()
+
+    Start it with ``hvdkit launch --min-np 1 --max-np 4 --host-discovery-script hosts.sh -n 2 -- python train.py``.
+    Without an elastic launch it runs once.
+
+    Args:
+        train: returns when the training is complete; called on all ranks.
+        state: made after ``init``, ``shard`` and ``warmup``.
+    Returns:
+        What ``train`` returned.
+    """
+
+    def attempt(state: ElasticState) -> Result:
+        with _peers():
+            return train(state)
+
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        state.sync()
+        return train(state)
+    result: Result = run_fn(attempt, _start_anew)(state)
+    return result

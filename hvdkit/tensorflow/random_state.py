@@ -1,0 +1,106 @@
+"""The states of everything that a TensorFlow training on this rank draws random numbers from, for checkpoints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.ops import stateful_random_ops
+
+from hvdkit.errors import CheckpointError
+from hvdkit.steps import random_state
+from hvdkit.tensorflow import seeds
+
+States = npt.NDArray[np.int64]
+_WORDS = 626  # of a Mersenne Twister as ``random.Random`` states it: version, 624 words, position
+_GENERATOR = 4  # whether there is one, and its three words
+
+
+def capture(layers: Sequence[Any]) -> States:
+    """The states, int64 (length,): Python's, NumPy's, TensorFlow's and Keras' global generators, and the layers'.
+
+    ``tf.random`` operations in a ``tf.function`` count inside their kernels, which cannot be read: after a resume they
+    begin anew. (Keras layers, ``keras.random`` and ``tf.random.Generator`` are complete.)
+
+    Args:
+        layers: the states of the generators in the model's layers, see ``tensorflow_state.generator_states``.
+    """
+    contents = random_state.capture()
+    parts = [
+        np.pad(contents, (0, -len(contents) % 8)).view(np.int64),
+        _eager_seeds(),
+        _padded(_global_generator()),
+        _padded(_keras_generator()),
+        *(np.asarray(state).astype(np.int64) for state in layers),
+    ]
+    return np.concatenate(parts)
+
+
+def restore(states: States, layers: Sequence[Any]) -> None:
+    """Go on from what ``capture`` returned.
+
+    Raises:
+        CheckpointError: it belongs to another model, or no generator can be in such a state.
+    """
+    general = -(-random_state.BYTES // 8)
+    lengths = [general, _WORDS, _GENERATOR, _GENERATOR, *[2] * len(layers)]
+    if len(states) != sum(lengths):
+        raise CheckpointError(
+            f"the checkpoint holds {len(states)} words of random states, this model needs {sum(lengths)}; restore into "
+            "the model that was saved."
+        )
+    python, eager, tensorflows, kerases, *own = np.split(states, np.cumsum(lengths)[:-1])
+    if tensorflows[0]:
+        tf.random.get_global_generator().state.assign(tensorflows[1:])
+    if kerases[0]:
+        _make_keras_generator().assign(kerases[1:3])
+    for state, numbers in zip(layers, own, strict=True):
+        state.assign(numbers)
+    # Last, since whoever made a generator above has drawn its seed from these.
+    version, *words = eager.tolist()
+    try:
+        context.context()._rng.setstate((version, tuple(words), None))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"the saved state of TensorFlow's seeds cannot be read: {error}") from error
+    random_state.restore(python.view(np.uint8)[: random_state.BYTES])
+    seeds.accept(layers)
+
+
+def _eager_seeds() -> States:
+    """What gives the eager ``tf.random`` operations their seeds: a ``random.Random`` in TensorFlow's context."""
+    context.ensure_initialized()
+    version, words, _ = context.context()._rng.getstate()
+    return np.array([version, *words], dtype=np.int64)
+
+
+def _global_generator() -> Any:
+    """The state of TensorFlow's global generator, where there is one; asking TensorFlow itself would make one."""
+    generator = stateful_random_ops.global_generator
+    return None if generator is None else generator.state
+
+
+def _keras_generator() -> Any:
+    """The state of what ``keras.random`` draws from without a seed, where there is one."""
+    if "keras" not in sys.modules:
+        return None
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if generator is None else generator.state
+
+
+def _make_keras_generator() -> Any:
+    from keras.src.random import seed_generator
+
+    return seed_generator.global_seed_generator().state
+
+
+def _padded(state: Any) -> States:
+    words = [] if state is None else [1, *np.asarray(state).astype(np.int64)[: _GENERATOR - 1].tolist()]
+    return np.array([*words, *[0] * (_GENERATOR - len(words))], dtype=np.int64)

@@ -1,0 +1,99 @@
+"""The learning rate's warmup for loops of one's own in TensorFlow; the inside of ``hvdkit.tensorflow.warmup``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import learning_rate
+from hvdkit.steps.topology import Topology
+from hvdkit.tensorflow.state import require_eager
+
+
+def get_rate(optimizer: Any) -> float:
+    """The learning rate that a Keras optimizer has now."""
+    return float(np.asarray(optimizer.learning_rate))
+
+
+def has_own_rate(optimizer: Any) -> bool:
+    """Whether a Keras optimizer's learning rate is a number that can be set, not a schedule of its own."""
+    return hasattr(optimizer.learning_rate, "assign")
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Set a Keras optimizer's learning rate.
+
+    Raises:
+        InvalidArgumentError: it follows a schedule of its own.
+    """
+    try:
+        optimizer.learning_rate = rate
+    except (TypeError, AttributeError):
+        raise InvalidArgumentError(
+            "the optimizer's learning rate follows a schedule of its own and cannot be set; make it with a number."
+        ) from None
+
+
+class Warmup:
+    """Multiplies the scaled learning rate by the warmup's multiplier, and then by that of ``after``.
+
+    It counts the optimizer's own steps; ``go_to`` puts the count where the data are.
+
+    Args:
+        optimizer: a Keras optimizer made with a number as its rate, the one scaled for ``world`` by ``rule``.
+        world, steps_per_epoch, epochs, rule, after: see ``hvdkit.tensorflow.warmup``.
+    Raises:
+        InvalidArgumentError: the optimizer's rate follows a schedule of its own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        world: Topology,
+        steps_per_epoch: int,
+        epochs: float,
+        rule: str,
+        after: Callable[[int], float] | None,
+    ) -> None:
+        self._optimizer, self._epochs, self._rule, self._after = optimizer, epochs, rule, after
+        self._set_size(world, steps_per_epoch)
+        self._scaled = get_rate(optimizer)
+        self._ahead = 0  # steps that the schedule is further than the optimizer has counted
+        self.step()
+
+    def _set_size(self, world: Topology, steps_per_epoch: int) -> None:
+        self._factor = learning_rate.scale_factor(world.size, self._rule)
+        self._length = learning_rate.warmup_steps(self._epochs, steps_per_epoch)
+
+    def _multiplier(self, step: int) -> float:
+        if self._after is not None and step >= self._length:
+            return self._after(step - self._length)
+        return learning_rate.warmup_multiplier(step, self._length, self._factor)
+
+    def _counted(self) -> int:
+        return int(np.asarray(self._optimizer.iterations))
+
+    def step(self) -> None:
+        """Set the rate for the next step; after a restored checkpoint the warmup goes on where it was."""
+        require_eager("warmup's step")
+        set_rate(self._optimizer, self._scaled * self._multiplier(self._counted() + self._ahead))
+
+    def follow(self, world: Topology, steps_per_epoch: int) -> None:
+        """Become the schedule of another number of ranks; ``go_to`` then sets the rate."""
+        before = self._factor
+        self._set_size(world, steps_per_epoch)
+        self._scaled *= self._factor / before
+
+    def go_to(self, steps: int) -> None:
+        """Set the rate to that after ``steps`` steps, whatever it is now and however many the optimizer has taken."""
+        self._ahead = steps - self._counted()
+        self.step()
+
+
+def require_warmup(schedule: Any) -> None:
+    """Raise InvalidArgumentError where ``schedule`` is neither from ``warmup`` nor None."""
+    if schedule is not None and not isinstance(schedule, Warmup):
+        raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")

@@ -1,0 +1,375 @@
+"""The eight steps for PyTorch, over ``horovod.torch``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.steps import device, step_times, topology
+from hvdkit.steps.epochs import steps_per_epoch
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.recording import TimelineSteps
+from hvdkit.steps.shards import Shard
+from hvdkit.steps.topology import Topology
+
+try:
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+except ImportError as error:
+    raise MissingFrameworkError(
+        "hvdkit.torch needs PyTorch, which cannot be imported; run `pip install torch`."
+    ) from error
+try:
+    import horovod.torch as hvd
+except ImportError as error:
+    raise MissingFrameworkError(
+        f"hvdkit.torch needs Horovod built for PyTorch {torch.__version__}, and importing it failed ({error}); run "
+        "`hvdkit install`, or `hvdkit doctor` for the reason."
+    ) from error
+if not hasattr(hvd, "init"):
+    raise MissingFrameworkError(
+        "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
+    )
+
+from hvdkit.torch import data, state
+from hvdkit.torch import optimizer as averaging
+from hvdkit.torch import schedule as rates
+from hvdkit.torch.agreement import CheckAgreement, check_agreement
+from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
+from hvdkit.torch.checkpoint import Checkpoints
+from hvdkit.torch.ddp import init_process_group
+from hvdkit.torch.elastic import ElasticState, run_elastic
+from hvdkit.torch.loss import weighted_loss
+from hvdkit.torch.profiler import profile
+from hvdkit.torch.seeds import seed_everything
+
+__all__ = [
+    "CheckAgreement",
+    "Checkpoints",
+    "ElasticState",
+    "Topology",
+    "average_metrics",
+    "average_statistics",
+    "broadcast_state",
+    "check_agreement",
+    "distribute",
+    "fit",
+    "init",
+    "init_process_group",
+    "join",
+    "pin_device",
+    "profile",
+    "record_steps",
+    "record_timeline",
+    "run_elastic",
+    "scale_lr",
+    "seed_everything",
+    "shard",
+    "steps_per_epoch",
+    "sync_batch_norm",
+    "warmup",
+    "weighted_loss",
+]
+
+_Batch = TypeVar("_Batch")
+
+
+# 1 ------------------------------------------------------------------------------------------------------------------
+
+
+def init() -> Topology:
+    """Start Horovod and say who this process is (step 1). Without a launcher: a job of one process.
+
+    Raises:
+        LauncherError: the launcher's environment is incomplete.
+        TopologyMismatchError: the launcher and Horovod disagree about rank or size.
+    """
+    return topology.start(hvd, os.environ)
+
+
+# 2 ------------------------------------------------------------------------------------------------------------------
+
+
+def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) -> torch.device:
+    """Give this process one GPU, or its share of the CPU cores (step 2).
+
+    Args:
+        world: the job; ``local_rank`` and ``local_size`` are used.
+        kind: "auto" (a GPU where PyTorch sees one), "gpu" or "cpu".
+        threads: compute threads on the CPU; default: OMP_NUM_THREADS, else the usable cores divided by the ranks here.
+    Returns:
+        The device, already current (``torch.cuda.set_device``).
+    Raises:
+        InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where PyTorch sees none.
+        LauncherError: more processes on this host than GPUs.
+    """
+    if kind not in ("auto", "gpu", "cpu"):
+        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
+    if threads is not None and threads < 1:
+        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "gpu" and visible == 0:
+        raise InvalidArgumentError(
+            "a GPU was asked for, but PyTorch sees none; use kind='cpu', or check CUDA_VISIBLE_DEVICES and "
+            "`hvdkit doctor`."
+        )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(device.cpu_threads_here(world.local_size))
+    if visible == 0 or kind == "cpu":
+        return torch.device("cpu")
+    pinned = torch.device("cuda", device.device_index(world.local_rank, visible))
+    torch.cuda.set_device(pinned)
+    return pinned
+
+
+# 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------
+
+
+def warmup(
+    optimizer: torch.optim.Optimizer,
+    world: Topology,
+    steps_per_epoch: int,
+    epochs: float = 5,
+    rule: str = "linear",
+    after: Callable[[int], float] | None = None,
+) -> rates.Warmup:
+    """Gradual warmup from the base learning rate to the scaled one (step 3); call ``.step()`` after every step.
+
+    Args:
+        optimizer: its learning rates are the scaled ones, from ``scale_lr`` with the same rule.
+        world: the job; only ``size`` is used.
+        steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
+        epochs: length of the warmup in epochs; 0 is none.
+        rule: the rule that scaled the rate: "linear", "sqrt" or "none".
+        after: multiplier by the number of steps since the end of the warmup, for a decay that follows it.
+    Raises:
+        InvalidArgumentError: a number out of range or an unknown rule.
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2.
+    """
+    return rates.Warmup(optimizer, world, steps_per_epoch, epochs, rule, after)
+
+
+# 4 ------------------------------------------------------------------------------------------------------------------
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    *,
+    op: str = "average",
+    compression: str = "none",
+    backward_passes_per_step: int = 1,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+    bucket_mb: float | None = None,
+) -> torch.optim.Optimizer:
+    """An optimizer whose ``step`` uses the mean of all ranks' gradients (step 4).
+
+    Gradients travel while ``loss.backward()`` still computes others. To clip, call ``optimizer.synchronize()``, clip,
+    and ``with optimizer.skip_synchronize(): optimizer.step()``.
+
+    Args:
+        optimizer: any ``torch.optim`` optimizer; what it has learned so far (its state) is kept.
+        model: names the gradients; must hold every parameter of the optimizer.
+        op, compression, backward_passes_per_step, gradient_predivide_factor: see ``GradientOptions``. As PyTorch
+            accumulates, the gradients of several passes are summed: divide the loss by their number for a mean.
+        groups: number of groups, or lists of parameters, that are reduced together.
+        sparse_as_dense: reduce sparse gradients as dense ones.
+        process_set: reduce only over these ranks (``horovod.torch.ProcessSet``); default: all.
+        bucket_mb: gradients become views of contiguous buckets of at least so many MB, each of which travels as one
+            tensor without Horovod's copies: faster where there are many small ones, 4 is a good size. After a step a
+            ``parameter.grad`` that was kept shows the next step's values. Not with op="adasum", which works tensor by
+            tensor, groups, or sparse gradients.
+    Raises:
+        InvalidArgumentError: bad options, an optimizer distributed twice, or parameters that are not in the model.
+    """
+    options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
+    return averaging.distributed(optimizer, model, options, groups, sparse_as_dense, process_set, bucket_mb)
+
+
+# 5 ------------------------------------------------------------------------------------------------------------------
+
+
+def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
+    """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
+
+    Args:
+        model: parameters and buffers are overwritten on all ranks but the root.
+        optimizer: its whole state (slots, step counters, learning rates) is overwritten too. An optimizer that has
+            not stepped has no state yet; unlike Horovod's own function this one does not take a step to make it, so
+            that the first step is the same as a single process's. After ``seed_everything`` PyTorch's generators move
+            from the stream that all ranks share to this rank's own.
+        root: rank to copy from.
+    Raises:
+        InvalidArgumentError: a root that is not a rank, or lazy parameters that have no shape yet.
+        AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
+    """
+    state.broadcast(model, optimizer, root)
+
+
+# 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------
+
+
+# 7 ------------------------------------------------------------------------------------------------------------------
+
+
+def shard(
+    dataset: torch.utils.data.Dataset[Any],
+    world: Topology,
+    batch_size: int,
+    *,
+    remainder: str = "drop",
+    shuffle: bool = True,
+    seed: int = 0,
+    **loader_options: Any,
+) -> Any:
+    """A ``DataLoader`` over this rank's part of the data set (step 7).
+
+    Args:
+        dataset: map-style, with a length, the same on every rank. Or an ``IterableDataset`` of unknown length that
+            yields this rank's own samples: every rank then takes the same number of steps, until the first rank cannot
+            fill a batch ("drop") or until no rank has a sample left ("exact"); seed and shuffle are its own affair.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+        remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
+            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+        seed: of the order, the same on every rank.
+        loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
+    Raises:
+        InvalidArgumentError: a data set without length, or bad numbers.
+    """
+    taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
+    if taken:
+        raise InvalidArgumentError(f"shard decides {', '.join(sorted(taken))} itself; leave it out of the options.")
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        return data.ShardedStream(dataset, batch_size, remainder, **loader_options)
+    if not hasattr(dataset, "__len__"):
+        raise InvalidArgumentError(f"shard needs a data set with a length, got {type(dataset).__name__}.")
+    share = Shard(len(dataset), world, batch_size, remainder, shuffle, seed)
+    return data.ShardedLoader(dataset, share, **loader_options)
+
+
+# 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
+
+
+def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, float]:
+    """The mean of each metric over all ranks, the same on every rank.
+
+    Args:
+        metrics: by name, a number (every rank counts the same) or a pair (sum, count), which gives sum of sums / sum
+            of counts: exact whatever each rank saw. The same names on every rank.
+        world: the job.
+    Raises:
+        InvalidArgumentError: a value that is neither, or a total count of 0.
+        AgreementError: the ranks give different names; raised on every rank.
+    """
+    return state.average(metrics, world)
+
+
+def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world: Topology) -> int:
+    """Wait, after this rank's last step, for ranks that still train; then all hold the state of the last one.
+
+    While this rank waits, it adds zeros to the others' gradients, and Horovod still divides by all ranks, so that
+    their steps become smaller. To train exactly on data of unknown length, ``shard`` an iterable data set instead.
+    Only gradients may be exchanged while a rank waits: no ``average_metrics`` or ``check_agreement`` in the loop.
+
+    Args:
+        model, optimizer: as for ``broadcast_state``.
+        world: the job.
+    Returns:
+        The rank that ended last, whose state all have now.
+    """
+    last = int(hvd.join()) if world.size > 1 else 0
+    broadcast_state(model, optimizer, root=last)
+    return last
+
+
+def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
+    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
+
+    The time in the loader is recorded apart from that of the step, and in it when the gradients were there and the
+    wait for other ranks began (the first ``step()`` of an optimizer). Does nothing, and returns ``batches`` themselves,
+    unless HVDKIT_STEP_TIMES names a directory to write to. On a GPU, times are those of the host.
+
+    Args:
+        batches: any iterable, such as the loader of ``shard``.
+    """
+    return step_times.record_steps(batches, _mark_optimizer_steps)
+
+
+def _mark_optimizer_steps(recorder: step_times.Recorder) -> None:
+    register_optimizer_step_pre_hook(lambda *_: recorder.ready())
+
+
+def record_timeline(
+    path: str | os.PathLike[str], steps: range | None = None, *, mark_cycles: bool = False
+) -> TimelineSteps:
+    """Record Horovod's timeline of some training steps: ``with record_timeline(...) as recording``, around the loop.
+
+    Call ``recording.step()`` on every rank after each step. Horovod must run with HOROVOD_TIMELINE=DYNAMIC
+    (``hvdkit launch --env HOROVOD_TIMELINE=DYNAMIC``). For the arguments and errors see ``TimelineSteps``.
+    """
+    return TimelineSteps(hvd, path, steps, mark_cycles)
+
+
+def fit(
+    model: torch.nn.Module,
+    make_optimizer: Callable[[Iterator[torch.nn.Parameter], float], torch.optim.Optimizer],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    train_set: torch.utils.data.Dataset[Any],
+    *,
+    epochs: int,
+    batch_size: int,
+    base_lr: float,
+    warmup_epochs: float = 0,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    remainder: str = "drop",
+    kind: str = "auto",
+    seed: int = 0,
+) -> list[dict[str, float]]:
+    """The eight steps in one call: train ``model`` on all ranks; returns the mean loss of each epoch.
+
+    Args:
+        make_optimizer: from parameters and the scaled learning rate, for example ``torch.optim.SGD``.
+        loss: mean loss of a batch, from (output, target); with remainder="exact" one for ``weighted_loss``.
+        train_set: map-style, gives (x, y).
+        epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
+        checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
+            checkpoint already; the history then begins with the epoch after it.
+        remainder, kind, seed: see ``shard`` and ``pin_device``.
+    Raises:
+        InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
+    """
+    world = init()  # 1
+    model.to(target := pin_device(world, kind)).train()  # 2
+    optimizer = distribute(make_optimizer(model.parameters(), scale_lr(base_lr, world)), model)  # 3, 4
+    broadcast_state(model, optimizer)  # 5
+    checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir is not None else None  # 6
+    loader = shard(train_set, world, batch_size, remainder=remainder, seed=seed)  # 7
+    steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
+    loss_of = weighted_loss(loss) if remainder == "exact" else loss
+    schedule = warmup(optimizer, world, steps, warmup_epochs)
+    if checkpoints is not None:
+        checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
+    history = []
+    for epoch in range(loader.epoch, epochs):
+        total = 0.0
+        for x, y, *weights in record_steps(loader):
+            optimizer.zero_grad()
+            batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
+            batch_loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            total += batch_loss.item()
+        history.append(average_metrics({"loss": total / steps}, world))
+        if checkpoints is not None:
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
+    return history

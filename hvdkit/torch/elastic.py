@@ -1,0 +1,110 @@
+"""Trainings that go on when ranks come and go, with Horovod Elastic; the inside of ``hvdkit.torch``'s elastic part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import horovod.torch as hvd
+import torch
+from horovod.common.elastic import State
+from horovod.torch import elastic
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.elastic import ElasticBase
+from hvdkit.torch.checkpoint import require_loader
+from hvdkit.torch.schedule import Warmup
+from hvdkit.torch.state import HostCopies, broadcast_optimizer, broadcast_tensors, model_tensors
+
+Result = TypeVar("Result")
+
+
+class ElasticState(ElasticBase, State):  # type: ignore[misc]
+    """What an elastic training is: it is committed, put back to the last commit, and given to ranks that join.
+
+    After ranks have come or gone, ``world`` is the new one, the loader goes on at the committed sample with new shards,
+    and schedule and learning rates are those of the new number of ranks.
+
+    Args:
+        model, optimizer: distributed as ever; broadcasting before is not necessary.
+        loader: from ``shard``.
+        schedule: from ``warmup``, or None.
+        rule: "linear", "sqrt" or "none": how the optimizer's learning rates follow the number of ranks.
+        values: numbers and the like that belong to the state, kept as attributes: ``step=0``.
+    Raises:
+        InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown rule.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loader: Any,
+        schedule: Any = None,
+        rule: str = "linear",
+        **values: Any,
+    ) -> None:
+        if schedule is not None and not isinstance(schedule, Warmup):
+            raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")
+        self.model, self.optimizer = model, optimizer
+        self._copies = HostCopies()
+        self._begin(hvd, require_loader(loader), schedule, rule, values)
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+
+    def commit(self) -> None:
+        """Keep the present state in the host's memory, and let ranks join that are waiting.
+
+        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
+        """
+        super().commit()
+
+    def _copy(self) -> Any:
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return self._copies.of("", states)
+
+    def _put_back(self, copied: Any) -> None:
+        self.model.load_state_dict(copied["model"])
+        # An optimizer keeps the tensors that it is given, and would train the committed ones.
+        self.optimizer.load_state_dict(HostCopies().of("", copied["optimizer"]))
+
+    def _gather_commits(self, own: int) -> list[int]:
+        commits: list[int] = hvd.allgather(torch.tensor([own]), name="hvdkit.elastic.commits").tolist()
+        return commits
+
+    def _broadcast(self, root: int) -> None:
+        broadcast_tensors(model_tensors(self.model).values(), root)
+        broadcast_optimizer(self.optimizer, root)
+
+    def _scale_rates(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+
+def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
+    """Run ``train(state)`` to its end, again from the last commit whenever ranks are lost or join.
+
+    ``train`` goes on where ``state.loader`` is and commits now and then::
+
+        def train(state):
+            for epoch in range(state.loader.epoch, epochs):
+                for x, y in state.loader:
+                    ...
+                    state.schedule.step()
+                    state.commit()
+
+    Start it with ``hvdkit launch --min-np 1 --max-np 4 --host-discovery-script hosts.sh -n 2 -- python train.py``.
+    Without an elastic launch it runs once.
+
+    Args:
+        train: returns when the training is complete; called on all ranks.
+        state: made after ``init``, ``distribute``, ``shard`` and ``warmup``.
+    Returns:
+        What ``train`` returned.
+    """
+    if os.environ.get("HOROVOD_ELASTIC") != "1":
+        state.sync()
+        return train(state)
+    result: Result = elastic.run(train)(state)
+    return result

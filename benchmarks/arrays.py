@@ -101,7 +101,7 @@ def measure(sizes, rounds):
 
 
 def report(world, library, found):
-    from hvdkit.bench import intervals
+    from hvdkit.common import intervals
 
     rng = np.random.default_rng(1)
     names = next(iter(found.values()))

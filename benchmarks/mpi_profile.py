@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import hvdkit.torch as hk
-from hvdkit.bench import intervals
+from hvdkit.common import intervals
 
 
 def main():

@@ -21,12 +21,12 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.emulate import results
-from hvdkit.emulate.plan import Collective, Plan
-from hvdkit.predict import model
-from hvdkit.predict.overlap import Fusion, gradients
-from hvdkit.predict.prediction import Workload, predict
-from hvdkit.predict.stragglers import measured
+from hvdkit.measure.emulate import results
+from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.predict import model
+from hvdkit.measure.predict.overlap import Fusion, gradients
+from hvdkit.measure.predict.prediction import Workload, predict
+from hvdkit.measure.predict.stragglers import measured
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "tests" / "data" / "predict" / "published.toml"

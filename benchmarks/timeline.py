@@ -1,4 +1,4 @@
-"""How fast ``hvdkit.timeline.summarize`` reads a large file, in seconds and memory, next to ``json.load``.
+"""How fast ``hvdkit.read.timeline.summarize`` reads a large file, in seconds and memory, next to ``json.load``.
 
     python benchmarks/timeline.py [--megabytes 1000] [--json-megabytes 200]
 

@@ -10,25 +10,31 @@ from typing import Any
 import click
 
 import hvdkit
-from hvdkit.commands import group_of
+from hvdkit.common.commands import group_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = {
-    "install": ("hvdkit.install.cli:install", "Build Horovod for the frameworks found here and install it."),
-    "doctor": ("hvdkit.doctor.cli:doctor", "Say what is installed, what does not fit together and how to fix it."),
-    "check": ("hvdkit.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
-    "preflight": ("hvdkit.preflight.cli:preflight", "Inside a job, say whether all its ranks can train together."),
-    "launch": ("hvdkit.launch.cli:launch", "Start a training script on N processes."),
-    "timeline": ("hvdkit.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
-    "job": ("hvdkit.job.cli:job", "Write a batch script that starts one on several hosts."),
-    "tune": ("hvdkit.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
-    "bench": ("hvdkit.bench.cli:bench", "Measure how a training scales with the number of ranks."),
-    "emulate": ("hvdkit.emulate.cli:emulate", "Replay a model's collectives without the model, and time them."),
-    "predict": ("hvdkit.predict.cli:predict", "Say what a step will take on more ranks than there are."),
-    "plan": ("hvdkit.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
-    "memory": ("hvdkit.memory.cli:memory", "Say what a training needs in memory, term by term."),
-    "mpi-profile": ("hvdkit.mpi_profile.cli:mpi_profile", "Read what MPI did: calls, bytes and time by routine."),
-    "trace": ("hvdkit.trace.cli:trace", "Read PyTorch profiler traces: operators, communication, overlap."),
+    "install": ("hvdkit.prepare.install.cli:install", "Build Horovod for the frameworks found here and install it."),
+    "doctor": (
+        "hvdkit.prepare.doctor.cli:doctor",
+        "Say what is installed, what does not fit and how to fix it.",
+    ),
+    "check": ("hvdkit.prepare.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
+    "preflight": (
+        "hvdkit.prepare.preflight.cli:preflight",
+        "Inside a job, say whether its ranks can train together.",
+    ),
+    "launch": ("hvdkit.run.launch.cli:launch", "Start a training script on N processes."),
+    "timeline": ("hvdkit.read.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
+    "job": ("hvdkit.run.job.cli:job", "Write a batch script that starts one on several hosts."),
+    "tune": ("hvdkit.run.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
+    "bench": ("hvdkit.measure.bench.cli:bench", "Measure how a training scales with the number of ranks."),
+    "emulate": ("hvdkit.measure.emulate.cli:emulate", "Replay a model's collectives without the model, and time them."),
+    "predict": ("hvdkit.measure.predict.cli:predict", "Say what a step will take on more ranks than there are."),
+    "plan": ("hvdkit.measure.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
+    "memory": ("hvdkit.measure.memory.cli:memory", "Say what a training needs in memory, term by term."),
+    "mpi-profile": ("hvdkit.read.mpi_profile.cli:mpi_profile", "Read what MPI did: calls, bytes and time by routine."),
+    "trace": ("hvdkit.read.trace.cli:trace", "Read PyTorch profiler traces: operators, communication, overlap."),
 }
 
 

@@ -1,6 +1,6 @@
 """Where a process stands when the job no longer moves: shown to ``hvdkit launch --stall-timeout``, or ended by itself.
 
-Also run by path in Pythons that have no hvdkit (``hvdkit.launch.stacks``): nothing but the standard library is imported
+Also run by path in Pythons that have no hvdkit (``run/launch/stacks``): nothing but the standard library is imported
 at import time.
 """
 

@@ -5,10 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from hvdkit.emulate import engines, engines_mpi, worker
-from hvdkit.emulate.plan import Collective, Plan
-from hvdkit.emulate.run_job import Job
-from hvdkit.emulate.worker_replay import Replay
+from hvdkit.measure.emulate import engines, engines_mpi, worker
+from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.worker_replay import Replay
 
 SIZES = (1, 3, 650, 200_001)
 """Elements: fewer than there are ranks, and more than divide evenly."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.bench.scaling import Jobs
+from hvdkit.measure.bench.scaling import Jobs
 from hvdkit.synthetic import benchmark
 
 pytestmark = pytest.mark.parallel

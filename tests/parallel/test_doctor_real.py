@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvdkit.doctor.children import Children
+from hvdkit.prepare.doctor.children import Children
 
 pytest.importorskip("horovod.torch", reason="needs Horovod built for PyTorch (`hvdkit install`)")
 pytestmark = pytest.mark.parallel
@@ -86,7 +86,7 @@ def test_inside_a_job_a_probe_is_still_a_single_process() -> None:
     if mpirun is None:
         pytest.skip("no mpirun")
     program = (
-        "import os, sys; from hvdkit.doctor.children import Children; "
+        "import os, sys; from hvdkit.prepare.doctor.children import Children; "
         "print(Children(sys.executable, os.environ, 120).run(['torch.run.MPI'])['torch.run.MPI'].failure)"
     )
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

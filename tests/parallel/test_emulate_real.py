@@ -13,9 +13,9 @@ from pathlib import Path
 import namespaces
 import pytest
 
-from hvdkit.emulate import results, run_job, run_join
-from hvdkit.emulate.plan import Collective, Plan
-from hvdkit.emulate.run_job import Job
+from hvdkit.measure.emulate import results, run_job, run_join
+from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.run_job import Job
 
 pytestmark = pytest.mark.parallel
 
@@ -133,7 +133,7 @@ def test_the_tutorial_s_list_over_the_ring(tmp_path, environment):
 @needs_mpi
 def test_a_wrong_element_ends_the_job_and_is_named(tmp_path, environment):
     code = (
-        "import sys\nfrom hvdkit import cli\nfrom hvdkit.emulate import run\n"
+        "import sys\nfrom hvdkit import cli\nfrom hvdkit.measure.emulate import run\n"
         f"run.WORKER = (sys.executable, {str(HERE / 'programs_emulate.py')!r})\ncli.main(sys.argv[1:])\n"
     )
     words = argv("--engine", "mpi", "--sizes", "400,800", "--order", "replay", "--warmup-trials", "1", n=2)[3:]
@@ -200,7 +200,7 @@ def test_clocks_that_are_hours_apart_are_compared(ranks_command, tmp_path):
     job = Job(tmp_path, Plan((Collective("a", 1000),), trials=5), 2, "mpi", apart=True)
     run_job.write(job)
     start, environment = ranks_command(2, "mpi")
-    worker = [sys.executable, "-m", "hvdkit.emulate.worker", str(tmp_path)]
+    worker = [sys.executable, "-m", "hvdkit.measure.emulate.worker", str(tmp_path)]
     alone = ["-n", "1"]
     done = run([start[0], *start[3:], *alone, *worker, ":", *alone, *away, *worker], tmp_path, environment)
     assert done.returncode == 0, done.stderr

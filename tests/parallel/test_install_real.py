@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import HvdkitError
-from hvdkit.install.cache import Cache
-from hvdkit.install.here import cache_directory, gather_facts
-from hvdkit.install.plan import Plan, make_plan
-from hvdkit.install.requirements import Options
+from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.here import cache_directory, gather_facts
+from hvdkit.prepare.install.plan import Plan, make_plan
+from hvdkit.prepare.install.requirements import Options
 
 pytestmark = pytest.mark.parallel
 
@@ -120,7 +120,7 @@ def test_a_wheel_built_elsewhere_is_installed_from_the_cache_and_works(environme
         )
         environ = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         assert str(environment.site) in environment.run("-c", code, **environ)
-    code = "from hvdkit.install.record import read_record; print(read_record().key)"
+    code = "from hvdkit.prepare.install.record import read_record; print(read_record().key)"
     assert environment.run("-c", code).strip() == plan.key
     assert "already installed" in environment.install()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.mpi_profile import measures, reading, traffic
+from hvdkit.read.mpi_profile import measures, reading, traffic
 
 pytestmark = pytest.mark.parallel
 

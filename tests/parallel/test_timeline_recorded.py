@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from hvdkit.timeline import CycleMark, read, summarize
+from hvdkit.read.timeline import CycleMark, read, summarize
 
 pytestmark = pytest.mark.parallel
 

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from hvdkit.timeline import read
-from hvdkit.timeline.merging import merge
-from hvdkit.timeline.profiler import read_trace
+from hvdkit.read.timeline import read
+from hvdkit.read.timeline.merging import merge
+from hvdkit.read.timeline.profiler import read_trace
 
 pytestmark = pytest.mark.parallel
 PROGRAM = "programs_timeline_steps.py"

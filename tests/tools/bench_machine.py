@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from timeline_files import metadata, write
 
-import hvdkit.bench
+import hvdkit.measure.bench
 from hvdkit import cli
-from hvdkit.launch import facts
-from hvdkit.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.launch import facts
+from hvdkit.run.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.trials.jobs import Job, Launch
 from hvdkit.steps.step_times import VARIABLE
-from hvdkit.tune.jobs import Job, Launch
 
-SCHEMA = json.loads((Path(hvdkit.bench.__file__).parent / "schema.json").read_text())
+SCHEMA = json.loads((Path(hvdkit.measure.bench.__file__).parent / "schema.json").read_text())
 
 
 class Machine:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hvdkit.emulate import plan
-from hvdkit.emulate.results import Results, Sample
+from hvdkit.measure.emulate import plan
+from hvdkit.measure.emulate.results import Results, Sample
 
 ENVIRONMENT = {"hvdkit": "1", "python": "3.11", "packages": {"mpi4py": "4"}, "cores": 4}
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from hvdkit.emulate.plan import Collective, Plan
-from hvdkit.emulate.results import Results, Sample
-from hvdkit.predict import formulas
+from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.predict import formulas
 
 SIZES = tuple(2**power for power in range(16, 25))
 ALPHA, BETA, OVERHEAD = 40e-6, 8e-9, 150e-6

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from hvdkit import cli
-from hvdkit.bench import intervals, results
-from hvdkit.bench.results import Measured, Results
-from hvdkit.bench.subject import Asked, Subject
+from hvdkit.common import intervals
+from hvdkit.measure.bench import results
+from hvdkit.measure.bench.results import Measured, Results
+from hvdkit.measure.bench.subject import Asked, Subject
 
 ENVIRONMENT = {"hvdkit": "1", "python": "3.11", "system": "Linux", "packages": {}, "cores": 4, "commit": None}
 

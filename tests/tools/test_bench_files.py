@@ -7,7 +7,7 @@ import pytest
 from bench_machine import Machine, fitting, run_bench, saved, use
 
 from hvdkit import cli
-from hvdkit.bench import schema_check
+from hvdkit.measure.bench import schema_check
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 """Clears a terminal and names its window."""

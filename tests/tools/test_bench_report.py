@@ -14,10 +14,10 @@ import pytest
 from bench_machine import Machine, run_bench, saved, use
 
 from hvdkit import cli
-from hvdkit.bench import figures, plots
-from hvdkit.bench.analysis import analyse
-from hvdkit.bench.results import read
-from hvdkit.timeline.drawing import Line, Rect, Text
+from hvdkit.common.drawing import Line, Rect, Text
+from hvdkit.measure.bench import figures, plots
+from hvdkit.measure.bench.analysis import analyse
+from hvdkit.measure.bench.results import read
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"

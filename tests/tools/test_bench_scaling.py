@@ -12,11 +12,11 @@ from bench_machine import Machine, fitting, saved, use
 from bench_machine import run_bench as bench
 
 from hvdkit import cli
-from hvdkit.bench import results, tables
-from hvdkit.bench.intervals import Estimate
-from hvdkit.bench.scaling import order
-from hvdkit.bench.subject import Asked, commit
-from hvdkit.tune.jobs import Job
+from hvdkit.common.intervals import Estimate
+from hvdkit.measure.bench import results, tables
+from hvdkit.measure.bench.scaling import order
+from hvdkit.measure.bench.subject import Asked, commit
+from hvdkit.run.trials.jobs import Job
 
 SERIAL = 0.1
 

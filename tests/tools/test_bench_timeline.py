@@ -9,8 +9,8 @@ import pytest
 from bench_machine import Machine, fitting, run_bench, saved, use
 
 from hvdkit import cli
-from hvdkit.bench import accounting
 from hvdkit.errors import DataError
+from hvdkit.measure.bench import accounting
 from hvdkit.steps.step_times import RankTimes, Step
 
 STEP = 0.010

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.check.rules import RULES
-from hvdkit.check.steps import STEPS
+from hvdkit.prepare.check.rules import RULES
+from hvdkit.prepare.check.steps import STEPS
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data" / "check"
@@ -18,7 +18,7 @@ BAD = str(DATA / "defective" / "collective_hvdkit.py")
 
 @pytest.fixture(autouse=True)
 def command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "check", ("hvdkit.check.cli:check", "Check a script."))
+    monkeypatch.setitem(cli.COMMANDS, "check", ("hvdkit.prepare.check.cli:check", "Check a script."))
 
 
 def as_json(capsys: pytest.CaptureFixture[str]) -> dict:

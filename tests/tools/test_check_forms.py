@@ -5,8 +5,8 @@ from textwrap import dedent, indent
 
 import pytest
 
-from hvdkit.check.report import check_script
-from hvdkit.check.source import Script
+from hvdkit.prepare.check.report import check_script
+from hvdkit.prepare.check.source import Script
 
 SCRIPT = """
 import os

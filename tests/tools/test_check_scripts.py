@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.check.report import Checked, check_script
-from hvdkit.check.rules import RULES
-from hvdkit.check.source import Script, read_script
+from hvdkit.prepare.check.report import Checked, check_script
+from hvdkit.prepare.check.rules import RULES
+from hvdkit.prepare.check.source import Script, read_script
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data" / "check"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.check.report import Checked, check_script
-from hvdkit.check.source import Script, read_script
-from hvdkit.check.verdict import Verdict
+from hvdkit.prepare.check.report import Checked, check_script
+from hvdkit.prepare.check.source import Script, read_script
+from hvdkit.prepare.check.verdict import Verdict
 
 CORRECT = Path(__file__).parents[1] / "data" / "check" / "correct"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
-from hvdkit import cli, commands
+from hvdkit import cli
+from hvdkit.common import commands
 
 JOB = ["--", "true"]
 LIMITS = [

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hvdkit.doctor.checks import CHECKS, examine
-from hvdkit.doctor.facts import (
+from hvdkit.prepare.doctor.checks import CHECKS, examine
+from hvdkit.prepare.doctor.facts import (
     Build,
     Devices,
     Extension,
@@ -19,8 +19,8 @@ from hvdkit.doctor.facts import (
     MpiLibrary,
     Package,
 )
-from hvdkit.doctor.finding import LEVELS, Finding
-from hvdkit.doctor.mpi_names import identify, same_family
+from hvdkit.prepare.doctor.finding import LEVELS, Finding
+from hvdkit.prepare.doctor.mpi_names import identify, same_family
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 MPICH = MpiLibrary("/usr/lib/libmpich.so.12", "MPICH", "4.2.0")

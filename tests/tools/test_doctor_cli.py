@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.doctor.facts import Extension, Facts, Failure, Host, MpiLauncher, MpiLibrary, Package
-from hvdkit.doctor.report import components
+from hvdkit.prepare.doctor.facts import Extension, Facts, Failure, Host, MpiLauncher, MpiLibrary, Package
+from hvdkit.prepare.doctor.report import components
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 TORCH = Package("torch", True, "/env/torch", "torch", "2.13.0+cpu", "2.13.0+cpu")
@@ -46,7 +46,7 @@ BROKEN = replace(
 def facts(monkeypatch: pytest.MonkeyPatch) -> list[Facts]:
     """Put the facts in here that the doctor shall find."""
     found: list[Facts] = []
-    monkeypatch.setattr("hvdkit.doctor.cli.gather", lambda seconds: found[0])
+    monkeypatch.setattr("hvdkit.prepare.doctor.cli.gather", lambda seconds: found[0])
     return found
 
 
@@ -129,7 +129,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_loads_no_framework(tmp_path: Path) -> None:
     """Importing the doctor must not import what it is there to doubt."""
     program = (
-        "import sys, hvdkit.doctor.cli; print(*{'torch', 'tensorflow', 'horovod', 'mpi4py', 'numpy'} & {*sys.modules})"
+        "import sys, hvdkit.prepare.doctor.cli\n"
+        "print(*{'torch', 'tensorflow', 'horovod', 'mpi4py', 'numpy'} & {*sys.modules})"
     )
     paths = [str(Path(cli.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.doctor import host
-from hvdkit.doctor.facts import Host
+from hvdkit.prepare.doctor import host
+from hvdkit.prepare.doctor.facts import Host
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.doctor.checks import examine
-from hvdkit.doctor.children import Children, without_host_name
-from hvdkit.doctor.facts import Facts
-from hvdkit.doctor.finding import Finding
-from hvdkit.doctor.probe import gather
 from hvdkit.errors import HvdkitError
-from hvdkit.install.record import SCHEMA, BuildRecord, MpiRecord
+from hvdkit.prepare.doctor.checks import examine
+from hvdkit.prepare.doctor.children import Children, without_host_name
+from hvdkit.prepare.doctor.facts import Facts
+from hvdkit.prepare.doctor.finding import Finding
+from hvdkit.prepare.doctor.probe import gather
+from hvdkit.prepare.install.record import SCHEMA, BuildRecord, MpiRecord
 
 HOROVOD_TORCH = """
 import os

@@ -9,11 +9,11 @@ import pytest
 from emulate_results import ENVIRONMENT, made, results, sample
 
 from hvdkit import cli
-from hvdkit.bench import intervals
-from hvdkit.emulate import analysis, plan, spread
-from hvdkit.emulate import results as files
-from hvdkit.emulate.analysis import analyse, bus_factor
+from hvdkit.common import intervals
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.measure.emulate import analysis, plan, spread
+from hvdkit.measure.emulate import results as files
+from hvdkit.measure.emulate.analysis import analyse, bus_factor
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from hvdkit import InvalidArgumentError
-from hvdkit.emulate import clock, worker
-from hvdkit.emulate.check import EXACT, Values, split, storage
-from hvdkit.emulate.plan import DTYPES, Collective, Plan
-from hvdkit.emulate.run_job import Delay, Job, read, write
-from hvdkit.emulate.run_join import join
-from hvdkit.emulate.worker_files import Writer, head_of
-from hvdkit.emulate.worker_replay import Replay, WrongResultError
+from hvdkit.measure.emulate import clock, worker
+from hvdkit.measure.emulate.check import EXACT, Values, split, storage
+from hvdkit.measure.emulate.plan import DTYPES, Collective, Plan
+from hvdkit.measure.emulate.run_job import Delay, Job, read, write
+from hvdkit.measure.emulate.run_join import join
+from hvdkit.measure.emulate.worker_files import Writer, head_of
+from hvdkit.measure.emulate.worker_replay import Replay, WrongResultError
 
 
 def as_numbers(array, dtype):
@@ -256,7 +256,7 @@ def test_sizes_beyond_memory_are_a_mistake_in_one_sentence(monkeypatch, where):
 
     engine = Alone()
     if where == "values":
-        monkeypatch.setattr("hvdkit.emulate.worker_replay.Values", fail)
+        monkeypatch.setattr("hvdkit.measure.emulate.worker_replay.Values", fail)
     else:
         engine.operation = fail
     with pytest.raises(InvalidArgumentError, match=r"Rank 0 has no memory for the 48 bytes of a step \(Unable"):
@@ -269,7 +269,7 @@ def test_without_a_check_it_is_not_seen():
 
 def test_a_straggler_and_random_delays_come_before_the_arrival(monkeypatch):
     slept = []
-    monkeypatch.setattr("hvdkit.emulate.worker_replay.time.sleep", slept.append)
+    monkeypatch.setattr("hvdkit.measure.emulate.worker_replay.time.sleep", slept.append)
     replay(Alone(), stragglers={0: 0.05, 3: 9.0})
     assert slept == [0.05] * 4
     slept.clear()

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import hvdkit.emulate
+import hvdkit.measure.emulate
 from hvdkit import cli
-from hvdkit.emulate import run_job
-from hvdkit.emulate.worker_files import Writer
-from hvdkit.launch import facts
-from hvdkit.launch.model import Facts, Horovod, Mpi
-from hvdkit.tune.jobs import Job, Launch
+from hvdkit.measure.emulate import run_job
+from hvdkit.measure.emulate.worker_files import Writer
+from hvdkit.run.launch import facts
+from hvdkit.run.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.trials.jobs import Job, Launch
 
-SCHEMA = json.loads((Path(hvdkit.emulate.__file__).parent / "schema.json").read_text())
+SCHEMA = json.loads((Path(hvdkit.measure.emulate.__file__).parent / "schema.json").read_text())
 LIST = "803840,131584,33024,2600"
 
 
@@ -154,7 +154,7 @@ def test_what_the_ranks_are_told(ranks):
     assert job.delay == run_job.Delay(0.02, 1, 0.25)
     assert (launch.n, timeout_s) == (4, 60)
     assert list(launch.options) == ["--threads", "2", "--env", "A=b"]
-    assert launch.command[1:3] == ("-m", "hvdkit.emulate.worker")
+    assert launch.command[1:3] == ("-m", "hvdkit.measure.emulate.worker")
 
 
 def test_horovod_s_settings(ranks):

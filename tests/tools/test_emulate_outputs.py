@@ -17,10 +17,10 @@ from emulate_results import made, results, sample
 from rich.console import Console
 
 from hvdkit import cli
-from hvdkit.emulate import outputs, plan, tables
-from hvdkit.emulate import results as files
-from hvdkit.emulate.analysis import analyse
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.emulate import outputs, plan, tables
+from hvdkit.measure.emulate import results as files
+from hvdkit.measure.emulate.analysis import analyse
 
 TUTORIAL = {2600: 0.02, 33024: 0.021, 131584: 0.023, 803840: 0.03}
 HOSTILE = "<script>alert(1)</script>[red]|\x1b[31m\u202e"
@@ -250,7 +250,7 @@ def test_what_came_from_a_file_is_text_on_the_page(page):
 
 def test_an_old_report_stays_when_the_new_one_fails(monkeypatch, matplotlib):
     pytest.importorskip("jinja2")
-    from hvdkit.emulate import report
+    from hvdkit.measure.emulate import report
 
     def fail(*_):
         raise InvalidArgumentError("no")

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from hvdkit import DataError, cli
-from hvdkit.emulate import results, run_join
-from hvdkit.emulate.clock import Reading
-from hvdkit.emulate.plan import Collective, Plan
-from hvdkit.emulate.results import Results, Sample
-from hvdkit.emulate.worker_files import Writer, file_of, head_of, read
+from hvdkit.measure.emulate import results, run_join
+from hvdkit.measure.emulate.clock import Reading
+from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.worker_files import Writer, file_of, head_of, read
 
 PLAN = Plan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
 ASKED = {"engine": "mpi", "collective": "allreduce", "algorithm": "ring", "ranks": 2, "hosts": 1, "check": True}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdkit.emulate import ring
-from hvdkit.emulate.check import split
+from hvdkit.measure.emulate import ring
+from hvdkit.measure.emulate.check import split
 
 TIMEOUT_S = 20
 

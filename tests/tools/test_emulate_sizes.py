@@ -9,10 +9,10 @@ from timeline_files import ATPESC, allreduce, metadata
 from timeline_files import write as write_timeline
 
 from hvdkit import cli
-from hvdkit.emulate import model_process
-from hvdkit.emulate import plan as plans
-from hvdkit.emulate.plan import Collective, Plan
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.measure.emulate import model_process
+from hvdkit.measure.emulate import plan as plans
+from hvdkit.measure.emulate.plan import Collective, Plan
 
 TUTORIAL = [803840, 131584, 33024, 2600]
 CLASSIFIER = """
@@ -368,7 +368,7 @@ def test_the_shape_of_an_input_reaches_the_process_of_the_model(capsys, monkeypa
         asked.append(question)
         return {"framework": "torch", "order": "as told", "gradients": [{"name": "w", "elements": 3, "dtype": "int8"}]}
 
-    monkeypatch.setattr("hvdkit.emulate.model_sizes.ask", ask)
+    monkeypatch.setattr("hvdkit.measure.emulate.model_sizes.ask", ask)
     words = ["--input-shape", "2,784", "--per", "layer", "--framework", "torch"]
     plan = sizes(capsys, "--model", "nets.py:Classifier", *words)
     assert plan.collectives == (Collective("w", 3, "int8"),)

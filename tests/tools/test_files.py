@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from hvdkit.common.files import replacing
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.files import replacing
 
 
 def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path):

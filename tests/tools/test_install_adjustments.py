@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InstallError
-from hvdkit.install.adjust import apply, describe
-from hvdkit.install.adjustments import ADJUSTMENTS, ALWAYS, Adjustment, Target, applying, digest
+from hvdkit.prepare.install.adjust import apply, describe
+from hvdkit.prepare.install.adjustments import ADJUSTMENTS, ALWAYS, Adjustment, Target, applying, digest
 
 BOTH = Target(frozenset({"torch", "tensorflow"}), "none")
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InstallError
-from hvdkit.install import here
-from hvdkit.install.cache import LOGS_KEPT, Cache, sha256
+from hvdkit.prepare.install import here
+from hvdkit.prepare.install.cache import LOGS_KEPT, Cache, sha256
 
 KEY = "a" * 64
 HOLDER = """
 import sys, time
 from pathlib import Path
-from hvdkit.install.cache import Cache
+from hvdkit.prepare.install.cache import Cache
 with Cache(Path(sys.argv[1])).locked("key", print):
     print("held", flush=True)
     sys.stdin.read()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.install.adjustments import ADJUSTMENTS
+from hvdkit.prepare.install.adjustments import ADJUSTMENTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +58,7 @@ def test_a_compiler_that_cxx_names_and_that_is_not_there(home: Path) -> None:
 
 def test_a_framework_that_is_not_installed(home: Path) -> None:
     code = (
-        "import sys; from hvdkit.install import here; here.find_frameworks = lambda: ();"
+        "import sys; from hvdkit.prepare.install import here; here.find_frameworks = lambda: ();"
         "from hvdkit.cli import run; sys.exit(run(['install']))"
     )
     done = subprocess.run(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.install import find_gpu, find_mpi, find_toolchain
-from hvdkit.install.find_frameworks import find_tensorflow, find_torch
+from hvdkit.prepare.install import find_gpu, find_mpi, find_toolchain
+from hvdkit.prepare.install.find_frameworks import find_tensorflow, find_torch
 
 
 def program(path: Path, script: str) -> Path:

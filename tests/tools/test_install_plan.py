@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdkit.errors import InstallError, InvalidArgumentError
-from hvdkit.install.facts import (
+from hvdkit.prepare.install.facts import (
     CompilerFacts,
     CudaFacts,
     Facts,
@@ -20,8 +20,8 @@ from hvdkit.install.facts import (
     PythonFacts,
     SystemFacts,
 )
-from hvdkit.install.plan import build_environ, make_plan, run_path
-from hvdkit.install.requirements import Options, parse_frameworks
+from hvdkit.prepare.install.plan import build_environ, make_plan, run_path
+from hvdkit.prepare.install.requirements import Options, parse_frameworks
 
 ENV = Path("/home/me/env")
 SITE = ENV / "lib/python3.11/site-packages"
@@ -159,7 +159,7 @@ def test_the_key_changes_with_the_options_and_the_table(monkeypatch: pytest.Monk
         make_plan(facts, options).key for options in (Options(), Options(mpi=False), Options("nccl"), Options("mpi"))
     }
     assert len(keys) == 4
-    monkeypatch.setattr("hvdkit.install.adjustments.ADJUSTMENTS", ())
+    monkeypatch.setattr("hvdkit.prepare.install.adjustments.ADJUSTMENTS", ())
     assert make_plan(facts, Options()).key not in keys
 
 

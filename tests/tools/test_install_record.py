@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InstallError
-from hvdkit.install.record import FILE_NAME, BuildRecord, MpiRecord, mpi_bin, read_record
+from hvdkit.prepare.install.record import FILE_NAME, BuildRecord, MpiRecord, mpi_bin, read_record
 
 RECORD = BuildRecord(
     schema=1,

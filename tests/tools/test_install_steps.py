@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.errors import InstallError
-from hvdkit.install import build, cli, environment, source, wheel
-from hvdkit.install.cache import Cache
-from hvdkit.install.facts import PythonFacts
-from hvdkit.install.progress import Progress, parse_progress
-from hvdkit.install.runner import Log, run, session_members
+from hvdkit.prepare.install import build, cli, environment, source, wheel
+from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.facts import PythonFacts
+from hvdkit.prepare.install.progress import Progress, parse_progress
+from hvdkit.prepare.install.runner import Log, run, session_members
 
 # --- runner ----------------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ def test_a_run_path_through_a_link_into_the_environment_moves_too(tmp_path: Path
 KILLED_BUILD = """
 import sys
 from pathlib import Path
-from hvdkit.install.build import build_directory
+from hvdkit.prepare.install.build import build_directory
 with build_directory(Path(sys.argv[1])) as directory:
     (directory / "half.o").write_text("x")
     print(directory, flush=True)

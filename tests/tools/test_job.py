@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit import cli
-from hvdkit.bench.scaling_cli import scaling
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.job import script, site
-from hvdkit.job.model import Job
-from hvdkit.job.systems import SYSTEMS
-from hvdkit.launch.cli import launch
+from hvdkit.measure.bench.scaling_cli import scaling
+from hvdkit.run.job import script, site
+from hvdkit.run.job.model import Job
+from hvdkit.run.job.systems import SYSTEMS
+from hvdkit.run.launch.cli import launch
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").rglob("*.sh"))
@@ -285,8 +285,8 @@ def test_a_bad_site_file_is_one_sentence_with_key_and_file(tmp_path, text, key):
 def test_the_sites_are_known_by_name_and_travel_with_the_package():
     assert set(SYSTEMS) | {"polaris", "theta"} <= set(site.known())
     assert all(site.find(None, name).name == name for name in site.known())
-    assert importlib.resources.files("hvdkit.job").joinpath("sites/polaris.toml").is_file()
-    assert "hvdkit.job = sites/*.toml" in (ROOT / "setup.cfg").read_text()
+    assert importlib.resources.files("hvdkit.run.job").joinpath("sites/polaris.toml").is_file()
+    assert "hvdkit.run.job = sites/*.toml" in (ROOT / "setup.cfg").read_text()
 
 
 # jobs/

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.launch import facts, supervise
-from hvdkit.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.launch import facts, supervise
+from hvdkit.run.launch.model import Facts, Horovod, Mpi
 
 
 @pytest.fixture(autouse=True)

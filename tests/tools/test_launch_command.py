@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.launch.command import resolve
+from hvdkit.run.launch.command import resolve
 
 PYTHON = Path("/own/bin/python3.11")
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hvdkit.launch import direct, reach
+from hvdkit.run.launch import direct, reach
 
 LOST = "PRTE has lost communication with a remote daemon.\n"
 

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.launch import elastic
-from hvdkit.launch.cli import launch
+from hvdkit.run.launch import elastic
+from hvdkit.run.launch.cli import launch
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import LaunchError
-from hvdkit.launch import facts, horovod, mpi
-from hvdkit.launch.model import Horovod, Request
+from hvdkit.run.launch import facts, horovod, mpi
+from hvdkit.run.launch.model import Horovod, Request
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.launch import batch, facts, placement, plan, show
-from hvdkit.launch.command import Command
-from hvdkit.launch.model import Facts, Horovod, Host, Mpi, Request
+from hvdkit.run.launch import batch, facts, placement, plan, show
+from hvdkit.run.launch.command import Command
+from hvdkit.run.launch.model import Facts, Horovod, Host, Mpi, Request
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.PROGRAMS}

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hvdkit.launch.machine import cpu_quota, physical_cores, usable_cores
+from hvdkit.run.launch.machine import cpu_quota, physical_cores, usable_cores
 
 
 def test_hyperthreads_count_once(tmp_path):

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hvdkit.launch import output
-from hvdkit.launch.output import LineBuffer, TaggedOutput
+from hvdkit.run.launch import output
+from hvdkit.run.launch.output import LineBuffer, TaggedOutput
 
 
 @pytest.fixture

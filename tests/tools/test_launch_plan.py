@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.launch import plan, show
-from hvdkit.launch.command import Command
-from hvdkit.launch.model import Facts, Horovod, Mpi, Request
+from hvdkit.run.launch import plan, show
+from hvdkit.run.launch.command import Command
+from hvdkit.run.launch.model import Facts, Horovod, Mpi, Request
 
 OPEN_MPI_5 = Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11))
 OPEN_MPI_4 = Mpi(Path("/usr/bin/mpirun"), "Open MPI", (4, 1, 4))

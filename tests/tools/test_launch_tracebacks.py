@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdkit.launch.tracebacks import ErrorStream, exception_name, last_words
+from hvdkit.run.launch.tracebacks import ErrorStream, exception_name, last_words
 
 CAUSE = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.launch import facts, tuned
-from hvdkit.launch.model import Facts, Horovod, Mpi
-from hvdkit.launch.tuned import Tuned
+from hvdkit.run.launch import facts, tuned
+from hvdkit.run.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.launch.tuned import Tuned
 
 LOG = Path(__file__).parents[1] / "data" / "autotune" / "torch-mpi-2ranks.csv"
 HEADER = LOG.read_text().splitlines()[0] + "\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.memory import terms
+from hvdkit.measure.memory import terms
 
 NETS = str(Path(__file__).parent / "memory_nets.py")
 TRILLION = ["--parameters", "1e12", "--dtype", "float16", "--layers", "120", "--sequence", "2048", "--hidden", "12288"]

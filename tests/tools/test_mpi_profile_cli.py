@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
-import hvdkit.mpi_profile
+import hvdkit.read.mpi_profile
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.install import cli as install_cli
-from hvdkit.launch import facts, plan
-from hvdkit.launch.command import Command
-from hvdkit.launch.model import Facts, Horovod, Host, Mpi, Request
-from hvdkit.mpi_profile import library, recording
+from hvdkit.prepare.install import cli as install_cli
+from hvdkit.prepare.install import mpi_recorder
+from hvdkit.run.launch import facts, mpi_recording, plan
+from hvdkit.run.launch.command import Command
+from hvdkit.run.launch.model import Facts, Horovod, Host, Mpi, Request
 
-SCHEMA = json.loads((Path(hvdkit.mpi_profile.__file__).parent / "schema.json").read_text())
+SCHEMA = json.loads((Path(hvdkit.read.mpi_profile.__file__).parent / "schema.json").read_text())
 
 
 def run(capsys, *words):
@@ -246,13 +246,13 @@ def a_library():
 def test_it_is_compiled_once_for_each_mpi(tmp_path):
     said, log = [], tmp_path / "log"
     mpicc = fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=log))
-    first = library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append)
-    again = library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append)
+    first = mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append)
+    again = mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append)
     assert first == again and first.is_file() and log.read_text().count("compiled") == 1
     assert len(said) == 1 and "once for this MPI" in said[0]
-    assert [entry.name for entry in first.parent.iterdir()] == [library.NAME]
+    assert [entry.name for entry in first.parent.iterdir()] == [mpi_recorder.NAME]
     fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=log), version="5.1.0")
-    assert library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append) != first
+    assert mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append) != first
     assert len(said) == 2
 
 
@@ -267,7 +267,7 @@ def test_it_is_compiled_once_for_each_mpi(tmp_path):
 def test_what_does_not_compile_is_said_and_leaves_nothing(tmp_path, then, said):
     mpicc = fake_mpicc(tmp_path / "bin", then)
     with pytest.raises(LaunchError, match=said):
-        library.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", lambda _: None)
+        mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", lambda _: None)
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
@@ -275,17 +275,17 @@ def test_without_mpicc_and_without_preloading(tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(LaunchError, match=r"needs the MPI's compiler mpicc .* none in .*empty"):
-        recording.recorder(empty, {"PATH": "/nosuch"}, lambda _: None, dry=False)
-    assert recording.recorder(empty, {}, lambda _: None, dry=True) == Path(library.NAME)
+        mpi_recording.recorder(empty, {"PATH": "/nosuch"}, lambda _: None, dry=False)
+    assert mpi_recording.recorder(empty, {}, lambda _: None, dry=True) == Path(mpi_recorder.NAME)
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(LaunchError, match="LD_PRELOAD, which darwin does not have"):
-        recording.recorder(empty, {}, lambda _: None, dry=True)
+        mpi_recording.recorder(empty, {}, lambda _: None, dry=True)
 
 
 def test_a_cache_whose_path_the_loader_would_split(tmp_path):
     mpicc = fake_mpicc(tmp_path / "bin", "true")
     with pytest.raises(LaunchError, match="XDG_CACHE_HOME"):
-        library.path_of(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "my cache")
+        mpi_recorder.path_of(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "my cache")
 
 
 def test_an_install_has_it_compiled_and_goes_on_where_that_fails(tmp_path):
@@ -293,7 +293,7 @@ def test_an_install_has_it_compiled_and_goes_on_where_that_fails(tmp_path):
     plan_, said = SimpleNamespace(mpi=SimpleNamespace(bin=mpicc.parent)), []
     machine = SimpleNamespace(environ={"PATH": "/usr/bin:/bin"}, cache_directory=tmp_path / "cache")
     install_cli._compile_mpi_recorder(plan_, machine, SimpleNamespace(say=said.append))
-    assert len(list((tmp_path / "cache").rglob(library.NAME))) == 1
+    assert len(list((tmp_path / "cache").rglob(mpi_recorder.NAME))) == 1
     fake_mpicc(tmp_path / "bin", "exit 1", version="9")
     install_cli._compile_mpi_recorder(plan_, machine, SimpleNamespace(say=said.append))
     assert said[-1].startswith("Note: The recorder of MPI calls cannot be compiled")
@@ -307,7 +307,7 @@ def test_a_dry_run_compiles_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "recorded_horovod", lambda: Horovod(True, True, mpicc.parent))
     request = replace(REQUEST, launcher="srun", dry_run=True)
     found = facts.gather(request, {"PATH": "/usr/bin:/bin"})
-    assert found.mpi_recorder.name == library.NAME and found.mpi_recorder.is_relative_to(tmp_path / "cache")
+    assert found.mpi_recorder.name == mpi_recorder.NAME and found.mpi_recorder.is_relative_to(tmp_path / "cache")
     assert not log.exists() and not found.mpi_recorder.exists()
     assert facts.gather(replace(request, dry_run=False), {"PATH": "/usr/bin:/bin"}).mpi_recorder.is_file()
     assert facts.gather(replace(request, mpi_profile=None), {"PATH": "/usr/bin:/bin"}).mpi_recorder is None
@@ -318,11 +318,11 @@ def test_a_dry_run_compiles_nothing(tmp_path, monkeypatch):
 
 def test_what_a_job_left(tmp_path):
     directory = tmp_path / "a" / "profile"
-    before = recording.prepare(directory)
-    assert directory.is_dir() and "no rank wrote" in recording.outcome(directory, before)
+    before = mpi_recording.prepare(directory)
+    assert directory.is_dir() and "no rank wrote" in mpi_recording.outcome(directory, before)
     write(directory, record(0), record(2))
-    said = recording.outcome(directory, before)
+    said = mpi_recording.outcome(directory, before)
     assert f"hvdkit mpi-profile show {directory}" in said and "2 of 4 ranks left no record: 1, 3." in said
-    assert "no rank wrote" in recording.outcome(directory, recording.prepare(directory))
+    assert "no rank wrote" in mpi_recording.outcome(directory, mpi_recording.prepare(directory))
     with pytest.raises(InvalidArgumentError, match="cannot be made a directory"):
-        recording.prepare(directory / "mpi_profile.0.json" / "x")
+        mpi_recording.prepare(directory / "mpi_profile.0.json" / "x")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
-from hvdkit.mpi_profile import comparison, findings, measures, reading, traffic
+from hvdkit.read.mpi_profile import comparison, findings, measures, reading, traffic
 
 
 def shown(profile, number=0):

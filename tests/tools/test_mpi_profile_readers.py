@@ -7,7 +7,7 @@ import pytest
 from mpi_profile_files import DATA, HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.mpi_profile import measures, reading, traffic
+from hvdkit.read.mpi_profile import measures, reading, traffic
 
 RANK_0 = MPITRACE[0].read_text()
 

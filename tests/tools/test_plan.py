@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from predict_measured import SIZES, results
 
 from hvdkit import cli
-from hvdkit.emulate import results as files
-from hvdkit.plan import model
+from hvdkit.measure.emulate import results as files
+from hvdkit.measure.plan import model
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 

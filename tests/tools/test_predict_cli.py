@@ -11,9 +11,9 @@ import pytest
 from predict_measured import results
 
 from hvdkit import cli
-from hvdkit.emulate import plan as plans
-from hvdkit.emulate import results as files
-from hvdkit.emulate.plan import from_sizes
+from hvdkit.measure.emulate import plan as plans
+from hvdkit.measure.emulate import results as files
+from hvdkit.measure.emulate.plan import from_sizes
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdkit.predict import formulas
-from hvdkit.predict.formulas import FLAT, Terms
+from hvdkit.measure.predict import formulas
+from hvdkit.measure.predict.formulas import FLAT, Terms
 
 RANKS = st.integers(1, 100_000)
 SIZES = st.integers(1, 1 << 40)

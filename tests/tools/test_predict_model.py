@@ -7,7 +7,7 @@ import pytest
 from predict_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
 
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.predict import fitting, formulas, model
+from hvdkit.measure.predict import fitting, formulas, model
 
 EVERYWHERE = [1, 2, 3, 4, 5, 8, 100, 1023, 1024, 100_000]
 

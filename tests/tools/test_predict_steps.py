@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from predict_measured import results
 
-from hvdkit.emulate.plan import Collective, Plan
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.predict import model
-from hvdkit.predict.overlap import Fusion, Gradient, exchange, gradients
-from hvdkit.predict.prediction import Workload, predict
-from hvdkit.predict.stragglers import Delays, measured
+from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.predict import model
+from hvdkit.measure.predict.overlap import Fusion, Gradient, exchange, gradients
+from hvdkit.measure.predict.prediction import Workload, predict
+from hvdkit.measure.predict.stragglers import Delays, measured
 
 NONE = measured([])
 AT_ONCE = Fusion(threshold=0, cycle_s=0)

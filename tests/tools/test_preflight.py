@@ -7,9 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from hvdkit.preflight import exchange, show
-from hvdkit.preflight.findings import examine
-from hvdkit.preflight.report import Place, Report, look, visible
+from hvdkit.prepare.preflight import exchange, show
+from hvdkit.prepare.preflight.findings import examine
+from hvdkit.prepare.preflight.report import Place, Report, look, visible
 
 VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "horovod": "0.28.1"}
 

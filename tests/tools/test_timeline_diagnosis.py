@@ -4,10 +4,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdkit.timeline import diagnose, summarize
-from hvdkit.timeline.diagnosis import RULES
-from hvdkit.timeline.measures import Distribution
-from hvdkit.timeline.results import Bandwidth, Batches, LastTensor, RankSkew, Skew, Steps, Summary, TensorSummary
+from hvdkit.read.timeline import diagnose, summarize
+from hvdkit.read.timeline.diagnosis import RULES
+from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.results import (
+    Bandwidth,
+    Batches,
+    LastTensor,
+    RankSkew,
+    Skew,
+    Steps,
+    Summary,
+    TensorSummary,
+)
 
 ATPESC = Path(__file__).parent.parent / "data" / "timelines" / "atpesc-2023-cpu-8ranks.json"
 

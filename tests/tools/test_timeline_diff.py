@@ -7,7 +7,7 @@ from timeline_files import ATPESC, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.timeline.difference import check_ratio, compare
+from hvdkit.read.timeline.difference import check_ratio, compare
 
 
 def training(path, seed, collective, steps=40, negotiate=200, fused=False, outlier=None):

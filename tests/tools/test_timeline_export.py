@@ -8,8 +8,8 @@ from timeline_files import ATPESC, EPOCH, REAL, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
-from hvdkit.timeline import CycleMark, read
-from hvdkit.timeline.export import export
+from hvdkit.read.timeline import CycleMark, read
+from hvdkit.read.timeline.export import export
 
 PACKET, TIMESTAMP, CLOCKS, SEQUENCE, EVENT, DESCRIPTOR = 1, 8, 6, 10, 11, 60
 ANNOTATION, KIND, TRACK, NAME = 4, 9, 11, 23

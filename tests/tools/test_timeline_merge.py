@@ -6,7 +6,7 @@ from timeline_files import EPOCH, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError
-from hvdkit.timeline.merging import merge
+from hvdkit.read.timeline.merging import merge
 
 BASE = (EPOCH - 5_000_000) * 1000
 """Nanoseconds since 1970 of the traces' time 0: five seconds before the timelines'."""

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.errors import DataError, DataNotFoundError
-from hvdkit.timeline import CycleMark, Operation, reader
-from hvdkit.timeline.model import Phase, group_of, parse_shape, size_in_bytes
+from hvdkit.read.timeline import CycleMark, Operation, reader
+from hvdkit.read.timeline.model import Phase, group_of, parse_shape, size_in_bytes
 
 REAL = sorted((Path(__file__).parent.parent / "data" / "timelines").glob("*.json"))
 

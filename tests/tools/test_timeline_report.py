@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from hvdkit.cli import run
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
-from hvdkit.timeline.exchanges import Exchanges
-from hvdkit.timeline.model import Operation, Phase
-from hvdkit.timeline.report import render_report, write_report
+from hvdkit.read.timeline.exchanges import Exchanges
+from hvdkit.read.timeline.model import Operation, Phase
+from hvdkit.read.timeline.report import render_report, write_report
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "tests" / "data" / "timelines"
@@ -389,7 +389,7 @@ def test_without_jinja2_the_error_names_what_to_install():
 def test_the_templates_are_part_of_the_package():
     settings_ = configparser.ConfigParser()
     settings_.read(ROOT / "setup.cfg")
-    patterns = settings_["options.package_data"]["hvdkit.timeline"].split(",")
+    patterns = settings_["options.package_data"]["hvdkit.read.timeline"].split(",")
     files = [path for path in (ROOT / "hvdkit" / "timeline").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     data = [str(path.relative_to(ROOT / "hvdkit" / "timeline")) for path in files if path.suffix != ".py"]
     assert len(data) == 3

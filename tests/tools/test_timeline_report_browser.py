@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.timeline.report import write_report
+from hvdkit.read.timeline.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 image = pytest.importorskip("PIL.Image", reason="pillow is not installed (pip install pillow)")

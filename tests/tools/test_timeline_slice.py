@@ -10,8 +10,8 @@ from timeline_files import ATPESC, DATA, REAL, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.timeline import CycleMark, raw, read
-from hvdkit.timeline.slicing import slice_timeline
+from hvdkit.read.timeline import CycleMark, raw, read
+from hvdkit.read.timeline.slicing import slice_timeline
 
 
 def as_set(items):

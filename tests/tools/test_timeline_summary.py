@@ -16,8 +16,8 @@ from rich.console import Console
 
 from hvdkit.cli import run
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.timeline import diagnose, measures, show, summarize
-from hvdkit.timeline.exchanges import CountedRecording
+from hvdkit.read.timeline import diagnose, measures, show, summarize
+from hvdkit.read.timeline.exchanges import CountedRecording
 
 REAL = Path(__file__).parent.parent / "data" / "timelines"
 ATPESC = REAL / "atpesc-2023-cpu-8ranks.json"

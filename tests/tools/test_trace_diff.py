@@ -7,7 +7,7 @@ from trace_files import data, event, gloo, step, write
 
 from hvdkit.cli import run
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.trace import compare
+from hvdkit.read.trace import compare
 
 
 def training(path, multiply, steps=5, extra=()):

@@ -8,9 +8,9 @@ import pytest
 from trace_files import MS, allocation, data, event, kernel, step, text, write
 
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
-from hvdkit.trace import events
-from hvdkit.trace.columns import collect, rank_of
-from hvdkit.trace.events import TraceFile
+from hvdkit.read.trace import events
+from hvdkit.read.trace.columns import collect, rank_of
+from hvdkit.read.trace.events import TraceFile
 
 EVENTS = [
     step(3, 0, 50),

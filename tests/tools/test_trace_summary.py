@@ -8,8 +8,8 @@ from trace_files import allocation, data, event, gloo, kernel, step, wait, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.trace import summarize
-from hvdkit.trace.intervals import common, joined, length, without
+from hvdkit.read.trace import summarize
+from hvdkit.read.trace.intervals import common, joined, length, without
 
 
 def times(path, *events):

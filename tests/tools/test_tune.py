@@ -15,14 +15,14 @@ from scipy import stats
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.launch import facts, tuned
-from hvdkit.launch.model import Facts, Horovod, Mpi
-from hvdkit.launch.tuned import MIB, Tuned
-from hvdkit.tune import report
-from hvdkit.tune.jobs import Job, Launch
-from hvdkit.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search
-from hvdkit.tune.space import DEFAULT, Space, label, launch_words, thread_choices
-from hvdkit.tune.statistics import each_of, speedup
+from hvdkit.run.launch import facts, tuned
+from hvdkit.run.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.launch.tuned import MIB, Tuned
+from hvdkit.run.trials.jobs import Job, Launch
+from hvdkit.run.trials.space import DEFAULT, Space, label, launch_words, thread_choices
+from hvdkit.run.tune import report
+from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search
+from hvdkit.run.tune.statistics import each_of, speedup
 
 SPACE = Space(launchers=("horovodrun",), threads=(1,))
 FAST = Tuned(cycle_time_ms=0.5)

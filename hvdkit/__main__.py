@@ -1,0 +1,5 @@
+"""``python -m hvdkit``: the command line."""
+
+from hvdkit.cli import main
+
+main()

@@ -1,0 +1,32 @@
+"""Templates to text: everything is escaped, and what a page may run or apply is named by its hash."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+
+from hvdkit.common.extras import of_extra
+
+with of_extra("report", "HTML reports and SVG plots need the package jinja2"):
+    import jinja2
+
+
+def environment(package: str) -> jinja2.Environment:
+    """Where a package's templates are found, and after them those that all pages share (``drawing.html.j2``).
+
+    Args:
+        package: with a folder ``templates``, such as "hvdkit.measure.bench".
+    """
+    loaders = [jinja2.PackageLoader(package), jinja2.PackageLoader("hvdkit.common")]
+    return jinja2.Environment(loader=jinja2.ChoiceLoader(loaders), autoescape=True, undefined=jinja2.StrictUndefined)
+
+
+def resource(package: str, name: str) -> str:
+    """The text of a file in a package's folder ``templates``."""
+    return (resources.files(package) / "templates" / name).read_text(encoding="utf-8")
+
+
+def content_hash(text: str) -> str:
+    """A script or style sheet as a Content-Security-Policy names it (W3C CSP Level 3, section 2.3.1)."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,287 @@
+"""What the measurements mean: speed-up, efficiency, fitted laws, and what cannot be told."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdkit.common import intervals
+from hvdkit.common.intervals import Estimate
+from hvdkit.measure.bench import laws
+from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
+from hvdkit.measure.bench.measurement import Parts, Slowest
+from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, Measured, Results
+
+_MUCH_WAIT = 0.05
+"""Share of a step from which on the wait for slower ranks is said aloud."""
+_BAD_FIT = 0.2
+"""Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of ranks.
+
+    Attributes:
+        ranks: the number.
+        repeats: jobs that count.
+        failed: jobs that do not.
+        oversubscribed: more ranks than cores.
+        seconds: of a step (weak scaling) or of all the work (strong scaling), the median of the repeats; None where no
+            job counts, as are the next two.
+        speedup: work per second compared with the smallest number of ranks.
+        efficiency: speed-up divided by how many times as many ranks there are.
+        step_s, parts, slowest: of the repeat with the median step; None without recorded steps.
+        startup_s, first_step_s: medians of the repeats; None without recorded steps.
+        recorded: of one more job, with a timeline; None without it.
+    """
+
+    ranks: int
+    repeats: int
+    failed: int
+    oversubscribed: bool
+    seconds: Estimate | None = None
+    speedup: Estimate | None = None
+    efficiency: Estimate | None = None
+    step_s: float | None = None
+    startup_s: float | None = None
+    first_step_s: float | None = None
+    parts: Parts | None = None
+    slowest: Slowest | None = None
+    recorded: Accounting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What was found.
+
+    Attributes:
+        mode: "strong" or "weak".
+        measure: what was compared, ``results.STEPS`` or ``results.CLOSING_LINE``; "" when there is nothing.
+        rows: by number of ranks.
+        fits: the laws, without oversubscribed points.
+        notes: full sentences: what a reader should know.
+    """
+
+    mode: str
+    measure: str
+    rows: tuple[Row, ...]
+    fits: tuple[laws.Fit, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """For a program."""
+        return {
+            "mode": self.mode,
+            "measure": self.measure,
+            "confidence": intervals.CONFIDENCE,
+            "rows": [asdict(row) for row in self.rows],
+            "fits": [
+                {**asdict(fit), "residuals": [{"ranks": n, "relative": r} for n, r in fit.residuals.items()]}
+                for fit in self.fits
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def analyse(results: Results) -> Analysis:
+    """Everything that follows from the results so far; the intervals are the same for the same results."""
+    rng = np.random.default_rng(results.subject.asked["seed"])
+    samples = results.samples()
+    crowded = {launch["ranks"] for launch in results.subject.launches if launch["oversubscribed"]}
+    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.subject.asked["ranks"])
+    fitted = {n: seconds for n, seconds in samples.items() if n not in crowded}
+    fits = tuple(laws.fits(results.mode, fitted, rng))
+    notes = [
+        *results.subject.notes,
+        *_notes_of_failures(results),
+        *_notes_of_base(results, samples),
+        *_notes_of_crowding(rows, results.subject.environment["cores"]),
+        *_notes_of_noise(results.mode, samples, rng),
+        *_notes_of_fits(fits),
+        *_notes_of_waits(rows),
+        *_notes_of_sums(rows),
+        *_notes_of_recordings(results, rows),
+    ]
+    return Analysis(results.mode, results.measure, rows, fits, tuple(notes))
+
+
+def _row(results: Results, n: int, samples: dict[int, list[float]], crowded: bool, rng: np.random.Generator) -> Row:
+    counted = [job for job in results.counted() if job.ranks == n]
+    failed = sum(job.ranks == n and job.failure is not None for job in results.jobs)
+    recorded = next((one.accounting for one in results.recordings if one.ranks == n), None)
+    row = Row(n, len(counted), failed, crowded, recorded=recorded)
+    if n not in samples:
+        return row
+    base = min(samples)
+    more = n / base if results.mode == "weak" else 1.0
+    speedup = Estimate(1.0, 1.0, 1.0) if n == base else intervals.ratio(samples[base], samples[n], rng, more)
+    return replace(
+        row,
+        seconds=intervals.median(samples[n], rng),
+        speedup=speedup,
+        efficiency=speedup.scaled(base / n),
+        **(_of_steps(counted) if results.measure == STEPS else {}),
+    )
+
+
+def _of_steps(counted: Sequence[Measured]) -> dict[str, Any]:
+    steps = sorted((job.steps for job in counted if job.steps is not None), key=lambda steps: steps.step_s)
+    middle = steps[(len(steps) - 1) // 2]
+    return {
+        "step_s": middle.step_s,
+        "startup_s": statistics.median(one.startup_s for one in steps),
+        "first_step_s": statistics.median(one.first_step_s for one in steps),
+        "parts": middle.parts,
+        "slowest": middle.slowest,
+    }
+
+
+def _notes_of_failures(results: Results) -> list[str]:
+    return [
+        f"Repeat {job.repeat + 1} on {ranks_text(job.ranks)} failed and is left out: it {job.failure}"
+        for job in results.jobs
+        if job.failure is not None
+    ]
+
+
+def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[str]:
+    """What speed-ups are compared with where that is not one rank, and which jobs are compared with nothing."""
+    notes = []
+    if samples and min(samples) > 1:
+        base = min(samples)
+        why = "no job counts on fewer" if results.subject.asked["ranks"][0] < base else "the fewest that were asked for"
+        notes.append(f"Speed-up and efficiency are compared with {base} ranks, not with one: {why}.")
+    left = len(results.counted()) - sum(map(len, samples.values()))
+    if left and results.measure == CLOSING_LINE:
+        jobs = "1 job recorded its steps and" if left == 1 else f"{left} jobs recorded their steps and"
+        notes.append(
+            f"{jobs} printed no closing line, and cannot be compared with the others, which recorded none: have every "
+            "rank record its steps at every number of ranks."
+        )
+    return notes
+
+
+def _notes_of_crowding(rows: Sequence[Row], cores: int) -> list[str]:
+    crowded = [str(row.ranks) for row in rows if row.oversubscribed]
+    if not crowded:
+        return []
+    return [
+        f"More ranks than the {cores} usable cores (*): {', '.join(crowded)}; how the ranks contend for cores is what "
+        "is measured there, so no law is fitted to these points."
+    ]
+
+
+def _notes_of_noise(mode: str, samples: dict[int, list[float]], rng: np.random.Generator) -> list[str]:
+    notes = []
+    ranks = sorted(samples)
+    least = min(map(len, samples.values()), default=0)
+    alone = [str(n) for n in ranks if len(samples[n]) == 1]
+    if alone and len(alone) == len(ranks):
+        notes.append("One repeat says nothing about noise: there are no intervals; give --repeats 5 or more.")
+    elif alone:
+        notes.append(
+            f"One repeat alone counts at N = {', '.join(alone)}, which says nothing about noise: what is made of it "
+            "has no interval; give --repeats 5 or more."
+        )
+    elif 1 < least < intervals.ENOUGH_REPEATS:
+        share = 1 - 2 ** (1 - least)
+        notes.append(
+            f"With {least} repeats the interval of a median is their range at most, which holds the median of many in "
+            f"{100 * share:.0f} % of cases, not 95; give --repeats {intervals.ENOUGH_REPEATS} or more."
+        )
+    for fewer, more in itertools.pairwise(ranks):
+        gain = intervals.ratio(samples[fewer], samples[more], rng, more / fewer if mode == "weak" else 1.0)
+        if gain.low is not None and gain.high is not None and gain.low <= 1 <= gain.high:
+            notes.append(
+                f"Noise: cannot tell {fewer} from {more} ranks apart; the speed-up from one to the other is "
+                f"{gain.value:.2f}, interval {gain.low:.2f} to {gain.high:.2f}. More repeats may tell."
+            )
+    return notes
+
+
+def _notes_of_fits(fits: Sequence[laws.Fit]) -> list[str]:
+    notes = []
+    for fit in fits:
+        ranks, worst = max(fit.residuals.items(), key=lambda item: abs(item[1]))
+        if abs(worst) > _BAD_FIT:
+            notes.append(
+                f"{fit.name} does not describe this: on {ranks_text(ranks)} it is {100 * abs(worst):.0f} % off what "
+                "was measured, so that its parameters mean nothing."
+            )
+    exact = [fit.name for fit in fits if fit.exact]
+    if not exact:
+        return notes
+    return [
+        *notes,
+        f"{' and '.join(exact)}: as many parameters as points, so that the fit passes through them whatever the truth "
+        "is; measure at more numbers of ranks to test it.",
+    ]
+
+
+def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
+    notes = []
+    for row in rows:
+        if row.parts is None or row.slowest is None or row.step_s is None or row.slowest.share <= 0.5:
+            continue
+        if row.parts.wait >= _MUCH_WAIT * row.step_s:
+            notes.append(
+                f"On {row.ranks} ranks, rank {row.slowest.rank} is the slowest in {100 * row.slowest.share:.0f} % of "
+                f"the steps; a rank waits {1000 * row.parts.wait:.3g} ms of {1000 * row.step_s:.3g} ms for slower ones."
+            )
+    return notes
+
+
+def _notes_of_sums(rows: Sequence[Row]) -> list[str]:
+    notes = []
+    for row in rows:
+        if row.parts is None or row.step_s is None:
+            continue
+        parts = row.parts
+        off = (parts.input + parts.compute + (parts.communication or 0.0) + parts.wait) / row.step_s - 1
+        if abs(off) > TOLERANCE:
+            notes.append(
+                f"On {ranks_text(row.ranks)} the parts of a step do not add up to it: their sum is {100 * off:+.0f} % "
+                "off, so that at least one of them is wrong."
+            )
+    return notes
+
+
+def _notes_of_recordings(results: Results, rows: Sequence[Row]) -> list[str]:
+    notes = [
+        f"The job with a timeline on {ranks_text(one.ranks)} is left out: it {one.failure}"
+        for one in results.recordings
+        if one.failure is not None
+    ]
+    for row in rows:
+        found = row.recorded
+        if found is None or row.step_s is None:
+            continue
+        notes.append(
+            f"On {ranks_text(row.ranks)} the one job with a timeline took {1000 * found.step_s:.3g} ms a step on rank "
+            f"0, the measured ones {1000 * row.step_s:.3g} ms: take its shares, not its times. It enters no other "
+            "number."
+        )
+        if abs(found.off) > TOLERANCE:
+            notes.append(_doubt(row.ranks, found))
+    return notes
+
+
+def _doubt(ranks: int, found: Accounting) -> str:
+    said = f"On {ranks_text(ranks)} the parts by the timeline do not add up: {1000 * found.sum_s:.3g} ms"
+    timeline = "" if found.timeline_step_s is None else f", by the timeline alone {1000 * found.timeline_step_s:.3g} ms"
+    return (
+        f"{said}, where a step took {1000 * found.step_s:.3g} ms by its own record{timeline}; more than "
+        f"{100 * TOLERANCE:.0f} % apart (several recorded steps to one exchange, as with backward_passes_per_step, or "
+        "a machine that was not quiet)."
+    )
+
+
+def ranks_text(n: int) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return "1 rank" if n == 1 else f"{n} ranks"

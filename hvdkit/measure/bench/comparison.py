@@ -1,0 +1,109 @@
+"""Two results of the same training: which is faster, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from hvdkit.common import intervals
+from hvdkit.common.intervals import Estimate
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.bench.analysis import ranks_text
+from hvdkit.measure.bench.results import Results
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One number of ranks.
+
+    Attributes:
+        ranks: the number.
+        before, after: seconds.
+        speed: of the second result compared with the first: above 1 it is faster.
+    """
+
+    ranks: int
+    before: Estimate
+    after: Estimate
+    speed: Estimate
+
+
+def compare(before: Results, after: Results) -> list[Compared]:
+    """Compare two results at the numbers of ranks that both have.
+
+    Raises:
+        InvalidArgumentError: they measured different things, or have no number of ranks in common.
+    """
+    for what, first, second in (("mode", before.mode, after.mode), ("measure", before.measure, after.measure)):
+        if first != second:
+            raise InvalidArgumentError(
+                f"The two results have different {what}s, {first or 'none'!r} and {second or 'none'!r}; compare two "
+                "that were measured alike."
+            )
+    rng = np.random.default_rng(0)
+    first_samples, second_samples = before.samples(), after.samples()
+    common = sorted(first_samples.keys() & second_samples.keys())
+    if not common:
+        raise InvalidArgumentError(
+            f"The two results have no number of ranks in common: {sorted(first_samples)} and {sorted(second_samples)}."
+        )
+    return [
+        Compared(
+            n,
+            intervals.median(first_samples[n], rng),
+            intervals.median(second_samples[n], rng),
+            intervals.ratio(first_samples[n], second_samples[n], rng),
+        )
+        for n in common
+    ]
+
+
+def unmeasured(before: Results, after: Results) -> list[int]:
+    """Numbers of ranks that both were asked for, and at which the first has jobs that count and the second none."""
+    gone = before.samples().keys() - after.samples().keys()
+    return sorted(gone & set(after.subject.asked["ranks"]))
+
+
+def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
+    """Those whose whole interval is below the limit; where there is no interval, whose value is."""
+    return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
+
+
+def differences(before: Results, after: Results) -> list[str]:
+    """What else is different, full sentences: a reason not to take the speed for the script's alone.
+
+    Numbers of ranks that one of the two does not have come first.
+    """
+    first_ranks, second_ranks = before.samples().keys(), after.samples().keys()
+    notes = [
+        f"Not compared: {ranks_text(n)}, at which only the {'first' if n in first_ranks else 'second'} has a job that "
+        "counts."
+        for n in sorted(first_ranks ^ second_ranks)
+    ]
+    for first, second in (
+        (before.subject.asked, after.subject.asked),
+        (before.subject.environment, after.subject.environment),
+    ):
+        for name in first:
+            if name not in ("ranks", "repeats", "seed") and first[name] != second.get(name):
+                notes.append(f"Different {name}: {first[name]} before, {second.get(name)} after.")
+    return notes
+
+
+def as_json(
+    compared: Sequence[Compared], limit: float | None, notes: Sequence[str], gone: Sequence[int] = ()
+) -> dict[str, object]:
+    """For a program; ``gone`` is what ``unmeasured`` found."""
+    slower = [] if limit is None else [one.ranks for one in below(compared, limit)]
+    return {
+        "hvdkit": "bench compare",
+        "version": 1,
+        "confidence": intervals.CONFIDENCE,
+        "fail_below": limit,
+        "below": slower,
+        "unmeasured": list(gone),
+        "rows": [asdict(one) for one in compared],
+        "notes": list(notes),
+    }

@@ -1,0 +1,55 @@
+"""``hvdkit bench compare``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.measure.bench import comparison, results, side_by_side
+from hvdkit.measure.bench.analysis import ranks_text
+from hvdkit.measure.bench.tables import interval, readable
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@side_by_side.arguments
+@side_by_side.fail_below("number of ranks")
+@click.option("--json", "want_json", is_flag=True, help="Print JSON.")
+def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> int:
+    """Compare two results of `hvdkit bench scaling`, number of ranks by number of ranks.
+
+    The speed of B compared with A is above 1 where B is faster. What is different beside the measurements (commit,
+    versions, cores) is said. With --fail-below, a number of ranks at which A has jobs that count and B's all failed is
+    a failure too.
+
+    \b
+    Example, for a continuous integration:
+      hvdkit bench compare main.json branch.json --fail-below 0.95
+
+    Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
+    """
+    first, second = results.read(before), results.read(after)
+    compared = comparison.compare(first, second)
+    slower = [] if limit is None else comparison.below(compared, limit)
+    gone = [] if limit is None else comparison.unmeasured(first, second)
+    status = 1 if slower or gone else 0
+    notes = comparison.differences(first, second)
+    if want_json:
+        click.echo(json.dumps(comparison.as_json(compared, limit, notes, gone), indent=2))
+        return status
+    lines = [
+        side_by_side.Line(
+            (str(one.ranks), interval(one.before), interval(one.after), interval(one.speed)),
+            f"On {ranks_text(one.ranks)}",
+            one.speed.value,
+            one in slower,
+        )
+        for one in compared
+    ]
+    console = Console(highlight=False, markup=False)
+    side_by_side.show(console, ("ranks", "A, seconds", "B, seconds"), lines, limit, [readable(note) for note in notes])
+    for n in gone:
+        console.print(f"On {ranks_text(n)}: no job of B counts, failed.", soft_wrap=True)
+    return status

@@ -1,0 +1,143 @@
+"""What was measured as one HTML page that needs nothing else: no network, no server, no library, no script.
+
+Everything that came from the file is text on the page: the template escapes it, and a Content-Security-Policy allows
+the one style sheet by its hash and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hvdkit
+from hvdkit.common import render
+from hvdkit.common.drawing import shown_name
+from hvdkit.common.files import replacing
+from hvdkit.common.intervals import Estimate
+from hvdkit.common.units import printable
+from hvdkit.measure.bench import figures, tables
+from hvdkit.measure.bench.analysis import Analysis, Row, analyse, ranks_text
+from hvdkit.measure.bench.results import Results, read
+
+_JOBS = 200
+"""How many jobs are listed."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the summary."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def write_report(source: Path, output: Path) -> Path:
+    """Write the page to a file, completely or not at all, and return its path.
+
+    Args:
+        source: a file of ``hvdkit bench scaling``.
+        output: the file to write; it must not be the source.
+    Raises:
+        DataError: the source is something else, or the page cannot be written.
+        InvalidArgumentError: the output is the source or a directory, or jinja2 is missing.
+    """
+    results = read(source)
+    with replacing(output, source) as file:
+        file.write(render_report(results, source.name).encode("utf-8", "replace"))
+    return output
+
+
+def render_report(results: Results, name: str) -> str:
+    """The page as text; its size is bounded by the numbers of ranks and ``_JOBS``.
+
+    Args:
+        results: what was measured.
+        name: of the file, for the heading.
+    """
+    analysis = analyse(results)
+    own = [render.resource("hvdkit.measure.bench", name) for name in ("figures.css", "page.css")]
+    style = "".join([render.resource("hvdkit.read.timeline", "report.css"), *own])
+    return (
+        render.environment("hvdkit.measure.bench")
+        .get_template("report.html.j2")
+        .render(
+            title=f"Scaling of {_command(results)}",
+            subtitle=f"{analysis.mode.capitalize()} scaling, measured by hvdkit bench; from {shown_name(name)}.",
+            version=hvdkit.__version__,
+            style=style,
+            style_hash=render.content_hash(style),
+            facts=_facts(results, analysis),
+            notes=[printable(note) for note in analysis.notes],
+            curves=[one for one in (figures.speedup(analysis), figures.efficiency(analysis)) if one is not None],
+            parts=figures.parts(analysis),
+            part_colours=[(colour[1:], part) for part, colour in figures.PARTS],
+            tables=tables.tables(analysis),
+            left=tables.LEFT,
+            sources=[(fit.name, fit.source) for fit in analysis.fits],
+            jobs=[_job_row(results, number) for number in range(min(len(results.jobs), _JOBS))],
+            jobs_left_out=max(0, len(results.jobs) - _JOBS),
+            launches=[_launch(launch) for launch in results.subject.launches],
+            environment=_environment(results),
+        )
+    )
+
+
+def _command(results: Results) -> str:
+    return shown_name(" ".join(map(str, results.subject.asked["command"])))
+
+
+def _facts(results: Results, analysis: Analysis) -> list[Fact]:
+    asked, environment = results.subject.asked, results.subject.environment
+    failed = sum(job.failure is not None for job in results.jobs)
+    measured = [row for row in analysis.rows if row.speedup is not None]
+    facts = [
+        Fact("Ranks", ", ".join(map(str, asked["ranks"])), f"{environment['cores']} usable cores"),
+        Fact("Jobs", str(len(results.jobs)), f"{failed} failed; {asked['repeats']} repeats at each number of ranks"),
+        Fact("Measured", analysis.measure or "nothing", f"without the first {asked['warmup_steps']} steps of each job"),
+    ]
+    for name, best, found in _best(measured):
+        facts.append(Fact(f"{name} on {best.ranks}", tables.interval(found), _crowded(best)))
+    commit = environment["commit"]
+    if commit is not None:
+        note = "files were changed since" if commit["changed"] else "of the script's repository, unchanged"
+        facts.append(Fact("Commit", printable(str(commit["id"]))[:12], note))
+    return facts
+
+
+def _best(measured: list[Row]) -> list[tuple[str, Row, Estimate]]:
+    """The speed-up and the efficiency on the most ranks."""
+    found = [("Speed-up", row, row.speedup) for row in measured[-1:]]
+    found += [("Efficiency", row, row.efficiency) for row in measured[-1:]]
+    return [(name, row, value) for name, row, value in found if value is not None]
+
+
+def _crowded(row: Row) -> str:
+    return "with more ranks than cores" if row.oversubscribed else "median with its 95 % interval"
+
+
+def _environment(results: Results) -> list[tuple[str, str]]:
+    environment = results.subject.environment
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+    rows = [(name, environment[name]) for name in ("hvdkit", "python", "system", "cores")]
+    rows += [("packages", packages), ("options of hvdkit launch", " ".join(results.subject.asked["options"]) or "none")]
+    return [(name, printable(str(value))) for name, value in rows]
+
+
+def _launch(launch: dict[str, Any]) -> dict[str, Any]:
+    settings = []
+    for setting in launch["settings"]:
+        words = [*setting["words"], *(f"{name}={value}" for name, value in setting["variables"].items())]
+        settings.append((shown_name(" ".join(map(str, words))), shown_name(str(setting["why"]))))
+    threads = "" if launch["threads"] is None else f", OMP_NUM_THREADS={launch['threads']}"
+    title = f"{ranks_text(launch['ranks'])}: {launch['launcher']}{threads}"
+    return {"title": printable(title), "settings": settings}
+
+
+def _job_row(results: Results, number: int) -> tuple[str, ...]:
+    job = results.jobs[number]
+    step = "" if job.steps is None else f"{1000 * job.steps.step_s:.4g}"
+    closing = "" if job.closing_s is None else f"{job.closing_s:.4g}"
+    said = "" if job.failure is None else f"failed: {printable(job.failure.splitlines()[0] if job.failure else '')}"
+    return (str(number + 1), str(job.ranks), str(job.repeat + 1), f"{job.wall_s:.3g}", step, closing, said)

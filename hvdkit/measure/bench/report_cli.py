@@ -1,0 +1,31 @@
+"""``hvdkit bench report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hvdkit.measure.bench import show_cli
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("-o", "output", type=click.Path(path_type=Path), required=True, metavar="HTML", help="The page to write.")
+def report(file: Path, output: Path) -> int:
+    """Write one HTML page about what `hvdkit bench scaling` kept in FILE; it opens from disk and loads nothing.
+
+    It holds the plots, the tables, every job, and where and how it was measured.
+
+    \b
+    Example:
+      hvdkit bench report results.json -o report.html
+
+    Exit status: 0 success, 1 FILE is something else or the page cannot be written, 2 for bad usage.
+    """
+    show_cli.require_scipy()
+    from hvdkit.measure.bench.report import write_report
+
+    page = write_report(file, output)
+    click.echo(f"{page}: {page.stat().st_size / 1000:.0f} kB")
+    return 0

@@ -1,0 +1,175 @@
+"""Which job runs next, and what becomes of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit.errors import DataError, LaunchError
+from hvdkit.measure.bench.accounting import Accounting, account
+from hvdkit.measure.bench.measurement import Steps, measure
+from hvdkit.measure.bench.results import Measured, Recorded, Results, measurable
+from hvdkit.measure.bench.subject import Asked
+from hvdkit.run.trials.jobs import Job, Launch
+from hvdkit.run.trials.space import DEFAULT
+from hvdkit.steps import step_times
+
+Run = Callable[[int], tuple[Job, Steps | None]]
+"""Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
+Record = Callable[[int], tuple[Job, Accounting | None]]
+"""Runs the job on so many ranks with Horovod's timeline; the accounting is None where the job failed."""
+_USELESS = (
+    "neither recorded its steps (record_steps of the adapters) nor printed 'Hvd Procs N Total time: X second' with a "
+    "time above 0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Runs jobs through ``hvdkit launch`` and reads what their ranks recorded.
+
+    Attributes:
+        command: what each rank runs.
+        options: of ``hvdkit launch``, by number of ranks.
+        warmup_steps: first steps that are left out.
+        directory: where the ranks write for the while; on several hosts, shared by all.
+        timeout_s: seconds after which a job has failed; None for no limit.
+    """
+
+    command: Sequence[str]
+    options: Callable[[int], Sequence[str]]
+    warmup_steps: int
+    directory: Path
+    timeout_s: float | None = None
+
+    def __call__(self, ranks: int) -> tuple[Job, Steps | None]:
+        """Run one job.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C; the job was ended.
+        """
+        with self._folder() as folder:
+            started = time.time()
+            job = self._launch(ranks, Path(folder))
+            if job.failure is not None:
+                return job, None
+            try:
+                times = step_times.read(Path(folder))
+                return job, measure(times, ranks, started, self.warmup_steps) if times else None
+            except DataError as error:
+                return Job(job.wall_s, job.closing_s, str(error)), None
+
+    def recorded(self, ranks: int) -> tuple[Job, Accounting | None]:
+        """Run one more job, and have Horovod record its timeline.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C; the job was ended.
+        """
+        with self._folder() as folder:
+            started = time.time()
+            timeline = Path(folder).absolute() / "timeline.json"
+            job = self._launch(ranks, Path(folder), "--timeline", str(timeline))
+            if job.failure is not None:
+                return job, None
+            try:
+                times = step_times.read(Path(folder))
+                if not times:
+                    raise DataError("did not record its steps (record_steps of the adapters)")
+                measure(times, ranks, started, self.warmup_steps)
+                return job, account(times, timeline, self.warmup_steps)
+            except DataError as error:
+                return Job(job.wall_s, job.closing_s, str(error)), None
+
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-")
+
+    def _launch(self, ranks: int, folder: Path, *more: str) -> Job:
+        told = f"{step_times.VARIABLE}={folder.absolute()}"
+        options = (*self.options(ranks), "--env", told, *more)
+        return Launch(ranks, self.command, options)(DEFAULT, self.timeout_s)
+
+
+def order(asked: Asked) -> list[tuple[int, int]]:
+    """The jobs, (ranks, repeat), in the order of running: every round has each number of ranks once, at random."""
+    rng = np.random.default_rng(asked.seed)
+    return [
+        (asked.ranks[index], repeat) for repeat in range(asked.repeats) for index in rng.permutation(len(asked.ranks))
+    ]
+
+
+class Watcher:
+    """Is told what happens; this one tells nobody."""
+
+    def begins(self, ranks: int, repeat: int, done: int, total: int) -> None:
+        """A job begins; ``done`` of ``total`` are done."""
+
+    def says(self, sentence: str) -> None:
+        """Something a user should know."""
+
+
+def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], watcher: Watcher | None = None) -> None:
+    """Run the jobs that are still missing.
+
+    Args:
+        asked: what is to be measured.
+        run: runs one job.
+        results: what is measured already; the others are added.
+        keep: is called after every job.
+        watcher: is told what happens.
+    Raises:
+        LaunchError: every job of the first round failed, so that nothing can be compared.
+    """
+    watcher = watcher or Watcher()
+    jobs = order(asked)
+    done = {(job.ranks, job.repeat) for job in results.jobs}
+    if done:
+        watcher.says(f"goes on after {len(done)} of {len(jobs)} jobs that are measured already")
+    for ranks, repeat in jobs:
+        if (ranks, repeat) in done:
+            continue
+        watcher.begins(ranks, repeat, len(results.jobs), len(jobs))
+        job, steps = run(ranks)
+        closing_s = job.closing_s if measurable(job.closing_s) else None
+        useless = _USELESS if closing_s is None and steps is None else None
+        measured = Measured(ranks, repeat, job.wall_s, closing_s, steps, job.failure or useless)
+        results.jobs.append(measured)
+        keep()
+        if measured.failure is not None:
+            watcher.says(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
+        if len(results.jobs) == len(asked.ranks) and not results.counted():
+            raise LaunchError("Every job of the first round failed, so that nothing can be compared.")
+
+
+def record(
+    asked: Asked, run: Record, results: Results, keep: Callable[[], None], watcher: Watcher | None = None
+) -> None:
+    """Run one more job with Horovod's timeline on each number of ranks above 1 that has none yet.
+
+    On one rank nothing is exchanged. Numbers of ranks at which no job counts are left out, and a recording that failed
+    is tried again.
+
+    Args:
+        asked: what is measured.
+        run: runs one job.
+        results: the recordings are added.
+        keep: is called after every job.
+        watcher: is told what happens.
+    """
+    watcher = watcher or Watcher()
+    counted = {job.ranks for job in results.counted()}
+    results.recordings[:] = [one for one in results.recordings if one.failure is None]
+    done = {one.ranks for one in results.recordings}
+    for ranks in asked.ranks:
+        if ranks < 2 or ranks in done or ranks not in counted:
+            continue
+        watcher.says(f"one more job on {ranks} ranks, with Horovod's timeline; it enters no measurement")
+        job, found = run(ranks)
+        results.recordings.append(Recorded(ranks, job.wall_s, found, job.failure))
+        keep()
+        if job.failure is not None:
+            watcher.says(f"the job with a timeline on {ranks} ranks is left out: it {job.failure}")

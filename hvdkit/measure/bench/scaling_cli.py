@@ -1,0 +1,172 @@
+"""``hvdkit bench scaling``."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.common.commands import numbers_of_ranks, output_file, seconds_above_0
+from hvdkit.measure.bench import laws, results, show_cli
+from hvdkit.measure.bench.analysis import analyse, ranks_text
+from hvdkit.measure.bench.results import Results
+from hvdkit.measure.bench.scaling import Jobs, Watcher, go, record
+from hvdkit.measure.bench.subject import Asked, describe
+from hvdkit.measure.bench.tables import readable
+from hvdkit.run.launch import plan
+from hvdkit.run.launch.options import environment_variables
+from hvdkit.run.trials import here
+from hvdkit.run.trials.ending import Ended, ended_by_signals
+
+
+class _Shown(Watcher):
+    """Progress on standard error."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False)
+
+    def begins(self, ranks: int, repeat: int, done: int, total: int) -> None:
+        self.says(f"job {done + 1} of {total}: {ranks_text(ranks)}, repeat {repeat + 1}")
+
+    def says(self, sentence: str) -> None:
+        self._console.print(f"hvdkit bench: {readable(sentence)}", soft_wrap=True)
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.option(
+    "-n", "ranks", required=True, callback=numbers_of_ranks, metavar="N,...", help="Numbers of ranks, such as 1,2,4."
+)
+@click.option(
+    "-o",
+    "output",
+    type=click.Path(path_type=Path),
+    required=True,
+    callback=output_file,
+    metavar="FILE",
+    help="Keep what is measured here, after every job; a second call goes on where the first was interrupted. On "
+    "several hosts, in a directory that they share.",
+)
+@click.option(
+    "--strong",
+    "mode",
+    flag_value=laws.STRONG,
+    default=laws.STRONG,
+    help="All ranks together do the same work at every N (an epoch of the same data). The default.",
+)
+@click.option("--weak", "mode", flag_value=laws.WEAK, help="Each rank does the same work in a step at every N.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, metavar="R", help="Jobs at each N."
+)
+@click.option(
+    "--warmup-steps",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    metavar="K",
+    help="First steps of each job that are left out.",
+)
+@click.option(
+    "--timeline",
+    is_flag=True,
+    help="Run one more job at each N above 1 with Horovod's timeline, and say what the communication consists of. It "
+    "enters no measurement.",
+)
+@click.option(
+    "--timeout", type=float, callback=seconds_above_0, metavar="S", help="End a job after S seconds, as failed."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the jobs.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["auto", *plan.LAUNCHERS]),
+    default="auto",
+    show_default=True,
+    help="As in `hvdkit launch`; so are the next six.",
+)
+@click.option("--threads", type=click.IntRange(min=1), metavar="T")
+@click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks on each host; at smaller N that many.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="D")
+@click.option("--hosts", metavar="H:S,...")
+@click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE")
+@show_cli.FORMS[0]
+@show_cli.FORMS[1]
+@show_cli.FORMS[2]
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
+def scaling(
+    ranks: tuple[int, ...],
+    output: Path,
+    mode: str,
+    repeats: int,
+    warmup_steps: int,
+    timeline: bool,
+    timeout: float | None,
+    seed: int,
+    launcher: str,
+    threads: int | None,
+    ppn: int | None,
+    depth: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    variables: Mapping[str, str],
+    form: str | None,
+    command: tuple[str, ...],
+) -> int:
+    """Run COMMAND on each of N ranks several times, in random order, and say how it scales.
+
+    Measured are the steps that COMMAND records with `for x, y in hk.record_steps(loader)` (Keras: the callback
+    hk.RecordSteps()), the slowest rank's, without the warm-up; else the seconds of its closing line
+    `Hvd Procs N Total time: X second`. Progress is on standard error.
+
+    Exit status: 0; 1 when at some N no job counts; 130 after Ctrl-C, after which the same command line goes on.
+
+    \b
+    Examples:
+      hvdkit bench scaling -n 1,2,4 -o results.json -- python examples/pytorch/cnn.py --epochs 2
+      hvdkit bench scaling -n 1,2,4 --weak --threads 1 -o weak.json -- python train.py
+      hvdkit bench scaling -n 1,2 --weak --timeline -o r.json -- hvdkit bench synthetic --model mlp
+    """
+    show_cli.require_scipy()
+    wish = here.Wish(1, command, launcher, ppn, depth, hosts, hostfile, variables, threads)
+    asked = Asked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
+    subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
+    found = results.resume(output, subject)
+    jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
+    status = _run(asked, jobs, found, output, timeline)
+    analysis = analyse(found)
+    results.write(output, found, analysis.as_json())
+    click.echo(show_cli.text(analysis, form), nl=False)
+    if status != 0:
+        click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)
+        return status
+    page = f"hvdkit bench report {shlex.quote(str(output))} -o FILE.html"
+    click.echo(f"hvdkit bench: kept in {output}; `{page}` makes a page of it.", err=True)
+    return 1 if any(row.seconds is None for row in analysis.rows) else 0
+
+
+def _at(wish: here.Wish, ranks: int) -> here.Wish:
+    """What is passed on to ``hvdkit launch`` on so many ranks; a host cannot have more ranks than there are."""
+    return replace(wish, n=ranks, ppn=None if wish.ppn is None else min(wish.ppn, ranks))
+
+
+def _run(asked: Asked, jobs: Jobs, found: Results, output: Path, timeline: bool) -> int:
+    """Run what is missing; 0, or 128 and the number of the signal that ended it."""
+    shown = _Shown()
+
+    def keep() -> None:
+        results.write(output, found)
+
+    with ended_by_signals():
+        try:
+            go(asked, jobs, found, keep, shown)
+            if timeline:
+                record(asked, jobs.recorded, found, keep, shown)
+        except Ended as ended:
+            return 128 + ended.number
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+    return 0

@@ -1,0 +1,369 @@
+"""What the measurements mean: times by size, bandwidth, skew apart from transfer, ranks, outliers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.measure.emulate import spread
+from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.spread import Distribution, Floats, Times
+
+RULE = (
+    f"longer than the upper quartile of its size plus {spread.FENCE:g} times the distance of the quartiles (Tukey: far "
+    f"out), from {spread.ENOUGH_FOR_OUTLIERS} samples of a size on"
+)
+STEP_IN_TURN = "the sum of its collectives' delays"
+STEP_OVERLAPS = "the longest of its collectives' delays, which overlap"
+_MUCH_SKEW = 0.5
+"""Share of the median delay from which on the wait for late ranks is said aloud."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size, or all of them.
+
+    Attributes:
+        nbytes: the size; None for all together, where sizes are mixed.
+        count, dtype: elements and their type; None for all together, or where one size has several types.
+        per_step: collectives of this size in a step.
+        slowest: of each collective, the longest of its ranks' own times: the delay that the job sees.
+        skew: from the first rank's arrival to the last one's.
+        transfer: from the last rank's arrival until the last rank is done.
+        algbw, busbw: bytes per second, of the median transfer (all together: all bytes by all transfers, or by
+            those of whole steps where they overlap); None where that is 0.
+    """
+
+    nbytes: int | None
+    count: int | None
+    dtype: str | None
+    per_step: int
+    slowest: Times
+    skew: Times
+    transfer: Times
+    algbw: Estimate | None
+    busbw: Estimate | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank.
+
+    Attributes:
+        rank: its number.
+        own: its own times, from its arrival until it is done.
+        slowest, latest: share of the collectives in which its own time was the longest, the shortest. Where ranks leave
+            a collective together, the one with the shortest time is the one that came last.
+    """
+
+    rank: int
+    own: Times
+    slowest: float
+    latest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A collective that took much longer than others of its size: see ``RULE``.
+
+    Attributes:
+        trial, index, name, nbytes: which.
+        slowest_s, skew_s, transfer_s: its times.
+        slowest_rank: whose own time was the longest.
+        latest_rank: whose own time was the shortest, where most of the delay is skew: it came last.
+        times_median: its delay divided by the median of its size; None where that is 0.
+    """
+
+    trial: int
+    index: int
+    name: str
+    nbytes: int
+    slowest_s: float
+    skew_s: float
+    transfer_s: float
+    slowest_rank: int
+    latest_rank: int | None
+    times_median: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What was found.
+
+    Attributes:
+        asked: engine, collective, algorithm, ranks, hosts, ...
+        factor: busbw / algbw of this collective on so many ranks.
+        trials: steps that were measured, the last one perhaps in part.
+        rows: by size, the smallest first.
+        overall: all sizes together.
+        step: what a complete step takes, see ``of_steps``; None without one.
+        step_is: in words, how that follows from its collectives.
+        ranks: by number; empty where ranks' own times were not kept.
+        cdf: of the delays, all sizes together.
+        outliers: the longest first.
+        notes: full sentences: what a reader should know.
+    """
+
+    asked: dict[str, Any]
+    factor: float
+    trials: int
+    rows: tuple[Row, ...]
+    overall: Row
+    step: Times | None
+    step_is: str
+    ranks: tuple[RankRow, ...]
+    cdf: Distribution
+    outliers: tuple[Outlier, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For a program: names as in nccl-tests (time in us, bandwidth in GB/s); names that end in _s are seconds."""
+        return {
+            "confidence": CONFIDENCE,
+            "busbw_factor": self.factor,
+            "trials": self.trials,
+            "rows": [_row_json(row) for row in self.rows],
+            "overall": _row_json(self.overall),
+            "step_s": None if self.step is None else asdict(self.step),
+            "step_is": self.step_is,
+            "ranks": [
+                {"rank": one.rank, "own_s": asdict(one.own), "slowest": one.slowest, "latest": one.latest}
+                for one in self.ranks
+            ],
+            "cdf_band": self.cdf.band,
+            "outlier_rule": RULE,
+            "outliers": [asdict(one) for one in self.outliers],
+            "notes": list(self.notes),
+        }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    giga = [None if one is None else one.scaled(1e-9).value for one in (row.algbw, row.busbw)]
+    return {
+        "size": row.nbytes,
+        "count": row.count,
+        "type": row.dtype,
+        "per_step": row.per_step,
+        "samples": row.slowest.count,
+        "time": row.slowest.p50.value * 1e6,
+        "algbw": giga[0],
+        "busbw": giga[1],
+        "slowest_s": asdict(row.slowest),
+        "skew_s": asdict(row.skew),
+        "transfer_s": asdict(row.transfer),
+    }
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """busbw / algbw: how much each link carries per byte of the collective, so that busbw is the same for any n.
+
+    Args:
+        collective: "allreduce", "reduce_scatter+all_gather" (an allreduce), "reduce_scatter", "all_gather",
+            "all_to_all", "broadcast" or "reduce"; other spellings with and without _ and - are understood.
+        ranks: n, >= 1.
+    Returns:
+        2 (n - 1) / n for an allreduce, (n - 1) / n where each rank keeps its own part, 1 for broadcast and reduce.
+    Raises:
+        InvalidArgumentError: another collective, or fewer ranks than one.
+    Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+    if ranks < 1:
+        raise InvalidArgumentError(f"There are {ranks} ranks; expected at least 1.")
+    name = "".join(letter for letter in collective.lower() if letter.isalpha())
+    others = (ranks - 1) / ranks
+    factors = {
+        "allreduce": 2 * others,
+        "reducescatterallgather": 2 * others,
+        "reducescatter": others,
+        "allgather": others,
+        "alltoall": others,
+        "broadcast": 1.0,
+        "reduce": 1.0,
+    }
+    if name not in factors:
+        raise InvalidArgumentError(f"The collective is {collective!r}; expected one of {', '.join(factors)}.")
+    return factors[name]
+
+
+def analyse(results: Results) -> Analysis:
+    """Everything that follows from the samples; the intervals are the same for the same samples.
+
+    Raises:
+        DataError: there is no sample.
+        InvalidArgumentError: an unknown collective.
+    """
+    samples = results.samples
+    if not samples:
+        raise DataError("Nothing was measured: there is no sample to analyse; run more trials.")
+    factor = bus_factor(str(results.asked["collective"]), int(results.asked["ranks"]))
+    rng = np.random.default_rng(0)
+    columns = _Columns(samples)
+    rows = tuple(
+        _row(results, columns, columns.nbytes == size, factor, rng) for size in np.unique(columns.nbytes).tolist()
+    )
+    overall = _overall(results, columns, factor, rng)
+    outliers = _outliers(results, columns)
+    ranks = _ranks(samples, rng)
+    steps = of_steps(results, columns.slowest)
+    return Analysis(
+        dict(results.asked),
+        factor,
+        len(set(columns.trial.tolist())),
+        rows,
+        overall,
+        spread.times(steps, rng) if len(steps) else None,
+        STEP_OVERLAPS if overlap(results) else STEP_IN_TURN,
+        ranks,
+        spread.distribution(columns.slowest, len(steps) if overlap(results) else None),
+        outliers,
+        (*map(str, results.notes), *_notes(rows, overall, ranks, results)),
+    )
+
+
+class _Columns:
+    """The samples as arrays, in their order."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.trial = np.array([one.trial for one in samples])
+        self.index = np.array([one.index for one in samples])
+        self.nbytes = np.array([one.nbytes for one in samples])
+        self.slowest = np.array([one.slowest_s for one in samples], dtype=float)
+        self.skew = np.array([one.skew_s for one in samples], dtype=float)
+        self.transfer = np.array([one.transfer_s for one in samples], dtype=float)
+        self.samples = samples
+
+
+def _row(results: Results, columns: _Columns, keep: NDArray[np.bool_], factor: float, rng: np.random.Generator) -> Row:
+    """The samples of one size."""
+    nbytes = int(columns.nbytes[keep][0])
+    kinds = {(one.elements, one.dtype) for one in results.plan.collectives if one.nbytes == nbytes}
+    count, dtype = next(iter(kinds)) if len(kinds) == 1 else (None, None)
+    transfer = spread.times(columns.transfer[keep], rng)
+    algbw = _rate(nbytes, transfer.p50)
+    return Row(
+        nbytes,
+        count,
+        dtype,
+        sum(one.nbytes == nbytes for one in results.plan.collectives),
+        spread.times(columns.slowest[keep], rng),
+        spread.times(columns.skew[keep], rng),
+        transfer,
+        algbw,
+        _scaled(algbw, factor),
+    )
+
+
+def _overall(results: Results, columns: _Columns, factor: float, rng: np.random.Generator) -> Row:
+    nbytes, seconds, independent = float(columns.nbytes.sum()), float(columns.transfer.sum()), None
+    if overlap(results):
+        steps = of_steps(results, columns.transfer)
+        nbytes, seconds, independent = float(len(steps) * results.plan.nbytes), float(steps.sum()), len(steps)
+    algbw = Estimate(nbytes / seconds) if seconds > 0 else None
+    slowest, skew, transfer = (
+        spread.times(values, rng, independent) for values in (columns.slowest, columns.skew, columns.transfer)
+    )
+    count = len(results.plan.collectives)
+    return Row(None, None, None, count, slowest, skew, transfer, algbw, _scaled(algbw, factor))
+
+
+def _rate(nbytes: int, seconds: Estimate) -> Estimate | None:
+    """Bytes per second; the interval's ends change places."""
+    if seconds.value <= 0:
+        return None
+    low, high = (None if not end else nbytes / end for end in (seconds.high, seconds.low))
+    return Estimate(nbytes / seconds.value, low, high)
+
+
+def _scaled(rate: Estimate | None, factor: float) -> Estimate | None:
+    return None if rate is None else rate.scaled(factor)
+
+
+def of_steps(results: Results, seconds: Floats) -> Floats:
+    """What a complete step takes: the sum of its collectives' times; where they overlap, the longest one.
+
+    Args:
+        results: with the samples.
+        seconds: a time of each sample.
+    Returns:
+        One time for each step of which every collective was measured.
+    """
+    _, inverse, counts = np.unique([one.trial for one in results.samples], return_inverse=True, return_counts=True)
+    if overlap(results):
+        found: Floats = np.zeros(len(counts))
+        np.maximum.at(found, inverse, seconds)
+    else:
+        found = np.bincount(inverse, seconds, minlength=len(counts)).astype(float)
+    return np.asarray(found[counts == len(results.plan.collectives)])
+
+
+def overlap(results: Results) -> bool:
+    """Whether all collectives of a step are under way at the same time (Horovod with fusion)."""
+    return bool(results.asked.get("fusion"))
+
+
+def _ranks(samples: Sequence[Sample], rng: np.random.Generator) -> tuple[RankRow, ...]:
+    if not all(one.ranks_s for one in samples) or len({len(one.ranks_s) for one in samples}) != 1:
+        return ()
+    table = np.array([one.ranks_s for one in samples], dtype=float)
+    slowest = Counter(one.slowest_rank for one in samples)
+    latest = Counter(table.argmin(axis=1).tolist())
+    return tuple(
+        RankRow(rank, spread.times(own, rng), slowest[rank] / len(samples), latest[rank] / len(samples))
+        for rank, own in enumerate(table.T)
+    )
+
+
+def _outliers(results: Results, columns: _Columns) -> tuple[Outlier, ...]:
+    found = []
+    for size in np.unique(columns.nbytes).tolist():
+        rows = np.flatnonzero(columns.nbytes == size)
+        delays = columns.slowest[rows]
+        median = float(np.median(delays))
+        for row in rows[delays > spread.fence(delays)].tolist():
+            found.append(_outlier(results, columns.samples[row], median))
+    return tuple(sorted(found, key=lambda one: -one.slowest_s))
+
+
+def _outlier(results: Results, sample: Sample, median: float) -> Outlier:
+    late = len(sample.ranks_s) > 1 and sample.skew_s > sample.slowest_s / 2
+    return Outlier(
+        sample.trial,
+        sample.index,
+        results.plan.collectives[sample.index].name,
+        sample.nbytes,
+        sample.slowest_s,
+        sample.skew_s,
+        sample.transfer_s,
+        sample.slowest_rank,
+        int(np.argmin(sample.ranks_s)) if late else None,
+        sample.slowest_s / median if median > 0 else None,
+    )
+
+
+def _notes(rows: Sequence[Row], overall: Row, ranks: Sequence[RankRow], results: Results) -> list[str]:
+    notes = []
+    fewest = min(row.slowest.count for row in rows)
+    missing = [name for name, least in spread.LEAST.items() if fewest < least]
+    if missing:
+        needs = ", ".join(f"{name} needs {spread.LEAST[name]}" for name in missing)
+        notes.append(f"Left out where a size has too few samples: {needs}; some size has {fewest}.")
+    if fewest < spread.ENOUGH_FOR_OUTLIERS:
+        notes.append(f"No outlier is looked for among fewer than {spread.ENOUGH_FOR_OUTLIERS} samples of a size.")
+    usual = overall.slowest.p50.value
+    if usual > 0 and overall.skew.p50.value > _MUCH_SKEW * usual:
+        latest = max(ranks, key=lambda one: one.latest, default=None)
+        who = "" if latest is None else f"; rank {latest.rank} comes last most often, in {100 * latest.latest:.0f} %"
+        notes.append(
+            f"The ranks arrive {1000 * overall.skew.p50.value:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
+            f"most of the delay is waiting for late ranks, not transfer{who}."
+        )
+    if results.asked.get("check") is False:
+        notes.append("The results of the collectives were not checked (--no-check).")
+    return notes

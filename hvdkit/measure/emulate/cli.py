@@ -1,0 +1,244 @@
+"""The command ``hvdkit emulate``: without a subcommand it measures; the others make plans and read results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from hvdkit.common.commands import group_of, not_below_0, output_file, seconds_above_0
+from hvdkit.measure.emulate import results as kept
+from hvdkit.measure.emulate import run, run_setup
+from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
+from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.run_job import BUSY, COMPUTE
+from hvdkit.measure.emulate.run_setup import Setup
+from hvdkit.measure.emulate.sizes_cli import plan_of, plan_options
+from hvdkit.run.launch import plan
+from hvdkit.run.launch.options import environment_variables
+
+SUBCOMMANDS = {
+    "sizes": (
+        "hvdkit.measure.emulate.sizes_cli:sizes",
+        "Say which collectives a step makes, and save the plan.",
+    ),
+    "plan": ("hvdkit.measure.emulate.sizes_cli:sizes", "Another name of `sizes`."),
+    "show": ("hvdkit.measure.emulate.show_cli:show", "Print what was measured, once more or in another form."),
+    "compare": (
+        "hvdkit.measure.emulate.compare_cli:compare",
+        "Say whether a second result is slower than a first.",
+    ),
+}
+
+
+_WIDTH = 140
+
+
+def _file(option: str, what: str) -> Callable[..., Any]:
+    return click.option(option, type=click.Path(path_type=Path), callback=output_file, metavar="FILE", help=what)
+
+
+_OPTIONS = (
+    click.option("-n", "n", type=click.IntRange(min=1), metavar="N", help="Number of processes (ranks)."),
+    click.option(
+        "--engine",
+        type=click.Choice(list(run_setup.ENGINES)),
+        default="horovod",
+        show_default=True,
+        help="What carries the collectives out: Horovod, MPI's own choice (mpi), this tool's ring over MPI messages "
+        "(ring), torch.distributed (torch: NCCL where there are GPUs, else Gloo; or name one of the two).",
+    ),
+    click.option("--collective", type=click.Choice(COLLECTIVES), default=ALLREDUCE, show_default=True),
+    click.option(
+        "--algorithm",
+        type=click.Choice(["library", "ring"]),
+        help="`--engine mpi --algorithm ring` is `--engine ring`  [default: what the engine says]",
+    ),
+    click.option(
+        "--fusion",
+        type=click.Choice(["on", "off"]),
+        help="Horovod: give it all tensors of a step at once, as a training does, so that it may fuse them, or one "
+        "after the other, each alone  [default: on]",
+    ),
+    click.option("--cycle-time-ms", type=float, callback=not_below_0, metavar="MS", help="Horovod's (as in launch)."),
+    click.option("--fusion-threshold-mb", type=float, callback=not_below_0, metavar="MB", help="Horovod's, in MiB."),
+    click.option("--cache-capacity", type=click.IntRange(min=0), metavar="N", help="Horovod's."),
+    click.option("--hierarchical-allreduce/--no-hierarchical-allreduce", default=None, help="Horovod's (NCCL)."),
+    click.option(
+        "--warmup-trials",
+        type=click.IntRange(min=0),
+        default=2,
+        show_default=True,
+        metavar="K",
+        help="Steps before those that count.",
+    ),
+    click.option(
+        "--straggler",
+        multiple=True,
+        metavar="RANK:MS",
+        help="Have a rank come late to every collective; repeatable.",
+    ),
+    click.option(
+        "--delay",
+        metavar="MS[:RANK[:P]]",
+        help="Random delays before collectives: exponential with this mean, on one rank or on all (*), with "
+        "probability P  [default: all, 1]",
+    ),
+    click.option(
+        "--compute",
+        type=click.Choice(COMPUTE),
+        default=BUSY,
+        show_default=True,
+        help="What a rank does in the gaps of the plan: multiply matrices, as a training keeps its core, or sleep.",
+    ),
+    click.option(
+        "--check/--no-check",
+        default=True,
+        show_default=True,
+        help="Check every element of every result on every rank, outside of the time that is measured.",
+    ),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random delays."),
+    _file("--json", "Write all samples and the summary (hvdkit/measure/emulate/schema.json)."),
+    _file("--plot", "Draw the distribution of the delays, .svg or .png."),
+    _file("--size-plot", "Draw the delays by size."),
+    _file("--report", "Write an HTML report."),
+    click.option(
+        "--launcher",
+        type=click.Choice(["auto", *plan.LAUNCHERS]),
+        default="auto",
+        show_default=True,
+        help="As in `hvdkit launch`; so are the next five.",
+    ),
+    click.option("--hosts", metavar="H:S,..."),
+    click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE"),
+    click.option("--ppn", type=click.IntRange(min=1), metavar="P"),
+    click.option("--threads", type=click.IntRange(min=1), metavar="T"),
+    click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE"),
+    click.option("--timeout", type=float, callback=seconds_above_0, metavar="S", help="End the job after S seconds."),
+)
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group(
+    cls=group_of(SUBCOMMANDS),
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@_options
+@plan_options
+@click.pass_context
+def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
+    """Replay the collectives of a training without its model, on N processes, and measure every one of them.
+
+    What is replayed comes from --sizes, --csv, --model, --timeline or --plan (see `hvdkit emulate sizes --help`): the
+    collectives of a step, last layer first, as often as the training has steps. All ranks give integers whose sums are
+    known, and every result is checked; a wrong one ends the job with the rank, the collective and the element.
+
+    A collective's time has two parts: skew, from the first rank's arrival to the last one's, and transfer, from then
+    until the last rank is done. Algorithm and bus bandwidth are of the transfer, as in nccl-tests.
+
+    Exit status: 0; 1 when a result is wrong or the job fails; 2 for bad usage; 130 after Ctrl-C, which keeps what was
+    measured until then. On several hosts start it in a directory that they share.
+
+    \b
+    Examples:
+      hvdkit emulate -n 4 --sizes 803840,131584,33024,2600 --samples 60000 --batch-size 8192
+      hvdkit emulate -n 4 --engine ring --sizes 40000000 --trials 100 --json ring.json --plot cdf.svg
+      hvdkit emulate -n 4 --engine gloo --model nets:Classifier --straggler 2:50
+      hvdkit emulate -n 8 --hosts h1:4,h2:4 --engine mpi --plan plan.json --json mpi.json
+    """
+    if ctx.invoked_subcommand is not None:
+        _refuse_options(ctx)
+        return None
+    if n is None:
+        raise click.MissingParameter(ctx=ctx, param=ctx.command.params[0])
+    files = {name: wanted.pop(name) for name in ("plot", "size_plot", "report")}
+    timeout_s, json_file = wanted.pop("timeout"), wanted["json"]
+    _check_files(files, json_file)
+    setup = _setup(n, wanted)
+    outcome = run.measure(setup.job, setup.options, setup.tuned, setup.beside, timeout_s, _say)
+    if outcome.failure is not None:
+        _say(outcome.failure)
+    joined = outcome.joined
+    notes = setup.notes(joined) + joined.notes
+    found = Results(setup.asked(joined), setup.environment(), setup.job.plan, joined.samples, notes)
+    _show(found, json_file, files)
+    return outcome.status
+
+
+def _check_files(files: dict[str, Path | None], json_file: Path | None) -> None:
+    """Find out before anything is measured whether the files that are asked for can be made."""
+    if any(file is not None for file in files.values()):
+        from hvdkit.measure.emulate import outputs
+
+        outputs.check(**files, others=[] if json_file is None else [json_file])
+
+
+def _refuse_options(ctx: click.Context) -> None:
+    """Options of the measurement before a subcommand would do nothing."""
+    for parameter in ctx.command.params:
+        if parameter.name is not None and ctx.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"{parameter.opts[0]} is given before {ctx.invoked_subcommand!r}, which measures nothing; give the "
+                "options of a subcommand after its name",
+                ctx,
+            )
+
+
+def _setup(n: int, wanted: dict[str, Any]) -> Setup:
+    """From the options to a job; whatever is left of them in the end chooses the plan."""
+
+    def take(*names: str) -> dict[str, Any]:
+        return {name: wanted.pop(name) for name in names}
+
+    settings = take("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
+    where = take("launcher", "hosts", "hostfile", "ppn", "threads", "variables")
+    job = take("collective", "warmup_trials", "check", "seed", "compute", "algorithm")
+    fusion, engine, json_file = wanted.pop("fusion"), wanted.pop("engine"), wanted.pop("json")
+    late, delay = run_setup.stragglers(wanted.pop("straggler")), run_setup.delay(wanted.pop("delay"))
+    return run_setup.prepare(
+        plan_of(**wanted),
+        run_setup.wish_of(n, **where),
+        engine,
+        settings,
+        fusion=None if fusion is None else fusion == "on",
+        json_file=json_file,
+        stragglers=late,
+        delay=delay,
+        **job,
+    )
+
+
+def _show(found: Results, json_file: Path | None, files: dict[str, Path | None]) -> None:
+    """Print the table and write the files; of nothing measured, only the JSON that says so."""
+    if not found.samples:
+        if json_file is not None:
+            kept.write(json_file, found)
+        _say("nothing was measured by all ranks.")
+        return
+    from rich.console import Console
+
+    from hvdkit.measure.emulate import outputs, tables
+    from hvdkit.measure.emulate.analysis import analyse
+
+    analysis = analyse(found)
+    if json_file is not None:
+        kept.write(json_file, found, analysis.as_json())
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH  # a file or a pipe is as wide as the table
+    tables.text(analysis, console)
+    outputs.write_all(found, **files, analysis=analysis)
+
+
+def _say(sentence: str) -> None:
+    click.echo(f"hvdkit emulate: {sentence}", err=True)

@@ -1,0 +1,147 @@
+"""Two results of the same collectives: which is faster, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.measure.emulate import spread
+from hvdkit.measure.emulate.analysis import of_steps
+from hvdkit.measure.emulate.facts import flat
+from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.spread import Floats
+
+SLOWEST, TRANSFER = "slowest", "transfer"
+STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One size, or whole steps.
+
+    Attributes:
+        nbytes: the size; None for whole steps, see ``analysis.of_steps``.
+        before, after: medians in seconds.
+        speed: of the second result compared with the first: above 1 it is faster.
+    """
+
+    nbytes: int | None
+    before: Estimate
+    after: Estimate
+    speed: Estimate
+
+    @property
+    def name(self) -> str:
+        """The size in bytes, or "step"."""
+        return STEP if self.nbytes is None else str(self.nbytes)
+
+
+def compare(before: Results, after: Results, by: str = SLOWEST) -> list[Compared]:
+    """Compare two results size by size, and step by step where both replayed the same sizes.
+
+    Args:
+        before, after: with at least one sample each.
+        by: "slowest", the delay that the job sees, or "transfer", from the last rank's arrival on.
+    Raises:
+        DataError: one of them has no sample.
+        InvalidArgumentError: different collectives, or no size in common.
+    """
+    for what, results in (("first", before), ("second", after)):
+        if not results.samples:
+            raise DataError(f"The {what} result holds no sample; compare results of runs that measured something.")
+    kinds = [str(results.asked["collective"]) for results in (before, after)]
+    if kinds[0] != kinds[1]:
+        raise InvalidArgumentError(
+            f"The first result is of {kinds[0]} and the second of {kinds[1]}; compare two of the same collective."
+        )
+    rng = np.random.default_rng(0)
+    first, second = _by_size(before, by), _by_size(after, by)
+    common = sorted(first.keys() & second.keys())
+    if not common:
+        raise InvalidArgumentError(
+            f"The two results have no size in common: {_few(first)} and {_few(second)} bytes; compare two of one plan."
+        )
+    found = [_compared(size, first[size], second[size], rng) for size in common]
+    if _plan_sizes(before) == _plan_sizes(after):
+        steps = [of_steps(results, _seconds(results, by)) for results in (before, after)]
+        if min(map(len, steps)):
+            found.append(_compared(None, steps[0], steps[1], rng))
+    return found
+
+
+def _compared(nbytes: int | None, before: Floats, after: Floats, rng: np.random.Generator) -> Compared:
+    if not (np.median(before) > 0 and np.median(after) > 0):
+        what = STEP if nbytes is None else f"{nbytes} bytes"
+        raise DataError(
+            f"The median time of {what} is 0 in one of the results, so that there is no ratio; use --by slowest."
+        )
+    return Compared(nbytes, spread.median(before, rng), spread.median(after, rng), spread.ratio(before, after, rng))
+
+
+def _seconds(results: Results, by: str) -> Floats:
+    return np.array([one.transfer_s if by == TRANSFER else one.slowest_s for one in results.samples], dtype=float)
+
+
+def _by_size(results: Results, by: str) -> dict[int, Floats]:
+    sizes, seconds = np.array([one.nbytes for one in results.samples]), _seconds(results, by)
+    return {size: seconds[sizes == size] for size in np.unique(sizes).tolist()}
+
+
+def _plan_sizes(results: Results) -> list[int]:
+    return [one.nbytes for one in results.plan.collectives]
+
+
+def _few(sizes: dict[int, Floats]) -> str:
+    words = [str(size) for size in sorted(sizes)]
+    return ", ".join(words[:5]) + (" ..." if len(words) > 5 else "")
+
+
+def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
+    """Those whose whole interval is below the limit; where there is no interval, whose value is."""
+    return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
+
+
+def differences(before: Results, after: Results) -> list[str]:
+    """What else is different, full sentences: a reason not to take the speed for one cause's alone."""
+    notes = []
+    for first, second in (
+        (flat(before.asked), flat(after.asked)),
+        (flat(before.environment), flat(after.environment)),
+    ):
+        for name in dict.fromkeys([*first, *second]):
+            if first.get(name) != second.get(name):
+                was, is_ = first.get(name, "none"), second.get(name, "none")
+                notes.append(f"Different {name}: {was} before, {is_} after.")
+    types = [sorted({one.dtype for one in results.plan.collectives}) for results in (before, after)]
+    if types[0] != types[1]:
+        notes.append(f"Different types: {', '.join(types[0])} before, {', '.join(types[1])} after.")
+    if _plan_sizes(before) != _plan_sizes(after):
+        notes.append("Different plans: only sizes that both have are compared, and no whole steps.")
+    elif [one.gap_s for one in before.plan.collectives] != [one.gap_s for one in after.plan.collectives]:
+        notes.append("Different gaps: the computation between the collectives is not the same.")
+    notes.append(
+        "The intervals hold the noise within each run, not what changes from run to run (placement, other jobs)."
+    )
+    return notes
+
+
+def as_json(compared: Sequence[Compared], by: str, limit: float | None, notes: Sequence[str]) -> dict[str, Any]:
+    """For a program; times in seconds."""
+    return {
+        "hvdkit": "emulate compare",
+        "version": 1,
+        "by": by,
+        "confidence": CONFIDENCE,
+        "fail_below": limit,
+        "below": [] if limit is None else [one.name for one in below(compared, limit)],
+        "rows": [
+            {"size": one.nbytes, **{key: value for key, value in asdict(one).items() if key != "nbytes"}}
+            for one in compared
+        ],
+        "notes": list(notes),
+    }

@@ -1,0 +1,64 @@
+"""``hvdkit emulate compare``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.common.units import printable
+from hvdkit.measure.bench import side_by_side
+from hvdkit.measure.emulate import compare as comparing
+from hvdkit.measure.emulate import results
+from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, Compared
+from hvdkit.measure.emulate.tables import WIDTH, with_interval
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@side_by_side.arguments
+@click.option(
+    "--by",
+    type=click.Choice([SLOWEST, TRANSFER]),
+    default=SLOWEST,
+    show_default=True,
+    help="What is compared: the delay of the slowest rank, or the time from the last rank's arrival on.",
+)
+@side_by_side.fail_below("size")
+@click.option("--json", "want_json", is_flag=True, help="Print JSON.")
+def compare(before: Path, after: Path, by: str, limit: float | None, want_json: bool) -> int:
+    """Compare two results of `hvdkit emulate`, size by size and for whole steps.
+
+    The speed of B compared with A is above 1 where B is faster. What is different beside the measurements (engine,
+    ranks, versions) is said.
+
+    \b
+    Examples:
+      hvdkit emulate compare mpi.json ring.json
+      hvdkit emulate compare before.json after.json --fail-below 0.95
+
+    Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
+    """
+    first, second = results.read(before), results.read(after)
+    compared = comparing.compare(first, second, by)
+    slower = [] if limit is None else comparing.below(compared, limit)
+    notes = comparing.differences(first, second)
+    if want_json:
+        click.echo(json.dumps(comparing.as_json(compared, by, limit, notes), indent=2))
+        return 1 if slower else 0
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    lines = [_line(one, slower) for one in compared]
+    side_by_side.show(console, ("bytes", "A, ms", "B, ms"), lines, limit, [printable(note) for note in notes])
+    return 1 if slower else 0
+
+
+def _line(one: Compared, slower: Sequence[Compared]) -> side_by_side.Line:
+    before, after = (with_interval(estimate.scaled(1000)) for estimate in (one.before, one.after))
+    subject = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
+    return side_by_side.Line(
+        (one.name, before, after, with_interval(one.speed)), subject, one.speed.value, one in slower
+    )

@@ -1,0 +1,143 @@
+"""torch.distributed: Gloo on tensors in main memory, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.errors import InvalidArgumentError, LauncherError
+from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
+from hvdkit.measure.emulate.run_job import Job
+from hvdkit.steps import bootstrap, device, launchers
+
+_WAIT_S = 120.0
+
+
+def connect(job: Job) -> Torch:
+    """Meet the other ranks at a file of the job's folder, and start ``torch.distributed``.
+
+    Raises:
+        LauncherError: the launcher's environment does not say the rank.
+        InvalidArgumentError: NCCL is asked for, and PyTorch sees no GPU for this rank.
+    """
+    torch: Any = importlib.import_module("torch")
+    distributed: Any = importlib.import_module("torch.distributed")
+    launched = launchers.detect(os.environ)
+    if launched is None and job.ranks > 1:
+        raise LauncherError(f"No launcher known here started this rank; known are {', '.join(launchers.KNOWN)}.")
+    rank = launched.rank if launched is not None else 0
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = job.backend or ("nccl" if visible else "gloo")
+    if backend == "nccl":
+        if not visible:
+            raise InvalidArgumentError("NCCL needs a GPU for each rank, and PyTorch sees none; use --engine gloo.")
+        local_rank = launched.local_rank if launched is not None and launched.local_rank is not None else rank
+        torch.cuda.set_device(device.device_index(local_rank, visible))
+    store = distributed.FileStore(str(job.folder / "store"), job.ranks)
+    store.set_timeout(timedelta(seconds=_WAIT_S))
+    if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(store, rank, job.ranks)
+    wait = timedelta(seconds=_WAIT_S)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=job.ranks, timeout=wait)
+    return Torch(torch, distributed, backend, rank, job.ranks)
+
+
+def _interface(store: Any, rank: int, size: int) -> str:
+    """The network interface on which this rank reaches the others: Gloo's own guess is that of the host's name."""
+    store.set(f"host{rank}", socket.gethostname())
+    names = [store.get(f"host{other}").decode() for other in range(size)]
+    elsewhere = next((name for name in names if name != names[rank]), None)
+    if elsewhere is None:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((elsewhere, 9))  # sends nothing; the kernel chooses the way
+        return bootstrap.interface_of(probe.getsockname()[0])
+
+
+class Torch:
+    """The default process group; see ``engines.Engine``."""
+
+    overlaps = False
+
+    def __init__(self, torch: Any, distributed: Any, backend: str, rank: int, size: int) -> None:
+        self._torch, self._distributed, self._backend = torch, distributed, backend
+        self.rank = rank
+        self.size = size
+        self.notes: tuple[str, ...] = (f"torch.distributed used {backend}.",)
+
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> TorchOperation:  # noqa: ARG002
+        """See ``engines.Engine``."""
+        place = "cuda" if self._backend == "nccl" else "cpu"
+        return TorchOperation(self._torch, self._distributed, place, collective, elements, dtype)
+
+    def barrier(self) -> None:
+        """See ``engines.Engine``."""
+        self._distributed.barrier()
+
+    def close(self) -> None:
+        """See ``engines.Engine``."""
+        self._distributed.destroy_process_group()
+
+
+class TorchOperation:
+    """One tensor; see ``engines.Operation``. A reduce-scatter is of equal parts here, the last one filled up with 0."""
+
+    def __init__(self, torch: Any, distributed: Any, place: str, collective: str, elements: int, dtype: str) -> None:
+        self._torch, self._distributed, self._place = torch, distributed, place
+        self._collective, self._elements = collective, elements
+        self._bfloat16 = dtype == "bfloat16"
+        size, rank = distributed.get_world_size(), distributed.get_rank()
+        self._shares = split(elements, size)
+        padded = -(-elements // size) * size if collective == REDUCE_SCATTER else elements
+        self._input = self._as_tensor(np.zeros(padded, storage(dtype)))
+        self._own = self._input[: padded // size].clone()
+        self._output = self._input
+        if collective == REDUCE_SCATTER:
+            self._output = self._input.clone()
+        elif collective == ALL_TO_ALL:
+            self._output = self._as_tensor(np.zeros(self._shares[rank] * size, storage(dtype)))
+
+    def load(self, values: NDArray[Any]) -> None:
+        """See ``engines.Operation``."""
+        self._input[: self._elements] = self._as_tensor(values)
+        self._wait()
+
+    def start(self) -> None:
+        """Nothing: the operations block."""
+
+    def finish(self) -> None:
+        """See ``engines.Operation``."""
+        distributed = self._distributed
+        if self._collective == ALLREDUCE:
+            distributed.all_reduce(self._input)
+        elif self._collective == REDUCE_SCATTER:
+            distributed.reduce_scatter_tensor(self._own, self._input)
+            distributed.all_gather_into_tensor(self._output, self._own)
+        elif self._collective == BROADCAST:
+            distributed.broadcast(self._input, ROOT)
+        else:
+            received = [self._shares[distributed.get_rank()]] * len(self._shares)
+            distributed.all_to_all_single(self._output, self._input, received, self._shares)
+        self._wait()
+
+    def result(self) -> NDArray[Any]:
+        """See ``engines.Operation``."""
+        output = self._output.cpu()
+        if self._bfloat16:
+            output = output.view(self._torch.int16)
+        array = np.asarray(output.numpy()[: None if self._collective == ALL_TO_ALL else self._elements])
+        return array.view(np.uint16) if self._bfloat16 else array
+
+    def _as_tensor(self, array: NDArray[Any]) -> Any:
+        tensor = self._torch.from_numpy(array.view(np.int16) if self._bfloat16 else array)
+        return (tensor.view(self._torch.bfloat16) if self._bfloat16 else tensor).to(self._place)
+
+    def _wait(self) -> None:
+        if self._place == "cuda":
+            self._torch.cuda.synchronize()

@@ -1,0 +1,165 @@
+"""The ring, step by step: every rank sends to its right neighbour and receives from its left one, nothing else.
+
+An allreduce of S bytes over n ranks is a reduce-scatter and an all-gather, each of n - 1 steps with S/n bytes: every
+rank sends and receives 2 (n-1)/n S, the least that is possible. The array is divided into n chunks, each chunk into
+segments; a segment is sent on as soon as it has come and was added, so that the link is busy while ranks add, and
+only the first segment of a job waits.
+
+Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, Journal of Parallel
+    and Distributed Computing 69 (2009).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.measure.emulate.check import ROOT, split
+
+SEGMENT_BYTES = 512 * 1024
+"""Segments of this size, or a little less: large enough to fill the link, small enough for several in flight."""
+_AHEAD = 8
+"""Receives that are posted before they are needed."""
+
+
+class Request(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> None:
+        """Return when the message has come, or when its buffer is free again."""
+
+
+class Transport(Protocol):
+    """Point-to-point messages; those from one rank to another come in the order in which they were sent.
+
+    Attributes:
+        rank, size: of this process.
+    """
+
+    rank: int
+    size: int
+
+    def send(self, array: NDArray[Any], to: int) -> Request:
+        """Send an array, which must not change until the request is done."""
+
+    def receive(self, array: NDArray[Any], source: int) -> Request:
+        """Fill an array, which must not be touched until the request is done."""
+
+
+def reduce_scatter(transport: Transport, array: NDArray[Any]) -> None:
+    """Add the arrays of all ranks; rank r has the sums of chunk (r + 1) mod n in place afterwards.
+
+    Args:
+        transport: to the neighbours.
+        array: shape (elements,), the same on every rank; its other chunks hold parts of sums afterwards.
+    """
+    _Ring(transport, array).turn(0, transport.size - 1)
+
+
+def all_gather(transport: Transport, array: NDArray[Any]) -> None:
+    """Bring the chunk (r + 1) mod n of every rank r to all ranks, in place: what follows a ``reduce_scatter``."""
+    _Ring(transport, array).turn(transport.size - 1, 2 * transport.size - 2)
+
+
+def allreduce(transport: Transport, array: NDArray[Any]) -> None:
+    """Add the arrays of all ranks, in place, both halves as one stream of segments.
+
+    Args:
+        transport: to the neighbours.
+        array: shape (elements,), any number of elements, the same on every rank.
+    """
+    _Ring(transport, array).turn(0, 2 * transport.size - 2)
+
+
+def broadcast(transport: Transport, array: NDArray[Any]) -> None:
+    """Bring the root's array to all ranks, in place: along the ring, segment by segment, but not back to the root."""
+    size, position = transport.size, (transport.rank - ROOT) % transport.size
+    if size == 1:
+        return
+    right, left = (transport.rank + 1) % size, (transport.rank - 1) % size
+    segments = _pieces(array, max(1, -(-array.nbytes // SEGMENT_BYTES)))
+    coming = [transport.receive(segment, left) for segment in segments] if position > 0 else []
+    sent = []
+    for index, segment in enumerate(segments):
+        if coming:
+            coming[index].wait()
+        if position < size - 1:
+            sent.append(transport.send(segment, right))
+    for request in sent:
+        request.wait()
+
+
+def _pieces(array: NDArray[Any], count: int) -> list[NDArray[Any]]:
+    """Views of an array's parts, the first ones larger by an element; parts may be empty."""
+    ends = np.cumsum(split(len(array), count))
+    return [array[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+class _Ring:
+    """The steps of an allreduce, numbered from 0 to 2n - 3: in step s rank r sends chunk r - s and receives r - s - 1.
+
+    What comes in the first n - 1 steps is added to the chunk, what comes later takes its place. What came in a step is
+    sent in the next one.
+    """
+
+    def __init__(self, transport: Transport, array: NDArray[Any]) -> None:
+        self._transport = transport
+        size = transport.size
+        chunks = _pieces(array, size)
+        self._parts = max(1, -(-chunks[0].nbytes // SEGMENT_BYTES))
+        self._segments = [_pieces(chunk, self._parts) for chunk in chunks]
+        longest = len(self._segments[0][0])
+        # No further ahead than a step: a receive must not be posted into a segment that is still to be sent.
+        self._ahead = min(_AHEAD, self._parts)
+        self._scratch = [np.empty(longest, array.dtype) for _ in range(self._ahead)]
+        self._sent: dict[tuple[int, int], Request] = {}
+
+    def turn(self, first: int, end: int) -> None:
+        """Do the steps from ``first`` to before ``end``."""
+        if first >= end:
+            return
+        for part in range(self._parts):
+            self._send(first, part)
+        tasks = [(step, part) for step in range(first, end) for part in range(self._parts)]
+        posted: deque[tuple[Request, NDArray[Any]]] = deque()
+        for number, (step, part) in enumerate(tasks):
+            while len(posted) < self._ahead and number + len(posted) < len(tasks):
+                posted.append(self._receive(number + len(posted), *tasks[number + len(posted)]))
+            request, came = posted.popleft()
+            request.wait()
+            if self._adds(step):
+                segment = self._segment(step + 1, part)
+                np.add(segment, came, out=segment)
+            if step + 1 < end:
+                self._send(step + 1, part)
+        for request in self._sent.values():
+            request.wait()
+
+    def _segment(self, step: int, part: int) -> NDArray[Any]:
+        """What is sent in a step; what comes in a step is sent in the next."""
+        return self._segments[(self._transport.rank - step) % self._transport.size][part]
+
+    def _adds(self, step: int) -> bool:
+        return step < self._transport.size - 1
+
+    def _send(self, step: int, part: int) -> None:
+        transport = self._transport
+        chunk = (transport.rank - step) % transport.size
+        right = (transport.rank + 1) % transport.size
+        self._sent[chunk, part] = transport.send(self._segment(step, part), right)
+
+    def _receive(self, number: int, step: int, part: int) -> tuple[Request, NDArray[Any]]:
+        """Post a receive: into scratch where it is to be added, else in place, once nothing is sent from there."""
+        transport = self._transport
+        segment = self._segment(step + 1, part)
+        if self._adds(step):
+            into = self._scratch[number % self._ahead][: len(segment)]
+        else:
+            into = segment
+            chunk = (transport.rank - step - 1) % transport.size
+            if (before := self._sent.pop((chunk, part), None)) is not None:
+                before.wait()
+        return transport.receive(into, (transport.rank - 1) % transport.size), into

@@ -1,0 +1,219 @@
+"""From what is typed to a job: what the ranks do, how they are launched, and what the file of results says of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.bench import subject
+from hvdkit.measure.emulate.plan import Plan
+from hvdkit.measure.emulate.run import WORKER, check
+from hvdkit.measure.emulate.run_job import Delay, Job
+from hvdkit.measure.emulate.run_join import Joined
+from hvdkit.run.launch import tuned as tuned_settings
+from hvdkit.run.launch.tuned import Tuned
+from hvdkit.run.trials import here
+from hvdkit.run.trials.here import Here, Wish
+
+ENGINES: dict[str, tuple[str, str, str]] = {
+    "horovod": ("horovod", "library", ""),
+    "mpi": ("mpi", "library", ""),
+    "ring": ("mpi", "ring", ""),
+    "torch": ("torch", "library", ""),
+    "gloo": ("torch", "library", "gloo"),
+    "nccl": ("torch", "library", "nccl"),
+}
+"""Name that is typed to engine, algorithm and backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A job that is ready to run.
+
+    Attributes:
+        job: what the ranks do; its folder is made when it runs.
+        options: of ``hvdkit launch``.
+        tuned: Horovod's settings.
+        here: how it is launched.
+        beside: where the ranks write for the while, None for the system's place for temporary files.
+    """
+
+    job: Job
+    options: tuple[str, ...]
+    tuned: Tuned
+    here: Here
+    beside: Path | None
+
+    def asked(self, joined: Joined) -> dict[str, Any]:
+        """For the file of results; without names of hosts. Where the ranks ran and whether they overlapped they say.
+
+        What is asked for may come otherwise: a launcher fills one host before the next, or a binding cannot fuse.
+        """
+        job, delay = self.job, self.job.delay
+        placed = joined.placed
+        return {
+            "engine": job.engine,
+            "backend": job.backend or None,
+            "collective": job.collective,
+            "algorithm": job.algorithm,
+            "ranks": job.ranks,
+            "hosts": len(placed) or max(1, len(self.here.plan.hosts)),
+            "ppn": placed[0] if len(set(placed)) == 1 else None if placed else self.here.request.ppn,
+            "check": job.check,
+            "fusion": job.fusion and joined.overlapped is not False,
+            "warmup_trials": job.warmup_trials,
+            "straggler": {str(rank): 1000 * seconds for rank, seconds in (job.stragglers or {}).items()},
+            "delay": None
+            if delay is None
+            else {"mean_ms": 1000 * delay.mean_s, "rank": delay.rank, "probability": delay.probability},
+            "seed": job.seed,
+            "compute": job.compute,
+            "settings": self.tuned.variables(),
+        }
+
+    def environment(self) -> dict[str, Any]:
+        """For the file of results: versions, cores, and how the ranks are launched; without names of hosts."""
+        asked = subject.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.ranks,))
+        found = subject.describe(asked, [self.here])
+        known = {name: value for name, value in found.environment.items() if name != "commit"}
+        return {**known, "launch": found.launches[0]}
+
+    def notes(self, joined: Joined) -> list[str]:
+        """What a reader of the numbers should know, full sentences."""
+        notes = list(self.here.notes())
+        meant = len(self.here.plan.hosts)
+        if joined.placed and len(joined.placed) < meant:
+            notes.append(
+                f"The launcher put all {self.job.ranks} ranks on {len(joined.placed)} of the {meant} hosts; give hosts "
+                "as many slots as they are to run ranks, such as --hosts h1:1,h2:1, or --ppn."
+            )
+        if self.job.fusion and joined.overlapped is not False:
+            notes.append(
+                "Horovod was given all tensors of a step before the first was waited for, and may have sent several as "
+                "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "
+                "is the time of all of them, and bandwidths by size say nothing; --fusion off measures each alone."
+            )
+        return notes
+
+
+def prepare(
+    plan: Plan,
+    wish: Wish,
+    engine: str,
+    settings: Mapping[str, Any],
+    *,
+    fusion: bool | None,
+    algorithm: str | None,
+    json_file: Path | None,
+    **job: Any,
+) -> Setup:
+    """Make a job of the options.
+
+    Args:
+        plan: what is replayed.
+        wish: ranks, hosts, launcher.
+        engine: a key of ``ENGINES``.
+        settings: Horovod's, as ``launch.tuned.choose`` takes them.
+        fusion: None for Horovod's own way.
+        algorithm: "library", "ring", or None for what the engine's name says.
+        json_file: where the results are to go, None for nowhere.
+        job: further fields of ``Job``.
+    Raises:
+        InvalidArgumentError: options that do not go together.
+        LaunchError: there is nothing to launch with.
+    """
+    name, own, backend = ENGINES[engine]
+    if engine == "ring" and algorithm == "library":
+        raise InvalidArgumentError("--engine ring is --algorithm ring, got --algorithm library; leave one of them out.")
+    tuned = _horovod_settings(name, engine, settings, fusion)
+    looked = here.look(wish)
+    if name == "mpi" and wish.launcher == "auto" and looked.plan.launcher_name == "horovodrun":
+        wish = replace(wish, launcher="mpirun")  # Horovod here has no MPI, but the engine needs it
+        looked = here.look(wish)
+    apart = looked.plan.direct
+    made = Job(
+        Path(),
+        plan,
+        wish.n,
+        name,
+        backend,
+        algorithm=algorithm or own,
+        fusion=name == "horovod" and fusion is not False,
+        apart=apart,
+        **job,
+    )
+    check(made, looked)
+    beside = json_file.absolute().parent if json_file is not None else Path.cwd() if apart else None
+    return Setup(made, tuple(wish.options()), tuned, looked, beside)
+
+
+def wish_of(n: int, **options: Any) -> Wish:
+    """The ranks that are asked for; ``options`` as in ``Wish``."""
+    return Wish(n, WORKER, depth=None, **options)
+
+
+def _horovod_settings(name: str, engine: str, settings: Mapping[str, Any], fusion: bool | None) -> Tuned:
+    tuned, _ = tuned_settings.choose(None, **settings)
+    if name != "horovod" and (fusion is not None or tuned.variables()):
+        given = "--fusion" if fusion is not None else ", ".join(tuned.variables())
+        raise InvalidArgumentError(f"{given} is a setting of Horovod, got --engine {engine}; use --engine horovod.")
+    if fusion is False:
+        if tuned.fusion_threshold_bytes:
+            raise InvalidArgumentError("--fusion off and --fusion-threshold-mb contradict each other; give one.")
+        return replace(tuned, fusion_threshold_bytes=0)
+    return tuned
+
+
+def stragglers(texts: tuple[str, ...]) -> dict[int, float]:
+    """Seconds by rank, of ``RANK:MS`` words.
+
+    Raises:
+        InvalidArgumentError: another form, or a rank that comes twice.
+    """
+    found: dict[int, float] = {}
+    for text in texts:
+        rank, colon, late = text.partition(":")
+        milliseconds = _number(late)
+        if not colon or not rank.isdecimal() or milliseconds is None or milliseconds <= 0 or int(rank) in found:
+            raise InvalidArgumentError(
+                f"--straggler is {text!r}; expected RANK:MS, each rank once, such as 2:50 for rank 2 that comes 50 ms "
+                "late to every collective."
+            )
+        found[int(rank)] = milliseconds / 1000
+    return found
+
+
+def delay(text: str | None) -> Delay | None:
+    """The random delays of ``MS[:RANK[:P]]``.
+
+    Raises:
+        InvalidArgumentError: another form, or a number out of range.
+    """
+    if text is None:
+        return None
+    words = [*text.split(":"), "", ""]
+    mean, probability = _number(words[0]), _number(words[2]) if words[2] else 1.0
+    everyone = words[1] in ("", "*")
+    if (
+        len(words) > 5
+        or not (mean is not None and mean > 0)
+        or not (everyone or words[1].isdecimal())
+        or not (probability is not None and 0 < probability <= 1)
+    ):
+        raise InvalidArgumentError(
+            f"--delay is {text!r}; expected MS[:RANK[:P]], such as 20:1:0.1 for delays of 20 ms on average on rank 1 "
+            "before one collective in ten (RANK * for every rank)."
+        )
+    return Delay(mean / 1000, None if everyone else int(words[1]), probability)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

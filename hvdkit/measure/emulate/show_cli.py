@@ -1,0 +1,51 @@
+"""``hvdkit emulate show``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.measure.emulate import outputs, results, tables
+from hvdkit.measure.emulate.analysis import analyse
+
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each size and one for all.")
+@click.option("--samples", "form", flag_value="samples", help="Print CSV, a line for each collective measured.")
+@click.option("--json", "form", flag_value="json", help="Print JSON: the analysis.")
+@click.option("--plot", type=_FILE, metavar="FILE", help="Draw the distribution of the delays (.svg, .png).")
+@click.option("--size-plot", type=_FILE, metavar="FILE", help="Draw the delays by size (.svg, .png).")
+@click.option("--report", type=_FILE, metavar="FILE", help="Write an HTML page.")
+def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None, report: Path | None) -> int:
+    """Print what `hvdkit emulate --json FILE` measured, once more or in another form; nothing is run.
+
+    \b
+    Examples:
+      hvdkit emulate show results.json
+      hvdkit emulate show results.json --markdown >> notes.md
+      hvdkit emulate show results.json --plot cdf.svg --size-plot sizes.svg --report report.html
+
+    Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
+    """
+    outputs.check(plot=plot, size_plot=size_plot, report=report, others=[file])
+    found = results.read(file)
+    analysis = analyse(found)
+    outputs.write_all(found, plot=plot, size_plot=size_plot, report=report, analysis=analysis)
+    if form == "json":
+        click.echo(json.dumps(analysis.as_json(), indent=2, allow_nan=False))
+    elif form == "csv":
+        click.echo(tables.comma_separated(analysis), nl=False)
+    elif form == "samples":
+        click.echo(tables.samples_csv(found), nl=False)
+    elif form == "markdown":
+        click.echo(tables.markdown(analysis))
+    else:
+        tables.text(analysis, Console(highlight=False, markup=False))
+    return 0

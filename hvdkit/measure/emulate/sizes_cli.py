@@ -1,0 +1,139 @@
+"""``hvdkit emulate sizes``, and the options that choose a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdkit.measure.emulate import plan as plans
+from hvdkit.measure.emulate import sizes as making
+from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
+from hvdkit.measure.emulate.plan import DTYPES, TRIALS, Plan
+
+
+def _numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 16 and int(word) > 0 for word in words):
+        raise click.BadParameter(f"expected whole numbers above 0 with commas between them, got {text!r}")
+    return tuple(map(int, words))
+
+
+_FILE = click.Path(path_type=Path)
+_OPTIONS = (
+    click.option("--sizes", callback=_numbers, metavar="B,B,...", help="Sizes in bytes, first layer first."),
+    click.option(
+        "--csv",
+        "csv_file",
+        type=_FILE,
+        metavar="FILE",
+        help="Columns name, bytes or elements, dtype, gap_ms; or bytes.",
+    ),
+    click.option(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="A function (or class) that returns a model, or (model, inputs); PyTorch, Keras or TensorFlow. "
+        "FILE.py:FACTORY works too.",
+    ),
+    click.option("--framework", type=click.Choice(FRAMEWORKS), help="Of the model  [default: auto]"),
+    click.option("--per", type=click.Choice(PER), help="One collective per ... of the model  [default: parameter]"),
+    click.option(
+        "--input-shape",
+        callback=_numbers,
+        metavar="N,N,...",
+        help="Of an input of zeros for the model, with the batch, such as 2,784, where FACTORY returns no inputs.",
+    ),
+    click.option("--timeline", type=_FILE, metavar="FILE", help="What HOROVOD_TIMELINE recorded: sizes, order, gaps."),
+    click.option(
+        "--plan", "plan_file", type=_FILE, metavar="FILE", help="A plan that `hvdkit emulate sizes -o` saved."
+    ),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of --sizes and --csv  [default: float32]"),
+    click.option(
+        "--order",
+        type=click.Choice([making.LAYERS, making.REPLAY]),
+        help="Of --sizes and --csv: layers are replayed from the last to the first, as backward does; replay: as "
+        "listed  [default: layers]",
+    ),
+    click.option(
+        "--trials",
+        type=click.IntRange(min=1),
+        metavar="T",
+        help=f"Steps to replay  [default: the plan's, else {TRIALS}]",
+    ),
+    click.option(
+        "--samples",
+        type=click.IntRange(min=1),
+        metavar="S",
+        help="Samples of the data set, instead of --trials: T is S / B, rounded up (a last, smaller batch counts), "
+        "times E.",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), metavar="B", help="Samples of a step, all ranks together."
+    ),
+    click.option("--epochs", type=click.IntRange(min=1), metavar="E", help="Passes over the data set  [default: 1]"),
+    click.option(
+        "--gap-ms",
+        type=float,
+        metavar="MS",
+        help="Computation before each collective  [default: what FILE says, else 0]",
+    ),
+)
+
+
+def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a click command the options that choose a plan; their names are the fields of ``sizes.Wanted``."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def plan_of(**wanted: Any) -> Plan:
+    """The plan that these options ask for.
+
+    Args:
+        wanted: by the names that ``plan_options`` gives a command; None where an option is not given.
+    Raises:
+        InvalidArgumentError: options that do not go together, or a value that cannot be right.
+        DataError: a file that cannot be used.
+    """
+    return making.plan_of(making.Wanted(**wanted))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@plan_options
+@click.option("-o", "output", type=_FILE, metavar="FILE", help="Save the plan, for --plan.")
+@click.option("--json", "want_json", is_flag=True, help="Print JSON.")
+def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
+    """Say which collectives a training step makes, how large they are and in which order: the plan of an emulation.
+
+    Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory; with
+    inputs one backward is run or traced, and the order is that in which the gradients really arrive.
+
+    \b
+    Examples:
+      hvdkit emulate sizes --sizes 803840,131584,33024,2600 --samples 60000 --batch-size 8192
+      hvdkit emulate sizes --model nets:Classifier --input-shape 2,784 --per layer -o plan.json
+      hvdkit emulate sizes --timeline timeline.json -o plan.json
+      hvdkit emulate --engine ring -n 4 --plan plan.json
+
+    Exit status: 0 success, 1 a file cannot be used, 2 for bad usage.
+    """
+    plan = plan_of(**wanted)
+    if output is not None:
+        plans.write(output, plan)
+    if want_json:
+        click.echo(json.dumps(plan.as_json(), indent=2, allow_nan=False))
+        return 0
+    from rich.console import Console
+
+    from hvdkit.measure.emulate.tables import show_plan
+
+    show_plan(plan, Console(highlight=False, markup=False))
+    if output is not None:
+        click.echo(f"Saved as {output}.")
+    return 0

@@ -1,0 +1,159 @@
+"""How measured times are spread: percentiles that the sample supports, the distribution with its band, outliers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.common.intervals import CONFIDENCE, RESAMPLES, Estimate, estimate
+
+Floats = NDArray[np.float64]
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
+LEAST = {"p50": 1, "p90": 10, "p99": 100, "p99.9": 1000}
+"""How many samples a percentile needs: as many as make one sample beyond it likely. With fewer it is the maximum."""
+ENOUGH_FOR_OUTLIERS = 8
+FENCE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """A set of times in seconds.
+
+    Attributes:
+        count: how many.
+        mean, min, max: of them.
+        p50: the median, with its interval.
+        p90, p99, p999: percentiles, by linear interpolation; None with fewer than 10, 100, 1000 samples.
+    """
+
+    count: int
+    mean: float
+    min: float
+    max: float
+    p50: Estimate
+    p90: float | None
+    p99: float | None
+    p999: float | None
+
+
+def times(values: Floats, rng: np.random.Generator, independent: int | None = None) -> Times:
+    """What the times are like.
+
+    Args:
+        values: at least one, in seconds.
+        rng: for the interval of the median.
+        independent: how many of them tell something new, where others repeat them; then there is no interval.
+    """
+    enough = len(values) if independent is None else independent
+    found = {
+        name: float(np.quantile(values, share)) if enough >= LEAST[name] else None
+        for name, share in PERCENTILES.items()
+    }
+    return Times(
+        len(values),
+        float(values.mean()),
+        float(values.min()),
+        float(values.max()),
+        median(values, rng) if independent is None else Estimate(float(np.median(values))),
+        found["p90"],
+        found["p99"],
+        found["p99.9"],
+    )
+
+
+def median(values: Floats, rng: np.random.Generator) -> Estimate:
+    """The median with its bootstrap interval."""
+    return estimate(float(np.median(values)), resampled_medians(values, rng), alone=len(values) < 2)
+
+
+def ratio(numerator: Floats, denominator: Floats, rng: np.random.Generator) -> Estimate:
+    """The ratio of two medians, with its bootstrap interval; the samples are independent.
+
+    Both medians are above 0; resampled ratios that are not finite are left out.
+    """
+    value = float(np.median(numerator) / np.median(denominator))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        resampled = resampled_medians(numerator, rng) / resampled_medians(denominator, rng)
+    return estimate(value, resampled, alone=min(len(numerator), len(denominator)) < 2)
+
+
+def resampled_medians(values: Floats, rng: np.random.Generator) -> Floats:
+    """Medians of ``RESAMPLES`` samples drawn from these with replacement, in memory that does not grow with them.
+
+    It has the distribution of ``hvdkit.common.intervals.resampled_medians`` without drawing every sample: the m-th
+    smallest of n draws is the value at place floor(n * U), U the m-th smallest of n uniform numbers, which has a Beta
+    distribution; the next one is the smallest of the n - m that are above it.
+
+    Source: H. A. David and H. N. Nagaraja, Order Statistics (2003), sections 2.1 and 2.5.
+    """
+    ordered = np.sort(values)
+    n = len(ordered)
+    m = (n + 1) // 2
+    first = rng.beta(m, n - m + 1, RESAMPLES)
+    lower = ordered[_places(first, n)]
+    if n % 2:
+        return np.asarray(lower)
+    second = first + (1 - first) * (1 - rng.random(RESAMPLES) ** (1 / (n - m)))
+    return np.asarray((lower + ordered[_places(second, n)]) / 2)
+
+
+def _places(uniform: Floats, n: int) -> NDArray[np.intp]:
+    return np.minimum((uniform * n).astype(np.intp), n - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The empirical distribution of a set of times.
+
+    Attributes:
+        values: in seconds, from the smallest to the largest.
+        band: half the height of the band that holds the true distribution everywhere at once with 95 % probability.
+    """
+
+    values: Floats
+    band: float
+
+    @property
+    def shares(self) -> Floats:
+        """Of each value: the share of the samples that are at most as large."""
+        return np.arange(1, len(self.values) + 1) / len(self.values)
+
+    @property
+    def low(self) -> Floats:
+        """Lower end of the band, at each value."""
+        return np.clip(self.shares - self.band, 0, 1)
+
+    @property
+    def high(self) -> Floats:
+        """Upper end of the band, at each value."""
+        return np.clip(self.shares + self.band, 0, 1)
+
+
+def distribution(values: Floats, independent: int | None = None) -> Distribution:
+    """The distribution with its band, which supposes that the samples are independent.
+
+    Args:
+        values: at least one.
+        independent: how many of them tell something new, where others repeat them; default: all.
+
+    Source: the inequality of Dvoretzky, Kiefer and Wolfowitz (Annals of Mathematical Statistics 27, 1956) with the
+        constant of Massart (Annals of Probability 18, 1990): P(sup |F_n - F| > e) <= 2 exp(-2 n e^2).
+    """
+    band = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * max(1, independent or len(values))))
+    return Distribution(np.sort(values), band)
+
+
+def fence(values: Floats) -> float:
+    """Above it a time is an outlier: the upper quartile plus three times the distance of the quartiles.
+
+    Returns:
+        Seconds; infinity with fewer than ``ENOUGH_FOR_OUTLIERS`` samples.
+    Source: J. W. Tukey, Exploratory Data Analysis (1977), chapter 2: "far out".
+    """
+    if len(values) < ENOUGH_FOR_OUTLIERS:
+        return math.inf
+    lower, upper = np.quantile(values, [0.25, 0.75])
+    return float(upper + FENCE * (upper - lower))

@@ -1,0 +1,116 @@
+"""What each rank runs: ``python -m hvdkit.measure.emulate.worker FOLDER``, started by ``hvdkit launch``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from hvdkit.errors import HvdkitError
+from hvdkit.measure.emulate import clock, engines, run_job, worker_files
+from hvdkit.measure.emulate.engines import Engine
+from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.worker_files import Writer
+from hvdkit.measure.emulate.worker_replay import Replay, WrongResultError
+from hvdkit.steps import launchers
+
+
+def main(folder: Path) -> int:
+    """Replay the job of a folder on this rank; the status to exit with.
+
+    A mistake or a wrong result is left in the rank's file, where ``hvdkit emulate`` finds it.
+    """
+    try:
+        job = run_job.read(folder)
+        engine = engines.connect(job)
+    except HvdkitError as error:
+        sys.stderr.write(f"hvdkit emulate: {error}\n")
+        _leave_error(folder, error)
+        return 1
+    server = clock.Server() if job.apart and engine.rank == 0 else None
+    with Writer(folder, engine.rank, _head(engine, server)) as writer:
+        try:
+            _run(job, engine, writer, server)
+        except HvdkitError as error:
+            sys.stderr.write(f"hvdkit emulate: {error}\n")
+            writer.error(str(error), error.exit_code, wrong=isinstance(error, WrongResultError))
+            return 1
+    engine.close()
+    return 0
+
+
+def _head(engine: Engine, server: clock.Server | None) -> dict[str, object]:
+    asked = None if server is None else [socket.gethostname(), server.port, server.key]
+    return {
+        "machine": clock.machine(),
+        "host": socket.gethostname(),
+        "overlaps": engine.overlaps,
+        "notes": list(engine.notes),
+        "clock_server": asked,
+    }
+
+
+def _run(job: Job, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
+    clocks = _Clocks(job, engine, writer, server)
+    clocks.compare()
+    Replay(job, engine, writer.trial).run()
+    engine.barrier()
+    clocks.compare()
+    clocks.close()
+
+
+class _Clocks:
+    """This rank's part in comparing clocks, where the job is on several machines."""
+
+    def __init__(self, job: Job, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
+        self._writer = writer
+        self._server = server
+        self._visitor: clock.Visitor | None = None
+        if not job.apart:
+            return
+        own = clock.machine()
+        if server is not None:
+            heads = [worker_files.head_of(job.folder, rank) for rank in range(1, engine.size)]
+            server.admit(sum(head["machine"] != own for head in heads))
+            return
+        root = worker_files.head_of(job.folder, 0)
+        if root["machine"] != own:
+            host, port, key = root["clock_server"]
+            self._visitor = clock.Visitor(host, port, key)
+
+    def compare(self) -> None:
+        if self._server is not None:
+            self._server.answer()
+        if self._visitor is not None:
+            self._writer.clock(self._visitor.read())
+
+    def close(self) -> None:
+        for one in (self._server, self._visitor):
+            if one is not None:
+                one.close()
+
+
+def _leave_error(folder: Path, error: HvdkitError) -> None:
+    """Say it in the file of this rank, which it may not have learnt from the engine."""
+    launched = launchers.detect(os.environ)
+    if folder.is_dir():
+        with Writer(folder, launched.rank if launched else 0, {"machine": clock.machine(), "notes": []}) as writer:
+            writer.error(str(error), error.exit_code, wrong=False)
+
+
+def _run_and_leave() -> None:
+    """Leave at once: a rank that failed must not wait in MPI_Finalize for the others, nor for a framework's threads."""
+    try:
+        status = main(Path(sys.argv[1]))
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _run_and_leave()

@@ -1,0 +1,151 @@
+"""``hvdkit memory``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+
+from hvdkit.common.commands import is_count, numbers_of_ranks, shortened
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.memory import live, tables, terms
+from hvdkit.measure.memory.counts import count
+from hvdkit.measure.memory.terms import Need, PerRank
+
+_OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads")
+_OF_MODELS = ("framework", "input_shape", "device", "measure")
+_WHOLE = click.IntRange(min=1, max=10**9)
+"""Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
+
+
+def _finite(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"expected a finite number, got {value}")
+    return value
+
+
+def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = text.split(",")
+    if not all(is_count(word.strip()) for word in words):
+        raise click.BadParameter(
+            f"expected lengths with commas between them, batch first, like 64,1,28,28, got {shortened(text)}"
+        )
+    return tuple(int(word) for word in words)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
+              "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
+@click.option("--parameters", callback=count, metavar="P", help="Their number: 25557032, 1e12, 7B.")
+@click.option(
+    "--batch",
+    "--batch-size",
+    "batch",
+    type=_WHOLE,
+    default=1,
+    show_default=True,
+    metavar="B",
+    help="Samples on a rank.",
+)
+@click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam", show_default=True)
+@click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32", show_default=True,
+              help="Of parameters and all else (with --parameters).")  # fmt: skip
+@click.option("--mixed", is_flag=True, help="The optimizer keeps float32 states and a float32 copy of the parameters.")
+@click.option("--layers", type=_WHOLE, metavar="L", help="Of a transformer, as are the next three.")
+@click.option("--sequence", type=_WHOLE, metavar="S")
+@click.option("--hidden", type=_WHOLE, metavar="H")
+@click.option("--heads", type=_WHOLE, metavar="A", help="Count all that a layer keeps, not only its output.")
+@click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto", show_default=True)
+@click.option("--input-shape", callback=_shape, metavar="B,...", help="Of an input of zeros, batch first.")
+@click.option("--device", type=click.Choice(live.DEVICES), default="cpu", show_default=True,
+              help="Where small steps of the model are run; meta computes shapes only.")  # fmt: skip
+@click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")
+@click.option("--fp16-allreduce", is_flag=True, help="Gradients travel in half precision.")
+@click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), callback=_finite, metavar="MB",
+              help="Horovod's buffer (default: its own, 128 MiB).")  # fmt: skip
+@click.option("-n", "ranks", callback=numbers_of_ranks, default="1,8,64", show_default=True, metavar="N,...")
+@click.option("--capacity-gb", type=click.FloatRange(min=0, min_open=True), callback=_finite, metavar="GB",
+              help="What a rank has.")  # fmt: skip
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--json", "form", flag_value="json", help="Print JSON; sizes are bytes.")
+@click.pass_context
+def memory(
+    ctx: click.Context, /, form: str | None, ranks: tuple[int, ...], capacity_gb: float | None, **wanted: Any
+) -> int:
+    """Say what a training needs in memory on each rank: parameters, gradients, optimizer, activations, buffers.
+
+    For a live model small steps are run and extended to B samples; for plain numbers the terms are computed. Plain data
+    parallelism needs the whole on every rank; what the stages of ZeRO would save is shown beside it.
+
+    Exit status: 0; 1 when --capacity-gb is given and a rank needs more with data parallelism.
+
+    \b
+    Examples:
+      hvdkit memory --model nets.py:Net --input-shape 64,1,28,28 --batch 64 -n 1,8
+      hvdkit memory --parameters 1e12 --dtype float16 --layers 120 --sequence 2048 --hidden 12288 --batch 128
+      hvdkit memory --parameters 7B --dtype bfloat16 --mixed --capacity-gb 80 -n 8,64
+    """
+    need, said = _need(ctx, **wanted)
+    rows = [terms.per_rank(need, n) for n in ranks]
+    capacity = None if capacity_gb is None else round(1e9 * capacity_gb)
+    notes = [*_notes_of_measuring(need, said), *terms.notes(rows, capacity)]
+    _print(need, rows, notes, said, form)
+    return 1 if capacity is not None and any(row.data_parallel > capacity for row in rows) else 0
+
+
+def _need(
+    ctx: click.Context, *, model: str | None, fusion_threshold_mb: float | None, **wanted: Any
+) -> tuple[Need, dict[str, Any]]:
+    if (model is None) == (wanted["parameters"] is None):
+        raise InvalidArgumentError("give either --model or --parameters, and not both.")
+    foreign = _OF_NUMBERS if model is not None else _OF_MODELS
+    given = [f"--{name.replace('_', '-')}" for name in foreign if ctx.get_parameter_source(name) is _COMMAND_LINE]
+    if given:
+        source = "--model" if model is not None else "--parameters"
+        raise InvalidArgumentError(f"{', '.join(given)} cannot be combined with {source}; leave it out.")
+    fusion = terms.FUSION_BYTES if fusion_threshold_mb is None else round(fusion_threshold_mb * 1024**2)
+    shared = {name: wanted.pop(name) for name in ("batch", "optimizer", "fp16_allreduce")}
+    own = {name: wanted[name] for name in (_OF_MODELS if model is not None else _OF_NUMBERS)}
+    if model is not None:
+        return live.of_model(model, **shared, **own, fusion_bytes=fusion)
+    return terms.of_numbers(**shared, **own, fusion_bytes=fusion), {}
+
+
+_COMMAND_LINE = click.core.ParameterSource.COMMANDLINE
+
+
+def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
+    found = []
+    if not said.get("same_operations", True):
+        found.append(
+            "The model did other operations at the other batch size; the peak is a line through the two peaks."
+        )
+    measured = said.get("measured_peak")
+    if measured and need.peak is not None:
+        off = 100 * (need.peak / measured - 1)
+        found.append(
+            f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off:+.1f} %."
+        )
+    return found
+
+
+def _print(need: Need, rows: Sequence[PerRank], notes: Sequence[str], said: dict[str, Any], form: str | None) -> None:
+    if form == "json":
+        value = {
+            "need": {**asdict(need), "total": need.total},
+            "measured_peak": said.get("measured_peak"),
+            "ranks": [asdict(row) for row in rows],
+            "notes": list(notes),
+        }
+        click.echo(json.dumps(value, indent=2))
+    elif form == "markdown":
+        click.echo(tables.markdown(need, rows, notes))
+    else:
+        tables.show(need, rows, notes, Console(highlight=False, markup=False))

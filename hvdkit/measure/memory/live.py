@@ -1,0 +1,78 @@
+"""The terms of a live model's training, measured in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.memory.terms import Need, with_horovod
+from hvdkit.measure.model_factory.asking import ask, split_factory
+
+FRAMEWORKS = ("auto", "torch", "keras")
+DEVICES = ("cpu", "meta")
+
+
+def of_model(
+    factory: str,
+    *,
+    batch: int,
+    optimizer: str = "adam",
+    framework: str = "auto",
+    input_shape: Sequence[int] | None = None,
+    device: str = "cpu",
+    measure: bool = False,
+    fp16_allreduce: bool = False,
+    fusion_bytes: int,
+) -> tuple[Need, dict[str, Any]]:
+    """The terms for ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, and what the process said beside them.
+
+    Args:
+        factory: returns a model, (model, inputs) or (model, inputs, loss function of the output).
+        batch: samples on one rank.
+        optimizer: of ``terms.STATES``.
+        framework: of ``FRAMEWORKS``.
+        input_shape: of an input of float32 zeros, batch first, where the factory gives none.
+        device: "cpu" runs small steps; "meta" computes shapes only, for models that do not fit here.
+        measure: also run real steps at ``batch`` samples and take the allocator's peak ("measured_peak", bytes).
+        fp16_allreduce, fusion_bytes: see ``terms.with_horovod``.
+    Raises:
+        InvalidArgumentError: the factory fails, or its model cannot be measured.
+        DataError: the process ended without an answer.
+    """
+    module, name = split_factory(factory)
+    said = ask(
+        "hvdkit.measure.memory.process",
+        {
+            "module": module,
+            "factory": name,
+            "framework": framework,
+            "input_shape": None if input_shape is None else list(input_shape),
+            "batch": batch,
+            "optimizer": optimizer,
+            "device": device,
+            "measure": measure,
+        },
+    )
+    if "error" in said:
+        raise InvalidArgumentError(f"--model {factory}: {said['error']}")
+    how = _how(said, optimizer, device, batch)
+    need = Need(said["parameters"], said["gradients"], said["states"], said["activations"], 0, 0, how, said["peak"])
+    return with_horovod(need, said["gradient_size"], fp16_allreduce, fusion_bytes), said
+
+
+def _how(said: dict[str, Any], optimizer: str, device: str, batch: int) -> dict[str, str]:
+    if said["framework"] == "keras":
+        return {
+            "parameters": "the model's variables",
+            "gradients": "the trainable variables",
+            "states": f"as many numbers as {optimizer} keeps for each trainable one",
+            "activations": f"the outputs of the layers for {batch} samples, an estimate",
+        }
+    first, second = said["batches"]
+    return {
+        "parameters": "parameters and buffers of the model",
+        "gradients": "those that a backward produced",
+        "states": f"those of {optimizer} after a step",
+        "activations": f"what autograd kept for {first} and {second} samples on {device}, as a line to {batch}",
+    }

@@ -1,0 +1,191 @@
+"""``hvdkit plan``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from hvdkit.common.commands import numbers_of_ranks, output_file
+from hvdkit.common.intervals import Estimate
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.memory.counts import count
+from hvdkit.measure.plan import model, tables
+from hvdkit.steps.epochs import REMAINDERS
+from hvdkit.steps.learning_rate import RULES
+
+if TYPE_CHECKING:
+    from hvdkit.measure.emulate.results import Results
+
+_WHOLE = click.IntRange(min=1, max=model.MOST)
+_MOST_EPOCHS = 10**6
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def _rate(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise click.BadParameter(f"expected a finite number above 0, got {value}")
+    return value
+
+
+def _some_epochs(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
+    if not 0 <= value <= _MOST_EPOCHS:
+        raise click.BadParameter(f"expected a number from 0 to {_MOST_EPOCHS}, got {value}")
+    return value
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--samples", callback=count, required=True, metavar="S", help="Samples in the training set.")
+@click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples a step on a rank.")
+@click.option("--lr", type=float, callback=_rate, required=True, metavar="L", help="Learning rate for one process.")
+@click.option("--epochs", type=click.IntRange(1, _MOST_EPOCHS), default=1, show_default=True, metavar="E")
+@click.option(
+    "-n",
+    "ranks",
+    required=True,
+    callback=numbers_of_ranks,
+    metavar="N,...",
+    help="Numbers of ranks, such as 1,2,4,8.",
+)
+@click.option("--rule", type=click.Choice(RULES), default="linear", show_default=True, help="Scales the rate.")
+@click.option(
+    "--warmup-epochs", type=float, callback=_some_epochs, default=5.0, show_default=True, metavar="W", help="0: none."
+)
+@click.option(
+    "--remainder",
+    type=click.Choice(REMAINDERS),
+    default="drop",
+    show_default=True,
+    help="What becomes of the ragged end of an epoch; all three are shown, the steps are those of this one.",
+)
+@click.option(
+    "--checkpoint-epochs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="A checkpoint after every K epochs, and after the last.",
+)
+@click.option("--parameters", callback=count, metavar="P", help="Of the model; its gradients are as many.")
+@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", show_default=True, help="Of gradients.")
+@click.option(
+    "--fit",
+    "fits",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    metavar="FILE",
+    help="Of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes and, without "
+    "--parameters, how large they are. May be repeated.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    callback=output_file,
+    metavar="FILE",
+    help="Draw the learning rate (.svg, .png, .pdf).",
+)
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def plan(
+    samples: int,
+    batch_size: int,
+    lr: float,
+    epochs: int,
+    ranks: tuple[int, ...],
+    rule: str,
+    warmup_epochs: float,
+    remainder: str,
+    checkpoint_epochs: int,
+    parameters: int | None,
+    dtype: str,
+    fits: tuple[Path, ...],
+    plot: Path | None,
+    form: str | None,
+) -> int:
+    """Say what a training will do on each of N ranks; no process is started.
+
+    Steps per epoch, global batch, samples that a remainder policy leaves out or uses twice, the learning rate with
+    its warmup, checkpoints and the size of the gradients: the numbers that hvdkit's functions will give the training.
+
+    \b
+    Examples:
+      hvdkit plan --samples 60000 --batch-size 64 --lr 0.01 --epochs 12 -n 1,2,4,8
+      hvdkit plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 8 --warmup-epochs 3 --plot rates.svg
+      hvdkit plan --samples 1281167 --batch-size 256 --lr 0.1 --epochs 90 -n 8,64 --parameters 25557032
+      hvdkit plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,2 --fit emulate.json
+    """
+    measured = _read(fits)
+    gradient_bytes = _replayed(measured) if parameters is None else parameters * _BYTES[dtype]
+    training = model.Training(
+        samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
+    )
+    predicted, unknown = _predict(measured, gradient_bytes, ranks)
+    rows = [model.row(training, n, seconds) for n, seconds in zip(ranks, predicted, strict=True)]
+    notes = [*model.notes(training, rows), *unknown]
+    if measured and parameters is None:
+        notes.append("The size of the gradients is what the collectives of a step in --fit add up to.")
+    if plot is not None:
+        from hvdkit.measure.plan import plot as drawing
+
+        drawing.write(plot, training, rows)
+    _print(training, rows, notes, form)
+    return 0
+
+
+def _read(fits: Sequence[Path]) -> list[Results]:
+    if not fits:
+        return []
+    from hvdkit.measure.emulate import results
+
+    return [results.read(path) for path in fits]
+
+
+def _replayed(measured: Sequence[Results]) -> int | None:
+    """Bytes of the step that every measurement replayed; None without a measurement."""
+    sizes = sorted({one.plan.nbytes for one in measured})
+    if len(sizes) > 1:
+        raise InvalidArgumentError(
+            f"the files of --fit replayed steps of {sizes[0]} to {sizes[-1]} bytes, which tells no size of the "
+            "gradients; give --parameters, too."
+        )
+    return sizes[0] if sizes else None
+
+
+def _predict(
+    measured: Sequence[Results], gradient_bytes: int | None, ranks: Sequence[int]
+) -> tuple[list[Estimate | None], list[str]]:
+    """Seconds for each number of ranks, None where the measurements do not reach, and a sentence on each of those."""
+    if not measured or gradient_bytes is None:
+        return [None] * len(ranks), []
+    from hvdkit.measure.predict.model import fit
+
+    costs = fit(measured)
+    found: list[Estimate | None] = []
+    unknown = []
+    for n in ranks:
+        try:
+            found.append(costs.allreduce_s(gradient_bytes, n))
+        except InvalidArgumentError:
+            found.append(None)
+            unknown.append(
+                f"On {n} ranks: no time of the allreduce is predicted, since so many need other links than those that "
+                "were measured; measure with 'hvdkit emulate --hosts', or give 'hvdkit predict' the network's "
+                "--alpha-us and --bandwidth-gbit, or --ppn."
+            )
+    return found, unknown
+
+
+def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[str], form: str | None) -> None:
+    if form == "json":
+        value = {"training": asdict(training), "rows": [row.as_json() for row in rows], "notes": list(notes)}
+        click.echo(json.dumps(value, indent=2))
+    elif form == "markdown":
+        click.echo(tables.markdown(training, rows, notes))
+    else:
+        tables.show(training, rows, notes, Console(highlight=False, markup=False))

@@ -1,0 +1,280 @@
+"""``hvdkit predict``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from hvdkit.common.commands import numbers_of_ranks
+from hvdkit.common.units import bytes_text
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.emulate import plan as plans
+from hvdkit.measure.emulate import results as measurements
+from hvdkit.measure.emulate.plan import Plan
+from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.predict import formulas, model, plot, prediction, stragglers, tables
+from hvdkit.measure.predict.model import CostModel
+from hvdkit.measure.predict.overlap import Fusion, gradients
+from hvdkit.measure.predict.stragglers import Delays
+
+_DOUBLING = tuple(2**power for power in range(11))
+_MIB = 2**20
+_WIDTH = 160
+
+
+def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    return None if text is None else numbers_of_ranks(ctx, parameter, text)
+
+
+def _number(least: float, *, above: bool = False, most: float = math.inf) -> Callable[..., float | None]:
+    def check(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+        if value is None or (least <= value <= most and value < math.inf and not (above and value == least)):
+            return value
+        limit = f" and at most {most:g}" if most < math.inf else ""
+        raise click.BadParameter(
+            f"expected a finite number {'above' if above else 'of at least'} {least:g}{limit}, got {value}"
+        )
+
+    return check
+
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--fit",
+    "fit",
+    type=_FILE,
+    multiple=True,
+    metavar="FILE...",
+    help="What `hvdkit emulate --json` wrote; several files may follow. One host, several hosts, or both; two numbers "
+    "of ranks or more.",
+)
+@click.argument("more", nargs=-1, type=_FILE, metavar="")
+@click.option(
+    "--at",
+    callback=_ranks,
+    metavar="N,...",
+    help="Numbers of ranks.  [default: 1, 2, 4 ... 1024, as far as the measurements reach]",
+)
+@click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks that a host holds.  [default: as measured]")
+@click.option(
+    "--step-ms",
+    type=float,
+    callback=_number(0, above=True),
+    metavar="MS",
+    help="Forward, backward and update in one process; without it only communication is predicted.",
+)
+@click.option(
+    "--backward-share",
+    type=float,
+    default=prediction.BACKWARD_SHARE,
+    callback=_number(0, above=True, most=1),
+    metavar="S",
+    help="Share of backward in --step-ms.  [default: 2/3]",
+)
+@click.option(
+    "--plan",
+    "plan",
+    type=_FILE,
+    metavar="FILE",
+    help="Gradients, as `hvdkit emulate sizes -o` wrote them.  [default: the plan in the first --fit file]",
+)
+@click.option("--algorithm", type=click.Choice([model.LIBRARY, *formulas.ALGORITHMS]), help="[default: as measured]")
+@click.option(
+    "--alpha-us",
+    type=float,
+    callback=_number(0),
+    metavar="US",
+    help="The network's alpha: microseconds of a message without content.",
+)
+@click.option(
+    "--bandwidth-gbit",
+    "--beta-gbit",
+    type=float,
+    callback=_number(0, above=True),
+    metavar="G",
+    help="The rate of one host's link, in Gbit/s.",
+)
+@click.option(
+    "--faster-links",
+    type=float,
+    callback=_number(0, above=True),
+    metavar="X",
+    help="What if the network carried X times as many bytes in a second?",
+)
+@click.option("--fp16-allreduce", "--fp16", "fp16", is_flag=True, help="What if gradients were sent in half precision?")
+@click.option(
+    "--accumulate",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="K",
+    help="What if K backward passes went before each exchange?",
+)
+@click.option(
+    "--fusion-threshold-mb",
+    type=float,
+    default=128,
+    show_default=True,
+    callback=_number(0),
+    metavar="MIB",
+    help="Horovod's fusion buffer in MiB, 0 for none.",
+)
+@click.option(
+    "--cycle-time-ms",
+    "--cycle-ms",
+    "cycle_ms",
+    type=float,
+    default=1,
+    show_default=True,
+    callback=_number(0),
+    metavar="MS",
+    help="Horovod's cycle time.",
+)
+@click.option("--no-overlap", is_flag=True, help="What if communication began when backward has ended?")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the resamples.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
+@click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each number of ranks, in seconds.")
+@click.option("--json", "form", flag_value="json", help="Print JSON, in seconds.")
+@click.option(
+    "--plot",
+    "figure",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Draw the efficiency, too: .png, .svg or .pdf.",
+)
+def predict(**given: Any) -> int:
+    """Say what a training step will take on more ranks than there are.
+
+    A model of alpha (microseconds of a message), beta (time of a byte) and gamma (time of a sum) is fitted to what
+    `hvdkit emulate` measured on a few ranks; what backward hides and how long the slowest rank keeps the others waiting
+    are added. What was measured within one host says nothing about a network: beyond one host its alpha and bandwidth
+    have to be measured or given.
+
+    \b
+    Examples:
+      hvdkit predict --fit two.json three.json --at 4,8,512 --step-ms 120 --plan model.json
+      hvdkit predict --fit host.json --alpha-us 5 --bandwidth-gbit 100 --at 64 --step-ms 120 --fp16
+      hvdkit predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --at 512 --step-ms 489 --plan vgg16.json
+
+    Exit status: 0 success, 1 a file cannot be used, 2 for bad usage.
+    """
+    if given["figure"] is not None and given["step_ms"] is None:
+        raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
+    if given["figure"] is not None:
+        plot.check(given["figure"])
+    files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
+    costs = _model(files, given)
+    grads = _plan(files, given["plan"])
+    delays = stragglers.measured(files)
+    work = prediction.Workload(
+        gradients(grads, given["fp16"]),
+        None if given["step_ms"] is None else given["step_ms"] / 1000,
+        given["backward_share"],
+        Fusion(given["fusion_threshold_mb"] * _MIB, given["cycle_ms"] / 1000),
+        given["accumulate"],
+        not given["no_overlap"],
+    )
+    ranks = given["at"] or _reachable(costs, given["algorithm"])
+    rows = prediction.predict(costs, delays, work, ranks, given["algorithm"], given["seed"])
+    notes = [*costs.notes, *_notes(grads, delays, costs, rows, given)]
+    asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
+    shown = tables.Prediction(costs, tuple(rows), asked, tuple(notes))
+    if given["figure"] is not None:
+        plot.draw(given["figure"], rows)
+    click.echo(_text(shown, given["form"]), nl=False)
+    return 0
+
+
+def _model(files: list[Results], given: dict[str, Any]) -> CostModel:
+    alpha_us, gbit = given["alpha_us"], given["bandwidth_gbit"]
+    alpha_s = None if alpha_us is None else alpha_us * 1e-6
+    rate = None if gbit is None else gbit * 1e9 / 8
+    if files:
+        costs = model.fit(files, ppn=given["ppn"], seed=given["seed"]).with_network(alpha_s, rate)
+    elif alpha_s is None or rate is None:
+        raise InvalidArgumentError(
+            "there is nothing to predict from: give --fit with files of 'hvdkit emulate --json', or a network with "
+            "both --alpha-us and --bandwidth-gbit."
+        )
+    else:
+        costs = model.given(alpha_s, rate, given["ppn"] or 1)
+    return costs if given["faster_links"] is None else costs.with_faster_links(given["faster_links"])
+
+
+def _plan(files: list[Results], path: Path | None) -> Plan:
+    if path is not None:
+        return plans.read(path)
+    if not files:
+        raise InvalidArgumentError(
+            "without --fit the gradients have to be named: --plan FILE of 'hvdkit emulate sizes'."
+        )
+    return files[0].plan
+
+
+def _reachable(costs: CostModel, algorithm: str | None) -> tuple[int, ...]:
+    """1, 2, 4 ... as far as the model answers."""
+    found = []
+    for n in _DOUBLING:
+        try:
+            costs.draws_s(1, n, algorithm)
+        except InvalidArgumentError:
+            continue
+        found.append(n)
+    return tuple(found)
+
+
+def _notes(
+    plan: Plan, delays: Delays, costs: CostModel, rows: list[prediction.Row], given: dict[str, Any]
+) -> list[str]:
+    measured = "" if given["plan"] else ", the plan that was measured; --plan names the one of a model"
+    notes = [f"Gradients: {len(plan.collectives)} of {bytes_text(plan.nbytes)} in all{measured}."]  # fmt: skip
+    if given["step_ms"] is None:
+        notes.append("Without --step-ms nothing is known of computation: all gradients are taken to be ready at once.")
+    elif not any(one.gap_s for one in plan.collectives):
+        notes.append("The plan has no computation gaps: each gradient is taken to need the same share of backward.")
+    if costs.network is not None and not costs.network.residuals:
+        notes.append("The network is as given, not measured: the intervals know nothing of how far off it may be.")
+    if delays.ranks == 0:
+        notes.append("No delays were measured: stragglers count as 0, so that the efficiency is an upper bound.")
+    elif any(row.extrapolated for row in rows):
+        beyond = (
+            "an extrapolation of their tail" if delays.has_tail else "too few for a tail, so that the longest counts"
+        )
+        notes.append(
+            f"*: the slowest of so many ranks is expected beyond all {len(delays.skews)} skews that were measured on "
+            f"{delays.ranks} ranks: {beyond}."
+        )
+    if delays.injected:
+        notes.append(
+            "Delays were injected when it was measured (--straggler, --delay): the stragglers are made up, too."
+        )
+    if given["at"] is None and rows and rows[-1].ranks < _DOUBLING[-1]:
+        notes.append(
+            f"Beyond {rows[-1].ranks} ranks a network is needed that was not measured: give --alpha-us and "
+            "--bandwidth-gbit, or measure between hosts."
+        )
+    return notes
+
+
+def _text(shown: tables.Prediction, form: str | None) -> str:
+    if form == "json":
+        return json.dumps(shown.as_json(), indent=2, allow_nan=False) + "\n"
+    if form == "csv":
+        return tables.comma_separated(shown)
+    if form == "markdown":
+        return tables.markdown(shown) + "\n"
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH  # a file or a pipe is as wide as the table
+    with console.capture() as captured:
+        tables.show(shown, console)
+    return captured.get()

@@ -1,0 +1,278 @@
+"""Seconds per message and per byte from measured times: robust, never negative, with resamples.
+
+The time of one allreduce is linear in what is looked for::
+
+    overhead + alpha * messages + G(moved) + gamma * reduced
+
+G is a line through 0 with slope beta, or, where the measurements clearly ask for it, has up to three such pieces, of
+which the later ones may begin with a step upwards: buffers, protocols and rate limits that let a burst pass change the
+cost of a byte with the size, or cost a time once. (That the parameters depend on the size is the idea of parameterised
+LogP: Kielmann, Bal, Verstoep, IPDPS workshops 2000, LNCS 1800.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.common.extras import of_extra
+from hvdkit.common.intervals import Estimate, estimate
+from hvdkit.measure.predict.formulas import Terms
+
+DRAWS = 500
+"""Resamples of the measurements, each of which is fitted."""
+_ROUNDS = 12
+_NOISE = 0.005
+"""Relative error that is not worth a parameter."""
+_CLEARLY = 6.0
+"""What the Bayesian information criterion must gain before one more piece, a step or another algorithm is believed."""
+_TOLD_APART = 0.05
+"""Share of a column that must be its own before its coefficient is looked for."""
+_KNOTS = 8
+_NEAREST = 8
+OVERHEAD, ALPHA, GAMMA, FIRST_SLOPE = range(4)
+"""Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """All measurements of one size on one number of ranks.
+
+    Attributes:
+        ranks, ppn: how many, in all and per host.
+        nbytes: of each rank's vector.
+        ring: it is known to be a ring; else a library's own choice.
+        seconds: of each repeat, > 0.
+    """
+
+    ranks: int
+    ppn: int
+    nbytes: int
+    ring: bool
+    seconds: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """How far measurements are off the formula, by how much they move: what is small is noisier than what is large.
+
+    Attributes:
+        moved: logarithm of the bytes of each cell, shape (cells,).
+        spread: logarithm of measured / fitted, larger by what the fit has used up of it, shape (cells,).
+        luck: where in the spread each draw is, from 0 to 1, shape (DRAWS,).
+    """
+
+    moved: Array
+    spread: Array
+    luck: Array
+
+    def factors(self, moved: float) -> Array:
+        """What to multiply the draws with at so many bytes, > 0: the quantiles of the nearest cells' spread."""
+        nearest = np.argsort(np.abs(self.moved - np.log(moved)), kind="stable")[:_NEAREST]
+        return np.asarray(np.exp(np.quantile(self.spread[nearest], self.luck)))
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Coefficients, in the order overhead, alpha, gamma, the slopes of the pieces, the steps between them.
+
+    Attributes:
+        algorithm: what the library's choice behaves like; "ring" where nothing but rings was measured.
+        knots: where the pieces begin, in bytes, the first at 0.
+        best: from the measurements, shape (2 + 2 pieces,).
+        draws: from their resamples, shape (DRAWS, 2 + 2 pieces).
+        misfit: how far measurements are off the formula.
+        residuals: measured / fitted - 1, by cell.
+        told: which coefficients the measurements tell, shape (2 + 2 pieces,); the others are 0.
+        rivals: algorithms that fit about as well.
+    """
+
+    algorithm: str
+    knots: tuple[float, ...]
+    best: Array
+    draws: Array
+    misfit: Misfit
+    residuals: tuple[float, ...]
+    told: tuple[bool, ...]
+    rivals: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    algorithm: str
+    knots: tuple[float, ...]
+    extras: int
+    matrix: Array
+    told: NDArray[np.bool_]
+    best: Array
+    score: float
+
+
+def features(terms: Terms, knots: Sequence[float]) -> Array:
+    """What is multiplied with the coefficients, shape (2 + 2 pieces,)."""
+    ends = (*knots[1:], np.inf)
+    pieces = [max(0.0, min(terms.moved, end) - start) for start, end in zip(knots, ends, strict=True)]
+    steps = [float(terms.moved > knot) for knot in knots[1:]]
+    return np.array([float(terms.messages > 0), terms.messages, terms.reduced, *pieces, *steps])
+
+
+def slopes(knots: Sequence[float]) -> slice:
+    """The columns of the pieces' slopes, in s/byte."""
+    return slice(FIRST_SLOPE, FIRST_SLOPE + len(knots))
+
+
+def steps(knots: Sequence[float]) -> slice:
+    """The columns of the steps, in s."""
+    return slice(FIRST_SLOPE + len(knots), None)
+
+
+def fit(
+    cells: Sequence[Cell], algorithms: Sequence[str], terms: Callable[[Cell, str], Terms], rng: np.random.Generator
+) -> Fitted:
+    """Fit the cells.
+
+    Args:
+        cells: two or more sizes.
+        algorithms: what a library's choice may be, the likeliest first.
+        terms: of a cell by an algorithm.
+        rng: draws the resamples.
+    Raises:
+        MissingFrameworkError: SciPy is not installed.
+    Source: soft-L1 loss of relative errors by iteratively reweighted least squares (Holland, Welsch, Communications in
+        Statistics A6(9) (1977)); Lawson, Hanson, Solving Least Squares Problems (1974), chapter 23, for non-negative;
+        resamples: Davison, Hinkley, Bootstrap Methods and their Application (1997), sections 6.2 and 6.3.
+    """
+    medians = np.array([np.median(cell.seconds) for cell in cells])
+    found = [_of_one(cells, medians, algorithm, terms) for algorithm in algorithms]
+    best = found[0]
+    for other in found[1:]:
+        if other.score < best.score - _CLEARLY:
+            best = other
+    rivals = tuple(one.algorithm for one in found if one is not best and one.score < best.score + _CLEARLY)
+    drawn = np.column_stack([_medians(cell.seconds, rng) for cell in cells])
+    draws = np.array([_resampled(one, best, rng) for one in drawn])
+    residuals = medians / (best.matrix @ best.best) - 1
+    freedom = max(1, len(cells) - int(best.told.sum()))
+    spread = np.log1p(np.clip(residuals, -0.9, None)) * np.sqrt(len(cells) / freedom)
+    moved = np.log([terms(cell, best.algorithm).moved for cell in cells])
+    luck = rng.permutation((np.arange(DRAWS) + 0.5) / DRAWS)
+    return Fitted(
+        best.algorithm,
+        best.knots,
+        best.best,
+        draws,
+        Misfit(moved, spread, luck),
+        tuple(map(float, residuals)),
+        tuple(map(bool, best.told)),
+        rivals,
+    )
+
+
+def _of_one(cells: Sequence[Cell], medians: Array, algorithm: str, terms: Callable[[Cell, str], Terms]) -> _Candidate:
+    counted = [terms(cell, algorithm) for cell in cells]
+    moved = np.array([one.moved for one in counted])
+    best: _Candidate | None = None
+    for knots, stepped in _pieces(moved):
+        matrix = np.array([features(one, knots) for one in counted])
+        told = _told(matrix / medians[:, None], knots, stepped)
+        solution = solve(matrix[:, told] / medians[:, None])
+        whole = np.zeros(matrix.shape[1])
+        whole[told] = solution
+        errors = matrix @ whole / medians - 1
+        parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
+        score = len(cells) * np.log(_loss(errors) + _NOISE**2) + parameters * np.log(len(cells))
+        extras = len(knots) - 1 + int(stepped)
+        if best is None or score < best.score - _CLEARLY * (extras - best.extras):
+            best = _Candidate(algorithm, knots, extras, matrix, told, whole, float(score))
+    if best is None:
+        raise ValueError("there is nothing to fit")
+    return best
+
+
+def _pieces(moved: Array) -> Iterator[tuple[tuple[float, ...], bool]]:
+    """Where pieces may begin, and whether with a step: each holds three measurements of two sizes or more."""
+    yield (0.0,), False
+    values = np.unique(moved)
+    if len(values) < 4:
+        return
+    inside = np.geomspace(values[0], values[-1], _KNOTS + 2)[1:-1]
+    for count in (1, 2):
+        for chosen in itertools.combinations(inside, count):
+            edges = (0.0, *map(float, chosen), np.inf)
+            held = [moved[(moved > low) & (moved <= high)] for low, high in itertools.pairwise(edges)]
+            if all(len(one) >= 3 and len(np.unique(one)) >= 2 for one in held):
+                yield edges[:-1], False
+                yield edges[:-1], True
+
+
+def _told(relative: Array, knots: tuple[float, ...], stepped: bool) -> NDArray[np.bool_]:
+    """Which columns the measurements tell apart: slopes and steps first, then alpha, then the overhead, then gamma."""
+    columns = range(relative.shape[1])
+    told = np.zeros(len(columns), dtype=bool)
+    for column in (*columns[slopes(knots)], *(columns[steps(knots)] if stepped else ()), ALPHA, OVERHEAD, GAMMA):
+        wanted = relative[:, column]
+        size = float(np.linalg.norm(wanted))
+        if size == 0 or int(told.sum()) >= len(relative):
+            continue
+        others = relative[:, told]
+        left = wanted - others @ np.linalg.lstsq(others, wanted, rcond=None)[0] if told.any() else wanted
+        told[column] = float(np.linalg.norm(left)) > _TOLD_APART * size
+    return told
+
+
+def _loss(errors: Array) -> float:
+    scale = max(4 * _NOISE, 1.4826 * float(np.median(np.abs(errors))))
+    return float(np.mean(2 * scale**2 * (np.sqrt(1 + (errors / scale) ** 2) - 1)))
+
+
+def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
+    """Coefficients that are not negative and bring ``relative @ x`` near to 1 in soft-L1.
+
+    Args:
+        relative: features divided by the measured seconds, shape (cells, coefficients).
+        rounds: of reweighting.
+    """
+    with of_extra("bench", "hvdkit predict fits its model with SciPy"):
+        from scipy.optimize import nnls
+    sizes = np.linalg.norm(relative, axis=0)
+    sizes[sizes == 0] = 1.0
+    scaled = relative / sizes
+    weights = np.ones(len(relative))
+    for _ in range(rounds):
+        solution = np.asarray(nnls(scaled * weights[:, None], weights)[0])
+        errors = scaled @ solution - 1
+        scale = max(4 * _NOISE, 1.4826 * float(np.median(np.abs(errors))))
+        weights = (1 + (errors / scale) ** 2) ** -0.25  # the square root of soft-L1's weight
+    return np.asarray(solution / sizes)
+
+
+def estimated(best: float, draws: Array) -> Estimate:
+    """A value with the interval of its draws, which is made to hold it: misfit need not lie evenly on both sides.
+
+    Without ends where all draws are the value itself.
+    """
+    found = estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
+    if found.low is None or found.high is None:
+        return found
+    return Estimate(best, min(found.low, best), max(found.high, best))
+
+
+def _medians(seconds: Array, rng: np.random.Generator) -> Array:
+    """Of repeats that are drawn with replacement, shape (DRAWS,)."""
+    return np.asarray(np.median(rng.choice(seconds, (DRAWS, len(seconds))), axis=1))
+
+
+def _resampled(medians: Array, best: _Candidate, rng: np.random.Generator) -> Array:
+    """Coefficients from cells that are drawn with replacement, too; the cells' errors go with the cells."""
+    rows = rng.integers(len(medians), size=len(medians))
+    relative = best.matrix[rows][:, best.told] / medians[rows, None]
+    if np.linalg.matrix_rank(relative / (np.linalg.norm(relative, axis=0) + 1e-300)) < int(best.told.sum()):
+        rows = np.arange(len(medians))
+    whole = np.zeros(best.matrix.shape[1])
+    whole[best.told] = solve(best.matrix[rows][:, best.told] / medians[rows, None], rounds=4)
+    return whole

@@ -1,0 +1,308 @@
+"""The cost of an allreduce of any size on any number of ranks, fitted to what ``hvdkit emulate`` measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdkit.common.intervals import Estimate
+from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.measure.predict import fitting, formulas
+from hvdkit.measure.predict.fitting import Array, Cell, estimated
+from hvdkit.measure.predict.formulas import Terms
+from hvdkit.measure.predict.link import Link, untold
+
+if TYPE_CHECKING:
+    from hvdkit.measure.emulate.results import Results
+
+HOST, NETWORK = "host", "network"
+LIBRARY = "library"
+MOST_RANKS = 1_000_000
+_LIKELY = ("ring", "rabenseifner", "recursive_doubling", "tree")
+"""What a library's choice may be; where several fit, the first: libraries use it for large messages."""
+_GIVE_NETWORK = "give the network's own with --alpha-us and --bandwidth-gbit"
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What an allreduce costs.
+
+    Attributes:
+        host: the memory of a host; None where it was not measured.
+        network: between hosts; None where it is not known.
+        ppn: ranks that a host holds, > 0.
+        algorithm: what is predicted when nothing else is asked for.
+        notes: full sentences: what a reader should know.
+    """
+
+    host: Link | None
+    network: Link | None
+    ppn: int
+    algorithm: str
+    notes: tuple[str, ...] = ()
+
+    def allreduce_s(self, nbytes: int, ranks: int, algorithm: str | None = None) -> Estimate:
+        """Seconds from the last rank's arrival until the last rank is done.
+
+        Args:
+            nbytes: of each rank's vector, >= 0.
+            ranks: >= 1; one rank has nothing to send: 0.
+            algorithm: of ``formulas.ALGORITHMS``, or "library"; by default what was measured.
+        Returns:
+            The median to be expected with the 95 % prediction interval of a median that is measured anew: it holds how
+            sure the parameters are and how far measurements are off the formula. No ends where nothing was measured.
+        Raises:
+            InvalidArgumentError: a number that cannot be right, an unknown algorithm, or a level that is not known.
+        """
+        best, draws = self.draws_s(nbytes, ranks, algorithm)
+        return estimated(best, draws)
+
+    def draws_s(self, nbytes: float, ranks: int, algorithm: str | None = None) -> tuple[float, Array]:
+        """As ``allreduce_s``: the best value, and one for each draw, shape (fitting.DRAWS,)."""
+        _check(nbytes, ranks)
+        chosen = algorithm or self.algorithm
+        if chosen not in (*formulas.ALGORITHMS, LIBRARY):
+            expected = ", ".join((LIBRARY, *formulas.ALGORITHMS))
+            raise InvalidArgumentError(f"the algorithm is {chosen!r}; expected one of {expected}.")
+        if ranks == 1 or nbytes == 0:
+            return 0.0, np.zeros(fitting.DRAWS)
+        if chosen == formulas.HIERARCHICAL:
+            return self._hierarchical(nbytes, ranks)
+        link = self._link(ranks)
+        if chosen == LIBRARY:
+            chosen = link.algorithm
+        ppn = 1 if link is self.host else self.ppn
+        return link.seconds(formulas.shared(chosen, nbytes, ranks, ppn))
+
+    def bound_s(self, nbytes: float, ranks: int) -> float:
+        """The least that any flat allreduce takes: 2(n-1)/n * nbytes at the rate of the fastest piece.
+
+        Source: Patarasuk, Yuan 2009, section 2.
+        """
+        _check(nbytes, ranks)
+        return formulas.ring(nbytes, ranks).moved * self._link(ranks).least_s_per_byte() if ranks > 1 else 0.0
+
+    def hosts(self, ranks: int) -> int:
+        """How many hosts hold so many ranks."""
+        return -(-ranks // self.ppn)
+
+    def _link(self, ranks: int) -> Link:
+        level = HOST if ranks <= self.ppn and self.ppn > 1 else NETWORK
+        link = self.host if level == HOST else self.network
+        if link is not None:
+            return link
+        if level == NETWORK:
+            raise InvalidArgumentError(
+                f"{ranks} ranks need {self.hosts(ranks)} hosts of {self.ppn} each, and only the memory of one host was "
+                f"measured, which says nothing about a network: measure between hosts with 'hvdkit emulate --hosts', "
+                f"{_GIVE_NETWORK}, or say with --ppn that one host holds more."
+            )
+        raise InvalidArgumentError(
+            f"{ranks} ranks fit on one host of {self.ppn}, and only a network is known: add a measurement on one host, "
+            "or ask for more ranks, or for --ppn 1."
+        )
+
+    def _hierarchical(self, nbytes: float, ranks: int) -> tuple[float, Array]:
+        inside, between = formulas.hierarchical(nbytes, ranks, self.ppn)
+        total, draws = 0.0, np.zeros(fitting.DRAWS)
+        if inside.messages > 0:
+            if self.host is None:
+                raise InvalidArgumentError(
+                    "hierarchical needs the cost within a host, which is not known: add a measurement on one host."
+                )
+            total, draws = self.host.seconds(inside)
+        if between.messages > 0:
+            best, more = self._link(ranks).seconds(between)
+            total, draws = total + best, draws + more
+        return total, draws
+
+    def with_network(self, alpha_s: float | None, bytes_per_s: float | None) -> CostModel:
+        """The model with a network of which alpha or beta or both are told.
+
+        Args:
+            alpha_s: seconds of a message without content, >= 0.
+            bytes_per_s: of one link in one direction, > 0.
+        Raises:
+            InvalidArgumentError: only one of them is told, and the other was not measured.
+        """
+        if alpha_s is None and bytes_per_s is None:
+            return self
+        network = self.network
+        if network is None:
+            if alpha_s is None or bytes_per_s is None:
+                missing = "--bandwidth-gbit" if bytes_per_s is None else "--alpha-us"
+                raise InvalidArgumentError(
+                    f"no network was measured, and of its two numbers {missing} is missing: give both --alpha-us and "
+                    "--bandwidth-gbit."
+                )
+            network = untold(self.host)
+        if bytes_per_s is not None:
+            network = network.with_bandwidth(bytes_per_s)
+        if alpha_s is not None:
+            network = network.with_alpha(alpha_s)
+        return replace(self, network=network)
+
+    def with_faster_links(self, times: float) -> CostModel:
+        """The model with a network that carries ``times`` as many bytes in a second, > 0.
+
+        Raises:
+            InvalidArgumentError: no network is known.
+        """
+        if self.network is None:
+            raise InvalidArgumentError(
+                f"--faster-links is about the network, and only the memory of one host was measured: {_GIVE_NETWORK}, "
+                "or measure between hosts."
+            )
+        return replace(self, network=self.network.faster(times))
+
+    def as_json(self) -> dict[str, Any]:
+        """For a program; seconds and bytes."""
+        levels = {HOST: self.host, NETWORK: self.network}
+        return {
+            "algorithm": self.algorithm,
+            "ppn": self.ppn,
+            "levels": {name: None if link is None else link.as_json() for name, link in levels.items()},
+        }
+
+
+def given(alpha_s: float, bytes_per_s: float, ppn: int = 1, algorithm: str = formulas.RING) -> CostModel:
+    """A model of a network that was not measured: no intervals."""
+    return CostModel(None, None, ppn, algorithm).with_network(alpha_s, bytes_per_s)
+
+
+def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) -> CostModel:
+    """Fit a model to measurements of allreduces.
+
+    Args:
+        results: of ``hvdkit emulate``: one host, several hosts, or both; two sizes at least on each level, and two
+            numbers of ranks for the overhead to be told from alpha.
+        ppn: ranks that a host holds; by default as many as were measured on one.
+        seed: of the resamples.
+    Raises:
+        InvalidArgumentError: measurements that cannot be one model, or too few of them.
+        MissingFrameworkError: SciPy is not installed.
+    """
+    cells = {level: _cells(level, results) for level in (HOST, NETWORK)}
+    if not any(cells.values()):
+        raise InvalidArgumentError(
+            "there is no allreduce on two ranks or more in the measurements; run "
+            "'hvdkit emulate --sizes 65536,1048576,16777216 -n 2 --json two.json' and the same with -n 3."
+        )
+    if ppn is not None and ppn < 1:
+        raise InvalidArgumentError(f"ppn is {ppn}; expected 1 or more ranks per host.")
+    rng = np.random.default_rng(seed)
+    links = {level: _fit_level(level, found, rng) for level, found in cells.items() if found}
+    measured = [cell.ppn for cell in cells[NETWORK]] + [cell.ranks for cell in cells[HOST]]
+    holds = ppn or max(measured)
+    labels = {str(one.asked["algorithm"]) for one in results}
+    notes = [note for level, link in links.items() for note in _notes(level, link, cells[level])]
+    return CostModel(
+        links.get(HOST),
+        links.get(NETWORK),
+        holds,
+        formulas.RING if labels == {formulas.RING} else LIBRARY,
+        tuple(notes),
+    )
+
+
+def _cells(level: str, results: Sequence[Results]) -> list[Cell]:
+    found: dict[tuple[int, int, int, bool], list[float]] = {}
+    engines: dict[bool, set[str]] = {True: set(), False: set()}
+    for one in results:
+        asked = one.asked
+        if asked["collective"] != "allreduce":
+            raise InvalidArgumentError(
+                f"a measurement is of {asked['collective']!r}; expected allreduce, which is what trainings wait for."
+            )
+        if asked.get("fusion"):
+            raise InvalidArgumentError(
+                "a measurement was made with fusion, where several collectives run as one and none has a time of its "
+                "own; measure with 'hvdkit emulate --fusion off'."
+            )
+        ranks, hosts = int(asked["ranks"]), int(asked.get("hosts") or 1)
+        if ranks == 1 or (hosts > 1) != (level == NETWORK):
+            continue
+        ring = asked["algorithm"] == formulas.RING
+        engines[ring].add(str(asked["engine"]))
+        ppn = int(asked.get("ppn") or -(-ranks // hosts))
+        for sample in one.samples:
+            if not 0 <= sample.transfer_s < math.inf:
+                raise DataError(f"a measured time is {sample.transfer_s!r}; expected seconds of at least 0.")
+            if sample.nbytes > 0 and sample.transfer_s > 0:
+                found.setdefault((ranks, ppn, int(sample.nbytes), ring), []).append(sample.transfer_s)
+    for names in engines.values():
+        if len(names) > 1:
+            raise InvalidArgumentError(
+                f"the measurements are of different engines, {' and '.join(sorted(names))}; fit those of one engine."
+            )
+    return [Cell(*key, seconds=np.array(times)) for key, times in sorted(found.items())]
+
+
+def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> Link:
+    if len({cell.nbytes for cell in cells}) < 2:
+        where = "on one host" if level == HOST else "between hosts"
+        raise InvalidArgumentError(
+            f"all allreduces measured {where} have one size, {cells[0].nbytes} bytes, which cannot tell the start of a "
+            "message from its bytes: measure two sizes or more, such as --sizes 65536,1048576,16777216."
+        )
+
+    def terms(cell: Cell, algorithm: str) -> Terms:
+        ppn = 1 if level == HOST else cell.ppn
+        return formulas.shared(formulas.RING if cell.ring else algorithm, cell.nbytes, cell.ranks, ppn)
+
+    algorithms = (formulas.RING,) if all(cell.ring for cell in cells) else _LIKELY
+    found = fitting.fit(cells, algorithms, terms, rng)
+    return Link(
+        found.algorithm,
+        found.knots,
+        found.best,
+        found.draws,
+        found.misfit,
+        found.told,
+        found.residuals,
+        found.rivals,
+    )
+
+
+def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
+    where = "on one host" if level == HOST else "between hosts"
+    notes = []
+    if not all(cell.ring for cell in cells):
+        others = f"; {', '.join(link.rivals)} fit about as well, and predict otherwise" if link.rivals else ""
+        notes.append(f"The library's allreduce {where} behaves like {link.algorithm}{others}.")
+    if not link.told[fitting.OVERHEAD] and len({cell.ranks for cell in cells}) > 1:
+        notes.append(
+            f"The times measured {where} do not tell what a call costs from what each message costs, so all of it is "
+            "taken to grow with the ranks; measure more often, on a machine that does nothing else."
+        )
+    elif not link.told[fitting.OVERHEAD]:
+        notes.append(
+            f"Measured {where} with one number of ranks: what a call costs cannot be told from what each message "
+            "costs, so all of it grows with the ranks; measure with a second number of ranks."
+        )
+    if not link.told[fitting.GAMMA]:
+        notes.append(
+            f"The time of the sums {where} is part of the time of a byte: one algorithm does not tell them apart."
+        )
+    if len(link.knots) > 1:
+        rates = [
+            f"{f'{8e-9 / slope:.3g} Gbit/s' if slope else 'nothing measurable'} from {bytes_text(at)} on"
+            + (f" and {duration_text(1e6 * step)} once" if step else "")
+            for at, slope, step in link.pieces()
+        ]
+        notes.append(f"What moving a byte costs {where} changes with the size: {', '.join(rates)}.")
+    if min(len(cell.seconds) for cell in cells) < 5:
+        notes.append(f"Some sizes were measured {where} fewer than 5 times: the intervals hold less than they say.")
+    return notes
+
+
+def _check(nbytes: float, ranks: int) -> None:
+    if isinstance(ranks, bool) or int(ranks) != ranks or not 1 <= ranks <= MOST_RANKS:
+        raise InvalidArgumentError(f"the number of ranks is {ranks!r}; expected a whole number from 1 to {MOST_RANKS}.")
+    if not 0 <= nbytes < math.inf:
+        raise InvalidArgumentError(f"the size is {nbytes!r} bytes; expected a number of at least 0.")

@@ -1,0 +1,127 @@
+"""Steps and findings as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from textwrap import fill
+
+import click
+
+from hvdkit.prepare.check.rules import Finding, examine
+from hvdkit.prepare.check.source import Script, too_deep
+from hvdkit.prepare.check.steps import STEPS, Case
+from hvdkit.prepare.check.verdict import Verdict
+
+LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
+_COLOURS = {"done": "green", "missing": "red", "undecided": "yellow", "not needed": None}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is said of one script.
+
+    Attributes:
+        library: "horovod", "hvdkit", "ddp" or "none".
+        modules: which of its modules are used.
+        others: other ways to distribute that are used and not checked.
+        verdicts: of the eight steps, in order.
+        findings: by line.
+    """
+
+    path: str
+    library: str
+    modules: Sequence[str]
+    others: Sequence[str]
+    verdicts: Sequence[Verdict]
+    findings: Sequence[Finding]
+
+
+def check_script(script: Script) -> Checked:
+    """Check one script.
+
+    Raises:
+        InvalidArgumentError: its expressions are nested too deeply to be followed.
+    """
+    try:
+        case = Case(script.tree)
+        findings = examine(case)
+        return Checked(script.path, case.facts.library, case.facts.modules, case.facts.others, case.verdicts, findings)
+    except RecursionError as error:
+        raise too_deep(script.path) from error
+
+
+def as_json(checked: Sequence[Checked]) -> str:
+    """All scripts as one JSON object: ok, scripts."""
+    return json.dumps(
+        {"ok": not any(one.findings for one in checked), "scripts": [_script(one) for one in checked]}, indent=2
+    )
+
+
+def _script(checked: Checked) -> dict[str, object]:
+    steps = [
+        {
+            "number": step.number,
+            "name": step.name,
+            "status": verdict.status,
+            "lines": list(verdict.lines),
+            "note": verdict.note,
+        }
+        for step, verdict in zip(STEPS, checked.verdicts, strict=True)
+    ]
+    findings = [asdict(finding) for finding in checked.findings]
+    return {"path": checked.path, "library": checked.library, "steps": steps, "findings": findings}
+
+
+def as_text(checked: Sequence[Checked], width: int) -> str:
+    """All scripts, one after the other, in lines of at most ``width`` columns where words allow."""
+    return "\n\n".join("\n".join(_lines(one, width)) for one in checked)
+
+
+def _lines(checked: Checked, width: int) -> list[str]:
+    used = f" ({', '.join(checked.modules)})" if checked.modules else ""
+    lines = [f"{click.style(checked.path, bold=True)}: {LIBRARIES[checked.library]}{used}"]
+    if checked.library == "none" and checked.others:
+        return [*lines, f"  It uses {', '.join(checked.others)}, which is not checked."]
+    if checked.library == "none":
+        return [
+            *lines,
+            "  No Horovod, hvdkit or DDP in this text: it trains in one process, and there is nothing to check.",
+        ]
+    lines += [_step(number, verdict, width) for number, verdict in enumerate(checked.verdicts)]
+    for finding in checked.findings:
+        lines += ["", *_finding(checked.path, finding, width)]
+    count = len(checked.findings)
+    return [*lines, "", f"{count or 'No'} finding{'' if count == 1 else 's'}."]
+
+
+def _step(index: int, verdict: Verdict, width: int) -> str:
+    longest = max(len(step.name) for step in STEPS)
+    status = click.style(verdict.status.ljust(10), fg=_COLOURS[verdict.status])
+    where = (
+        f"line{'' if len(verdict.lines) == 1 else 's'} {', '.join(map(str, verdict.lines))}" if verdict.lines else ""
+    )
+    start = f"  {STEPS[index].number} {STEPS[index].name.ljust(longest)}  {status}"
+    said = "; ".join(part for part in (where, verdict.note) if part)
+    indent = len(f"  1 {' ' * longest}  {' ' * 10}  ")
+    text = fill(
+        said, width, initial_indent=" " * indent, subsequent_indent=" " * indent, break_long_words=False
+    ).lstrip()
+    return f"{start}  {text}".rstrip()
+
+
+def _finding(path: str, finding: Finding, width: int) -> list[str]:
+    lines = [f"{click.style(f'{path}:{finding.line}', bold=True)} [{finding.rule}]"]
+    for label, said in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
+        lines.append(
+            fill(
+                f"{label}: {said}.",
+                width,
+                initial_indent="  ",
+                subsequent_indent=" " * 8,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return lines

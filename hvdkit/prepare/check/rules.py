@@ -1,0 +1,236 @@
+"""The table of rules: a script in, lines out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hvdkit.prepare.check import find, metrics, step_data, step_gradients, step_state
+from hvdkit.prepare.check.find import Spot, at
+from hvdkit.prepare.check.steps import Case
+from hvdkit.prepare.check.uncalled import uncalled
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of the table.
+
+    Attributes:
+        name: for people and programs.
+        what: what is wrong; ``{}`` is the piece of the script.
+        why: what comes of it.
+        fix: what to write.
+        find: the places where that is certain.
+    """
+
+    name: str
+    what: str
+    why: str
+    fix: str
+    find: Callable[[Case], Iterable[Spot]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a script breaks, and the line."""
+
+    line: int
+    rule: str
+    what: str
+    why: str
+    fix: str
+
+
+def _blamed(number: int) -> Callable[[Case], Iterable[Spot]]:
+    """The lines where a step is missing for certain."""
+    return lambda case: [Spot(line) for line in case.verdicts[number - 1].blamed]
+
+
+RULES = (
+    Rule(
+        "rank-not-called",
+        "`{}` is used as a number, but it is a function that is not called",
+        "a function never equals a number: the condition is the same on every rank, or the value is nonsense",
+        "write `{}()`",
+        lambda case: (Spot(node.lineno, find.text(node)) for node in uncalled(case.facts)),
+    ),
+    Rule(
+        "value-called",
+        "`{}` is a value of hvdkit's topology, and it is called",
+        "calling a number or a flag raises a TypeError",
+        "write `{}` without brackets",
+        find.called_values,
+    ),
+    Rule(
+        "init-missing",
+        "the library is used and never initialised",
+        "every call to it fails before init",
+        "call hvd.init() (hk.init() in hvdkit, torch.distributed.init_process_group() for DDP) before anything else",
+        _blamed(1),
+    ),
+    Rule(
+        "init-too-late",
+        "`{}` runs before the library is initialised",
+        "rank and size do not exist yet, so that it raises an error",
+        "call init first, above this line",
+        find.before_init,
+    ),
+    Rule(
+        "gpu-not-pinned",
+        "a GPU is used and none is chosen by the local rank",
+        "all processes of a host use the same GPU, or each takes memory on all of them",
+        "after init: torch.cuda.set_device(hvd.local_rank()), or "
+        "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU'), or hk.pin_device(world)",
+        _blamed(2),
+    ),
+    Rule(
+        "gpu-pinned-by-global-rank",
+        "`{}` chooses the GPU by the rank in the whole job",
+        "ranks on the second host ask for GPUs that their host does not have",
+        "use the rank on this host: hvd.local_rank(), or LOCAL_RANK under torchrun",
+        find.pinned_by_global_rank,
+    ),
+    Rule(
+        "learning-rate-unscaled",
+        "the learning rate has no factor for the number of processes",
+        "n processes average over n times the batch; with the rate of one process, training takes fewer and no larger "
+        "steps",
+        "multiply it by hvd.size() or use hk.scale_lr(lr, world), with a warmup",
+        _blamed(3),
+    ),
+    Rule(
+        "optimizer-not-distributed",
+        "nothing averages the gradients over the processes",
+        "every process trains a model of its own",
+        "wrap it: hvd.DistributedOptimizer(optimizer, ...), hvd.DistributedGradientTape(tape), "
+        "hk.distribute(optimizer, model), or DistributedDataParallel(model)",
+        find.not_distributed,
+    ),
+    Rule(
+        "distributed-twice",
+        "gradients that are averaged already are averaged once more here",
+        "each step pays for communication twice, and with op=Sum the gradients are wrong",
+        "distribute the optimizer or the tape, once",
+        lambda case: at(
+            [*step_gradients.distributed_twice(case.facts), *step_gradients.averaged_twice(case.facts, case.training)]
+        ),
+    ),
+    Rule(
+        "keras-3-optimizer",
+        "`{}` is Horovod's own wrapper for Keras optimizers, which does nothing in Keras 3",
+        "Keras 3 does not call what Horovod overrides: training runs without an error and no gradient is averaged",
+        "use hvdkit.keras.distribute(optimizer), or set os.environ['TF_USE_LEGACY_KERAS'] = '1' before TensorFlow is "
+        "imported and install tf_keras",
+        find.keras_3,
+    ),
+    Rule(
+        "broadcast-missing",
+        "the state of model and optimizer is not sent from one rank to the others, or not all of it",
+        "the ranks start from different values and stay different: averaging gradients does not bring them together",
+        "before training: hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+        "hvd.broadcast_optimizer_state(optimizer, root_rank=0); in Keras BroadcastGlobalVariablesCallback(0) in fit's "
+        "callbacks; in hvdkit hk.broadcast_state(model, optimizer)",
+        _blamed(5),
+    ),
+    Rule(
+        "broadcast-too-early",
+        "the state is sent before it is complete",
+        "the optimizer has no state yet, or a file replaces what was sent, and the ranks differ from then on",
+        "build the optimizer and load the checkpoint first, then broadcast, then train",
+        lambda case: at(step_state.early_broadcasts(case.facts, case.training)),
+    ),
+    Rule(
+        "checkpoint-on-every-rank",
+        "every rank writes this file",
+        "processes that write one file at the same time leave a damaged one",
+        "write it under `if hvd.rank() == 0:`, or use hk.Checkpoints",
+        _blamed(6),
+    ),
+    Rule(
+        "dataset-not-sharded",
+        "every rank trains on the whole data set",
+        "n processes do the same work n times, in an epoch that is as long as that of one process",
+        "give each rank its part: DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank()), "
+        "dataset.shard(hvd.size(), hvd.rank()), x[hvd.rank()::hvd.size()] or hk.shard(dataset, world, batch_size)",
+        _blamed(7),
+    ),
+    Rule(
+        "dataset-sharded-wrongly",
+        "`{}` does not divide the data by size and rank",
+        "some ranks get the same part, or none",
+        "give the number of processes and the rank in the whole job: hvd.size() and hvd.rank(), each in its place",
+        lambda case: (Spot(call.lineno, find.text(call.func)) for call in case.data.wrong_shards()),
+    ),
+    Rule(
+        "sampler-without-ranks",
+        "`{}` is not told the number of processes and the rank",
+        "without torch.distributed's process group it cannot know them and raises an error",
+        "give num_replicas=hvd.size() and rank=hvd.rank()",
+        find.sampler_without_ranks,
+    ),
+    Rule(
+        "no-set-epoch",
+        "this sampler shuffles and is never told which epoch it is",
+        "every epoch has the same order and the same batches",
+        "call sampler.set_epoch(epoch) at the start of each epoch",
+        lambda case: (Spot(call.lineno) for call in step_data.stale_samplers(case.facts, case.training)),
+    ),
+    Rule(
+        "steps-not-divided",
+        "an epoch has as many steps on every rank as it has in one process",
+        "each epoch goes over the data n times, or runs out of them",
+        "divide: steps_per_epoch=n_samples // batch_size // hvd.size(), or hk.steps_per_epoch(n_samples, batch_size, "
+        "world)",
+        _blamed(8),
+    ),
+    Rule(
+        "steps-differ",
+        "the number of steps depends on the rank",
+        "the rank with one step more waits for ever for the others",
+        "reckon it from the size alone, the same on every rank",
+        lambda case: (Spot(line) for line in step_data.differing_steps(case.facts, case.training)),
+    ),
+    Rule(
+        "metrics-not-averaged",
+        "this shows or decides on a metric of one rank's part of the data",
+        "the number is that of 1/n of the samples, and another on every rank",
+        "average it first: hvd.allreduce(value), MetricAverageCallback(), torch.distributed.all_reduce, or "
+        "hk.average_metrics({{'accuracy': (correct, count)}}, world)",
+        lambda case: (Spot(line) for line in metrics.unaveraged(case.facts, case.training, case.data)),
+    ),
+    Rule(
+        "download-on-every-rank",
+        "every rank downloads here",
+        "processes write the same files at the same time, and the server sees n downloads",
+        "download where the local rank is 0, let the others wait at a barrier, then load with download=False; or "
+        "download inside a file lock",
+        find.downloads,
+    ),
+    Rule(
+        "download-without-barrier",
+        "one rank downloads here and the others do not wait for it",
+        "they look for files that are not there yet",
+        "add hvd.barrier() (torch.distributed.barrier() for DDP) after the download, on all ranks",
+        find.downloads_without_barrier,
+    ),
+    Rule(
+        "collective-on-some-ranks",
+        "`{}` is a call that all ranks make together, on a branch that only some take",
+        "the ranks on the branch wait for ever for the others",
+        "call it on every rank and keep under the condition only what belongs to one, such as printing",
+        lambda case: (Spot(line, called) for line, called in case.branches.on_some_ranks()),
+    ),
+)
+"""The rules, in the order of the steps."""
+
+
+def examine(case: Case) -> list[Finding]:
+    """The findings of a script, by line; none where no library distributes it."""
+    if case.facts.library == "none":
+        return []
+    found: dict[tuple[int, str], Finding] = {}
+    for rule in RULES:
+        for spot in rule.find(case):
+            what, fix = rule.what.format(spot.subject), rule.fix.format(spot.subject)
+            found.setdefault((spot.line, rule.name), Finding(spot.line, rule.name, what, rule.why, fix))
+    return sorted(found.values(), key=lambda finding: finding.line)

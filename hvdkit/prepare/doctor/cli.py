@@ -1,0 +1,62 @@
+"""The command ``hvdkit doctor``."""
+
+from __future__ import annotations
+
+import shutil
+
+import click
+
+from hvdkit.common.commands import seconds_above_0
+from hvdkit.prepare.doctor.checks import examine
+from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
+from hvdkit.prepare.doctor.report import as_json, as_text
+
+_WIDEST = 110
+
+
+@click.command()
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1, max=3600),
+    callback=seconds_above_0,  # not a number is in every range
+    default=DEFAULT_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for each import and trial run; a slow network file system may need more.",
+)
+def doctor(json_: bool, timeout: float) -> int:
+    """Say what is installed, what does not fit together and how to fix it.
+
+    Looks at the environment that `hvdkit` itself runs in. Each framework, Horovod and mpi4py is imported in a process
+    of its own, so that one that crashes or hangs is a finding; then Horovod does an allreduce over MPI and over Gloo
+    in each framework. "working" means that this was done. Takes about ten seconds; changes nothing.
+
+    \b
+    It compares
+      the frameworks with those that Horovod was built for (drift),
+      the MPI of Horovod with those of mpi4py and of mpirun (every process is rank 0),
+      the accelerators and cores that there are with those that training would use,
+      HOROVOD_* and OMP_NUM_THREADS with what they can be.
+
+    Each finding says what, why and fix. An error means that training would not work; a warning, that it works badly
+    or in some uses not.
+
+    \b
+    Examples:
+      hvdkit doctor
+      hvdkit doctor --json > doctor.json
+      hvdkit doctor --json | python -c 'import json, sys; print(json.load(sys.stdin)["components"]["MPI"])'
+
+    The JSON object has "ok", "hvdkit", "components" (name to status, version, detail), "findings" (check, level,
+    what, why, fix) and "facts" (everything that was found).
+
+    Exit status: 0 without errors, 1 with an error, 2 for bad usage.
+    """
+    facts = gather(seconds=timeout)
+    findings = examine(facts)
+    if json_:
+        click.echo(as_json(facts, findings))
+    else:
+        click.echo(as_text(facts, findings, min(shutil.get_terminal_size().columns, _WIDEST)))
+    return 1 if any(finding.level == "error" for _, finding in findings) else 0

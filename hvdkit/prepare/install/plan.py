@@ -1,0 +1,333 @@
+"""From facts and options to everything that a build is told: settings, run paths, cache key. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdkit.prepare.install import adjustments, requirements
+from hvdkit.prepare.install.adjustments import Adjustment, Target
+from hvdkit.prepare.install.facts import (
+    CompilerFacts,
+    CudaFacts,
+    Facts,
+    FrameworkFacts,
+    MpiFacts,
+    NcclFacts,
+    PythonFacts,
+)
+from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
+from hvdkit.prepare.install.record import SCHEMA, BuildRecord, MpiRecord
+from hvdkit.prepare.install.requirements import Options
+
+KEYED_VARIABLES = (
+    "CC",
+    "CXX",
+    "CFLAGS",
+    "CXXFLAGS",
+    "LDFLAGS",
+    "CUDAFLAGS",
+    "AR",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "CRAY_CPU_TARGET",
+    "OMPI_CPPFLAGS",
+    "OMPI_CXXFLAGS",
+    "OMPI_LDFLAGS",
+    "OMPI_LIBS",
+)
+"""Environment variables that choose or change compilers and MPI wrappers: they stay, and are part of the key."""
+
+# Anything else that would change the binary behind the key's back is taken out of the build's environment, as are
+# settings of programs whose output is read here.
+_DROPPED_PREFIXES = ("HOROVOD_", "CMAKE_", "CCL_", "SETUPTOOLS_", "NINJA_", "CLICOLOR")
+_DROPPED_VARIABLES = (
+    "CUDACXX",
+    "CUDAHOSTCXX",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "DIST_EXTRA_CONFIG",
+    "MAKEFLAGS",
+    "MPI_HOME",
+    "PYTHONSAFEPATH",
+    "VERBOSE",
+)
+_BUILD_VARIABLES = (
+    "HOROVOD_WITH",
+    "HOROVOD_GPU",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_BUILD_ARCH",
+    "HOROVOD_CMAKE",
+    "CMAKE_",
+)
+
+_SWITCHES = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A build, decided.
+
+    Attributes:
+        target: frameworks and GPU operations, which choose the adjustments.
+        frameworks: what it is built against.
+        mpi: None for Gloo alone.
+        adjustments: rows that are applied to the source.
+        settings: environment variables that are set for the build.
+        path_first: directories put first on the build's PATH.
+        run_paths: for the library of each framework, where it looks for others besides what the linker notes.
+        nccl_link: a library to be offered to the linker as ``libnccl.so``, which pip's NCCL has not.
+        key_fields: everything that changes the binary.
+        record: what is written into the wheel; holds the key.
+        notes: what the user should know, one sentence each.
+    """
+
+    target: Target
+    frameworks: tuple[FrameworkFacts, ...]
+    mpi: MpiFacts | None
+    adjustments: tuple[Adjustment, ...]
+    settings: Mapping[str, str]
+    path_first: tuple[Path, ...]
+    run_paths: Mapping[str, tuple[str, ...]]
+    nccl_link: Path | None
+    key_fields: Mapping[str, Any]
+    record: BuildRecord
+    notes: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """The cache key, 64 hexadecimal digits."""
+        return self.record.key
+
+
+def make_plan(facts: Facts, options: Options) -> Plan:
+    """Decide how Horovod is built here.
+
+    Raises:
+        InvalidArgumentError: the options contradict each other.
+        InstallError: something is missing; one sentence with the command that fixes it.
+    """
+    requirements.check_options(options)
+    requirements.check_environment(facts)
+    frameworks = requirements.chosen_frameworks(facts, options)
+    cxx, cc = requirements.check_toolchain(facts, frameworks)
+    requirements.check_mpi(facts, options)
+    requirements.check_gpu(facts, options, frameworks)
+    requirements.check_space(facts)
+
+    parts = _Parts(
+        target=Target(frozenset(framework.name for framework in frameworks), options.gpu, options.plain),
+        frameworks=frameworks,
+        mpi=facts.mpi if options.mpi else None,
+        cuda=facts.cuda if options.gpu != "none" else None,
+        nccl=facts.nccl if options.gpu == "nccl" else None,
+        cxx=cxx,
+        cc=cc,
+    )
+    rows = adjustments.applying(parts.target)
+    settings = _settings(facts, parts)
+    run_paths = _run_paths(facts.python, parts)
+    fields = _key_fields(facts, parts, settings, run_paths, rows)
+    key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return Plan(
+        target=parts.target,
+        frameworks=frameworks,
+        mpi=parts.mpi,
+        adjustments=rows,
+        settings=settings,
+        path_first=_path_first(parts),
+        run_paths=run_paths,
+        nccl_link=parts.nccl.library if parts.nccl and parts.nccl.library.name == "libnccl.so.2" else None,
+        key_fields=fields,
+        record=_record(facts, parts, rows, key),
+        notes=tuple(_notes(facts, options, frameworks)),
+    )
+
+
+def build_environ(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the build: the caller's, without what would change the binary unseen, with the settings."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_DROPPED_PREFIXES) and name not in _DROPPED_VARIABLES
+    }
+    path = [str(directory) for directory in plan.path_first] + [kept.get("PATH", "")]
+    return {**kept, **plan.settings, "PATH": os.pathsep.join(entry for entry in path if entry)}
+
+
+def run_path(target: Path, package: str, python: PythonFacts) -> str:
+    """How a library of Horovod finds a directory at run time.
+
+    Args:
+        target: absolute directory.
+        package: "torch" or "tensorflow": the library lies in ``horovod/<package>``.
+        python: the environment that Horovod is installed into.
+    Returns:
+        "$ORIGIN/..." when ``target`` is inside the environment, so that it moves with it; else ``target`` itself.
+    """
+    inside = _inside(target, python.prefix) and _inside(python.site_packages, python.prefix)
+    if not inside:
+        return str(target)
+    return os.path.join("$ORIGIN", os.path.relpath(target, python.site_packages / "horovod" / package))  # noqa: PTH118
+
+
+def relative_to_environment(path: Path, python: PythonFacts) -> str:
+    """A path as it is noted in key and record: relative when inside the environment, so that it moves with it."""
+    return os.path.relpath(path, python.prefix) if _inside(path, python.prefix) else str(path)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The facts that this build uses, all checked."""
+
+    target: Target
+    frameworks: tuple[FrameworkFacts, ...]
+    mpi: MpiFacts | None
+    cuda: CudaFacts | None
+    nccl: NcclFacts | None
+    cxx: CompilerFacts
+    cc: CompilerFacts
+
+
+def _settings(facts: Facts, parts: _Parts) -> dict[str, str]:
+    settings = {
+        "CXX": shlex.join(parts.cxx.command),
+        "CC": shlex.join(parts.cc.command),
+        "CMAKE_GENERATOR": "Ninja",
+        # Gloo's own CMake file asks for a policy version that CMake 4 no longer has.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        # Messages are read here, so they must be in English.
+        "LC_ALL": "C",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        f"HOROVOD_{'WITH' if parts.mpi else 'WITHOUT'}_MPI": "1",
+    }
+    for name, switch in _SWITCHES.items():
+        settings[f"HOROVOD_{'WITH' if name in parts.target.frameworks else 'WITHOUT'}_{switch}"] = "1"
+    if facts.system.arch_flags:
+        settings["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(facts.system.arch_flags)
+    if parts.mpi is not None:
+        settings["MPI_HOME"] = str(parts.mpi.bin.parent)
+    if parts.cuda is not None:
+        settings |= _cuda_settings(parts.cuda, parts.target.gpu, facts.environ)
+    else:
+        settings["HOROVOD_WITHOUT_NVTX"] = "1"
+    if parts.nccl is not None:
+        settings["HOROVOD_NCCL_INCLUDE"] = str(parts.nccl.include)
+        settings["HOROVOD_NCCL_LIB"] = str(parts.nccl.library.parent)
+        settings["HOROVOD_NCCL_LINK"] = "STATIC" if parts.nccl.library.suffix == ".a" else "SHARED"
+    return settings
+
+
+def _cuda_settings(cuda: CudaFacts, gpu: str, environ: Mapping[str, str]) -> dict[str, str]:
+    settings = {
+        "HOROVOD_GPU_OPERATIONS": gpu.upper(),
+        "HOROVOD_CUDA_HOME": str(cuda.home),
+        # PyTorch's build helper looks here, and must find the same toolkit.
+        "CUDA_HOME": str(cuda.home),
+    }
+    if cuda.nvtx:
+        settings |= {"HOROVOD_WITH_NVTX": "1", "HOROVOD_NVTX_INCLUDE": str(cuda.home / "include")}
+    else:
+        settings["HOROVOD_WITHOUT_NVTX"] = "1"
+    if environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
+        settings["HOROVOD_BUILD_CUDA_CC_LIST"] = environ["HOROVOD_BUILD_CUDA_CC_LIST"]
+    return settings
+
+
+def _path_first(parts: _Parts) -> tuple[Path, ...]:
+    directories = [parts.mpi.bin] if parts.mpi else []
+    return (*directories, parts.cuda.home / "bin") if parts.cuda else tuple(directories)
+
+
+def _run_paths(python: PythonFacts, parts: _Parts) -> dict[str, tuple[str, ...]]:
+    libraries = {"torch": "lib", "tensorflow": "."}
+    found = {}
+    for framework in parts.frameworks:
+        directories = [framework.location / libraries[framework.name]]
+        if parts.nccl is not None and parts.nccl.library.suffix != ".a":
+            directories.append(parts.nccl.library.parent)
+        found[framework.name] = tuple(run_path(directory, framework.name, python) for directory in directories)
+    return found
+
+
+def _key_fields(
+    facts: Facts,
+    parts: _Parts,
+    settings: Mapping[str, str],
+    run_paths: Mapping[str, tuple[str, ...]],
+    rows: Iterable[Adjustment],
+) -> dict[str, Any]:
+    def place(path: Path) -> str:
+        return relative_to_environment(path, facts.python)
+
+    # Settings that name places are told by the fields below, as far as their place matters.
+    places = {"CXX", "CC", "MPI_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NVTX_INCLUDE"}
+    places |= {"HOROVOD_CUDA_HOME", "CUDA_HOME"}
+    mpi, cuda, nccl = parts.mpi, parts.cuda, parts.nccl
+    return {
+        "horovod": [HOROVOD_VERSION, HOROVOD_SHA256],
+        "adjustments": adjustments.digest(rows),
+        "tools": list(BUILD_TOOLS),
+        "python": facts.python.tag,
+        "system": [facts.system.os, facts.system.machine, facts.system.libc],
+        "layout": place(facts.python.site_packages),
+        "frameworks": {row.name: [row.version, row.build, row.cuda, row.rocm] for row in parts.frameworks},
+        "run_paths": {name: list(paths) for name, paths in run_paths.items()},
+        "mpi": mpi and [mpi.implementation, mpi.version, place(mpi.bin), mpi.wheel],
+        "cuda": cuda and [cuda.version, place(cuda.home), cuda.nvtx],
+        "nccl": nccl and [nccl.version, place(nccl.library)],
+        "compilers": [parts.cxx.identity, parts.cc.identity],
+        "settings": {name: value for name, value in settings.items() if name not in places},
+        "variables": {name: facts.environ[name] for name in KEYED_VARIABLES if facts.environ.get(name)},
+    }
+
+
+def _record(facts: Facts, parts: _Parts, rows: Iterable[Adjustment], key: str) -> BuildRecord:
+    versions = {framework.name: framework.version for framework in parts.frameworks}
+    mpi = None
+    if parts.mpi is not None:
+        place = relative_to_environment(parts.mpi.bin, facts.python)
+        mpi = MpiRecord(parts.mpi.implementation, parts.mpi.version, place, parts.mpi.wheel)
+    return BuildRecord(
+        schema=SCHEMA,
+        horovod=HOROVOD_VERSION,
+        python=facts.python.tag,
+        torch=versions.get("torch"),
+        tensorflow=versions.get("tensorflow"),
+        mpi=mpi,
+        gloo=True,
+        gpu=parts.target.gpu,
+        compiler=parts.cxx.name,
+        adjustments=tuple(row.name for row in rows),
+        key=key,
+    )
+
+
+def _notes(facts: Facts, options: Options, frameworks: Iterable[FrameworkFacts]) -> Iterable[str]:
+    ignored = sorted(name for name in facts.environ if name.startswith(_BUILD_VARIABLES))
+    if ignored:
+        yield f"Ignored from the environment, since hvdkit sets what the build is told: {', '.join(ignored)}."
+    for framework in frameworks:
+        if options.gpu == "none" and (framework.cuda is not None or framework.rocm is not None):
+            yield (
+                f"{framework.name} {framework.version} is a GPU build; with --gpu none Horovod reduces CPU tensors "
+                "only, --gpu nccl is for tensors on GPUs."
+            )
+    if options.mpi:
+        for reason in facts.mpi_passed_over:
+            yield f"Another MPI is not used: {reason}."
+        if options.gpu == "mpi" and facts.mpi is not None and facts.mpi.gpu_aware is None:
+            yield f"--gpu mpi needs an MPI that takes GPU memory; {facts.mpi.implementation} does not say if it does."
+
+
+def _inside(path: Path, directory: Path) -> bool:
+    return path.is_relative_to(directory)

@@ -1,0 +1,78 @@
+"""The command ``hvdkit preflight``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.common.commands import seconds_above_0
+from hvdkit.prepare.preflight import exchange, findings, show
+from hvdkit.prepare.preflight.report import look
+
+
+@click.command()
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1, max=3600),
+    callback=seconds_above_0,  # not a number is in every range
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for all ranks to meet.",
+)
+@click.option("--report", type=click.Path(file_okay=False, exists=True, path_type=Path), hidden=True)
+def preflight(json_: bool, timeout: float, report: Path | None) -> int:
+    """Inside a job: do all ranks see each other, the same versions, and devices of their own?
+
+    Start it as the training will be started, on every rank; or let `hvdkit launch --preflight` do that. Every rank
+    looks at its place by the launcher, by Horovod and by MPI, its host, GPU, cores, threads, versions, free disk and
+    clock; rank 0 prints them and what is wrong: what, why and fix.
+
+    \b
+    It finds
+      MPI that leaves every process alone (rank 0 of 1), ranks that Horovod numbers differently,
+      two ranks on one GPU, ranks without one, more ranks or threads than cores,
+      packages that a host lacks or has in another version, full disks, clocks that are apart.
+
+    \b
+    Examples:
+      srun hvdkit preflight
+      mpirun -n 4 hvdkit preflight --json > preflight.json
+      hvdkit launch --preflight -n 4 -- python train.py
+
+    The JSON object has "ok", "hvdkit", "findings" (check, level, what, why, fix) and "ranks".
+
+    Exit status: 0 without errors, 1 with an error, 2 for bad usage.
+    """
+    own = look(os.environ)
+    if report is not None:
+        exchange.write(report, own)
+    watch = threading.Timer(timeout, _give_up, (own.rank, own.size, timeout))
+    watch.daemon = True
+    watch.start()
+    reports = exchange.meet(own)
+    watch.cancel()
+    if report is not None:
+        exchange.write(report, next(one for one in reports if one.rank == own.rank))
+        return 0
+    found = findings.examine(reports)
+    if own.rank == 0 and json_:
+        click.echo(show.as_json(reports, found))
+    elif own.rank == 0:
+        show.print_text(reports, found, Console())
+    return 1 if show.has_errors(found) else 0
+
+
+def _give_up(rank: int, size: int, timeout: float) -> None:
+    sys.stderr.write(
+        f"hvdkit preflight: rank {rank} of {size} has not met the others after {timeout:g} s; look for errors of other "
+        "ranks above, check that every host has this environment and that they reach each other.\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)

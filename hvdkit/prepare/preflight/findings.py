@@ -1,0 +1,236 @@
+"""Compares the ranks' reports: what is wrong with the job, before it trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from hvdkit.prepare.doctor.finding import LEVELS, Finding
+from hvdkit.prepare.preflight.report import PACKAGES, Place, Report
+from hvdkit.steps.ranks import name_ranks
+
+ENOUGH_DISK = 2**30
+"""Bytes below which a checkpoint may not fit."""
+CLOCK_SKEW_S = 1.0
+"""Seconds beyond which logs and timelines of two hosts cannot be read side by side."""
+_MUST_BE_EQUAL = ("Python", *PACKAGES)
+
+Reports = Sequence[Report]
+
+
+def examine(reports: Reports) -> list[tuple[str, Finding]]:
+    """Findings with the names of their checks, errors first.
+
+    Args:
+        reports: at least one, by rank.
+    """
+    found = [(name, finding) for name, check in CHECKS.items() for finding in check(reports)]
+    return sorted(found, key=lambda pair: LEVELS.index(pair[1].level))
+
+
+def _ranks(reports: Reports) -> str:
+    return name_ranks(sorted(report.rank for report in reports))
+
+
+def _environment(reports: Reports) -> Iterator[Finding]:
+    for report in (report for report in reports if report.launched.error):
+        yield Finding(
+            "error",
+            f"A process on {report.host} cannot tell its rank: {report.launched.error}",
+            "Without a rank it might take itself for the root, and write its checkpoints.",
+            "Pass the launcher's whole environment on.",
+        )
+
+
+def _horovod(reports: Reports) -> Iterator[Finding]:
+    failed = [report for report in reports if report.horovod.size is None]
+    if failed:
+        yield Finding(
+            "error",
+            f"Horovod does not start on {_ranks(failed)}: {failed[0].horovod.error}",
+            "No rank of the job could train.",
+            f"Run `hvdkit doctor` on {failed[0].host}, in the environment of the job.",
+        )
+
+
+def _alone(reports: Reports) -> Iterator[Finding]:
+    alone = [report for report in reports if report.size > 1 and report.horovod.size == 1]
+    if alone:
+        one = alone[0]
+        yield Finding(
+            "error",
+            f"{one.launcher} started {one.size} ranks, but Horovod over {one.library} sees rank 0 of 1 on "
+            f"{_ranks(alone)}.",
+            "Every process would train a model of its own and write the same checkpoints (singleton MPI).",
+            f"Start the job with the mpirun of {one.library} or with `hvdkit launch`, or build Horovod with the "
+            "launcher's MPI: `hvdkit install --force`.",
+        )
+
+
+def _places(reports: Reports) -> Iterator[Finding]:
+    def elsewhere(report: Report, place: Place) -> bool:
+        return place.size not in (None, 1) and (place.rank, place.size) != (report.rank, report.size)
+
+    moved = [report for report in reports if elsewhere(report, report.horovod)]
+    if moved:
+        one = moved[0]
+        yield Finding(
+            "error",
+            f"{one.launcher} started rank {one.rank} of {one.size}, which Horovod sees as rank {one.horovod.rank} of "
+            f"{one.horovod.size}.",
+            "Shards, checkpoints and logs would belong to another rank than the scheduler's.",
+            "Two launchers are nested, or variables of an outer job were inherited: unset them.",
+        )
+    apart = [
+        report
+        for report in reports
+        if report.mpi.size is not None and report.horovod.size is not None and report.mpi != report.horovod
+    ]
+    if apart:
+        one = apart[0]
+        yield Finding(
+            "warning",
+            f"mpi4py sees rank {one.mpi.rank} of {one.mpi.size}, Horovod rank {one.horovod.rank} of "
+            f"{one.horovod.size} ({_ranks(apart)}).",
+            "They use two MPI libraries; what a script does with mpi4py does not reach the other ranks.",
+            "Build mpi4py with the MPI of Horovod: `pip install --force-reinstall --no-binary mpi4py mpi4py`.",
+        )
+
+
+def _missing(reports: Reports) -> Iterator[Finding]:
+    size = max(report.size for report in reports)
+    absent = sorted(set(range(size)) - {report.rank for report in reports})
+    if absent and not any(report.horovod.size == 1 for report in reports):
+        yield Finding(
+            "error",
+            f"There is no report from {name_ranks(absent)} of {size}.",
+            "They did not start, or cannot be reached from the others.",
+            "Look for their errors above; on several hosts check that each has this Python environment.",
+        )
+
+
+def _by_host(reports: Reports) -> dict[str, list[Report]]:
+    hosts: dict[str, list[Report]] = {}
+    for report in reports:
+        hosts.setdefault(report.host, []).append(report)
+    return hosts
+
+
+def _devices(reports: Reports) -> Iterator[Finding]:
+    for host, here in _by_host(reports).items():
+        used = Counter(report.device for report in here if report.device is not None)
+        for device, count in used.items():
+            if count > 1:
+                sharing = [report for report in here if report.device == device]
+                yield Finding(
+                    "error",
+                    f"{_ranks(sharing)} on {host} would use the same GPU, {device}.",
+                    "They would take each other's memory and time, and NCCL refuses two ranks on one GPU.",
+                    "Show each rank a GPU of its own (--gpus-per-task=1, --gpu-bind), or all of them to each rank.",
+                )
+        without = [report for report in here if report.devices and report.device is None]
+        if without:
+            yield Finding(
+                "error",
+                f"{_ranks(without)} on {host} have no GPU of their own: {len(without[0].devices)} visible for "
+                f"{len(here)} ranks.",
+                "Step 2, pin_device, would refuse to start them.",
+                f"Start at most {len(without[0].devices)} ranks on a host (--ppn).",
+            )
+    counts = {len(report.devices) > 0 for report in reports}
+    if len(counts) > 1:
+        blind = [report for report in reports if not report.devices]
+        yield Finding(
+            "error",
+            f"{_ranks(blind)} see no GPU, the other ranks do.",
+            "They would train on the CPU and every step would wait for them.",
+            "Ask the scheduler for GPUs on every node, and check CUDA_VISIBLE_DEVICES and the driver there.",
+        )
+
+
+def _versions(reports: Reports) -> Iterator[Finding]:
+    for name in _MUST_BE_EQUAL:
+        by_version: dict[str | None, list[Report]] = {}
+        for report in reports:
+            by_version.setdefault(report.versions.get(name), []).append(report)
+        if len(by_version) == 1:
+            continue
+        absent = by_version.pop(None, [])
+        if absent:
+            yield Finding(
+                "error",
+                f"{name} is missing on {_ranks(absent)} ({', '.join(sorted({report.host for report in absent}))}).",
+                "These ranks would fail at their first import, and the others wait for them.",
+                "Use the same environment on every host: a shared file system, or install it there too.",
+            )
+        if len(by_version) > 1:
+            shown = "; ".join(f"{version} on {_ranks(those)}" for version, those in by_version.items())
+            yield Finding(
+                "error",
+                f"{name} is not the same on all ranks: {shown}.",
+                "Ranks with different versions may compute different gradients, or not understand each other.",
+                "Use the same environment on every host.",
+            )
+
+
+def _cores(reports: Reports) -> Iterator[Finding]:
+    for host, here in _by_host(reports).items():
+        usable = {core for report in here for core in report.cores}
+        threads = sum(report.threads for report in here)
+        if len(here) > len(usable):
+            yield Finding(
+                "warning",
+                f"{len(here)} ranks share {len(usable)} cores on {host}.",
+                "They take turns: times measure contention, not scaling.",
+                "Start fewer ranks on a host (--ppn), or ask for more cores.",
+            )
+        elif threads > len(usable):
+            yield Finding(
+                "warning",
+                f"{len(here)} ranks on {host} would run {threads} threads on {len(usable)} cores.",
+                "Threads that wait for a core slow every rank down.",
+                f"Set OMP_NUM_THREADS={max(1, len(usable) // len(here))} (hvdkit launch --threads).",
+            )
+
+
+def _disk(reports: Reports) -> Iterator[Finding]:
+    for host, here in _by_host(reports).items():
+        least: dict[str, int] = {}
+        for report in here:
+            for directory, free in report.free_bytes.items():
+                least[directory] = min(free, least.get(directory, free))
+        for directory, free in least.items():
+            if free < ENOUGH_DISK:
+                yield Finding(
+                    "warning",
+                    f"{directory} on {host} has {free / 2**20:.0f} MiB left.",
+                    "Checkpoints, logs and shared memory files may not fit.",
+                    "Free some space, or work in another directory.",
+                )
+
+
+def _clocks(reports: Reports) -> Iterator[Finding]:
+    clocks = [report.clock for report in reports if report.clock]
+    if clocks and max(clocks) - min(clocks) > CLOCK_SKEW_S:
+        first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
+        yield Finding(
+            "warning",
+            f"The clocks of {first.host} and {last.host} are {last.clock - first.clock:.1f} s apart.",
+            "Times in logs, timelines and checkpoints of two hosts cannot be compared.",
+            "Have the hosts' clocks set (chrony, ntpd).",
+        )
+
+
+CHECKS: dict[str, Callable[[Reports], Iterator[Finding]]] = {
+    "environment": _environment,
+    "horovod": _horovod,
+    "singleton": _alone,
+    "places": _places,
+    "missing-ranks": _missing,
+    "gpus": _devices,
+    "versions": _versions,
+    "cores": _cores,
+    "disk": _disk,
+    "clocks": _clocks,
+}
+"""Name to check, in the order in which findings of one level are shown."""

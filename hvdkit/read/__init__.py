@@ -1,0 +1,1 @@
+"""What happened: recordings of Horovod, of PyTorch's profiler and of MPI, read and explained."""

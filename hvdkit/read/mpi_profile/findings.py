@@ -1,0 +1,224 @@
+"""What stands out in a profile, in sentences with its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.read.mpi_profile import measures
+from hvdkit.read.mpi_profile.model import Profile
+from hvdkit.read.mpi_profile.traffic import CONTROL, PAYLOAD, SYNCHRONISATION, Traffic
+
+NOT_SEEN = (
+    "Only MPI is seen: what NCCL, Gloo or torch.distributed moved is not in here, nor what Horovod did between the "
+    "calls ('hvdkit timeline' shows that)."
+)
+_LARGE_SHARE = 0.2
+"""Of the time of the allreduces, from which on negotiation is worth an advice."""
+_LONG_CYCLE_MS = 5
+"""The advice for the time between two negotiations; Horovod's default is 1."""
+_WHOSE_TIME = (
+    "This is the time of Horovod's background thread, which also negotiates while the training computes: it costs a "
+    "core, and the step only what the step waits for."
+)
+_UNEVEN = 0.05
+"""Imbalance from which on the ranks are worth a sentence."""
+_NOTICEABLE = 0.01
+"""Share of the job's time from which on a time in MPI is worth a sentence."""
+_ENOUGH_CALLS = 100
+"""Fewer say nothing about a habit."""
+_SMALL_BYTES = 64 * 1024
+"""Below this an allreduce mostly takes its latency, not its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found.
+
+    Attributes:
+        name: a word for programs, such as "negotiation".
+        text: full sentences.
+    """
+
+    name: str
+    text: str
+
+
+def find(profile: Profile, traffic: Traffic) -> list[Finding]:
+    """All findings, for the rank of ``traffic``; those that do not apply are left out."""
+    checks: tuple[Callable[[Profile, Traffic], Finding | None], ...] = (
+        _negotiation,
+        _negotiation_waits,
+        _waiting,
+        _no_data,
+        _small,
+        _bandwidth,
+        _uneven,
+        _share_of_time,
+    )
+    return [finding for check in checks if (finding := check(profile, traffic)) is not None]
+
+
+def _negotiation(_profile: Profile, traffic: Traffic) -> Finding | None:
+    """Horovod's bit vectors among the allreduces, and what would make them fewer."""
+    vectors = measures.total(traffic.of(CONTROL, "MPI_Allreduce"))
+    everything = measures.total(row for row in traffic.rank.calls if row.routine == "MPI_Allreduce")
+    if not vectors.calls or everything.seconds <= 0:
+        return None
+    share = vectors.seconds / everything.seconds
+    how = "" if traffic.certain else ", by its size and number"
+    text = (
+        f"{_percent(vectors.calls / everything.calls)} of the allreduces ({vectors.calls:,} of {everything.calls:,}) "
+        f"are {_size(traffic)}: Horovod's negotiation{how}. On rank {traffic.rank.rank} they take {_percent(share)} of "
+        f"the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
+    )
+    if share >= _LARGE_SHARE:
+        text += f" {_advice(traffic.rank.seconds, vectors.calls)} {_WHOSE_TIME}"
+    return Finding("negotiation", text)
+
+
+def _advice(seconds: float | None, negotiations: int) -> str:
+    """What to do about it: fewer negotiations, unless they are few already."""
+    often = None if seconds is None else seconds / negotiations
+    now = "" if often is None else f"one came every {duration_text(1e6 * often)}"
+    if often is not None and 1e3 * often > _LONG_CYCLE_MS:
+        return f"They are not many ({now}): most of that time is waiting."
+    return (
+        f"Raise the cycle time, so that there are fewer ({now}{'; ' if now else ''}hvdkit launch --cycle-time-ms "
+        f"{_LONG_CYCLE_MS}), or let 'hvdkit tune' find it."
+    )
+
+
+def _size(traffic: Traffic) -> str:
+    """The sizes of the bit vectors: "16 bytes", or "8 to 16 bytes"."""
+    rows = traffic.of(CONTROL, "MPI_Allreduce")
+    least = min(row.average_bytes or 0 if row.least_bytes is None else row.least_bytes for row in rows)
+    most = max(row.average_bytes or 0 if row.most_bytes is None else row.most_bytes for row in rows)
+    return f"{least:.0f} bytes" if least == most else f"{least:.0f} to {most:.0f} bytes"
+
+
+def _negotiation_waits(_profile: Profile, traffic: Traffic) -> Finding | None:
+    """A few bytes take microseconds; more is waiting for a rank that comes later, or for a core."""
+    rows = traffic.of(CONTROL, "MPI_Allreduce")
+    vectors = measures.total(rows)
+    if vectors.calls < _ENOUGH_CALLS:
+        return None
+    mean, fastest = vectors.seconds / vectors.calls, min((row.fastest_s or 0.0 for row in rows), default=0.0)
+    if mean < 1e-4 or mean < 10 * fastest:
+        return None
+    at_best = f", {duration_text(1e6 * fastest)} at the fastest" if fastest else ""
+    return Finding(
+        "negotiation waits",
+        f"A negotiation takes {duration_text(1e6 * mean)} on average{at_best}: so few bytes need microseconds, the "
+        "rest is waiting for ranks that come later, or for a core where ranks have too few for the training and "
+        "Horovod's thread.",
+    )
+
+
+def _waiting(_profile: Profile, traffic: Traffic) -> Finding | None:
+    """Where --mpi-profile-wait measured it."""
+    whole = measures.total(traffic.of(PAYLOAD) + traffic.of(CONTROL))
+    if not whole.wait_s or whole.seconds <= 0:
+        return None
+    return Finding(
+        "waiting",
+        f"{_percent(whole.wait_s / whole.seconds)} of the time of blocking collectives and messages "
+        f"({_seconds(whole.wait_s)} of {_seconds(whole.seconds)}) rank {traffic.rank.rank} waited until all ranks were "
+        "there; the rest is transfer, and waiting for a core where there are too few. Each blocking collective had a "
+        "barrier before it to measure that.",
+    )
+
+
+def _no_data(_profile: Profile, traffic: Traffic) -> Finding | None:
+    """The GPU build of Horovod negotiates over MPI and reduces over NCCL."""
+    reduced = measures.total(traffic.of(PAYLOAD, "MPI_Allreduce"))
+    control = measures.total(traffic.of(CONTROL))
+    if not traffic.horovod or control.calls < _ENOUGH_CALLS or reduced.calls:
+        return None
+    return Finding(
+        "no data",
+        "Horovod negotiated over MPI and reduced nothing over it: its gradients went over NCCL or Gloo, which is not "
+        "seen.",
+    )
+
+
+def _small(_profile: Profile, traffic: Traffic) -> Finding | None:
+    """Payload in many small pieces, which fusion would join."""
+    rows = traffic.of(PAYLOAD, "MPI_Allreduce")
+    whole = measures.total(rows)
+    small = measures.total(row for row in rows if (row.average_bytes or 0) < _SMALL_BYTES)
+    if not traffic.horovod or small.calls < _ENOUGH_CALLS or small.calls < whole.calls / 2:
+        return None
+    return Finding(
+        "small allreduces",
+        f"{_percent(small.calls / whole.calls)} of the allreduces of data ({small.calls:,} of {whole.calls:,}) are "
+        f"below 64 KiB; they carry {_percent((small.bytes or 0) / whole.bytes if whole.bytes else 0)} of the bytes and "
+        f"take {_percent(small.seconds / whole.seconds if whole.seconds else 0)} of their time. What becomes ready in "
+        "one cycle is fused into one: a longer cycle fuses more (--cycle-time-ms), up to --fusion-threshold-mb.",
+    )
+
+
+def _bandwidth(profile: Profile, traffic: Traffic) -> Finding | None:
+    """How fast the largest part of the data went."""
+    lines = [
+        one
+        for one in measures.sizes(profile, traffic)
+        if one.purpose == PAYLOAD and one.bus_bytes_per_s is not None and (one.total.average_bytes or 0) >= _SMALL_BYTES
+    ]
+    if not lines:
+        return None
+    one = max(lines, key=lambda line: line.total.bytes or 0)
+    size = bytes_text(one.total.average_bytes or 0)
+    return Finding(
+        "bandwidth",
+        f"Most bytes go in {one.routine} of {size}: {one.total.calls:,} of them in {_seconds(one.total.seconds)}, "
+        f"{duration_text(1e6 * one.total.seconds / one.total.calls)} each, {bytes_text(one.bus_bytes_per_s or 0)}/s of "
+        f"bus bandwidth over {one.processes} processes"
+        + ("." if one.total.wait_s is not None else ", time in which ranks waited for one another included."),
+    )
+
+
+def _uneven(profile: Profile, _traffic: Traffic) -> Finding | None:
+    """The rank that spends the least time in MPI is the one that the others wait for."""
+    times = dict(profile.mpi_seconds)
+    if len(times) < 2:
+        return None
+    over = measures.spread(times)
+    elapsed = max((rank.seconds or 0.0 for rank in profile.ranks), default=0.0)
+    if over.imbalance < _UNEVEN or over.most < _NOTICEABLE * elapsed:
+        return None
+    return Finding(
+        "imbalance",
+        f"Rank {over.least_rank} spent the least time in MPI ({_seconds(over.least)}; median {_seconds(over.median)}, "
+        f"most {_seconds(over.most)} on rank {over.most_rank}): collectives end together, so that the rank with the "
+        "least mostly came last, and the others waited for it.",
+    )
+
+
+def _share_of_time(_profile: Profile, traffic: Traffic) -> Finding | None:
+    seconds, inside = traffic.rank.seconds, traffic.rank.mpi_seconds
+    if not seconds:
+        return None
+    finished = measures.total(traffic.of(SYNCHRONISATION)).seconds
+    waited = (
+        f", {_seconds(finished)} of it in barriers and in waiting for what was begun"
+        if finished > 0.05 * inside
+        else ""
+    )
+    return Finding(
+        "time in MPI",
+        f"Rank {traffic.rank.rank} was in MPI for {_seconds(inside)} of {_seconds(seconds)} "
+        f"({_percent(inside / seconds)}; all threads together{waited}).",
+    )
+
+
+def _percent(share: float) -> str:
+    """Without decimals; with one where it would be 100 and is not, with one digit below a tenth."""
+    if share < 0.1:
+        return f"{100 * share:.1g} %" if share else "0 %"
+    return f"{100 * share:.0f} %" if share < 0.995 or share == 1 else f"{int(1000 * share) / 10:.1f} %"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else duration_text(1e6 * seconds)

@@ -1,0 +1,196 @@
+"""What a profile says in numbers: routines, sizes with bus bandwidth, spread over the ranks, control and payload."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hvdkit.read.mpi_profile.model import HVDKIT, Calls, Profile
+from hvdkit.read.mpi_profile.traffic import PURPOSES, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A number of each rank.
+
+    Attributes:
+        least, median, most: over the ranks.
+        least_rank, most_rank: where.
+        imbalance: most / mean - 1; 0 when all are equal.
+    """
+
+    least: float
+    median: float
+    most: float
+    least_rank: int
+    most_rank: int
+    imbalance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Calls summed up.
+
+    Attributes:
+        calls, seconds: of all.
+        bytes: of those whose bytes are known; None where none are.
+        wait_s: seconds until all ranks were there; None where that was not measured.
+    """
+
+    calls: int
+    seconds: float
+    bytes: float | None
+    wait_s: float | None
+
+    @property
+    def average_bytes(self) -> float | None:
+        """Of one call."""
+        return None if self.bytes is None or not self.calls else self.bytes / self.calls
+
+
+@dataclass(frozen=True, slots=True)
+class Routine:
+    """One routine: on one rank, and its seconds over all ranks (0 on a rank that did not call it)."""
+
+    name: str
+    total: Total
+    seconds: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The calls of one routine, purpose and range of sizes, on one rank.
+
+    Attributes:
+        routine, purpose: see ``traffic``.
+        processes: of the communicator; of the job where the file does not say.
+        total: of the calls.
+        least_bytes, most_bytes: of one call, None where it is not known.
+        fastest_s: the fastest call, None where it is not known.
+        bus_bytes_per_s: bus bandwidth, None where there is none: see ``bus_bandwidth``.
+    """
+
+    routine: str
+    purpose: str
+    processes: int
+    total: Total
+    least_bytes: float | None
+    most_bytes: float | None
+    fastest_s: float | None
+    bus_bytes_per_s: float | None
+
+
+def total(rows: Iterable[Calls]) -> Total:
+    """The sum of some calls."""
+    rows = list(rows)
+    sizes = [row.bytes for row in rows if row.bytes is not None]
+    waits = [row.wait_s for row in rows if row.wait_s is not None]
+    return Total(
+        calls=sum(row.calls for row in rows),
+        seconds=sum(row.seconds for row in rows),
+        bytes=sum(sizes) if sizes else None,
+        wait_s=sum(waits) if waits else None,
+    )
+
+
+def spread(values: dict[int, float]) -> Spread:
+    """Over the ranks.
+
+    Args:
+        values: by rank, at least one, each >= 0.
+    """
+    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    mean = statistics.fmean(values.values())
+    return Spread(
+        least=values[least],
+        median=statistics.median(values.values()),
+        most=values[most],
+        least_rank=least,
+        most_rank=most,
+        imbalance=values[most] / mean - 1 if mean > 0 else 0.0,
+    )
+
+
+def routines(profile: Profile, traffic: Traffic) -> list[Routine]:
+    """Every routine that the rank of ``traffic`` called, by its name in the order of time."""
+    names = {row.routine for row in traffic.rank.calls}
+    found = []
+    for name in names:
+        seconds = {rank.rank: total(rank.of(name)).seconds for rank in profile.ranks}
+        found.append(Routine(name, total(traffic.rank.of(name)), spread(seconds)))
+    return sorted(found, key=lambda routine: (-routine.total.seconds, routine.name))
+
+
+def purposes(traffic: Traffic) -> dict[str, Total]:
+    """What a rank spent on each purpose; all of ``traffic.PURPOSES``, also those without a call."""
+    return {purpose: total(traffic.of(purpose)) for purpose in PURPOSES}
+
+
+def sizes(profile: Profile, traffic: Traffic) -> list[Sizes]:
+    """The calls of a rank by routine, purpose and size, in the order of time of their routine, then by size.
+
+    Calls of a power-of-two range are one line for ours; mpitrace has ranges of its own, and mpiP call sites.
+    """
+    groups: dict[tuple[str, str, int, int], list[Calls]] = {}
+    for number, (row, purpose) in enumerate(traffic.calls):
+        known = row.most_bytes is not None and profile.source == HVDKIT
+        which = int(row.most_bytes or 0).bit_length() if known else number
+        groups.setdefault((row.routine, purpose, row.processes or profile.size, which), []).append(row)
+    order = {routine.name: place for place, routine in enumerate(routines(profile, traffic))}
+    found = [
+        _sizes(rows, routine, purpose, processes, source=profile.source)
+        for (routine, purpose, processes, _), rows in groups.items()
+    ]
+    return sorted(
+        found, key=lambda one: (order[one.routine], one.total.average_bytes or 0, PURPOSES.index(one.purpose))
+    )
+
+
+def _sizes(rows: Sequence[Calls], routine: str, purpose: str, processes: int, *, source: str) -> Sizes:
+    whole = total(rows)
+    least = [row.least_bytes for row in rows if row.least_bytes is not None]
+    most = [row.most_bytes for row in rows if row.most_bytes is not None]
+    fastest = [row.fastest_s for row in rows if row.fastest_s is not None]
+    seconds = whole.seconds - (whole.wait_s or 0.0)
+    return Sizes(
+        routine=routine,
+        purpose=purpose,
+        processes=processes,
+        total=whole,
+        least_bytes=min(least, default=None),
+        most_bytes=max(most, default=None),
+        fastest_s=min(fastest, default=None),
+        bus_bytes_per_s=bus_bandwidth(routine, whole.bytes, seconds, processes, ours=source == HVDKIT),
+    )
+
+
+def bus_bandwidth(routine: str, data: float | None, seconds: float, processes: int, *, ours: bool) -> float | None:
+    """Bytes per second that each rank's link has to carry at least, whatever the algorithm.
+
+    Args:
+        data: bytes of all calls together, as a rank hands them in.
+        seconds: of all calls together.
+        processes: of the communicator, > 0.
+        ours: recorded by hvdkit; what others count as the bytes of an alltoall is not known.
+    Returns:
+        None for routines without one, for one process, and where bytes or seconds are 0 or not known.
+    Source: NVIDIA, nccl-tests, PERFORMANCE.md, "Bus bandwidth"; sizes there are those of the whole buffer, here of
+        allgather the part of one rank.
+    """
+    others = processes - 1
+    factors = {
+        "MPI_Allreduce": 2 * others / processes,
+        "MPI_Allgather": others,
+        "MPI_Allgatherv": others,
+        "MPI_Reduce_scatter": others / processes,
+        "MPI_Reduce_scatter_block": others / processes,
+        "MPI_Bcast": 1,
+        "MPI_Reduce": 1,
+    }
+    if ours:
+        factors |= dict.fromkeys(("MPI_Alltoall", "MPI_Alltoallv", "MPI_Alltoallw"), others / processes)
+    factor = factors.get(routine)
+    if factor is None or others == 0 or not data or seconds <= 0:
+        return None
+    return factor * data / seconds

@@ -1,0 +1,93 @@
+"""``hvdkit mpi-profile show`` and ``compare``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.read.mpi_profile import comparison, reading, results
+from hvdkit.read.mpi_profile import show as tables
+from hvdkit.read.mpi_profile import traffic as purposes
+from hvdkit.read.mpi_profile.model import Profile
+from hvdkit.read.mpi_profile.traffic import Traffic
+
+PATH = click.Path(path_type=Path, exists=True)
+_HELP = {"help_option_names": ["-h", "--help"]}
+_WIDE = 120
+"""Columns where the output is no terminal: a table that is cut says nothing."""
+
+
+@click.command(context_settings=_HELP)
+@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="DIR|FILE...")
+@click.option(
+    "--rank", "number", type=click.IntRange(min=0), metavar="R", help="The rank to show  [default: the lowest there is]"
+)
+@click.option("--json", "want_json", is_flag=True, help="Print JSON; times in seconds.")
+def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
+    """Print what the ranks of a job called, for how long, and what stands out.
+
+    DIR is that of `hvdkit launch --mpi-profile DIR`; or give the files mpi_profile.* of IBM's mpitrace, or one report
+    of mpiP. Tables are of one rank, with the least, median and most time over all ranks. Control is Horovod's
+    negotiation, payload what it, or another program, sends. Bus bandwidth counts as nccl-tests do: 2 (n-1) / n x bytes
+    / time of an allreduce.
+
+    \b
+    Examples:
+      hvdkit mpi-profile show profile
+      hvdkit mpi-profile show profile --rank 3 --json
+      hvdkit mpi-profile show mpi_profile.2500161.*
+      hvdkit mpi-profile show train.8.4711.1.mpiP
+
+    Exit status: 0 success, 1 a profile cannot be used, 2 for bad usage.
+    """
+    profile = reading.read(paths)
+    traffic = purposes.of_profile(profile)
+    shown = _shown(profile, traffic, number)
+    if want_json:
+        click.echo(json.dumps(results.as_json(profile, traffic, shown), indent=2, allow_nan=False))
+    else:
+        tables.show(profile, shown, _console())
+    return 0
+
+
+@click.command(context_settings=_HELP)
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--json", "want_json", is_flag=True, help="Print JSON; times in seconds.")
+def compare(a: Path, b: Path, want_json: bool) -> int:
+    """Put two profiles side by side: calls, bytes and seconds of each routine and purpose, medians over the ranks.
+
+    \b
+    Example, before and after a longer cycle:
+      hvdkit launch -n 2 --mpi-profile before -- python train.py
+      hvdkit launch -n 2 --mpi-profile after --cycle-time-ms 5 -- python train.py
+      hvdkit mpi-profile compare before after
+
+    Exit status: 0, also when they differ; 1 a profile cannot be used; 2 for bad usage.
+    """
+    first, second = reading.read([a]), reading.read([b])
+    compared, remarks = comparison.compare(first, second), comparison.notes(first, second)
+    if want_json:
+        click.echo(json.dumps(results.compared_as_json(compared, remarks), indent=2, allow_nan=False))
+    else:
+        tables.show_compared(compared, remarks, _console())
+    return 0
+
+
+def _shown(profile: Profile, traffic: tuple[Traffic, ...], number: int | None) -> Traffic:
+    if number is None:
+        return traffic[0]
+    for one in traffic:
+        if one.rank.rank == number:
+            return one
+    there = ", ".join(str(rank.rank) for rank in profile.ranks[:16]) + (", ..." if len(profile.ranks) > 16 else "")
+    raise InvalidArgumentError(f"--rank {number} left no record; there are those of {there} of {profile.size} ranks.")
+
+
+def _console() -> Console:
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)

@@ -1,0 +1,36 @@
+"""The command ``hvdkit timeline``: a table of subcommands, each imported when it is used."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import click
+
+from hvdkit.common.commands import group_of
+
+SUBCOMMANDS = {
+    "summary": ("hvdkit.read.timeline.summary_cli:summary", "Where the time went, in numbers, and what to try."),
+    "report": ("hvdkit.read.timeline.report_cli:report", "As one HTML page, to look into."),
+    "slice": ("hvdkit.read.timeline.tools_cli:slice_", "A part of it as a file of its own."),
+    "diff": ("hvdkit.read.timeline.tools_cli:diff", "What takes longer in one than in another."),
+    "merge": ("hvdkit.read.timeline.tools_cli:merge", "On one time axis with a trace of torch.profiler."),
+    "export": ("hvdkit.read.timeline.tools_cli:export", "For Perfetto, or as a CSV table."),
+}
+
+
+@click.group(cls=group_of(SUBCOMMANDS))
+def timeline() -> None:
+    """Read a file that Horovod wrote with HOROVOD_TIMELINE: where did the time go, and what to try?
+
+    Reads any such file, also compressed with gzip, cut off or damaged. Rank 0 writes it:
+
+    \b
+      hvdkit launch -n 4 --timeline timeline.json -- python train.py
+      hvdkit timeline summary timeline.json
+
+    Each subcommand has its own --help with an example.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

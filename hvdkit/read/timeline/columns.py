@@ -1,0 +1,183 @@
+"""The operations of a recording as NumPy columns: 90 bytes per operation, a seventh of what it takes in the file."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
+from hvdkit.read.timeline.reader import Recording
+
+Floats = NDArray[np.float64]
+_NOT_THERE = float("nan")
+_ROW = struct.Struct(f"=6d{len(GROUPS)}f2i")
+_COLLECTIVE = GROUPS.index("collective")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor under one kind of collective; the shape is that of its last operation that had one."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """All operations of a recording; row i of every array is operation i. Times in microseconds.
+
+    Attributes:
+        tensors: what the numbers in ``tensor`` stand for.
+        tensor: index into ``tensors``.
+        bytes: size of the result; NaN where unknown.
+        begin: of the negotiation where known, else of the work.
+        start, end: of the work.
+        exchange: (rows, 2) start and end of the collective itself; NaN without one.
+        durations: (rows, len(GROUPS)) of each group of phases; NaN where the operation has none.
+        fused: whether the tensor went through the fusion buffer.
+        missed: whether it was not in the response cache.
+        tick_row, tick_rank, tick_late: one entry per rank and missed operation: its row, the rank and how long after
+            the first rank it was ready.
+        cycles: when each marked cycle started.
+        dropped: reason to number of events that could not be used.
+    """
+
+    tensors: list[Tensor]
+    tensor: NDArray[np.int32]
+    bytes: Floats
+    begin: Floats
+    start: Floats
+    end: Floats
+    exchange: Floats
+    durations: NDArray[np.float32]
+    fused: NDArray[np.bool_]
+    missed: NDArray[np.bool_]
+    tick_row: NDArray[np.int32]
+    tick_rank: NDArray[np.int32]
+    tick_late: Floats
+    cycles: Floats
+    dropped: Counter[str]
+    events: int
+
+
+def collect(recording: Recording) -> Columns:
+    """Reads the recording once, into columns sorted by the time at which each operation began."""
+    collector = _Collector()
+    for batch in recording.batches():
+        collector.add(batch)
+    return collector.columns(recording)
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[str, str], int] = {}
+        self.tensors: list[Tensor] = []
+        self.groups: dict[str, int] = {}
+        self.rows = bytearray()
+        self.ticks = array("i")
+        self.lates = array("d")
+        self.cycles = array("d")
+
+    def add(self, batch: list[Operation | CycleMark]) -> None:
+        for item in batch:
+            if isinstance(item, CycleMark):
+                self.cycles.append(item.time)
+            else:
+                self._add(item)
+
+    def _add(self, operation: Operation) -> None:
+        number = self.numbers.get((operation.tensor, operation.kind))
+        if number is None or (operation.shape is not None and operation.shape != self.tensors[number].shape):
+            number = self._tensor(operation, number)
+        groups = self.groups
+        durations = [_NOT_THERE] * len(GROUPS)
+        first = last = _NOT_THERE
+        fused = 0
+        begin = operation.start
+        if operation.negotiate_start is not None:
+            begin = operation.negotiate_start
+            if operation.negotiate_end is not None:
+                durations[0] = operation.negotiate_end - begin
+        for name, start, end in operation.phases:
+            group = groups.get(name)
+            if group is None:
+                group = groups[name] = GROUPS.index(group_of(name))
+            known = durations[group]
+            durations[group] = end - start if known != known else known + end - start
+            if group == _COLLECTIVE:
+                first = start if first != first else min(first, start)
+                last = end if last != last else max(last, end)
+            elif name == "MEMCPY_IN_FUSION_BUFFER":
+                fused = 2
+        size = operation.bytes
+        if operation.ticks:
+            self._ticks(len(self.rows) // _ROW.size, operation.ticks)
+            fused |= 1
+        self.rows += _ROW.pack(
+            begin,
+            operation.start,
+            operation.end,
+            first,
+            last,
+            _NOT_THERE if size is None else size,
+            *durations,
+            number,
+            fused,
+        )
+
+    def _tensor(self, operation: Operation, number: int | None) -> int:
+        tensor = Tensor(operation.tensor, operation.kind, operation.dtype, operation.shape)
+        if number is None:
+            number = self.numbers[operation.tensor, operation.kind] = len(self.tensors)
+            self.tensors.append(tensor)
+        else:
+            self.tensors[number] = tensor
+        return number
+
+    def _ticks(self, row: int, ticks: dict[int, float]) -> None:
+        first = min(ticks.values())
+        for rank, time in ticks.items():
+            self.ticks.extend((row, rank))
+            self.lates.append(time - first)
+
+    def columns(self, recording: Recording) -> Columns:
+        rows = np.frombuffer(self.rows, [("times", "f8", 6), ("durations", "f4", len(GROUPS)), ("ids", "i4", 2)])
+        times, durations, ids = rows["times"], rows["durations"], rows["ids"]
+        ticks = np.frombuffer(self.ticks, np.int32).reshape(-1, 2)
+        order = np.argsort(times[:, 0], kind="stable")
+        place = np.empty(len(order), np.int32)
+        place[order] = np.arange(len(order), dtype=np.int32)
+        for table in (times, ids, durations):
+            _reorder(table, order)
+        return Columns(
+            tensors=self.tensors,
+            tensor=ids[:, 0],
+            bytes=times[:, 5],
+            begin=times[:, 0],
+            start=times[:, 1],
+            end=times[:, 2],
+            exchange=times[:, 3:5],
+            durations=durations,
+            fused=(ids[:, 1] & 2) > 0,
+            missed=(ids[:, 1] & 1) > 0,
+            tick_row=place[ticks[:, 0]],
+            tick_rank=ticks[:, 1],
+            tick_late=np.frombuffer(self.lates, np.float64),
+            cycles=np.frombuffer(self.cycles, np.float64),
+            dropped=recording.dropped,
+            events=recording.events,
+        )
+
+
+def _reorder(table: NDArray[Any], order: NDArray[np.intp]) -> None:
+    """Puts the rows in this order, a column at a time: a second copy of the whole would double the memory."""
+    for column in table.T:
+        column[:] = column[order]

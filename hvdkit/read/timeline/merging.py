@@ -1,0 +1,181 @@
+"""A timeline and a trace of torch.profiler on one time axis: how much communication hides behind computation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdkit.common.files import replacing
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.timeline.columns import collect
+from hvdkit.read.timeline.measures import covered, union
+from hvdkit.read.timeline.model import CycleMark, Operation
+from hvdkit.read.timeline.profiler import Floats, Trace, read_trace
+from hvdkit.read.timeline.reader import Recording, read
+
+LONGEST_OFFSET = 10**12
+"""Microseconds (eleven days) past which an offset is no correction of a clock."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Communication and computation while both files were recorded; times in milliseconds.
+
+    Attributes:
+        window: from the first to the last operation of the trace, as far as the timeline has operations there.
+        communication: at least one collective ran.
+        computation: something was computed.
+        overlapped: both at once.
+        exposed: communication without computation.
+        neither: neither of them, such as waiting for data or for Horovod.
+        computed_by: what counts as computation.
+        operations: operations of the timeline whose collective lies in the window, at least in part.
+    """
+
+    window: float
+    communication: float
+    computation: float
+    overlapped: float
+    exposed: float
+    neither: float
+    computed_by: str
+    operations: int
+
+
+def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset_us: float = 0.0) -> Overlap:
+    """Write a timeline and a profiler trace of rank 0 of the same run to one file, and say how they overlap.
+
+    The output is the trace as it was, with a further process "Horovod" that has one track per tensor. Both clocks
+    count from 1970 on the same host, so nothing is fitted.
+
+    Args:
+        timeline: written by Horovod.
+        trace: written by torch.profiler on rank 0 during the same run.
+        output: the file to write, for chrome://tracing or Perfetto; compressed where the name ends in .gz.
+        offset_us: microseconds to add to the times of the trace, where its clock is known to be off.
+    Raises:
+        InvalidArgumentError: an offset that is no number of microseconds.
+        DataNotFoundError, DataError: a file is missing or damaged, the clocks cannot be aligned, the two do not overlap
+            in time, or the output cannot be written.
+    """
+    if not abs(offset_us) <= LONGEST_OFFSET:
+        raise InvalidArgumentError(f"the offset must be microseconds, at most {LONGEST_OFFSET:g}, got {offset_us:g}.")
+    recording, profile = read(timeline), read_trace(trace)
+    columns = collect(recording)
+    if not len(columns.tensor):
+        raise DataError(f"no complete operation in {str(timeline)!r}; record both files in the same run.")
+    shift = _shift(recording, profile) - offset_us
+    first, last = float(columns.begin.min()) + shift, float(columns.end.max()) + shift
+    _require_common_time(recording, profile, first, last)
+    overlap = _overlap(columns.exchange + shift, profile, max(first, profile.since), min(last, profile.until))
+    with replacing(Path(output), recording.path, profile.path) as file:
+        for text in _texts(recording, profile, shift):
+            file.write(text)
+    return overlap
+
+
+def _shift(recording: Recording, profile: Trace) -> float:
+    """Microseconds to add to a time of the timeline to have it on the axis of the trace."""
+    start = recording.start_time_since_epoch
+    if start is None:
+        raise DataError(
+            f"the clock of {str(recording.path)!r} cannot be aligned: the event that says when the recording started "
+            "(start_time_since_epoch_in_micros, the first of the file) is missing; give the whole file."
+        )
+    return (start * 1000 - profile.base) / 1000
+
+
+def _require_common_time(recording: Recording, profile: Trace, first: float, last: float) -> None:
+    if first < profile.until and profile.since < last:
+        return
+    apart = max(first - profile.until, profile.since - last) / 1e6
+    raise DataError(
+        f"{str(recording.path)!r} (operations from {_clock(profile, first)} to {_clock(profile, last)} UTC) and "
+        f"{str(profile.path)!r} ({_clock(profile, profile.since)} to {_clock(profile, profile.until)} UTC) are "
+        f"{apart:.3g} s apart; give files of the same run, or --offset-us with what to add to the trace's times."
+    )
+
+
+def _clock(profile: Trace, time: float) -> str:
+    try:
+        return datetime.fromtimestamp(profile.base / 1e9 + time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    except (OverflowError, ValueError, OSError):
+        return "an impossible date"
+
+
+def _overlap(exchange: Floats, profile: Trace, since: float, until: float) -> Overlap:
+    window = np.array([since]), np.array([until])
+
+    def inside(intervals: tuple[Floats, Floats]) -> float:
+        return float(covered(intervals, *window)[0]) / 1e3
+
+    communicating = union(exchange[:, 0], exchange[:, 1])
+    either = union(
+        np.concatenate((communicating[0], profile.computing[0])),
+        np.concatenate((communicating[1], profile.computing[1])),
+    )
+    communication, computation, busy = inside(communicating), inside(profile.computing), inside(either)
+    overlapped = min(communication, max(0.0, communication + computation - busy))
+    return Overlap(
+        window=(until - since) / 1e3,
+        communication=communication,
+        computation=computation,
+        overlapped=overlapped,
+        exposed=communication - overlapped,
+        neither=max(0.0, (until - since) / 1e3 - busy),
+        computed_by=profile.computed_by,
+        operations=int(np.sum((exchange[:, 0] < until) & (exchange[:, 1] > since))),
+    )
+
+
+def _texts(recording: Recording, profile: Trace, shift: float) -> Iterator[bytes]:
+    """The merged file, in pieces."""
+    yield b'{"traceEvents": [\n'
+    for number, text in enumerate(profile.events):
+        yield (b",\n" if number else b"") + bytes(text)
+    pid = profile.largest_pid + 1
+    for number, event in enumerate(_events(recording, shift, pid)):
+        yield (b",\n" if number or profile.events else b"") + json.dumps(event).encode()
+    yield b"\n]"
+    for name, text in profile.entries.items():
+        yield b",\n" + json.dumps(name).encode() + b": " + bytes(text)
+    yield b"}\n"
+
+
+def _events(recording: Recording, shift: float, pid: int) -> Iterator[dict[str, Any]]:
+    """The timeline as events of one process with one thread per tensor."""
+    yield _named("process_name", "Horovod (timeline of rank 0)", pid, 0)
+    yield _named("thread_name", "cycles", pid, 0)
+    tracks: dict[str, int] = {}
+    for item in recording.items():
+        if isinstance(item, CycleMark):
+            yield {"ph": "i", "s": "t", "name": "CYCLE_START", "ts": item.time + shift, "pid": pid, "tid": 0}
+            continue
+        tid = tracks.get(item.tensor)
+        if tid is None:
+            tid = tracks[item.tensor] = len(tracks) + 1
+            yield _named("thread_name", item.tensor, pid, tid)
+        for name, start, end in _parts(item):
+            yield {
+                "ph": "X", "cat": "horovod", "name": name, "pid": pid, "tid": tid,
+                "ts": start + shift, "dur": end - start,
+                "args": {"tensor": item.tensor, "dtype": item.dtype, "bytes": item.bytes},
+            }  # fmt: skip
+
+
+def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _parts(operation: Operation) -> Iterator[tuple[str, float, float]]:
+    """Name, start and end of the negotiation, the operation and its phases, what encloses before what is enclosed."""
+    if operation.negotiate_start is not None and operation.negotiate_end is not None:
+        yield f"NEGOTIATE_{operation.kind}", operation.negotiate_start, operation.negotiate_end
+    yield operation.kind, operation.start, operation.end
+    yield from sorted(operation.phases, key=lambda phase: (phase.start, -phase.end))

@@ -1,0 +1,278 @@
+"""From the file to operations, as a stream: memory does not grow with the file.
+
+The file is one JSON array, mostly in one line, and may end anywhere. It is read in pieces; each piece is cut between
+two events and decoded at once. Only a piece that is not valid JSON is looked at event by event.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from hvdkit.errors import DataError, DataNotFoundError
+from hvdkit.read.timeline.assemble import Assembler
+from hvdkit.read.timeline.model import CycleMark, Operation
+
+PIECE = 1 << 17
+"""Bytes that are read and decoded at once."""
+TRIES = 4
+"""Places between two events at which a piece is cut before it is looked at event by event."""
+LONGEST_EVENT = 1 << 16
+"""Bytes after which something that does not end is not an event."""
+
+
+class Arguments(msgspec.Struct, gc=False):
+    """The ``args`` of an event."""
+
+    name: str = ""
+    dtype: str = ""
+    shape: str = ""
+    start_time_since_epoch_in_micros: int | None = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event of the file; ``ts`` in microseconds since the recording started."""
+
+    ph: str = ""
+    name: str = ""
+    ts: float = -1.0
+    pid: int = -1
+    args: Arguments | None = None
+
+
+_EVENTS = msgspec.json.Decoder(list[Event])
+_EVENT = msgspec.json.Decoder(Event)
+_STRING = rb'"(?:[^"\\\x00-\x1f]|\\.){0,16384}+"'
+_LEAF = rb'\{(?:[^{}"]++|' + _STRING + rb"){0,64}+\}"
+OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\}")
+"""What may be an event; it never goes back, so that searching damaged bytes for it stays fast."""
+_BETWEEN = re.compile(rb"\}\s*,?\s*(?=\{)")
+_NOTHING = re.compile(rb"[\s,\[\]]*+")
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+
+class Recording:
+    """A timeline file. Iterating over it reads the file and yields its operations in the order in which they ended.
+
+    It can be iterated over any number of times, one iteration at a time. The attributes describe the last iteration,
+    and are complete when that is.
+
+    Attributes:
+        path: the file.
+        start_time_since_epoch: when the recording started, in microseconds since 1970; None where the file lost it.
+        dropped: what could not be used, as reason to number of events, such as {"cut off at the end": 1}.
+        tensors: names of all tensors named in the file, in its order.
+        events: number of events that could be decoded.
+        size: bytes of the file as it lies on disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Takes a file that is there; use ``read``, which checks it."""
+        self.path = path
+        self.size = path.stat().st_size
+        self._assembler = Assembler()
+        self.events = 0
+
+    @property
+    def start_time_since_epoch(self) -> int | None:
+        """When the recording started, in microseconds since 1970; None where the file lost it."""
+        return self._assembler.start_time_since_epoch
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Reason to number of events that could not be used."""
+        return self._assembler.dropped
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of all tensors named in the file, in its order."""
+        return list(dict.fromkeys(self._assembler.names.values()))
+
+    def __iter__(self) -> Iterator[Operation]:
+        """The operations, in the order in which they ended."""
+        return (item for item in self.items() if isinstance(item, Operation))
+
+    def items(self) -> Iterator[Operation | CycleMark]:
+        """Operations and marks of cycles, in the order of the file (operations where they end)."""
+        for batch in self.batches():
+            yield from batch
+
+    def batches(self) -> Iterator[list[Operation | CycleMark]]:
+        """The same as ``items`` in lists, one per piece of the file: the fastest way through a large file."""
+        self._assembler = Assembler()
+        self.events = 0
+        with open_file(self.path) as file:
+            for events in _pieces(file, self._assembler.dropped):
+                self.events += len(events)
+                yield self._assembler.add(events)
+        self._assembler.finish()
+
+
+def read(path: str | Path) -> Recording:
+    """A timeline written by Horovod, to be iterated over; nothing of it is read yet.
+
+    Args:
+        path: a file that HOROVOD_TIMELINE named, as it is or compressed with gzip; it may be cut off anywhere, damaged
+            or still being written.
+    Raises:
+        DataNotFoundError: there is no such file.
+        DataError: it is a directory or may not be read.
+    Source: Horovod 0.28.1, horovod/common/timeline.cc; the Trace Event Format of Chrome.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            file.read(1)  # some file systems open what they cannot read
+            return Recording(path)
+    except FileNotFoundError as error:
+        raise DataNotFoundError(
+            f"no timeline at {str(path)!r}; expected the file that HOROVOD_TIMELINE (or hvdkit launch --timeline) "
+            "named: only rank 0 writes it, on its own host."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read the timeline {str(path)!r} ({error}); give the path of a readable file."
+        ) from error
+
+
+def open_file(path: Path) -> BinaryIO:
+    """The file with a ``read`` that gives its content, unzipped if it is zipped; the end of damaged data is its end."""
+    file = path.open("rb")
+    compressed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return cast(BinaryIO, _Unzipped(file)) if compressed else file
+
+
+class _Unzipped:
+    """What a gzip file holds up to where it is cut off or damaged, which gzip.open does not give back."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.member = zlib.decompressobj(wbits=31)
+        self.compressed = b""
+
+    def __enter__(self) -> _Unzipped:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def read(self, size: int) -> bytes:
+        while True:
+            if self.member.eof:
+                self.compressed = self.member.unused_data or self.file.read(size)
+                if not self.compressed:
+                    return b""
+                self.member = zlib.decompressobj(wbits=31)
+            elif not self.compressed:
+                self.compressed = self.file.read(size)
+                if not self.compressed:
+                    raise EOFError("the last member does not end")
+            data = self.member.decompress(self.compressed, size)
+            self.compressed = self.member.unconsumed_tail
+            if data:
+                return data
+
+
+def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[Event]]:
+    """All events of the file, a piece at a time; counts what is unreadable in ``dropped``."""
+    rest = b""
+    while True:
+        try:
+            read = file.read(PIECE)
+        except (EOFError, OSError, zlib.error):
+            dropped["compressed data damaged or cut off"] += 1
+            read = b""
+        if not read:
+            yield from _decode_end(rest, dropped)
+            return
+        piece = rest + read
+        cuts = list(islice(boundaries(piece), TRIES))
+        for cut in cuts:
+            events = _decode(piece[:cut])
+            if events is not None:
+                rest = piece[cut:]
+                yield events
+                break
+        else:
+            if cuts:
+                rest = piece[cuts[0] :]
+                yield _decode_singly(piece[: cuts[0]], dropped)
+            elif len(piece) > LONGEST_EVENT:
+                rest = piece[-LONGEST_EVENT:]
+                yield _decode_singly(piece[:-LONGEST_EVENT], dropped)
+            else:
+                rest = piece
+
+
+def boundaries(piece: bytes) -> Iterator[int]:
+    """Where the last event may start, which may be incomplete, then the one before; a name may look like that too."""
+    cut = len(piece)
+    while (cut := max(piece.rfind(b"},{", 0, cut), piece.rfind(b"},\n{", 0, cut))) >= 0:
+        yield cut + 2
+    for match in reversed(list(_BETWEEN.finditer(piece, max(0, len(piece) - LONGEST_EVENT)))):
+        yield match.end()
+
+
+def _decode(piece: bytes) -> list[Event] | None:
+    """All events of a piece; None if something in it is not one."""
+    try:
+        return _EVENTS.decode(b"[" + piece.strip(b" \t\r\n,[") + b"]")
+    except _UNREADABLE:
+        return None
+
+
+def _decode_end(piece: bytes, dropped: Counter[str]) -> Iterator[list[Event]]:
+    body = piece.strip(b" \t\r\n,[]")
+    if not body:
+        return
+    events = _decode(body)
+    if events is not None:
+        yield events
+        return
+    start = max(0, body.rfind(b'{"ph"'), body.rfind(b'{"name": "process'))
+    complete = OBJECT.match(body, start) is not None
+    if not complete:
+        dropped["cut off at the end"] += 1
+        body = body[:start]
+    yield _decode_singly(body, dropped)
+
+
+def _decode_singly(piece: bytes, dropped: Counter[str]) -> list[Event]:
+    """What can be decoded of a damaged piece; each stretch of bytes between two events that cannot counts once."""
+    events: list[Event] = []
+    position = 0
+    damaged = False
+    while (match := OBJECT.search(piece, position)) is not None:
+        damaged = damaged or _NOTHING.fullmatch(piece, position, match.start()) is None
+        event = decode_one(match.group())
+        if event is None:
+            damaged = True
+            position = match.start() + 1
+            continue
+        if damaged:
+            dropped["unreadable"] += 1
+        damaged = False
+        events.append(event)
+        position = match.end()
+    if damaged or _NOTHING.fullmatch(piece, position) is None:
+        dropped["unreadable"] += 1
+    return events
+
+
+def decode_one(text: bytes) -> Event | None:
+    """The event, also where its text is not UTF-8; None if it is none."""
+    for candidate in (text, text.decode("utf-8", "replace").encode()):
+        try:
+            event = _EVENT.decode(candidate)
+        except _UNREADABLE:
+            continue
+        return event if event.ph else None
+    return None

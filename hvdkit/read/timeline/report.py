@@ -1,0 +1,333 @@
+"""A recording as one HTML page that needs nothing else: no network, no server, no library.
+
+Everything that came from the file is text on the page: the templates escape it, the data of the script is JSON without
+any character that HTML could read, and a Content-Security-Policy allows the one script and style sheet by their hashes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import hvdkit
+from hvdkit.common import render
+from hvdkit.common.drawing import Figure, number, shown_name
+from hvdkit.common.files import replacing
+from hvdkit.common.units import bytes_text, duration_text, printable, share_text
+from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.read.timeline import figures
+from hvdkit.read.timeline.diagnosis import Finding, diagnose
+from hvdkit.read.timeline.exchanges import CountedRecording, Exchanges
+from hvdkit.read.timeline.lanes import OPERATIONS, Lanes, choose_window, collect_lanes, lane_data
+from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.model import GROUPS, group_of
+from hvdkit.read.timeline.reader import Recording, read
+from hvdkit.read.timeline.results import TOGETHER, Skew, Summary, TensorSummary
+from hvdkit.read.timeline.show import NO_SKEW
+from hvdkit.read.timeline.summary import FUSION_THRESHOLD, summarize
+
+TENSORS = 20
+"""How many tensors are listed when nothing else is said."""
+RANKS = 32
+"""How many ranks are listed."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the summary."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def write_report(
+    source: str | Path | Recording,
+    output: str | Path,
+    *,
+    since: float | None = None,
+    until: float | None = None,
+    step: int | None = None,
+    top: int = TENSORS,
+    operations: int = OPERATIONS,
+    ranks: int | None = None,
+    fusion_threshold: int = FUSION_THRESHOLD,
+) -> Path:
+    """Writes the page to a file, completely or not at all, and returns its path.
+
+    Args:
+        source, since, until, step, top, operations, ranks, fusion_threshold: as in ``render_report``.
+        output: the file to write; it must not be the recording.
+    Raises:
+        DataError: as in ``render_report``, or the page cannot be written.
+        InvalidArgumentError: as in ``render_report``, or the output is the recording or a directory.
+    """
+    recording = source if isinstance(source, Recording) else read(source)
+    output = Path(output)
+    with replacing(output, recording.path) as file:
+        page = render_report(
+            recording,
+            since=since,
+            until=until,
+            step=step,
+            top=top,
+            operations=operations,
+            ranks=ranks,
+            fusion_threshold=fusion_threshold,
+        )
+        file.write(page.encode("utf-8", "replace"))
+    return output
+
+
+def render_report(
+    source: str | Path | Recording,
+    *,
+    since: float | None = None,
+    until: float | None = None,
+    step: int | None = None,
+    top: int = TENSORS,
+    operations: int = OPERATIONS,
+    ranks: int | None = None,
+    fusion_threshold: int = FUSION_THRESHOLD,
+) -> str:
+    """The page as text. The numbers are those of the whole recording; a window of it is shown operation by operation.
+
+    The file is read twice as a stream: memory is that of ``summarize``, and the size of the page is bounded by ``top``
+    and ``operations`` whatever the size of the recording.
+
+    Args:
+        source: a timeline file or a recording.
+        since, until: the window, in seconds since the recording started.
+        step: the window as a training step, from 0; by default a few steps of usual length.
+        top: number of tensors to list, those with the most time.
+        operations: number of operations that the page holds, at least 1; about 150 bytes each.
+        ranks: of the job; by default what the recording says.
+        fusion_threshold: bytes of the job's fusion buffer (HOROVOD_FUSION_THRESHOLD).
+    Raises:
+        DataError: the file cannot be read, or holds no operation of Horovod.
+        InvalidArgumentError: the recording has no such step, or a number makes no sense.
+    """
+    if top < 1 or operations < 1:
+        raise InvalidArgumentError(f"top is {top} and operations {operations}; expected numbers of at least 1.")
+    given = source if isinstance(source, Recording) else read(source)
+    recording = CountedRecording(given.path)
+    summary = summarize(recording, ranks=ranks, fusion_threshold=fusion_threshold)
+    if not summary.operations:
+        dropped = "; ".join(f"{count} x {reason}" for reason, count in summary.dropped.items()) or "nothing"
+        raise CorruptDataError(
+            f"no operation of Horovod in {str(given.path)!r} ({summary.events} events read, dropped: {dropped}); "
+            "expected a file that HOROVOD_TIMELINE named, of a job that reduced something."
+        )
+    exchanges = recording.exchanges
+    lanes = collect_lanes(Recording(given.path), choose_window(summary, since, until, step), summary, operations)
+    if not lanes.total:
+        raise InvalidArgumentError(
+            f"no operation between {lanes.first / 1e6:.6g} and {lanes.last / 1e6:.6g} s of {str(given.path)!r}; it has "
+            f"operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
+        )
+    return _render(summary, diagnose(summary), exchanges, lanes, top)
+
+
+def _render(summary: Summary, findings: list[Finding], exchanges: Exchanges, lanes: Lanes, top: int) -> str:
+    texts = {name: render.resource("hvdkit.read.timeline", name) for name in ("report.css", "report.js")}
+    tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
+    groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
+    steps = summary.steps
+    return (
+        render.environment("hvdkit.read.timeline")
+        .get_template("report.html.j2")
+        .render(
+            file=shown_name(Path(summary.path).name),
+            subtitle=_subtitle(summary),
+            version=hvdkit.__version__,
+            style=texts["report.css"],
+            style_hash=render.content_hash(texts["report.css"]),
+            script=texts["report.js"],
+            script_hash=render.content_hash(texts["report.js"]),
+            facts=_facts(summary, exchanges),
+            notes=_notes(summary),
+            findings=[{"sentence": printable(one.sentence), "advice": printable(one.advice)} for one in findings],
+            step_figure=None if steps is None else figures.step_times(steps),
+            step_bands=_steps_per_point(summary),
+            tensor_figure=figures.tensor_bars(tensors),
+            tensor_groups=[(index, GROUPS[index]) for index in groups],
+            tensor_count=len(summary.tensors),
+            tensors=[_tensor_row(one, groups) for one in tensors],
+            histograms=_histograms(exchanges),
+            exchange_note=_exchange_note(exchanges),
+            skew=None if summary.skew is None else _skew_rows(summary.skew),
+            no_skew=NO_SKEW,
+            lane_note=_lane_note(lanes),
+            lane_left_out=_lane_left_out(lanes),
+            lane_figure=figures.printed_lanes(lanes),
+            lane_groups=_lane_groups(lanes),
+            lane_data=lane_data(lanes),
+            printed_left_out=max(0, len(lanes.names) - figures.PRINTED_LANES),
+        )
+    )
+
+
+def _phase_time(one: TensorSummary) -> float:
+    return sum(one.phases[group].total for group in GROUPS if group in one.phases)
+
+
+def _subtitle(summary: Summary) -> str:
+    text = "Recorded by rank 0 with HOROVOD_TIMELINE"
+    started = summary.start_time_since_epoch
+    if started is not None and 0 <= started < 4e15:
+        text += f", started {datetime.fromtimestamp(started / 1e6, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"{text}. All numbers but those of the last part are of the whole recording."
+
+
+def _facts(summary: Summary, exchanges: Exchanges) -> list[Fact]:
+    length = summary.duration or 1.0
+    steps = summary.steps
+    total = sum(tensor.total_bytes for tensor in summary.tensors)
+    facts = [
+        Fact("Duration", duration_text(summary.duration), f"{number(summary.events)} events"),
+        Fact("Ranks", "unknown" if summary.ranks is None else str(summary.ranks)),
+        Fact("Operations", number(summary.operations), f"on {number(len(summary.tensors))} tensors"),
+        Fact("Bytes", bytes_text(total), "sum over all operations on rank 0"),
+    ]
+    if steps is None:
+        facts.append(Fact("Steps", "none found"))
+    else:
+        each = "" if steps.bytes is None else f", {bytes_text(steps.bytes)}"
+        facts.append(Fact("Steps", number(steps.count), f"each {number(steps.tensors)} tensors{each}"))
+        if steps.duration is not None:
+            note = f"p95 {duration_text(steps.duration.p95)}, longest {duration_text(steps.duration.max)}"
+            if steps.first is not None:
+                note += f"; first step {duration_text(steps.first)}"
+            facts.append(Fact("Time per step (p50)", duration_text(steps.duration.p50), note))
+    share = share_text(summary.communication / length)
+    facts.append(
+        Fact(
+            "Communication",
+            duration_text(summary.communication),
+            f"{share} of the duration: time with at least one collective; tensors of one batch count once",
+        )
+    )
+    if steps is not None and steps.idle is not None and steps.duration is not None and steps.duration.p50:
+        note = f"{share_text(steps.idle.p50 / steps.duration.p50)} of a step without any operation (p50)"
+        facts.append(Fact("No operation", duration_text(steps.idle.p50), note))
+    facts.append(_exchange_fact(summary, exchanges))
+    if summary.bandwidth is not None:
+        best = f"best {bytes_text(summary.bandwidth.best_algorithm)}/s with {bytes_text(summary.bandwidth.best_bytes)}"
+        bus = "" if summary.bandwidth.bus is None else f"; bus bandwidth {bytes_text(summary.bandwidth.bus)}/s"
+        facts.append(Fact("Bandwidth", f"{bytes_text(summary.bandwidth.algorithm)}/s", best + bus))
+    if summary.cycle is not None:
+        note = f"between {number(summary.cycle.count)} marks; p99 {duration_text(summary.cycle.p99)}"
+        facts.append(Fact("Cycle (p50)", duration_text(summary.cycle.p50), note))
+    missed = f"{share_text(summary.missed / summary.operations)} of the operations"
+    facts.append(Fact("Not in the response cache", number(summary.missed), missed))
+    return facts
+
+
+def _exchange_fact(summary: Summary, exchanges: Exchanges) -> Fact:
+    note = f"{number(exchanges.fused)} of them fused"
+    batches = summary.batches
+    if batches is not None and batches.tensors is not None and batches.bytes is not None:
+        note += f": {number(batches.tensors.p50)} tensors, {bytes_text(batches.bytes.p50)} each (p50)"
+    return Fact("Exchanges", number(exchanges.count), note)
+
+
+def _notes(summary: Summary) -> list[str]:
+    if not summary.dropped:
+        return []
+    reasons = ", ".join(f"{number(count)} x {reason}" for reason, count in summary.dropped.items())
+    return [f"Not used, of {number(summary.events)} events: {reasons}."]
+
+
+def _steps_per_point(summary: Summary) -> str:
+    count = 0 if summary.steps is None else len(summary.steps.durations)
+    return "" if count <= figures.POINTS else str(math.ceil(count / figures.POINTS))
+
+
+def _tensor_row(one: TensorSummary, groups: list[int]) -> dict[str, Any]:
+    parts: list[Distribution | None] = [one.phases.get(GROUPS[index]) for index in groups]
+    parts.append(one.phases.get("whole"))
+    return {
+        "name": shown_name(one.tensor),
+        "kind": shown_name(one.kind),
+        "count": number(one.count),
+        "bytes": "unknown" if one.bytes is None else bytes_text(one.bytes),
+        "cells": ["" if part is None else f"{_ms(part.p50)} / {_ms(part.p99)}" for part in parts],
+    }
+
+
+def _ms(microseconds: float) -> str:
+    return number(round(microseconds, 1) / 1000)
+
+
+def _histograms(exchanges: Exchanges) -> list[Figure]:
+    longest = max(exchanges.time_by_size.values(), default=0)
+    factor, unit = (1e6, "s") if longest >= 1e6 else (1e3, "ms")
+    found = [
+        figures.histogram(
+            "number-by-size", "Number by size", exchanges.by_size, "bytes", "exchanges", figures.bytes_label
+        ),
+        figures.histogram(
+            "time-by-size",
+            "Time by size",
+            exchanges.time_by_size,
+            "bytes",
+            f"time in exchanges ({unit})",
+            figures.bytes_label,
+            factor,
+            duration_text,
+        ),
+        figures.histogram(
+            "number-by-duration", "Number by duration", exchanges.by_duration, "time", "exchanges", figures.time_label
+        ),
+    ]
+    return [figure for figure in found if figure is not None]
+
+
+def _exchange_note(exchanges: Exchanges) -> str:
+    text = "Exchanges between ranks; a fused batch counts once, with the bytes of all its tensors."
+    if exchanges.unknown:
+        text += f" The size of {number(exchanges.unknown)} is not in the file; they are in the last figure only."
+    return text
+
+
+def _skew_rows(skew: Skew) -> dict[str, Any]:
+    ranks = sorted(skew.ranks, key=lambda one: -one.last)
+    rows = [
+        (str(one.rank), number(one.last), _ms(one.late.p50), _ms(one.late.p99), _ms(one.late.max))
+        for one in ranks[:RANKS]
+    ]
+    return {
+        "operations": number(skew.operations),
+        "spread": duration_text(skew.spread.p50),
+        "together": duration_text(TOGETHER),
+        "rows": rows,
+        "left_out": max(0, len(ranks) - RANKS),
+    }
+
+
+def _lane_note(lanes: Lanes) -> str:
+    return (
+        f"{lanes.chosen[:1].upper()}{lanes.chosen[1:]}: {lanes.first / 1e6:.6f} to {lanes.shown_until / 1e6:.6f} s of "
+        f"the recording, {number(len(lanes.operations))} operations on {number(len(lanes.names))} tensors. One lane "
+        "per tensor; grey is time of an operation outside of its phases."
+    )
+
+
+def _lane_left_out(lanes: Lanes) -> str:
+    if not lanes.left_out:
+        return ""
+    return (
+        f"this part has {number(lanes.total)} operations, of which the page holds the first "
+        f"{number(len(lanes.operations))}; it ends before {lanes.last / 1e6:.6f} s, where the part does. Choose a "
+        "smaller part with --step, --since and --until, or hold more with --operations."
+    )
+
+
+def _lane_groups(lanes: Lanes) -> list[tuple[int, str]]:
+    seen = {group_of(phase.name) for operation in lanes.operations for phase in operation.phases}
+    if any(operation.negotiate_end is not None for operation in lanes.operations):
+        seen.add("negotiate")
+    return [(index, group) for index, group in enumerate(GROUPS) if group in seen]

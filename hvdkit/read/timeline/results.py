@@ -1,0 +1,193 @@
+"""What a summary holds: plain numbers, in microseconds and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.read.timeline.measures import Distribution
+
+TOGETHER = 100.0
+"""Microseconds within which ranks were ready together: rank 0 writes what it hears in a cycle one after the other."""
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """All operations of one tensor, or of one kind of collective (then ``tensor`` is ""). Times in microseconds.
+
+    Attributes:
+        bytes: of one operation, the largest; None where the file does not say.
+        total_bytes: of all operations whose size is known.
+        phases: group of phases (model.GROUPS) to its distribution, "whole" from announcement to end.
+        first: duration of the first operation.
+        fused: how many of them went through the fusion buffer.
+        missed: how many were not in the response cache.
+    """
+
+    tensor: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    count: int
+    bytes: int | None
+    total_bytes: int
+    phases: dict[str, Distribution]
+    first: float
+    fused: int
+    missed: int
+
+
+@dataclass(frozen=True)
+class LastTensor:
+    """The tensor that most often ended a step.
+
+    Attributes:
+        share: of the steps, from 0 to 1.
+        alone: how long it went on after all others of its step, in microseconds.
+    """
+
+    tensor: str
+    share: float
+    alone: Distribution
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Training steps, from the start of one to the start of the next. Times in microseconds.
+
+    Attributes:
+        tensors: how many tensors one step reduces.
+        bytes: that most steps reduce; None where sizes are unknown.
+        duration: of all steps of the part but the first (which may have begun before) and the last (whose end is not
+            known).
+        communication: in collectives, per step, of the same steps.
+        idle: without any operation between announcement and end, per step, of the same steps.
+        first: duration of the first step of the recording; None where that is not in the part.
+        missed: share of operations that were not in the response cache, from the third step on; None before that.
+        last: the tensor that most often ended a step.
+        begins: when each step started.
+    """
+
+    count: int
+    tensors: int
+    bytes: int | None
+    duration: Distribution | None
+    communication: Distribution | None
+    idle: Distribution | None
+    first: float | None
+    missed: float | None
+    last: LastTensor | None
+    begins: NDArray[np.float64]
+
+    @property
+    def durations(self) -> NDArray[np.float64]:
+        """Of every step but the last."""
+        return np.diff(self.begins)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Exchanges of reductions: fused ones carry several tensors, the others one.
+
+    Attributes:
+        threshold: bytes of the fusion buffer that ``fill`` is relative to.
+        fused: number of exchanges through the fusion buffer.
+        single: number of exchanges of one tensor without it.
+        small: of these, those of at most 64 KB.
+        per_step: exchanges per step; None without steps.
+        tensors, bytes, fill: of the fused ones; fill as a share of the threshold.
+    """
+
+    threshold: int
+    fused: int
+    single: int
+    small: int
+    per_step: float | None
+    tensors: Distribution | None
+    bytes: Distribution | None
+    fill: Distribution | None
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Of the exchanges of reductions, in bytes per second; bus bandwidth is algbw * 2 (n - 1) / n, None without n.
+
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+
+    algorithm: float
+    bus: float | None
+    best_algorithm: float
+    best_bus: float | None
+    best_bytes: float
+
+    @property
+    def share_of_best(self) -> float:
+        """What was achieved in all, relative to the best exchange of the recording."""
+        return self.algorithm / self.best_algorithm
+
+
+@dataclass(frozen=True)
+class RankSkew:
+    """How late one rank announced its tensors, after the first rank to do so; in microseconds.
+
+    Attributes:
+        last: in how many operations it came after all others, by more than TOGETHER.
+    """
+
+    rank: int
+    last: int
+    late: Distribution
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Which rank was late, measured where Horovod wrote it: in operations that were not in the response cache."""
+
+    operations: int
+    spread: Distribution
+    ranks: list[RankSkew]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a recording says. Times in microseconds since the recording started, unless said otherwise.
+
+    Attributes:
+        path: the file.
+        since, until: the part that was looked at.
+        operations: in it; ``missed`` of them not in the response cache.
+        ranks: of the job; None when nothing says it.
+        communication: time in which at least one collective ran.
+        busy: time in which at least one operation was between its start and its end.
+        kinds, tensors: by total time, the largest first.
+        cycle: between two marks of cycles; None where they are not marked.
+        skew: None when nothing in the recording says which rank was late.
+        dropped: reason to number of events that could not be used.
+    """
+
+    path: str
+    start_time_since_epoch: int | None
+    since: float
+    until: float
+    events: int
+    operations: int
+    missed: int
+    ranks: int | None
+    communication: float
+    busy: float
+    steps: Steps | None
+    kinds: list[TensorSummary]
+    tensors: list[TensorSummary]
+    batches: Batches | None
+    bandwidth: Bandwidth | None
+    cycle: Distribution | None
+    skew: Skew | None
+    dropped: dict[str, int]
+
+    @property
+    def duration(self) -> float:
+        """Length of the part that was looked at, in microseconds."""
+        return self.until - self.since

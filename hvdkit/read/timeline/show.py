@@ -1,0 +1,163 @@
+"""A summary and its findings as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
+from hvdkit.read.timeline.diagnosis import Finding
+from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.model import GROUPS
+from hvdkit.read.timeline.results import Bandwidth, Batches, Skew, Steps, Summary, TensorSummary
+
+_WIDE = 120
+_NARROW = ("negotiate", "memcpy in", "collective", "memcpy out", "whole")
+NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
+"""What is said about ranks where nothing in the recording says which one was late."""
+
+
+def as_json(summary: Summary, findings: Sequence[Finding], top: int | None) -> dict[str, Any]:
+    """The summary as plain values: times in microseconds, sizes in bytes, rates in bytes per second.
+
+    Args:
+        summary: of a recording.
+        findings: what ``diagnose`` found in it.
+        top: number of tensors; None for all.
+    """
+    values = asdict(summary)
+    if summary.steps is not None:
+        del values["steps"]["begins"]
+    values["tensors"] = values["tensors"][:top]
+    values["skew_note"] = NO_SKEW if summary.skew is None else None
+    return {"duration": summary.duration, **values, "diagnosis": [asdict(finding) for finding in findings]}
+
+
+def print_text(summary: Summary, findings: Sequence[Finding], top: int, console: Console) -> None:
+    """The summary for people.
+
+    Args:
+        summary, findings: as in ``as_json``.
+        top: number of tensors to list.
+        console: where to.
+    """
+    for label, text in _lines(summary):
+        console.print(Text(f"{label:<16}{text}"), soft_wrap=True)
+    console.print()
+    wide = console.width >= _WIDE
+    console.print(_table("kind", summary.kinds, [kind.kind for kind in summary.kinds], wide=wide))
+    if top:
+        tensors = summary.tensors[:top]
+        title = f"tensor ({len(tensors)} of {len(summary.tensors)})"
+        names = [shortened(printable(tensor.tensor), 40 if wide else 16) for tensor in tensors]
+        console.print(_table(title, tensors, names, wide=wide))
+    console.print(
+        Text(f"each phase: median {'/ 99th percentile ' if wide else ''}in ms; bytes: of the largest operation")
+    )
+    console.print(Text(f"\n{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "\nNo finding."))
+    for finding in findings:
+        console.print(Text(f"[{finding.rule}] {printable(finding.sentence)}"), soft_wrap=True)
+        console.print(Text(f"  try: {printable(finding.advice)}"), soft_wrap=True)
+
+
+def _lines(summary: Summary) -> list[tuple[str, str]]:
+    length = summary.duration or 1.0
+    lines = [
+        (
+            "recording",
+            f"{duration_text(summary.since)} to {duration_text(summary.until)}, {summary.operations} operations on "
+            f"{len(summary.tensors)} tensors, {summary.ranks or 'unknown number of'} ranks",
+        ),
+        (
+            "communication",
+            f"{duration_text(summary.communication)} ({share_text(summary.communication / length)}) in collectives, "
+            f"{duration_text(summary.busy)} ({share_text(summary.busy / length)}) with copies",
+        ),
+    ]
+    lines += _step_lines(summary.steps)
+    lines += _batch_lines(summary.batches, summary.bandwidth)
+    if summary.cycle is not None:
+        lines.append(("cycles", f"{summary.cycle.count}: {_three(summary.cycle)}"))
+    lines.append(("rank skew", _skew_text(summary.skew)))
+    dropped = ", ".join(f"{count} x {reason}" for reason, count in summary.dropped.items())
+    lines.append(("dropped", f"{dropped} (of {summary.events} events)" if dropped else "nothing"))
+    return lines
+
+
+def _step_lines(steps: Steps | None) -> list[tuple[str, str]]:
+    if steps is None:
+        return [("steps", "none found: no tensor is reduced three times")]
+    size = "unknown size" if steps.bytes is None else bytes_text(steps.bytes)
+    lines = [("steps", f"{steps.count} of {steps.tensors} tensors, {size} each")]
+    if steps.first is not None:
+        lines.append(("first step", duration_text(steps.first)))
+    parts = (
+        ("steps took" if steps.first is None else "other steps", steps.duration),
+        ("  exchange", steps.communication),
+        ("  no operation", steps.idle),
+    )
+    return lines + [(label, _three(part)) for label, part in parts if part is not None]
+
+
+def _batch_lines(batches: Batches | None, bandwidth: Bandwidth | None) -> list[tuple[str, str]]:
+    if batches is None:
+        return []
+    text = f"{batches.fused} fused"
+    if batches.tensors is not None and batches.bytes is not None:
+        fill = "" if batches.fill is None else f", {share_text(batches.fill.p50)} of the threshold"
+        text += f" ({batches.tensors.p50:.0f} tensors, {bytes_text(batches.bytes.p50)}{fill} in the median)"
+    text += f", {batches.single} of one tensor ({batches.small} of at most 64 KB)"
+    lines = [("exchanges", text)]
+    if bandwidth is not None:
+        bus = ""
+        if bandwidth.bus is not None and bandwidth.best_bus is not None:
+            bus = f"; bus {bytes_text(bandwidth.bus)}/s of {bytes_text(bandwidth.best_bus)}/s"
+        lines.append(
+            (
+                "bandwidth",
+                f"{bytes_text(bandwidth.algorithm)}/s, {share_text(bandwidth.share_of_best)} of the best exchange "
+                f"({bytes_text(bandwidth.best_algorithm)}/s with {bytes_text(bandwidth.best_bytes)}){bus}",
+            )
+        )
+    return lines
+
+
+def _skew_text(skew: Skew | None) -> str:
+    if skew is None:
+        return NO_SKEW
+    slow = max(skew.ranks, key=lambda rank: rank.last)
+    return (
+        f"in {skew.operations} measured operations the last rank came {duration_text(skew.spread.p50)} after the first "
+        f"(median; max {duration_text(skew.spread.max)}); rank {slow.rank} was alone the last in {slow.last} of them"
+    )
+
+
+def _three(part: Distribution) -> str:
+    return (
+        f"p50 {duration_text(part.p50)}, p95 {duration_text(part.p95)}, p99 {duration_text(part.p99)}, "
+        f"max {duration_text(part.max)}"
+    )
+
+
+def _table(title: str, rows: Sequence[TensorSummary], names: Sequence[str], *, wide: bool) -> Table:
+    groups = [group for group in (*GROUPS, "whole") if any(group in row.phases for row in rows)]
+    groups = [group for group in groups if wide or group in _NARROW]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(title, no_wrap=True)
+    for heading in ("count", "bytes", *groups):
+        table.add_column(heading, justify="right")
+    for row, name in zip(rows, names, strict=True):
+        cells = [_cell(row.phases.get(group), wide=wide) for group in groups]
+        table.add_row(Text(name), str(row.count), bytes_text(row.bytes) if row.bytes is not None else "?", *cells)
+    return table
+
+
+def _cell(part: Distribution | None, *, wide: bool) -> str:
+    if part is None:
+        return ""
+    return f"{part.p50 / 1000:.3g}" + (f" / {part.p99 / 1000:.3g}" if wide else "")

@@ -1,0 +1,78 @@
+"""The command ``hvdkit timeline summary``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.errors import CorruptDataError, DataError
+from hvdkit.read.timeline import show
+from hvdkit.read.timeline.diagnosis import diagnose
+from hvdkit.read.timeline.options import of_the_job
+from hvdkit.read.timeline.summary import summarize
+
+WIDTH = 200
+"""Columns of what is not printed to a terminal: enough for all phases in one line."""
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--since", type=float, metavar="SECONDS", help="Only what began at this time of the recording or later.")
+@click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
+@click.option("--step", type=click.IntRange(min=0), metavar="K", help="Only what began in this training step, from 0.")
+@click.option("--top", type=click.IntRange(min=0), metavar="N", help="Tensors to list  [default: 10; all with --json]")
+@of_the_job
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds, sizes in bytes.")
+def summary(
+    file: Path,
+    since: float | None,
+    until: float | None,
+    step: int | None,
+    top: int | None,
+    ranks: int | None,
+    fusion_threshold: int,
+    json_: bool,
+) -> int:
+    """Where the time of a recording went, in numbers, and what to try.
+
+    Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
+    is the time in which at least one collective ran: fused tensors, which Horovod writes once each, count once.
+
+    \b
+    Examples:
+      hvdkit timeline summary timeline.json
+      hvdkit timeline summary timeline.json.gz --step 20 --top 3
+      hvdkit timeline summary timeline.json --since 60 --json > summary.json
+
+    Exit status: 0 success, 1 no such file, or no operation of Horovod in it or in that part, 2 for bad
+    usage.
+    """
+    found = summarize(file, since=since, until=until, step=step, ranks=ranks, fusion_threshold=fusion_threshold)
+    if not found.operations:
+        _check_part(file)
+        dropped = "; ".join(f"{count} x {reason}" for reason, count in found.dropped.items()) or "nothing"
+        raise CorruptDataError(
+            f"no operation of Horovod in {str(file)!r} ({found.events} events read, dropped: {dropped}); expected a "
+            "file that HOROVOD_TIMELINE named, of a job that reduced something."
+        )
+    findings = diagnose(found)
+    if json_:
+        click.echo(json.dumps(show.as_json(found, findings, top), indent=2, allow_nan=False))
+    else:
+        width = None if sys.stdout.isatty() else WIDTH
+        show.print_text(found, findings, 10 if top is None else top, Console(width=width))
+    return 0
+
+
+def _check_part(file: Path) -> None:
+    """Raises DataError with where the operations are, if there are any outside the part asked for."""
+    whole = summarize(file)
+    if whole.operations:
+        raise DataError(
+            f"no operation began in that part of {str(file)!r}, whose operations lie between {whole.since / 1e6:.6g} s "
+            f"and {whole.until / 1e6:.6g} s; choose others for --since, --until and --step."
+        )

@@ -1,0 +1,234 @@
+"""The commands ``hvdkit timeline slice``, ``diff``, ``merge`` and ``export``."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdkit.common.commands import not_below_0
+from hvdkit.common.units import duration_text, printable
+
+FILE = click.Path(path_type=Path)
+
+
+def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
+    if value is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,12})(?:\.\.([0-9]{1,12}))?", value)
+    if found is None or int(found[2] or found[1]) < int(found[1]):
+        raise click.BadParameter(f"expected A..B with A at most B, such as 100..119, or one step, got {value!r}.")
+    return int(found[1]), int(found[2] or found[1])
+
+
+@click.command("slice")
+@click.argument("file", type=FILE)
+@click.option("--since", type=float, metavar="SECONDS", help="What began at this time of the recording or later.")
+@click.option("--until", type=float, metavar="SECONDS", help="What began before this time.")
+@click.option("--steps", callback=_steps, metavar="A..B", help="Training steps A to B, both included, from 0.")
+@click.option("-o", "--output", type=FILE, required=True, metavar="OUT.json[.gz]", help="The file to write.")
+@click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
+def slice_(
+    file: Path, since: float | None, until: float | None, steps: tuple[int, int] | None, output: Path, json_: bool
+) -> int:
+    """Write a part of a timeline to a file of its own, for a viewer that the whole is too large for.
+
+    Operations that began in the part are kept whole, with the times that they have in the source.
+
+    \b
+    Examples:
+      hvdkit timeline slice timeline.json --since 60 --until 70 -o minute.json
+      hvdkit timeline slice timeline.json.gz --steps 100..119 -o steps.json.gz
+
+    Exit status: 0 success, 1 no such file or nothing in that part, 2 for bad usage.
+    """
+    from hvdkit.read.timeline.slicing import slice_timeline
+
+    if since is None and until is None and steps is None:
+        raise click.UsageError("Say which part: --since, --until or both, or --steps.")
+    written = slice_timeline(file, output, since=since, until=until, steps=steps)
+    if json_:
+        values = asdict(written)
+        values["until"] = None if math.isinf(written.until) else written.until
+        click.echo(json.dumps(values, indent=2))
+    else:
+        end = "the end" if math.isinf(written.until) else f"{written.until:g} s"
+        click.echo(
+            f"{printable(written.path)}: {written.operations} operations, {written.events} events, "
+            f"from {written.since:g} s to {end}"
+        )
+    return 0
+
+
+@click.command()
+@click.argument("a", type=FILE)
+@click.argument("b", type=FILE)
+@click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, metavar="N", help="Lines to print.")
+@click.option("--all", "show_all", is_flag=True, help="Also print changes that may be chance.")
+@click.option(
+    "--fail-above", type=float, metavar="RATIO", help="Exit 1 when a phase became slower by more than this, like 1.2."
+)
+@click.option(
+    "--at-least-us",
+    type=float,
+    callback=not_below_0,
+    default=10.0,
+    show_default=True,
+    metavar="US",
+    help="Growth of a median that --fail-above takes notice of.",
+)
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds.")
+def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, at_least_us: float, json_: bool) -> int:
+    """What takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
+
+    Medians are compared with the Mann-Whitney U test, corrected for the number of comparisons (false discovery rate
+    5 %, Benjamini and Yekutieli). Sorted by the time that a change explains: how much longer B is on account of it,
+    rare long operations included.
+    Tensors of one fused exchange each carry all of its time, so these times do not add up.
+
+    \b
+    Examples:
+      hvdkit timeline diff before.json after.json
+      hvdkit timeline diff before.json after.json --fail-above 1.2 --json > diff.json
+
+    Exit status: 0, also when they differ; 1 with --fail-above when a significant change is above it, or when a
+    file cannot be used; 2 for bad usage.
+    """
+    from hvdkit.read.timeline import difference
+
+    limit = None if fail_above is None else difference.check_ratio(fail_above)
+    found = difference.compare(a, b)
+    above = [] if limit is None else found.slower(limit, at_least_us)
+    if json_:
+        click.echo(json.dumps(_as_json(found, above, difference.CORRECTION), indent=2, allow_nan=False))
+    else:
+        _print_difference(found, top, show_all)
+        for change in above:
+            click.echo(f"slower than {limit:g}x: {change.phase} of {printable(change.tensor)} ({_ratio(change.ratio)})")
+    return 1 if above else 0
+
+
+def _as_json(found: Any, above: list[Any], correction: str) -> dict[str, Any]:
+    values = asdict(found)
+    for change, value in zip(found.changes, values["changes"], strict=True):
+        value["significant"] = change.significant
+    names = ("tensor", "kind", "operations")
+    for side in ("only_a", "only_b"):
+        values[side] = [dict(zip(names, row, strict=True)) for row in values[side]]
+    return {"test": correction, **values, "slower": [asdict(change) for change in above]}
+
+
+def _print_difference(found: Any, top: int, show_all: bool) -> None:
+    for name, whole in (("A", found.a), ("B", found.b)):
+        click.echo(
+            f"{name}  {whole.operations} operations in {duration_text(whole.duration)}, "
+            f"communication {duration_text(whole.communication)}  {printable(whole.path)}"
+        )
+    told = [change for change in found.changes if change.significant or (change.p_value is None and change.explains)]
+    shown = found.changes if show_all else told
+    if shown[:top]:
+        click.echo(
+            f"\n{'':10} {'median':^19} {'95 %':^19}\n{'explains':>10} {'A':>9} {'B':>9} {'A':>9} {'B':>9} {'B/A':>7} "
+            f"{'p':>8}  {'phase':<13} tensor"
+        )
+    for change in shown[:top]:
+        p_value = "-" if change.p_value is None else f"{change.p_value:.2g}"
+        click.echo(
+            f"{_signed(change.explains):>10} {_time(change.median_a):>9} {_time(change.median_b):>9} "
+            f"{_time(change.p95_a):>9} {_time(change.p95_b):>9} "
+            f"{_ratio(change.ratio):>7} {p_value:>8}  {change.phase:<13} {printable(change.tensor)}"
+        )
+    chance = [change for change in found.changes if change.p_value is not None and not change.significant]
+    click.echo(f"\n{len(found.changes)} comparisons, {len(chance)} of them without a significant change")
+    if chance and chance[0].explains:
+        largest = chance[0]
+        click.echo(
+            f"the largest of these: {_signed(largest.explains)}, {largest.phase} of {printable(largest.tensor)}; "
+            "such time is that of rare long operations, or chance"
+        )
+    for name, rows in (("A", found.only_a), ("B", found.only_b)):
+        for tensor, kind, count in rows:
+            click.echo(f"only in {name}: {kind} of {printable(tensor)} ({count} operations)")
+
+
+def _signed(time: float) -> str:
+    return ("-" if time < 0 else "+") + duration_text(abs(time))
+
+
+def _time(median: float | None) -> str:
+    return "-" if median is None else duration_text(median)
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3g}x"
+
+
+@click.command()
+@click.argument("timeline", type=FILE)
+@click.argument("trace", type=FILE)
+@click.option("-o", "--output", type=FILE, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
+@click.option(
+    "--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE  [default: 0]"
+)
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in milliseconds.")
+def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bool) -> int:
+    """Put a timeline and a trace of torch.profiler on one time axis, and say how much communication is exposed.
+
+    TRACE is what export_chrome_trace wrote on rank 0 in the same run. Exposed is the time in which a collective ran and
+    nothing was computed: neither a GPU kernel nor, without GPUs, an operator of the training thread.
+
+    \b
+    Example:
+      hvdkit timeline merge timeline.json trace.json -o merged.json
+
+    Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
+    """
+    from hvdkit.read.timeline.merging import merge as merge_files
+
+    overlap = merge_files(timeline, trace, output, offset_us=offset_us)
+    if json_:
+        click.echo(json.dumps(asdict(overlap), indent=2, allow_nan=False))
+        return 0
+    click.echo(f"{printable(str(output))}: {overlap.operations} operations in {overlap.window:.3f} ms of both files")
+    for name, value in (
+        ("communication", overlap.communication),
+        ("computation", overlap.computation),
+        ("both at once", overlap.overlapped),
+        ("exposed communication", overlap.exposed),
+        ("neither", overlap.neither),
+    ):
+        click.echo(f"{name:<22}{value:>12.3f} ms {value / overlap.window:>6.1%}")
+    click.echo(f"computation: {printable(overlap.computed_by)}")
+    return 0
+
+
+@click.command()
+@click.argument("file", type=FILE)
+@click.option("-o", "--output", type=FILE, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
+@click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
+def export(file: Path, output: Path, json_: bool) -> int:
+    """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.
+
+    The ending of the output decides: .pftrace has a track for each tensor, with its negotiation below it, and one
+    for the cycles; .csv has a row for each operation, with the microseconds of every phase. .gz may follow.
+
+    \b
+    Examples:
+      hvdkit timeline export timeline.json -o timeline.pftrace
+      hvdkit timeline export timeline.json -o operations.csv
+
+    Exit status: 0 success, 1 no such file or no operation in it, 2 for bad usage.
+    """
+    from hvdkit.read.timeline.export import export as write
+
+    written = write(file, output)
+    if json_:
+        click.echo(json.dumps(asdict(written), indent=2))
+    else:
+        click.echo(f"{printable(written.path)}: {written.operations} operations of {written.tensors} tensors")
+    return 0

@@ -1,0 +1,24 @@
+"""Reads the traces of PyTorch's profiler, of one rank or of all, and says what the time of a step is spent on.
+
+Why this room exists: a timeline (``timeline``) is what Horovod did; a trace is what the training did meanwhile:
+operators, kernels, data loading, and the communication of any library.
+
+::
+
+    from hvdkit import trace
+
+    found = trace.summarize(["profile/trace-0-of-2.json.gz", "profile/trace-1-of-2.json.gz"])
+    for rank in found.ranks:
+        print(rank.rank, rank.times.exposed, rank.times.data)
+
+What each module is for: ``events`` the file as a stream of events, ``columns`` those that count, as arrays, ``kinds``
+what an event is (computation, communication, data), ``intervals`` unions and what is left of them, ``operators``
+calls inside calls, ``summary`` and ``skew`` arrays to numbers, ``difference`` two of them, ``show`` and ``cli`` the
+command.
+"""
+
+from hvdkit.read.trace.difference import compare
+from hvdkit.read.trace.results import Operator, Rank, Summary, Times
+from hvdkit.read.trace.summary import summarize
+
+__all__ = ["Operator", "Rank", "Summary", "Times", "compare", "summarize"]

@@ -1,0 +1,32 @@
+"""The command ``hvdkit trace``: a table of subcommands, each imported when it is used."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import click
+
+from hvdkit.common.commands import group_of
+
+SUBCOMMANDS = {
+    "summary": ("hvdkit.read.trace.commands:summary", "Operators, communication, data loading, memory, rank by rank."),
+    "diff": ("hvdkit.read.trace.commands:diff", "What takes longer in one than in another."),
+}
+
+
+@click.group(cls=group_of(SUBCOMMANDS))
+def trace() -> None:
+    """Read traces of PyTorch's profiler: what is a step spent on, and what does communication cost?
+
+    Reads what torch.profiler exports with export_chrome_trace, with or without GPUs, also compressed with gzip.
+
+    \b
+      hvdkit launch -n 2 -- python -m hvdkit.torch.profiler --directory profile train.py
+      hvdkit trace summary profile
+
+    Each subcommand has its own --help with an example.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

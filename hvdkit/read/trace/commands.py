@@ -1,0 +1,75 @@
+"""The commands ``hvdkit trace summary`` and ``diff``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from hvdkit.read.trace import show
+from hvdkit.read.trace.difference import compare
+from hvdkit.read.trace.summary import summarize
+
+FILE = click.Path(path_type=Path)
+WIDTH = 200
+"""Columns of what is not printed to a terminal."""
+
+
+@click.command()
+@click.argument("traces", nargs=-1, required=True, type=FILE, metavar="TRACE...")
+@click.option(
+    "--top", type=click.IntRange(min=0), default=15, show_default=True, metavar="N", help="Operators to list."
+)
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object, with all operators; times in milliseconds.")
+def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
+    """What the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
+
+    A TRACE is a file, or a directory with one file for each rank. Computation is what GPU kernels do, or, without
+    GPUs, the operators of the thread that trains; exposed is what no computation hides. A file that
+    `hvdkit timeline merge` wrote has Horovod's exchanges in it, and they count.
+
+    \b
+    Examples:
+      hvdkit trace summary profile
+      hvdkit trace summary trace-0-of-2.json.gz trace-1-of-2.json.gz --json > summary.json
+
+    Exit status: 0 success, 1 a file is missing or no whole trace, 2 for bad usage.
+    """
+    found = summarize(traces)
+    if json_:
+        click.echo(json.dumps(asdict(found), indent=2, allow_nan=False))
+    else:
+        show.print_summary(found, top, _console())
+    return 0
+
+
+@click.command()
+@click.argument("a", type=FILE)
+@click.argument("b", type=FILE)
+@click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, metavar="N", help="Lines to print.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in milliseconds.")
+def diff(a: Path, b: Path, top: int, json_: bool) -> int:
+    """What takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
+
+    A change is clear when every step of one is longer than any step of the other, with at least 4 steps each.
+
+    \b
+    Example:
+      hvdkit trace diff before/trace-0-of-2.json.gz after/trace-0-of-2.json.gz
+
+    Exit status: 0, also when they differ; 1 a file is missing or no whole trace; 2 for bad usage.
+    """
+    found = compare(a, b)
+    if json_:
+        click.echo(json.dumps(asdict(found), indent=2, allow_nan=False))
+    else:
+        show.print_difference(found, top, _console())
+    return 0
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)

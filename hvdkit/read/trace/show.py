@@ -1,0 +1,206 @@
+"""A summary or a difference as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdkit.common.units import bytes_text, printable, share_text, shortened
+from hvdkit.read.trace.difference import ENOUGH, Change, Difference
+from hvdkit.read.trace.results import Operator, Rank, Skew, Summary
+
+_NAME_WIDTH = 56
+_ROWS = (
+    ("computation", "computation"),
+    ("communication", "communication"),
+    ("overlapped", "  hidden by computation"),
+    ("exposed", "  exposed"),
+    ("data", "data loading"),
+    ("exposed_data", "  exposed"),
+    ("copies", "GPU copies"),
+    ("other", "other"),
+)
+
+
+def print_summary(summary: Summary, top: int, console: Console) -> None:
+    """Tables for a terminal.
+
+    Args:
+        summary: of one trace or several.
+        top: how many operators.
+        console: where to.
+    """
+    ranks = summary.ranks
+    for rank in ranks:
+        console.print(Text(_headline(rank)), soft_wrap=True)
+    console.print(_times(ranks))
+    console.print(Text(f"computation: {_same([rank.computed_by for rank in ranks])}"), soft_wrap=True)
+    for note in dict.fromkeys(note for rank in ranks for note in rank.notes):
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+    console.print()
+    if any(rank.communications for rank in ranks):
+        console.print(_communications(ranks))
+    else:
+        console.print(Text("no communication in the trace"))
+    if any(rank.memory for rank in ranks):
+        console.print(_memory(ranks))
+    console.print(Text(f"\nskew between ranks: {_skew(summary.skew, summary.skew_note)}"), soft_wrap=True)
+    if top:
+        console.print()
+        console.print(_operators(ranks, top))
+
+
+def _headline(rank: Rank) -> str:
+    who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
+    steps = f"{_count(len(rank.steps), 'step')} ({_numbers(rank)})" if rank.steps else "no steps"
+    odd = [f"{_count(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
+    odd += [f"{_count(rank.repeated, 'repeated event')}, counted once"] if rank.repeated else []
+    extra = f"; {', '.join(odd)}" if odd else ""
+    return f"{who}: {steps}, {_count(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def label(rank: Rank) -> str:
+    """ "rank 3", or the name of the file."""
+    return printable(Path(rank.path).name) if rank.rank is None else f"rank {rank.rank}"
+
+
+def _numbers(rank: Rank) -> str:
+    first, last = rank.steps[0].number, rank.steps[-1].number
+    return str(first) if len(rank.steps) == 1 else f"{first} to {last}"
+
+
+def _same(texts: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _plain_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    return table
+
+
+def _times(ranks: Sequence[Rank]) -> Table:
+    stepped = all(rank.steps for rank in ranks)
+    table = _plain_table("ms per step" if stepped else "ms", *(label(rank) for rank in ranks))
+    counts = [len(rank.steps) if stepped else 1 for rank in ranks]
+    windows = [f"{rank.times.window / count:.3f}" for rank, count in zip(ranks, counts, strict=True)]
+    table.add_row("step" if stepped else "whole trace", *windows)
+    for name, title in _ROWS:
+        values = [float(getattr(rank.times, name)) for rank in ranks]
+        if name == "copies" and not any(values):
+            continue
+        cells = [
+            f"{value / count:.3f} {share_text(value / (rank.times.window or 1)):>5}"
+            for rank, value, count in zip(ranks, values, counts, strict=True)
+        ]
+        table.add_row(title, *cells)
+    return table
+
+
+def _communications(ranks: Sequence[Rank]) -> Table:
+    table = _plain_table("communication", "rank", "calls", "ms in all", "exposed ms")
+    for rank in ranks:
+        for one in rank.communications:
+            name = Text(shortened(printable(one.name), _NAME_WIDTH))
+            who = "?" if rank.rank is None else str(rank.rank)
+            table.add_row(name, who, str(one.calls), f"{one.covered_ms:.3f}", f"{one.exposed_ms:.3f}")
+    return table
+
+
+def _memory(ranks: Sequence[Rank]) -> Table:
+    table = _plain_table("memory", "rank", "peak", "growth", "allocated in all")
+    for rank in ranks:
+        for one in rank.memory:
+            who = "?" if rank.rank is None else str(rank.rank)
+            growth = ("-" if one.growth < 0 else "") + bytes_text(abs(one.growth))
+            table.add_row(Text(one.device), who, bytes_text(one.peak), growth, bytes_text(one.allocated))
+    return table
+
+
+def _skew(skew: Skew | None, note: str) -> str:
+    if skew is None:
+        return f"not known ({note})"
+    ranks = ", ".join(
+        f"rank {rank.rank}: last in {rank.last}, {rank.late:.3f} ms late on average, {rank.computation:.3f} ms "
+        "of computation a step"
+        for rank in skew.ranks
+    )
+    return (
+        f"in {skew.collectives} collectives the last rank came {skew.median:.3f} ms after the first (median; largest "
+        f"{skew.largest:.3f} ms); {ranks}"
+    )
+
+
+def _operators(ranks: Sequence[Rank], top: int) -> Table:
+    """Means over the ranks; the spread where there are several."""
+    by_name: dict[tuple[str, str], list[Operator | None]] = {}
+    for index, rank in enumerate(ranks):
+        for one in rank.operators:
+            by_name.setdefault((one.name, one.kind), [None] * len(ranks))[index] = one
+    gpu = any(one.gpu_total_ms for rank in ranks for one in rank.operators)
+    memory = any(rank.memory for rank in ranks)
+    titles = ["calls", "self ms", *(["self ms of ranks"] if len(ranks) > 1 else []), "total ms"]
+    titles += (["GPU self ms", "GPU total ms"] if gpu else []) + (["memory"] if memory else [])
+    shown = sorted(by_name.items(), key=lambda item: (-max(_values(item[1], "gpu_self_ms", "self_ms")), item[0]))
+    table = _plain_table(f"operator ({min(top, len(shown))} of {len(shown)})", "kind", *titles)
+    for (name, kind), calls in shown[:top]:
+        own = _values(calls, "self_ms")
+        cells = [f"{_mean(_values(calls, 'calls')):.4g}", f"{_mean(own):.3f}"]
+        if len(ranks) > 1:
+            cells.append(f"{min(own):.3f} to {max(own):.3f}")
+        cells.append(f"{_mean(_values(calls, 'total_ms')):.3f}")
+        if gpu:
+            cells += [f"{_mean(_values(calls, field)):.3f}" for field in ("gpu_self_ms", "gpu_total_ms")]
+        if memory:
+            size = _mean(_values(calls, "bytes"))
+            cells.append(("-" if size < 0 else "") + bytes_text(abs(size)))
+        table.add_row(Text(shortened(printable(name), _NAME_WIDTH)), kind, *cells)
+    return table
+
+
+def _values(calls: Sequence[Operator | None], *fields: str) -> list[float]:
+    """Of each rank the sum of the fields; 0 where it has no such call."""
+    return [sum(float(getattr(one, field)) for field in fields) if one is not None else 0.0 for one in calls]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def print_difference(found: Difference, top: int, console: Console) -> None:
+    """Tables for a terminal."""
+    for name, rank in (("A", found.a), ("B", found.b)):
+        console.print(Text(f"{name}  {_headline(rank)}"), soft_wrap=True)
+    console.print(_changes("ms per step", found.parts))
+    shown = [change for change in found.operators if change.explains][:top]
+    if shown:
+        console.print()
+        console.print(_changes(f"self time ({len(shown)} of {len(found.operators)})", shown))
+    if not found.operators:
+        return
+    unclear = sum(not change.clear for change in found.operators)
+    few = min(found.steps_a, found.steps_b) < ENOUGH
+    why = f"fewer than {ENOUGH} steps on a side" if few else "the steps of A and B overlap"
+    console.print(
+        Text(f"\n{unclear} of {len(found.operators)} names without a clear change (?): {why}"), soft_wrap=True
+    )
+
+
+def _changes(title: str, changes: Sequence[Change]) -> Table:
+    table = _plain_table(title, "kind", "calls A", "calls B", "A ms", "B ms", "B - A", "")
+    for change in changes:
+        calls = ["" if count is None else f"{count:.4g}" for count in (change.calls_a, change.calls_b)]
+        times = [f"{change.mean_a:.3f}", f"{change.mean_b:.3f}", f"{change.explains:+.3f}"]
+        name = Text(shortened(printable(change.name), _NAME_WIDTH))
+        kind = "" if change.kind == "part" else change.kind
+        table.add_row(name, kind, *calls, *times, "" if change.clear else "?")
+    return table

@@ -1,0 +1,83 @@
+"""How far the ranks are apart when they meet, from how long each was in a collective: no clock is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdkit.read.timeline.measures import Floats
+from hvdkit.read.trace.columns import Columns
+from hvdkit.read.trace.kinds import Kind, Source
+from hvdkit.read.trace.results import Rank, RankSkew, Skew, Step
+
+Key = tuple[int, str, int]
+"""Step, name of the collective, and the how many-th of this name in the step."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Milliseconds that a rank was in each collective."""
+
+    times: dict[Key, float]
+
+
+def collectives(columns: Columns, steps: Sequence[Step], since: float) -> Waits:
+    """The collectives of one rank in its steps, which its peers have under the same key."""
+    rows = np.flatnonzero(_blocking(columns))
+    rows = rows[np.argsort(columns.start[rows], kind="stable")]
+    begins = np.array([step.begin * 1e3 + since for step in steps])
+    counts: dict[tuple[int, str], int] = {}
+    times: dict[Key, float] = {}
+    for row in rows.tolist():
+        at = int(np.searchsorted(begins, columns.start[row] + 1e-3, side="right")) - 1
+        if steps and at < 0:
+            continue
+        key = (steps[at].number if steps else 0), columns.names[int(columns.name[row])]
+        counts[key] = counts.get(key, 0) + 1
+        times[*key, counts[key]] = float(columns.end[row] - columns.start[row]) / 1e3
+    return Waits(times)
+
+
+def _blocking(columns: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Events that end on all ranks together: kernels that communicate, else Gloo's and MPI's, else hvdkit's waits."""
+    kernels = (columns.source == Source.KERNEL) & (columns.kind == Kind.COMMUNICATION)
+    if kernels.any():
+        return np.asarray(kernels)
+    background = (columns.kind == Kind.BACKGROUND) & (columns.source != Source.HOROVOD)
+    if background.any():
+        return np.asarray(background)
+    waits = np.array([name.startswith("hvdkit:") for name in columns.names], bool)[columns.name]
+    return np.asarray(waits & (columns.kind == Kind.COMMUNICATION))
+
+
+def between(found: Sequence[tuple[Rank, Waits]]) -> tuple[Skew | None, str]:
+    """The skew of all ranks, or None and why it cannot be told."""
+    if len(found) < 2:
+        return None, "one trace only: give those of all ranks"
+    if any(rank.rank is None for rank, _ in found):
+        return None, "a trace does not say whose it is: name them trace-R-of-N.json"
+    keys = set(found[0][1].times)
+    for _, waits in found[1:]:
+        keys &= set(waits.times)
+    if not keys:
+        return None, "no collective that all traces have in the same step"
+    ordered = sorted(keys)
+    table = np.array([[waits.times[key] for key in ordered] for _, waits in found])  # (ranks, collectives)
+    late = table.max(axis=0) - table
+    apart = late.max(axis=0)
+    last = np.argmin(table, axis=0)
+    rows = [
+        RankSkew(rank.rank or 0, _computation(rank), int(np.sum((last == index) & (apart > 0))), _mean(late[index]))
+        for index, (rank, _) in enumerate(found)
+    ]
+    return Skew(len(ordered), float(np.median(apart)), float(apart.max()), tuple(rows)), ""
+
+
+def _computation(rank: Rank) -> float:
+    return rank.times.computation / max(1, len(rank.steps))
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean())

@@ -1,0 +1,256 @@
+"""From the arrays of a trace to what the time was spent on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.common.files import is_directory
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.timeline.measures import covered
+from hvdkit.read.trace import skew
+from hvdkit.read.trace.columns import Columns, collect
+from hvdkit.read.trace.intervals import Intervals, common, inside, joined, length, without
+from hvdkit.read.trace.kinds import Kind, Source, step_number
+from hvdkit.read.trace.operators import Calls, nest, table
+from hvdkit.read.trace.results import Communication, Memory, Rank, Step, Summary, Times
+
+HIDDEN = (
+    "Horovod exchanges gradients in a thread that the profiler does not see: communication here is the wait for it, "
+    "all of it exposed; for the rest record a timeline, too, `hvdkit timeline merge` both and read the merged file."
+)
+NO_STEPS = "no steps in the trace (no profiler.step()): everything from the first event to the last is one window."
+
+
+def summarize(paths: Sequence[str | Path]) -> Summary:
+    """What the traces of one run were spent on, rank by rank, and how far the ranks are apart.
+
+    Args:
+        paths: of files that torch.profiler exported, one for each rank; a directory stands for the traces in it.
+    Raises:
+        InvalidArgumentError: no path, two files of the same rank, or files of jobs of different size.
+        DataNotFoundError, DataError, CorruptDataError: a file is missing, cannot be read, or is no whole trace.
+    """
+    found = []
+    for path in files_of(paths):
+        columns = collect(path)
+        one = one_rank(columns)
+        found.append((one, skew.collectives(columns, one.steps, window_of(columns)[0])))
+    found.sort(key=lambda pair: (pair[0].rank is None, pair[0].rank or 0))
+    _require_one_run([rank for rank, _ in found])
+    apart, note = skew.between(found)
+    return Summary(tuple(rank for rank, _ in found), apart, note)
+
+
+def files_of(paths: Sequence[str | Path]) -> list[Path]:
+    """The files, each directory replaced by its traces (*.json and *.json.gz)."""
+    if not paths:
+        raise InvalidArgumentError("give at least one trace, or a directory with traces.")
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not is_directory(path):
+            files.append(path)
+            continue
+        inside_it = sorted(one for one in path.iterdir() if one.name.endswith((".json", ".json.gz")))
+        if not inside_it:
+            raise DataError(f"no *.json and no *.json.gz in the directory {str(path)!r}; give the one with the traces.")
+        files += inside_it
+    return files
+
+
+def one_rank(columns: Columns) -> Rank:
+    """What one trace holds."""
+    since, until = window_of(columns)
+    sets = Sets(columns)
+    calls = nest(columns)
+    within = (columns.start >= since) & (columns.start < until)
+    steps = _steps(columns, sets, since)
+    notes = [] if steps else [NO_STEPS]
+    if sets.only_waits:
+        notes.append(HIDDEN)
+    return Rank(
+        path=str(columns.path),
+        rank=columns.rank,
+        size=columns.size,
+        times=_times(sets, since, until),
+        computed_by=sets.computed_by,
+        steps=steps,
+        communications=_communications(columns, sets, since, until),
+        memory=_memory(columns),
+        operators=table(columns, calls, within),
+        events=columns.events,
+        skipped=columns.skipped,
+        repeated=columns.repeated,
+        notes=tuple(notes),
+    )
+
+
+class Sets:
+    """When a process computed, communicated, loaded data and copied: disjoint intervals in microseconds."""
+
+    def __init__(self, columns: Columns) -> None:
+        kernels = columns.source == Source.KERNEL
+        communication = communicating(columns)
+        self.communication = columns.covered(communication)
+        self.data = columns.covered(columns.kind == Kind.DATA)
+        self.copies = columns.covered(columns.kind == Kind.COPY)
+        self.only_waits = _only_waits(columns, communication)
+        if kernels.any():
+            self.computation = columns.covered(kernels & (columns.kind == Kind.COMPUTATION))
+            self.computed_by = "GPU kernels"
+        else:
+            self.computation = self._on_cpu(columns)
+            self.computed_by = "CPU operators of the thread that computed longest"
+
+    def _on_cpu(self, columns: Columns) -> Intervals:
+        """The operators of one thread, without its calls that communicate and its data loading."""
+        operators = columns.kind == Kind.COMPUTATION
+        best: Intervals = (np.zeros(0), np.zeros(0))
+        for thread in np.unique(columns.thread[operators]).tolist():
+            mine = columns.thread == thread
+            calls = columns.covered(mine & ((columns.kind == Kind.COMMUNICATION) | (columns.kind == Kind.DATA)))
+            found = without(columns.covered(mine & operators), calls)
+            if length(found) > length(best):
+                best = found
+        return best
+
+
+def communicating(columns: Columns) -> NDArray[np.bool_]:
+    """Which events are communication: kernels where GPUs communicate, since the calls then only start them."""
+    calls = np.isin(columns.kind, (Kind.COMMUNICATION, Kind.BACKGROUND))
+    kernels = calls & (columns.source == Source.KERNEL)
+    if not kernels.any():
+        return calls
+    starts_kernels = np.array([name.startswith(("nccl:", "c10d::", "record_param_comms")) for name in columns.names])
+    return np.asarray(calls & ~(starts_kernels[columns.name] & ~kernels))
+
+
+def _only_waits(columns: Columns, communication: NDArray[np.bool_]) -> bool:
+    """Whether all that is seen of the communication is hvdkit's ranges around the wait for Horovod."""
+    names = {columns.names[number] for number in np.unique(columns.name[communication]).tolist()}
+    return bool(names) and all(name.startswith("hvdkit:") for name in names)
+
+
+def window_of(columns: Columns) -> tuple[float, float]:
+    """From the first step to the last and the kernels that they started; without steps from first to last event."""
+    steps = columns.kind == Kind.STEP
+    counted = steps if steps.any() else np.ones(len(columns.start), bool)
+    since, until = float(columns.start[counted].min()), float(columns.end[counted].max())
+    late = columns.on_gpu & (columns.start >= since)
+    return since, max(until, float(columns.end[late].max(initial=until)))
+
+
+def _times(sets: Sets, since: float, until: float) -> Times:
+    computation, communication, data, copies = (
+        inside(one, since, until) for one in (sets.computation, sets.communication, sets.data, sets.copies)
+    )
+    overlapped = length(common(computation, communication))
+    busy = joined(computation, communication)
+    return Times(
+        window=(until - since) / 1e3,
+        computation=length(computation) / 1e3,
+        communication=length(communication) / 1e3,
+        overlapped=overlapped / 1e3,
+        exposed=(length(communication) - overlapped) / 1e3,
+        data=length(data) / 1e3,
+        exposed_data=length(without(data, busy)) / 1e3,
+        copies=length(copies) / 1e3,
+        other=max(0.0, until - since - length(joined(busy, data, copies))) / 1e3,
+    )
+
+
+def step_windows(columns: Columns) -> list[tuple[int, float, float]]:
+    """Number, start and end of each step in order of time; those of one number that overlap are one step."""
+    rows = np.flatnonzero(columns.kind == Kind.STEP)
+    found: list[tuple[int, float, float]] = []
+    for row in rows[np.argsort(columns.start[rows], kind="stable")].tolist():
+        number = step_number(columns.names[int(columns.name[row])])
+        start, end = float(columns.start[row]), float(columns.end[row])
+        if found and found[-1][0] == number and start < found[-1][2]:
+            found[-1] = number, found[-1][1], max(end, found[-1][2])
+        else:
+            found.append((number, start, end))
+    return found
+
+
+def _steps(columns: Columns, sets: Sets, since: float) -> tuple[Step, ...]:
+    windows = step_windows(columns)
+    if not windows:
+        return ()
+    starts, ends = np.array([window[1] for window in windows]), np.array([window[2] for window in windows])
+    exposed = without(sets.communication, sets.computation)
+    parts = [covered(part, starts, ends) / 1e3 for part in (sets.computation, sets.communication, exposed, sets.data)]
+    return tuple(
+        Step(number, (start - since) / 1e3, (end - start) / 1e3, *(float(part[index]) for part in parts))
+        for index, (number, start, end) in enumerate(windows)
+    )
+
+
+def _communications(columns: Columns, sets: Sets, since: float, until: float) -> tuple[Communication, ...]:
+    mask = communicating(columns) & (columns.start >= since) & (columns.start < until)
+    found: dict[str, Communication] = {}
+    for name in {columns.names[number] for number in np.unique(columns.name[mask]).tolist()}:
+        mine = mask & np.array([other == name for other in columns.names])[columns.name]
+        ran = inside(columns.covered(mine), since, until)
+        exposed = without(ran, sets.computation)
+        found[name] = Communication(name, int(mine.sum()), length(ran) / 1e3, length(exposed) / 1e3)
+    return tuple(sorted(found.values(), key=lambda one: (-one.covered_ms, one.name)))
+
+
+def _memory(columns: Columns) -> tuple[Memory, ...]:
+    found = []
+    for number, device in enumerate(columns.devices):
+        mine = np.flatnonzero(columns.memory_device == number)
+        mine = mine[np.argsort(columns.memory_time[mine], kind="stable")]
+        sizes, totals = columns.memory_bytes[mine], columns.memory_total[mine]
+        level = np.cumsum(sizes) if np.isnan(totals).any() else totals
+        found.append(Memory(device, int(max(0.0, level.max())), int(sizes.sum()), int(sizes[sizes > 0].sum())))
+    return tuple(sorted(found, key=lambda memory: memory.device))
+
+
+def _require_one_run(ranks: Sequence[Rank]) -> None:
+    sizes = {one.size: one for one in ranks if one.size is not None}
+    if len(sizes) > 1:
+        told = " and ".join(f"{one.path!r} of {size} ranks" for size, one in list(sizes.items())[:2])
+        raise InvalidArgumentError(
+            f"not of one run: {told}; give the traces of one run, or compare two runs with `hvdkit trace diff`."
+        )
+    seen: dict[int, Rank] = {}
+    for one in ranks:
+        if one.rank is None:
+            continue
+        if one.rank in seen:
+            raise InvalidArgumentError(
+                f"{seen[one.rank].path!r} and {one.path!r} are both of rank {one.rank}; give one trace of each rank of "
+                "one run, or compare two runs with `hvdkit trace diff`."
+            )
+        seen[one.rank] = one
+
+
+def self_times_by_step(columns: Columns, calls: Calls) -> tuple[dict[tuple[str, str], NDArray[np.float64]], int]:
+    """For ``difference``: by name and kind, the milliseconds in each step, or in the window where there are none.
+
+    Returns:
+        The self times (with GPUs of the kernels, too), each (steps,), and the number of steps.
+    """
+    from hvdkit.read.trace.operators import label
+
+    windows = step_windows(columns) or [(0, *window_of(columns))]
+    edges = np.array([window[1] for window in windows])
+    ends = np.array([window[2] for window in windows])
+    step = np.searchsorted(edges, columns.start, side="right") - 1
+    counted = (step >= 0) & (columns.kind != Kind.STEP) & (columns.source != Source.HOROVOD)
+    counted &= (columns.start < ends[np.maximum(step, 0)]) | columns.on_gpu
+    rows = np.flatnonzero(counted)
+    flat = np.bincount(
+        columns.name[rows] * len(windows) + step[rows], calls.self_time[rows] / 1e3, len(columns.names) * len(windows)
+    ).reshape(-1, len(windows))
+    found: dict[tuple[str, str], NDArray[np.float64]] = {}
+    numbers, first = np.unique(columns.name[rows], return_index=True)
+    for number, row in zip(numbers.tolist(), rows[first].tolist(), strict=True):
+        key = columns.names[number], label(int(columns.source[row]), int(columns.kind[row]))
+        found[key] = found.get(key, np.zeros(len(windows))) + flat[number]
+    return found, len(windows)

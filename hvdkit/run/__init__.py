@@ -1,0 +1,1 @@
+"""A job: start it, write its batch script, find settings that make it fast."""

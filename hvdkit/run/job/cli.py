@@ -1,0 +1,84 @@
+"""``hvdkit job``: write a batch script that starts a command on several hosts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.job import script, site
+from hvdkit.run.job.model import Job
+from hvdkit.run.job.systems import SYSTEMS
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.option("--system", type=click.Choice(list(SYSTEMS)), help="The batch system  [default: that of --site]")
+@click.option(
+    "--site",
+    "site_name",
+    metavar="NAME|FILE",
+    help=f"What your site wants said: {', '.join(site.known())}, or a TOML file of your own  [default: the system's]",
+)
+@click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N", help="Number of hosts.")
+@click.option("--ppn", type=click.IntRange(min=1), required=True, metavar="P", help="Ranks on each host.")
+@click.option("--walltime", required=True, metavar="HH:MM:SS", help="The most time that the job may take.")
+@click.option("--queue", metavar="Q", help="Queue or partition  [default: the site's]")
+@click.option("--account", metavar="A", help="Account or project to charge.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="D", help="Cores of each rank  [default: the site's]")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="G", help="GPUs on each host.")
+@click.option("--name", default="hvdkit", show_default=True, help="Name of the job and of its logs.")
+@click.option("-o", "output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE, not to the screen.")
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
+def job(
+    system: str | None,
+    site_name: str | None,
+    nodes: int,
+    ppn: int,
+    walltime: str,
+    queue: str | None,
+    account: str | None,
+    depth: int | None,
+    gpus_per_node: int | None,
+    name: str,
+    output: Path | None,
+    force: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
+
+    Nothing is submitted. What is typed here is quoted, so that the script's shell passes it on as it is.
+
+    \b
+    Examples:
+      hvdkit job --system slurm --nodes 2 --ppn 4 --walltime 00:30:00 -o job.sh -- python train.py
+      hvdkit job --site polaris --nodes 2 --ppn 4 --walltime 00:30:00 --account me -- python train.py --epochs 3
+      hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
+
+    Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
+    """
+    chosen = site.find(system, site_name)
+    wanted = Job(nodes, ppn, walltime, command, name, queue, account, depth, gpus_per_node)
+    text = script.write(wanted, chosen, str(Path(sys.executable).absolute().parent))
+    if output is None:
+        click.echo(text, nl=False)
+        return 0
+    _save(output, text, force=force)
+    redirect = "< " if chosen.system == "lsf" else ""
+    submit = f"{SYSTEMS[chosen.system].submit} {redirect}{shlex.quote(str(output))}"
+    click.echo(f"{output} is written; submit it: {submit}", err=True)
+    return 0
+
+
+def _save(file: Path, text: str, *, force: bool) -> None:
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+        file.chmod(0o755)  # Cobalt runs the file itself
+    except FileExistsError as error:
+        raise InvalidArgumentError(f"{file} exists; give another name, or --force to overwrite it.") from error
+    except OSError as error:
+        raise InvalidArgumentError(f"{file} cannot be written: {error.strerror}.") from error

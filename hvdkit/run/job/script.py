@@ -1,0 +1,102 @@
+"""A batch script from what the user asks for and what the site wants said. Nothing here touches the machine."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.job.model import Job, Site
+from hvdkit.run.job.systems import SYSTEMS
+
+_WALLTIME = re.compile(r"([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]{0,127}")
+_WHOSE = "the hvdkit that wrote this script"
+_LOOKS_WRONG = {
+    "SC1003": re.compile(r"\\"),
+    "SC1010": re.compile(r"^(do|done|elif|else|esac|fi|then)$"),
+    "SC1110": re.compile("[\u201c\u201d]"),
+    "SC1112": re.compile("[\u2018\u2019]"),
+    "SC2016": re.compile(r"[$`]"),
+    "SC2088": re.compile(r"^~"),
+}
+"""What shellcheck takes for a mistake inside single quotes, where it means itself."""
+
+
+def check(job: Job) -> None:
+    """Refuse what cannot be written into a script safely.
+
+    Raises:
+        InvalidArgumentError: a walltime, name, queue, account or command that cannot be right.
+    """
+    match = _WALLTIME.fullmatch(job.walltime)
+    if match is None or not any(map(int, match.groups())):
+        raise InvalidArgumentError(f"--walltime must be HH:MM:SS and above zero, got {job.walltime!r}.")
+    for option, value, pattern in (
+        ("--name", job.name, _NAME),
+        ("--queue", job.queue, _WORD),
+        ("--account", job.account, _WORD),
+    ):
+        if value is not None and pattern.fullmatch(value) is None:
+            raise InvalidArgumentError(
+                f"{option} must be a name of letters, digits and . _ - that begins with a letter"
+                f"{'' if pattern is _NAME else ' or digit'}, got {value!r}."
+            )
+    if not job.command:
+        raise InvalidArgumentError("No command to run was given; write it last: hvdkit job ... -- python train.py")
+    for word in job.command:
+        # A new line would begin a line of the script, which a batch system may read as a directive.
+        if any(ord(character) < ord(" ") or character == "\x7f" for character in word):
+            raise InvalidArgumentError(
+                f"The command has a line break or another control character in {word!r}; put it into a script."
+            )
+
+
+def write(job: Job, site: Site, bin_directory: str) -> str:
+    """The text of the batch script.
+
+    Args:
+        job: what the user asks for.
+        site: what the site wants said.
+        bin_directory: where the hvdkit lies that is to start the job.
+    Raises:
+        InvalidArgumentError: see ``check``; the site needs what the user did not give.
+    """
+    check(job)
+    if site.account_required and job.account is None:
+        raise InvalidArgumentError(f"Site {site.name} charges every job to an account; give it with --account.")
+    system = SYSTEMS[site.system]
+    lines = [
+        site.shell,
+        *(f"{system.prefix} {directive}" for directive in (*system.directives(job, site), *site.directives)),
+        "",
+        *site.setup,
+        *_as_typed([bin_directory], f'export PATH={shlex.quote(bin_directory)}:"$PATH"  # {_WHOSE}'),
+        "",
+        *system.enter,
+        *_launch_lines(job, site),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _launch_lines(job: Job, site: Site) -> list[str]:
+    words = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
+    depth = job.depth or site.depth
+    if depth is not None:
+        words += ["--depth", str(depth)]
+    if site.launcher != "auto":
+        words += ["--launcher", site.launcher]
+    if job.gpus_per_node is not None and site.launcher in ("srun", "jsrun"):
+        words += ["--gpus-per-node", str(job.gpus_per_node)]
+    line = shlex.join([*words, "--", *job.command])
+    return _as_typed(job.command, line)
+
+
+def _as_typed(words: Sequence[str], line: str) -> list[str]:
+    """The line, and before it what keeps shellcheck from doubting the quoted words in it."""
+    codes = [code for code, pattern in _LOOKS_WRONG.items() if any(map(pattern.search, words))]
+    if not codes:
+        return [line]
+    return [f"# shellcheck disable={','.join(codes)}  # nothing in these words is for this shell to expand", line]

@@ -1,0 +1,59 @@
+"""The launchers of batch systems: which are installed, and which one the batch job around this process calls for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hvdkit.run.launch.mpi import version_text
+
+PROGRAMS = ("mpiexec", "aprun", "srun", "jsrun")
+"""Launchers that belong to a batch system; mpiexec is that of PALS alone."""
+
+_SYSTEMS = (
+    ("Slurm", "SLURM_JOB_ID", "srun"),
+    ("PBS", "PBS_JOBID", "mpiexec"),
+    ("LSF", "LSB_JOBID", "jsrun"),
+    ("Cobalt", "COBALT_JOBID", "aprun"),
+)
+
+
+def called_for(environ: Mapping[str, str]) -> list[str]:
+    """The launchers of the batch jobs around this process."""
+    return [program for _, variable, program in _SYSTEMS if environ.get(variable)]
+
+
+def choice(environ: Mapping[str, str], programs: Mapping[str, Path]) -> tuple[str, str] | None:
+    """The launcher that the batch job around this process calls for, and why; None where there is none.
+
+    Args:
+        environ: the environment of this process.
+        programs: what ``installed`` found.
+    """
+    for system, variable, program in _SYSTEMS:
+        if environ.get(variable) and program in programs:
+            which = "PALS's mpiexec" if program == "mpiexec" else program
+            return program, f"this is {system} job {environ[variable]} ({variable}), and {which} is installed"
+    return None
+
+
+def installed(wanted: Iterable[str], search_path: str, environ: Mapping[str, str]) -> dict[str, Path]:
+    """Those of the wanted launchers that are on a search path such as PATH, by name."""
+    found = {}
+    for program in wanted:
+        path = shutil.which(program, path=search_path)
+        if path is not None and (program != "mpiexec" or is_pals(Path(path), environ)):
+            found[program] = Path(path).absolute()
+    return found
+
+
+def is_pals(mpiexec: Path, environ: Mapping[str, str]) -> bool:
+    """Whether an mpiexec is that of PALS: by the directory that it lies in, or by what it says of itself."""
+    if "pals" in mpiexec.resolve().parts or "/pals/" in str(mpiexec):
+        return True
+    try:
+        return "PALS" in version_text(mpiexec, environ)
+    except (OSError, subprocess.TimeoutExpired):
+        return False  # whatever it is, it cannot start a job

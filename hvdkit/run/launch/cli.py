@@ -1,0 +1,198 @@
+"""``hvdkit launch``: start a command on N processes, of this machine or of several hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch import (
+    attempts,
+    batch,
+    direct,
+    elastic,
+    facts,
+    mpi_recording,
+    options,
+    placement,
+    plan,
+    show,
+    tuned,
+)
+from hvdkit.run.launch.command import resolve
+from hvdkit.run.launch.model import Plan, Request
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@options.add
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
+def launch(
+    command: tuple[str, ...],
+    first: bool,
+    restarts: int,
+    min_np: int | None,
+    max_np: int | None,
+    host_discovery_script: Path | None,
+    tag: bool,
+    dry_run: bool,
+    explain: bool,
+    **wanted: Any,
+) -> int:
+    """Start COMMAND on N processes of this machine or of several hosts, with settings that suit Horovod.
+
+    Options of `hvdkit launch` come before COMMAND; everything after it is passed on untouched. A COMMAND that is a
+    .py file is run by the Python that hvdkit is installed in. The ranks read nothing from standard input.
+
+    Each line of output is tagged with the rank it comes from. When a rank fails, Ctrl-C is pressed or this program
+    is told to end, every process is ended. The exit status is that of the rank that failed first: its own, or
+    128 + N when signal N killed it (137: SIGKILL, often for want of memory); 130 after Ctrl-C; 75 when a collective
+    waited longer than --stall-timeout. The traceback of that rank is printed last; ranks that only lost it take one
+    line each.
+
+    \b
+    Examples:
+      hvdkit launch -n 2 train.py --epochs 3
+      hvdkit launch -n 4 --threads 2 --timeline trace.json -- python -m mypackage.train
+      hvdkit launch -n 2 --dry-run --explain python train.py
+      hvdkit launch -n 4 --preflight --restarts 3 -- python train.py --resume
+      hvdkit launch -n 4 --tuned tuned.json -- python train.py
+      hvdkit launch -n 4 --mpi-profile profile -- python train.py
+      hvdkit launch -n 8 --hosts h1:4,h2:4 -- python train.py
+      hvdkit launch -n 8 --ppn 4 --depth 16 -- python train.py      (in a batch job)
+      hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
+    """
+    request = _request(command, dry_run, **wanted)
+    growing = elastic.check(request.n, min_np, max_np, host_discovery_script)
+    if growing is not None:
+        _check_elastic(request, alone=not (first or restarts or request.hosts_chosen))
+    job = _plan(request) if growing is None else _elastic_plan(request, growing)
+    for note in job.notes:
+        click.echo(f"hvdkit launch: {note}", err=True)
+    if explain:
+        click.echo(show.explanation(job), err=True)
+    if dry_run:
+        click.echo(show.command_line(job))
+        return 0
+    if growing is not None:
+        return direct.run([*job.launcher, *job.command], job.environment).status
+    if first and job.direct:
+        raise InvalidArgumentError(
+            f"--preflight works on one machine, and {job.launcher_name} starts ranks on other hosts; start 'hvdkit "
+            "preflight' itself in place of the command."
+        )
+    if first and not attempts.preflight(job, facts.own_python()):
+        click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
+        return 1
+    return _run(request, job, restarts, tagged=tag)
+
+
+def _request(
+    command: tuple[str, ...],
+    dry_run: bool,
+    *,
+    n: int,
+    launcher: str,
+    threads: int | None,
+    stall_timeout: float | None,
+    stall_dir: Path | None,
+    ppn: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    skew: bool,
+    **rest: Any,
+) -> Request:
+    if stall_dir is not None and stall_timeout is None:
+        raise InvalidArgumentError("--stall-dir needs --stall-timeout, which says when stacks are written there.")
+    chosen, given = tuned.choose(rest.pop("tuned"), **{name: rest.pop(name) for name in tuned.OPTIONS})
+    fixed = "--tuned" if chosen.source else next(iter(given.values()), None)
+    if fixed is not None and rest["autotune_log"] is not None:
+        raise InvalidArgumentError(f"{fixed} fixes what --autotune-log is to vary; give one of them.")
+    if rest["timeline"] is None and (skew or rest["mark_cycles"]):
+        raise InvalidArgumentError(f"{'--skew' if skew else '--mark-cycles'} needs --timeline, the file it is about.")
+    if skew and chosen.cache_capacity:
+        raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
+    if skew:
+        chosen, given = replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
+    if rest["mpi_profile_wait"] and rest["mpi_profile"] is None:
+        raise InvalidArgumentError("--mpi-profile-wait needs --mpi-profile, the directory that it is written to.")
+    placed = _place(n, ppn, hosts, hostfile, anywhere=launcher in batch.PROGRAMS)
+    return Request(
+        n=n,
+        command=command,
+        launcher=launcher,
+        threads=threads,
+        stall_timeout=stall_timeout,
+        stall_dir=(stall_dir or Path(time.strftime("hvdkit-stall-%Y%m%d-%H%M%S"))).absolute(),
+        ppn=ppn or placed.ppn,
+        hosts=placed.hosts,
+        hosts_chosen=placed.chosen,
+        tuned=chosen,
+        options=given,
+        dry_run=dry_run,
+        **rest,
+    )
+
+
+def _place(n: int, ppn: int | None, hosts: str | None, hostfile: Path | None, *, anywhere: bool) -> placement.Placement:
+    """Where the ranks are to run."""
+    if hosts is not None and hostfile is not None:
+        raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
+    given = None
+    if hosts is not None:
+        given = placement.parse(hosts)
+    elif hostfile is not None:
+        given = placement.read(hostfile)
+    return placement.place(n, ppn, given, os.environ, socket.gethostname(), anywhere=anywhere)
+
+
+def _check_elastic(request: Request, *, alone: bool) -> None:
+    if not alone or request.stall_timeout is not None or request.launcher not in ("auto", "horovodrun"):
+        raise InvalidArgumentError(
+            "an elastic job is horovodrun's alone: leave --preflight, --restarts, --stall-timeout, --hosts, --hostfile "
+            "and other launchers out."
+        )
+
+
+def _run(request: Request, job: Plan, restarts: int, *, tagged: bool) -> int:
+    """The job, with what its MPI profile came to; its exit status."""
+    directory = request.mpi_profile
+    before = {} if directory is None else mpi_recording.prepare(directory)
+    status = attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tagged)
+    if directory is not None:
+        click.echo(f"hvdkit launch: {mpi_recording.outcome(directory, before)}", err=True)
+    return status
+
+
+def _attempt(request: Request, job: Plan, attempt: int) -> Plan:
+    """The plan with the number of the attempt, which ranks on other hosts are told by the command line."""
+    number = {"HVDKIT_RESTART": str(attempt)}
+    if job.direct:
+        return _plan(replace(request, variables={**request.variables, **number}))
+    return replace(job, environment={**job.environment, **number})
+
+
+def _elastic_plan(request: Request, wanted: elastic.Elastic) -> Plan:
+    """The plan of a job that horovodrun runs by itself."""
+    job = _plan(replace(request, launcher="horovodrun", hosts=()))
+    found = elastic.hosts(wanted.script, job.environment)
+    settings = elastic.settings(request.n, wanted, found)
+    return replace(
+        job,
+        launcher=(job.launcher[0], *(word for setting in settings for word in setting.words)),
+        settings=(*settings, *(setting for setting in job.settings if setting.variables)),
+        notes=(*job.notes, *elastic.notes(request.n, wanted, found)),
+    )
+
+
+def _plan(request: Request) -> Plan:
+    environ = dict(os.environ)
+    python = facts.own_python()
+    path = request.variables.get("PATH", facts.job_path(environ, python))
+    command = resolve(request.command, path, python)
+    return plan.build(request, facts.gather(request, environ), command, environ)

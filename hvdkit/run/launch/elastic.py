@@ -1,0 +1,118 @@
+"""Elastic jobs: horovodrun over Gloo with a script that says which hosts there are."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch.model import Setting
+
+COOLDOWN_S = (2, 10)
+"""Seconds, at least and at most, that a host is left out after one of its workers failed."""
+_SCRIPT_SECONDS = 30
+_HOST = re.compile(r"([A-Za-z0-9_.\-]+)(?::([1-9][0-9]*))?")
+_LOCAL = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """What makes a job elastic.
+
+    Attributes:
+        min_np, max_np: ranks below which it waits for more, and that it never exceeds; None: no limit.
+        script: prints one ``host:slots`` a line; asked again and again.
+    """
+
+    min_np: int | None
+    max_np: int | None
+    script: Path
+
+
+def check(n: int, min_np: int | None, max_np: int | None, script: Path | None) -> Elastic | None:
+    """What the options come to; None for a job that is not elastic.
+
+    Raises:
+        InvalidArgumentError: options that do not go together.
+    """
+    if script is None:
+        if min_np is None and max_np is None:
+            return None
+        raise InvalidArgumentError(
+            "--min-np and --max-np need --host-discovery-script, which says what hosts there are."
+        )
+    least, most = min_np or n, max_np or max(n, min_np or n)
+    if not least <= n <= most:
+        raise InvalidArgumentError(f"an elastic job needs --min-np <= -n <= --max-np, got {least}, {n} and {most}.")
+    return Elastic(least, most, script.absolute())
+
+
+def hosts(script: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
+    """What the script prints now: slots by host.
+
+    Raises:
+        InvalidArgumentError: it cannot be run, fails, or prints something else.
+    """
+    try:
+        done = subprocess.run(
+            [str(script)], env=dict(environ), capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgumentError(
+            f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
+            "with status 0."
+        ) from error
+    found: dict[str, int | None] = {}
+    for number, line in enumerate(done.stdout.splitlines(), start=1):
+        match = _HOST.fullmatch(line.strip())
+        if match is None:
+            raise InvalidArgumentError(
+                f"the host discovery script {script} printed {line!r} as line {number}, where HOST:SLOTS was expected."
+            )
+        found[match[1]] = int(match[2]) if match[2] else None
+    return found
+
+
+def settings(n: int, elastic: Elastic, found: Mapping[str, int | None]) -> list[Setting]:
+    """horovodrun's options and why."""
+    chosen = [
+        Setting("Horovod Elastic works over Gloo", ("--gloo",)),
+        Setting("ranks to begin with", ("-np", str(n))),
+        Setting("ranks below which the job waits", ("--min-np", str(elastic.min_np))),
+        Setting("ranks that it never exceeds", ("--max-np", str(elastic.max_np))),
+        Setting("asked again and again for the hosts", ("--host-discovery-script", str(elastic.script))),
+        Setting(
+            "a host with a failed worker is left out for a while, not for ever",
+            ("--blacklist-cooldown-range", *map(str, COOLDOWN_S)),
+        ),
+    ]
+    if found and all(_is_here(host) for host in found):
+        chosen.append(
+            Setting("all hosts are this one; without it horovodrun waits for another", ("--network-interface", "lo"))
+        )
+    return chosen
+
+
+def notes(n: int, elastic: Elastic, found: Mapping[str, int | None]) -> list[str]:
+    """What the user should know before it starts."""
+    said = []
+    if not found:
+        said.append(f"{elastic.script} names no host yet: the job waits for one.")
+    slots = list(found.values())
+    if len(found) == 1 and n > 1:
+        said.append(
+            "a failed worker takes its host out for a while, and there is one host: the job stops and waits. Give each "
+            "worker a line of its own (localhost:1 and 127.0.0.1:1 are two hosts to Horovod)."
+        )
+    if slots and None not in slots and sum(count or 0 for count in slots) < (elastic.min_np or n):
+        said.append(f"the hosts have fewer slots than --min-np {elastic.min_np}: the job waits for more.")
+    return said
+
+
+def _is_here(host: str) -> bool:
+    return host in _LOCAL or host == socket.gethostname()

@@ -1,0 +1,94 @@
+"""Collects what there is to launch with; asks no more of the machine than the request needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdkit.run.launch import batch, mpi, mpi_recording
+from hvdkit.run.launch.horovod import installed_horovod, recorded_horovod
+from hvdkit.run.launch.machine import usable_cores
+from hvdkit.run.launch.model import Facts, Horovod, Request
+from hvdkit.steps import hosts as job_hosts
+
+
+def own_python() -> Path:
+    """Absolute path of the interpreter that runs hvdkit.
+
+    Links are not followed: a virtual environment's interpreter is a link to one that knows nothing of it.
+    """
+    return Path(sys.executable).absolute()
+
+
+def job_path(environ: Mapping[str, str], python: Path) -> str:
+    """PATH for the job: the directory of the interpreter comes first if ``python`` were another one otherwise."""
+    path = environ.get("PATH", os.defpath)
+    found = shutil.which("python", path=path) or shutil.which("python3", path=path)
+    if found is not None and Path(found).absolute().parent == python.parent:
+        return path
+    own = str(python.parent)
+    return os.pathsep.join([own, *(directory for directory in path.split(os.pathsep) if directory not in ("", own))])
+
+
+def gather(request: Request, environ: Mapping[str, str]) -> Facts:
+    """The facts that ``plan.build`` needs for this request.
+
+    Raises:
+        LaunchError: Horovod or mpirun is there and does not work.
+        InstallError: Horovod's build record cannot be read.
+    """
+    python = own_python()
+    path = job_path(environ, python)
+    programs = batch.installed(_wanted(request, environ), path, environ)
+    chosen = batch.choice(environ, programs) if request.launcher == "auto" else None
+    open_choice = request.launcher == "auto" and chosen is None
+    horovod = installed_horovod(python) if open_choice else recorded_horovod()
+    wants_mpi = request.launcher == "mpirun" or (open_choice and (horovod is None or horovod.mpi))
+    mpirun = _mpirun(horovod, path) if wants_mpi else None
+    if mpirun is not None and str(mpirun.parent) not in path.split(os.pathsep):
+        path = os.pathsep.join([path, str(mpirun.parent)])  # Intel's mpirun looks for its parts there
+    horovodrun = shutil.which("horovodrun", path=path)
+    records = request.mpi_profile is not None and request.launcher != "horovodrun"
+    without_mpi = request.launcher == "auto" and horovod is not None and not horovod.mpi
+    return Facts(
+        cores=usable_cores(),
+        root=os.geteuid() == 0,
+        python=python,
+        path=path,
+        horovod=horovod,
+        mpi=None if mpirun is None else mpi.ask(mpirun, {**environ, "PATH": path}),
+        horovodrun=None if horovodrun is None else Path(horovodrun).absolute(),
+        mpi4py=importlib.util.find_spec("mpi4py") is not None,
+        programs=programs,
+        batch=chosen,
+        mpi_recorder=_mpi_recorder(request, horovod, mpirun, environ) if records and not without_mpi else None,
+    )
+
+
+def _mpi_recorder(request: Request, horovod: Horovod | None, mpirun: Path | None, environ: Mapping[str, str]) -> Path:
+    """The library that records MPI calls, for the MPI that the job runs with."""
+    own = horovod.mpi_bin if horovod is not None else None
+    mpi_bin = mpirun.parent if mpirun is not None else own
+    return mpi_recording.recorder(mpi_bin, environ, _say, dry=request.dry_run)
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"hvdkit launch: {sentence}\n")
+
+
+def _wanted(request: Request, environ: Mapping[str, str]) -> list[str]:
+    """The launchers of batch systems to look for; none where the job is on this machine alone, which needs none."""
+    if request.launcher != "auto":
+        return [request.launcher] if request.launcher in batch.PROGRAMS else []
+    only_here = not request.hosts and (request.hosts_chosen or bool(job_hosts.of_job(environ)))
+    return [] if only_here else batch.called_for(environ)
+
+
+def _mpirun(horovod: Horovod | None, path: str) -> Path | None:
+    """The mpirun of the MPI that Horovod was linked with; where that is not known, the first one on PATH."""
+    own = horovod.mpi_bin if horovod is not None else None
+    return mpi.find_mpirun(path if own is None else str(own))

@@ -1,0 +1,213 @@
+"""What is asked for, what is there, and the plan made of both: values without behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdkit.run.launch.tuned import Tuned
+
+BINDINGS = ("none", "core", "socket", "numa")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host and how many ranks it may take, > 0."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asks for.
+
+    Attributes:
+        n: number of processes, > 0.
+        command: the program and its arguments, at least one word.
+        launcher: "auto" or a name of ``plan.LAUNCHERS``.
+        threads: compute threads per rank, > 0, None for an even share of the cores.
+        bind: one of ``BINDINGS``: what each rank is tied to.
+        variables: further environment variables; they win over every other setting.
+        timeline: absolute path of the Horovod timeline to write, None for none.
+        mark_cycles: the timeline also shows Horovod's cycles.
+        stall_timeout: seconds that a collective may wait, > 0, None for no limit.
+        stall_dir: absolute path of the directory for the stacks when one waits longer.
+        ppn: ranks on each host, > 0, None for what the hosts' slots or the launcher say.
+        depth: cores of each rank, > 0, None for no claim.
+        hosts: the hosts of the job; () when all ranks are to run on this machine, or when nothing names any.
+        hosts_chosen: the user named the hosts; otherwise they are those of the batch job.
+        gpus_per_node, gpus_per_task: what the batch system's launcher is to hand out, None for no claim.
+        autotune_log: absolute path of the log of Horovod's autotuner, None to leave it off.
+        tuned: Horovod's settings for speed; ``launcher``, ``threads`` and a batch job win over its own.
+        options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned.source``.
+        mpi_profile: absolute path of the directory for the MPI profile, None for none.
+        mpi_profile_wait: it also measures how long a rank waits for the others.
+        dry_run: the command line is only to be shown; the launcher may be missing.
+    """
+
+    n: int
+    command: tuple[str, ...]
+    launcher: str = "auto"
+    threads: int | None = None
+    bind: str = "none"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    timeline: Path | None = None
+    stall_timeout: float | None = None
+    stall_dir: Path | None = None
+    mark_cycles: bool = False
+    ppn: int | None = None
+    depth: int | None = None
+    hosts: tuple[Host, ...] = ()
+    hosts_chosen: bool = False
+    gpus_per_node: int | None = None
+    gpus_per_task: int | None = None
+    autotune_log: Path | None = None
+    tuned: Tuned = field(default_factory=Tuned)
+    options: Mapping[str, str] = field(default_factory=dict)
+    mpi_profile: Path | None = None
+    mpi_profile_wait: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """An MPI launcher.
+
+    Attributes:
+        mpirun: its absolute path.
+        implementation: "Open MPI", "MPICH" or "Intel MPI".
+        version: such as (5, 0, 11).
+    """
+
+    mpirun: Path
+    implementation: str
+    version: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.implementation} {'.'.join(map(str, self.version))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Horovod:
+    """The installed Horovod.
+
+    Attributes:
+        mpi: built with MPI.
+        gloo: built with Gloo.
+        mpi_bin: directory of the mpirun that belongs to it; None when that is not known, or without MPI.
+    """
+
+    mpi: bool
+    gloo: bool
+    mpi_bin: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What there is to launch with.
+
+    Attributes:
+        cores: cores that this process may use, >= 1: its affinity and its container's share considered.
+        root: run by the superuser.
+        python: absolute path of the interpreter that runs hvdkit.
+        path: PATH for the job.
+        horovod: None when it is not installed, or not known because the launcher was chosen by the user.
+        mpi: the MPI launcher to use, None when there is none.
+        horovodrun: absolute path, None when there is none.
+        mpi4py: the package is installed beside ``python``.
+        programs: paths of the launchers of batch systems that are installed, by name: see ``batch.PROGRAMS``.
+        batch: launcher that the batch job around this process calls for, and why; None outside, and without one.
+        mpi_recorder: the library that records MPI calls, None where none is to be recorded.
+    """
+
+    cores: int
+    root: bool
+    python: Path
+    path: str
+    horovod: Horovod | None
+    mpi: Mpi | None
+    horovodrun: Path | None
+    mpi4py: bool = False
+    programs: Mapping[str, Path] = field(default_factory=dict)
+    batch: tuple[str, str] | None = None
+    mpi_recorder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One decision and its reason, for ``--explain``.
+
+    Attributes:
+        words: the words it adds to a command line, () for an environment variable or a plain statement.
+        variables: the environment variables it sets.
+        why: the reason, a sentence without its full stop.
+    """
+
+    why: str
+    words: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherLine:
+    """How one launcher starts the ranks.
+
+    Attributes:
+        program: absolute path of the launcher; its bare name when it is not installed and only to be shown.
+        settings: its options and variables, in order.
+        rank_variable: the environment variable in which a rank finds its number; "" where hvdkit does not watch ranks.
+        noisy_start: it writes about itself before the ranks run although nothing is wrong.
+        pass_on: makes the options that carry variables to ranks on other hosts, from those that the job adds and those
+            that it inherits; None where the launcher carries all of them by itself.
+        notes: what the user should know before the job runs, full sentences.
+    """
+
+    program: Path
+    settings: tuple[Setting, ...]
+    rank_variable: str
+    noisy_start: bool = False
+    pass_on: Callable[[Mapping[str, str], Mapping[str, str]], Setting] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job ready to start.
+
+    Attributes:
+        n: number of processes.
+        launcher_name: a name of ``plan.LAUNCHERS``.
+        launcher: the launcher and its options.
+        command: what each rank runs; ``launcher`` followed by ``command`` is the whole command line.
+        added: environment variables that the job gets beside those of this process.
+        environment: all environment variables of the job.
+        rank_variable: see ``LauncherLine``.
+        noisy_start: see ``LauncherLine``.
+        settings: every decision with its reason.
+        notes: what the user should know before the job runs, full sentences.
+        stall_timeout: see ``Request``.
+        stall_dir: see ``Request``.
+        direct: the launcher runs by itself, since its ranks are (or may be) on other hosts, out of the reach of
+            ``supervise``.
+        hosts: where those ranks run, as far as it is known.
+    """
+
+    n: int
+    launcher_name: str
+    launcher: tuple[str, ...]
+    command: tuple[str, ...]
+    added: Mapping[str, str]
+    environment: Mapping[str, str]
+    rank_variable: str
+    noisy_start: bool = False
+    settings: tuple[Setting, ...] = ()
+    notes: tuple[str, ...] = ()
+    stall_timeout: float | None = None
+    stall_dir: Path | None = None
+    direct: bool = False
+    hosts: tuple[Host, ...] = ()

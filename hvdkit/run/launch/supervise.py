@@ -1,0 +1,369 @@
+"""Runs a planned job: passes its output on, ends all of it when a part of it fails, says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdkit.run.launch import rank as wire
+from hvdkit.run.launch.model import Plan
+from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, signal_name
+from hvdkit.run.launch.output import TaggedOutput
+from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
+from hvdkit.run.launch.signals import Signals, listener, watched_signals
+from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
+from hvdkit.run.launch.start import pipe, start
+from hvdkit.run.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S, last_words
+from hvdkit.steps.stalls import STALLED_STATUS
+
+SETTLE_S = 2.0
+"""Seconds from the first failure to ending the job: time for the rank that caused it to be gone too."""
+KNOCK_ON_SETTLE_S = 5.0
+"""The same as long as every rank that failed did so because it lost a peer: that peer is the one to name."""
+STOP_S = wire.STOP_GRACE_S + 1.0
+"""Seconds from telling the ranks to end to killing them."""
+LEAVE_S = 1.5
+"""Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM."""
+
+_REPORT_S = 0.3
+"""Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
+
+_STDOUT, _STDERR = 1, 2
+_BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def run(plan: Plan, *, tagged: bool = True) -> Ended:
+    """Run a job to its end.
+
+    Args:
+        plan: what to start.
+        tagged: put ``[rank] `` before each line of output.
+    Raises:
+        LaunchError: the launcher cannot be started.
+    """
+    with watched_signals() as signals, contextlib.closing(listener()) as server:
+        output = TaggedOutput(tagged, give_up=lambda: signals.interrupted)
+        job = _Job(plan, output, signals, server, tagged)
+        status = job.run()
+        return Ended(status, job.interrupted)
+
+
+class _Job:
+    def __init__(
+        self, plan: Plan, output: TaggedOutput, signals: Signals, listener: socket.socket, tagged: bool
+    ) -> None:
+        self._plan = plan
+        self._tagged = tagged
+        self._output: TaggedOutput | None = output  # None when nobody reads it any more
+        self._signals = signals
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._peers: list[Peer] = []
+        self._ranks: list[Peer] = []  # all that said hello, gone or not
+        self._started: set[int] = set()
+        self._ends: list[RankEnd] = []
+        self._lost: list[RankEnd] = []
+        self._held = bytearray()
+        self._settling = False
+        self._stopping = False
+        self._signal: int | None = None
+        self._stall: Stall | None = None
+        self._last_writer: tuple[str, int] | None = None  # source, descriptor
+
+    def run(self) -> int:
+        self._launcher = self._start()
+        self._report_fd = pipe(self._launcher.stdout).fileno()
+        os.set_blocking(self._report_fd, False)
+        self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)
+        self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._on_signals)
+        while self._launcher.returncode is None or self._peers:
+            for key, _ in self._selector.select(self._time_left()):
+                key.data()
+            self._run_timers()
+        while self._on_report():
+            pass
+        return self._conclude()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        address = self._listener.getsockname()[1:].decode()
+        stacks = "-" if self._plan.stall_timeout is None else "stacks"
+        wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable, stacks)
+        argv = (*self._plan.launcher, *wrapper, *self._plan.command)
+        return start(argv, self._plan.environment, stderr=subprocess.STDOUT)
+
+    # What happens
+
+    def _on_connections(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._accept(self._listener.accept()[0])
+
+    def _accept(self, connection: socket.socket) -> None:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        pid, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
+        if uid != os.getuid():
+            connection.close()
+            return
+        connection.setblocking(False)
+        peer = Peer(connection, pid)
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
+        if self._stopping:
+            peer.order(wire.STOP)
+
+    def _on_peer(self, peer: Peer) -> None:
+        data = peer.receive()
+        if not data:
+            self._on_peer_gone(peer)
+            return
+        for kind, payload in peer.frames(data):
+            self._on_frame(peer, kind, payload)
+
+    def _on_frame(self, peer: Peer, kind: bytes, payload: bytes) -> None:
+        if kind == wire.HELLO:
+            (peer.rank,) = wire.HELLO_PAYLOAD.unpack(payload)
+            self._started.add(peer.rank)
+            self._ranks.append(peer)
+            if self._plan.stall_timeout is not None:
+                peer.reports = StallReports(self._plan.stall_timeout)
+            if len(self._started) == self._plan.n and self._plan.noisy_start:
+                self._held.clear()
+        elif kind == wire.STDOUT:
+            self._show(str(peer.rank), _STDOUT, payload)
+        elif kind == wire.STDERR:
+            self._on_errors(peer, payload)
+        elif kind == wire.STACKS:
+            peer.stacks += payload
+        elif kind == wire.EXIT:
+            self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
+
+    def _on_errors(self, peer: Peer, data: bytes) -> None:
+        """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
+        was_holding = peer.errors.holding
+        for line in peer.errors.feed(data):
+            self._show(str(peer.rank), _STDERR, line)
+        if peer.errors.holding and not was_holding:
+            self._after(HOLD_S, lambda: self._release(peer))
+        if peer.reports is not None and peer.reports.feed(data):
+            self._after(_REPORT_S, self._end_if_stalled)
+
+    def _release(self, peer: Peer) -> None:
+        """Show a traceback by which the rank did not end."""
+        if self._settling or self._stopping:
+            return
+        failing = any(other.errors.holding and other.errors.knock_on for other in self._peers)
+        if failing and peer.errors.held_s < KNOCK_ON_HOLD_S:
+            self._after(HOLD_S, lambda: self._release(peer))
+        else:
+            self._show(str(peer.rank), _STDERR, peer.errors.release())
+
+    def _on_peer_gone(self, peer: Peer) -> None:
+        if peer.end is None and peer.rank is not None:
+            # The wrapper itself was killed: by Hydra, which so ends a job that called MPI_Abort, or by the user.
+            self._lost.append(RankEnd(peer.rank, -signal.SIGKILL))
+            self._stop_soon()
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._peers.remove(peer)
+        if self._stopping and not self._peers:
+            self._leave_launcher()
+
+    def _on_rank_end(self, peer: Peer, status: int, told: bool, pid: int) -> None:
+        if peer.rank is None:
+            return
+        source = str(peer.rank)
+        for line in peer.errors.close():
+            self._show(source, _STDERR, line)
+        peer.end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid)
+        self._ends.append(peer.end)
+        if status == 0:
+            self._show(source, _STDERR, peer.errors.release())
+        for fd in (_STDOUT, _STDERR):
+            self._show(source, fd, None)
+        if first_failure(self._ends) is not None:
+            self._stop_soon()
+
+    def _on_report(self) -> bool:
+        """Take what the launcher itself writes; False when there is nothing now or no more.
+
+        It is held back for a while: after a failure it only repeats at length what the last line of this program
+        says, and some launchers chatter before the ranks run.
+        """
+        try:
+            data = os.read(self._report_fd, RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            if self._report_fd in self._selector.get_map():
+                self._selector.unregister(self._report_fd)
+            return False
+        self._held += data
+        self._after(SETTLE_S, self._release_report)
+        return True
+
+    def _release_report(self) -> None:
+        starting = self._plan.noisy_start and len(self._started) < self._plan.n
+        if not (starting or self._settling or self._stopping):
+            self._show(self._plan.launcher_name, _STDERR, bytes(self._held))
+            self._held.clear()
+
+    def _on_signals(self) -> None:
+        self._signals.wakeup.recv(64)
+        while self._signals.received:
+            number = self._signals.received.popleft()
+            if number == signal.SIGCHLD:
+                if self._launcher.poll() is not None and self._peers and not self._stopping:
+                    self._stop()
+            elif self._signal is None:
+                self._signal = number
+                self._stop()
+            else:
+                self._kill()
+
+    # Ending the job
+
+    def _end_if_stalled(self) -> None:
+        """End the job when a collective has waited longer than the limit, after the ranks have said where they are."""
+        overdue: dict[int, tuple[str, ...]] = {}
+        for peer in self._peers:
+            if peer.reports is not None:
+                overdue.update(peer.reports.overdue())
+        if overdue and not (self._settling or self._stopping or self._stall):
+            self._stall = Stall(overdue)
+            for peer in self._peers:
+                peer.order(wire.DUMP)
+            self._after(DUMP_S, self._stop)
+
+    def _stop_soon(self) -> None:
+        """End the job when the rank that caused a failure has had the time to end too."""
+        if len(self._ends) == self._plan.n:
+            self._stop()
+            return
+        failure = first_failure((*self._ends, *self._lost))
+        if failure is not None and not failure.knock_on:
+            self._after(SETTLE_S, self._stop)
+        elif not self._settling:
+            self._after(KNOCK_ON_SETTLE_S, self._stop)
+        self._settling = True
+
+    def _stop(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        for peer in self._peers:
+            peer.order(wire.STOP)
+        self._after(STOP_S, self._kill)
+        if len(self._started) < self._plan.n:
+            self._signal_launcher(signal.SIGTERM)
+        if not self._peers:
+            self._leave_launcher()
+
+    def _leave_launcher(self) -> None:
+        self._after(LEAVE_S, lambda: self._signal_launcher(signal.SIGTERM))
+        self._after(2 * LEAVE_S, lambda: self._signal_launcher(signal.SIGKILL))
+
+    def _kill(self) -> None:
+        for peer in self._peers:
+            peer.order(wire.KILL)
+        self._after(1.0, self._kill_outright)
+
+    def _kill_outright(self) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(peer.pid, signal.SIGKILL)
+        self._signal_launcher(signal.SIGKILL)
+
+    def _signal_launcher(self, number: int) -> None:
+        if self._launcher.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, number)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was ended from outside."""
+        return self._signal is not None or self._output is None
+
+    def _conclude(self) -> int:
+        if self._signal is not None:
+            self._show_tracebacks(None)
+            self._say(f"interrupted by {signal_name(self._signal)}; every process was ended.")
+            return 128 + self._signal
+        if self._output is None:
+            return _BROKEN_PIPE_STATUS
+        status = self._launcher.returncode
+        failure = first_failure(self._ends) or (first_failure(self._lost) if status == 0 else None)
+        self._show_tracebacks(failure)
+        if self._stall is not None:
+            return self._conclude_stall(self._stall)
+        if failure is not None:
+            self._say(f"{failure}; the job was ended.")
+            return failure.exit_status
+        if status == 0:
+            return 0
+        self._show(self._plan.launcher_name, _STDERR, bytes(self._held))
+        self._show(self._plan.launcher_name, _STDERR, None)
+        when = "" if self._started else " before any rank started"
+        how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
+        self._say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
+        return status if status > 0 else 128 - status
+
+    def _conclude_stall(self, stall: Stall) -> int:
+        stacks = {peer.rank: bytes(peer.stacks) for peer in self._ranks if peer.rank is not None}
+        where = write_stacks(self._plan.stall_dir or Path.cwd(), stall, stacks)
+        waited = f"a collective waited longer than {self._plan.stall_timeout:g} s"
+        self._say(f"{waited}: {stall}; {where}; the job was ended.")
+        return STALLED_STATUS
+
+    def _show_tracebacks(self, failure: RankEnd | None) -> None:
+        errors = {peer.rank: peer.errors for peer in self._ranks if peer.rank is not None}
+        culprit = None if failure is None else failure.rank
+        for rank, text in last_words(errors, culprit, self._last_writer, self._tagged):
+            self._show(str(rank), _STDERR, text)
+
+    # Output and time
+
+    def _show(self, source: str, fd: int, data: bytes | None) -> None:
+        """Write the next bytes of a source, or with None what is left of it."""
+        if self._output is None:
+            return
+        try:
+            if data is None:
+                self._output.close(source, fd)
+            else:
+                self._output.feed(source, fd, data)
+                self._last_writer = (source, fd) if data else self._last_writer
+        except BrokenPipeError:
+            self._output = None
+            self._stop()
+
+    def _say(self, sentence: str) -> None:
+        if self._output is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._output.say(_STDERR, f"hvdkit launch: {sentence}")
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._timers.append((time.monotonic() + seconds, action))
+
+    def _time_left(self) -> float | None:
+        if not self._timers:
+            return None
+        return max(0.0, min(when for when, _ in self._timers) - time.monotonic())
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        due = [action for when, action in self._timers if when <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
+        for action in due:
+            action()

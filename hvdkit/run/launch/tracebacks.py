@@ -1,0 +1,135 @@
+"""The errors of several ranks, so sorted that the cause is read last and its consequences take one line each."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+
+from hvdkit.run.launch.outcome import KNOCK_ON_MARKS
+from hvdkit.run.launch.output import LineBuffer
+
+HOLD_S = 1.5
+"""Seconds that a traceback is held back to see whether the rank ends by it; one that goes on is shown then."""
+KNOCK_ON_HOLD_S = 10.0
+"""The same when a rank says that Horovod lost a peer: the job most likely ends, which takes TensorFlow seconds."""
+REPEAT_S = 15.0
+"""A traceback that was shown longer than this before the end of its rank is not taken for the cause of that end."""
+
+_STDERR = 2
+
+_HEADER = b"Traceback (most recent call last):"
+_CRASH = b"Fatal Python error:"  # of faulthandler, at a segmentation fault
+_EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?::|\s*$)")
+
+
+class ErrorStream:
+    """Standard error of one rank. It streams, but from the first line of a traceback on it is held back.
+
+    The end of a traceback is not looked for (chained and nested ones, messages of many lines): what follows it within
+    ``HOLD_S``, or until the rank ends, is held with it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = LineBuffer()
+        self._held: list[bytes] = []
+        self._held_since = 0.0
+        self._released = b""
+        self._lost_a_peer = False
+
+    @property
+    def holding(self) -> bool:
+        """Whether a traceback is held back."""
+        return bool(self._held)
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which the traceback has been held."""
+        return time.monotonic() - self._held_since
+
+    @property
+    def last_report(self) -> bytes:
+        """The traceback that is held, or the one that was released and is the last that this rank wrote."""
+        return b"".join(self._held) or self._released
+
+    @property
+    def knock_on(self) -> bool:
+        """Whether it says that Horovod lost a peer: in its last traceback, or anywhere if there is none."""
+        return _lost_a_peer(self.last_report) if self.last_report else self._lost_a_peer
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines to show now of ``data``, the next bytes of the stream."""
+        return self._sort(self._buffer.feed(data))
+
+    def close(self) -> list[bytes]:
+        """The lines to show at the end of the stream; what is held stays held."""
+        if self.held_s > REPEAT_S:
+            self._released = b""
+        return self._sort(self._buffer.close())
+
+    def release(self) -> bytes:
+        """What is held, to be shown now; nothing is held afterwards."""
+        if self._held:
+            self._released = b"".join(self._held)
+            self._held.clear()
+            return self._released
+        return b""
+
+    def _sort(self, lines: list[bytes]) -> list[bytes]:
+        shown = []
+        for line in lines:
+            self._lost_a_peer = self._lost_a_peer or _lost_a_peer(line)
+            if self._held or _HEADER in line or _CRASH in line:
+                self._held_since = self._held_since if self._held else time.monotonic()
+                self._held.append(line)
+            else:
+                shown.append(line)
+                self._released = b""
+        return shown
+
+
+def last_words(
+    errors: Mapping[int, ErrorStream], culprit: int | None, last_writer: tuple[str, int] | None, tagged: bool
+) -> list[tuple[int, bytes]]:
+    """What is left to show at the end of a job: one line for each rank that only lost a peer, then the cause.
+
+    Args:
+        errors: by rank; nothing is held in them afterwards.
+        culprit: the rank that failed first, None if none did.
+        last_writer: source and descriptor of what was shown last: a cause that is the last already is not repeated.
+        tagged: lines are shown with the tag of their rank; without, a folded line says whose it is.
+    Returns:
+        Rank and text, in order.
+    """
+    words = []
+    cause = b"" if culprit is None else errors[culprit].last_report
+    repeat = culprit is not None and (errors[culprit].holding or last_writer != (str(culprit), _STDERR))
+    for rank, stream in errors.items():
+        lost_a_peer, report = stream.knock_on, stream.release()
+        if rank == culprit or not report:
+            continue
+        whose = "" if tagged else f"rank {rank} "
+        if lost_a_peer:
+            report = f"{whose}lost its peers: {exception_name(report)}\n".encode()
+        elif report == cause:
+            report = f"{whose}failed like rank {culprit}: {exception_name(report)}\n".encode()
+        words.append((rank, report))
+    if culprit is not None and cause and (repeat or words):
+        words.append((culprit, cause))
+    return words
+
+
+def exception_name(report: bytes) -> str:
+    """The class of the exception that a traceback ends with, such as ``ValueError``.
+
+    It stands in the first line after the last header that is not indented: a message may have further lines.
+    """
+    for line in report[report.rfind(_HEADER) :].splitlines()[1:]:
+        match = _EXCEPTION.match(line)
+        if match is not None:
+            return match[1].decode()
+    return "an error"
+
+
+def _lost_a_peer(text: bytes) -> bool:
+    return any(mark in text for mark in KNOCK_ON_MARKS)

@@ -1,0 +1,1 @@
+"""Short jobs that are run to be timed: what ``tune``, ``bench`` and ``emulate`` share."""

@@ -1,0 +1,32 @@
+"""The ways in which a user ends a program that runs jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+
+class Ended(KeyboardInterrupt):
+    """This program was told to end by a signal other than Ctrl-C's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raise ``Ended`` when a batch system or a closed terminal ends this program, so that its job is ended too."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise Ended(number)
+
+    watched = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, end) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,167 @@
+"""What this machine and this command leave to choose: the default job, and the settings worth trying beside it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch import batch, facts, placement, plan
+from hvdkit.run.launch.command import resolve
+from hvdkit.run.launch.model import Facts, Plan, Request
+from hvdkit.run.trials.space import thread_choices
+
+WITH_A_CONTROLLER = ("mpirun", "horovodrun")
+"""Launchers that stand for Horovod's two controllers, MPI and Gloo."""
+_CORES_UNKNOWN = ("aprun", "jsrun")
+"""Launchers that are started on a machine unlike those of the ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is passed on to every ``hvdkit launch``; None and "auto" leave it to that.
+
+    Attributes:
+        n: number of ranks, > 0.
+        command: what each rank runs.
+        launcher, ppn, depth, hosts, hostfile, variables, threads: see ``hvdkit launch``.
+    """
+
+    n: int
+    command: tuple[str, ...]
+    launcher: str
+    ppn: int | None
+    depth: int | None
+    hosts: str | None
+    hostfile: Path | None
+    variables: Mapping[str, str]
+    threads: int | None = None
+
+    def options(self) -> list[str]:
+        """The options of ``hvdkit launch`` that say so."""
+        words = ["--launcher", self.launcher] if self.launcher != "auto" else []
+        named = {"--ppn": self.ppn, "--depth": self.depth, "--hosts": self.hosts, "--hostfile": self.hostfile}
+        named["--threads"] = self.threads
+        for option, value in named.items():
+            words += [] if value is None else [option, str(value)]
+        for name, value in self.variables.items():
+            words += ["--env", f"{name}={value}"]
+        return words
+
+    def request(self, environ: Mapping[str, str]) -> Request:
+        """The default job.
+
+        Raises:
+            InvalidArgumentError: hosts are named twice, or do not fit.
+        """
+        if self.hosts is not None and self.hostfile is not None:
+            raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
+        given = None
+        if self.hosts is not None:
+            given = placement.parse(self.hosts)
+        elif self.hostfile is not None:
+            given = placement.read(self.hostfile)
+        anywhere = self.launcher in batch.PROGRAMS
+        placed = placement.place(self.n, self.ppn, given, environ, socket.gethostname(), anywhere=anywhere)
+        return Request(
+            self.n, self.command, self.launcher, self.threads, variables=self.variables, ppn=self.ppn or placed.ppn,
+            depth=self.depth, hosts=placed.hosts, hosts_chosen=placed.chosen,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The default job as it would be started here.
+
+    Attributes:
+        request: what is asked for.
+        facts: what there is to launch with.
+        plan: how ``hvdkit launch`` would start it.
+    """
+
+    request: Request
+    facts: Facts
+    plan: Plan
+
+    def launchers(self) -> tuple[str, ...]:
+        """The other one of mpirun and horovodrun, where the launcher is open and Horovod was built for both."""
+        horovod = self.facts.horovod
+        name = self.plan.launcher_name
+        if self.request.launcher != "auto" or name not in WITH_A_CONTROLLER or horovod is None:
+            return ()
+        works = {
+            "mpirun": horovod.mpi and self.facts.mpi is not None,
+            "horovodrun": horovod.gloo and self.facts.horovodrun is not None,
+        }
+        return tuple(launcher for launcher in WITH_A_CONTROLLER if works[launcher] and launcher != name)
+
+    def threads(self) -> tuple[int, ...]:
+        """Thread counts to try; none where the cores of a rank are not known."""
+        return thread_choices(self._cores_of_a_rank(), self._default_threads())
+
+    def describe(self) -> str:
+        """The default settings, for a reader."""
+        threads = self.plan.environment.get("OMP_NUM_THREADS")
+        words = [self.plan.launcher_name, f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS unset"]
+        set_before = [
+            f"{name}={self.plan.environment[name]}"
+            for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
+            if self.plan.environment.get(name)
+        ]
+        return ", ".join([*words, *set_before])
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the numbers should know."""
+        if self.plan.direct or self.request.n <= self.facts.cores:
+            return ()
+        cores = "1 core" if self.facts.cores == 1 else f"{self.facts.cores} cores"
+        return (
+            f"{self.request.n} ranks share {cores}: what is measured is how they contend for them, and what is fast "
+            "here may be slow where each rank has cores of its own.",
+        )
+
+    def _default_threads(self) -> int | None:
+        threads = self.plan.environment.get("OMP_NUM_THREADS", "")
+        return int(threads) if threads.isdecimal() else None
+
+    def _cores_of_a_rank(self) -> int | None:
+        if self.request.depth is not None:
+            return self.request.depth
+        if self.plan.launcher_name in _CORES_UNKNOWN:
+            return None
+        together = self.request.n
+        if self.request.hosts or self.plan.launcher_name in batch.PROGRAMS:
+            slots = max((host.slots for host in self.request.hosts), default=None)
+            if (self.request.ppn or slots) is None:
+                return None
+            together = self.request.ppn or slots or together
+        return max(1, self.facts.cores // together)
+
+
+def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
+    """Plan the default job, so that a mistake is found before anything runs.
+
+    Args:
+        wish: what is asked for.
+        environ: the environment; default: that of this process.
+    Raises:
+        InvalidArgumentError: no such command, launcher or host, or Horovod's autotuner is on.
+        LaunchError: there is nothing to launch with.
+    """
+    if not wish.command:
+        raise InvalidArgumentError("No command to run was given; write it last: hvdkit tune -n 2 -- python train.py")
+    environ = dict(os.environ) if environ is None else dict(environ)
+    autotune = {**environ, **wish.variables}.get("HOROVOD_AUTOTUNE", "")
+    if autotune not in ("", "0"):
+        raise InvalidArgumentError(
+            f"HOROVOD_AUTOTUNE={autotune} has Horovod change the settings while they are measured; unset it, or use "
+            "'hvdkit launch --autotune-log', and '--tuned' afterwards."
+        )
+    request = wish.request(environ)
+    python = facts.own_python()
+    command = resolve(request.command, request.variables.get("PATH", facts.job_path(environ, python)), python)
+    found = facts.gather(request, environ)
+    return Here(request, found, plan.build(request, found, command, environ))

@@ -1,0 +1,215 @@
+"""``hvdkit tune``: find the settings that make a job fast here, by running it."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+
+from hvdkit.common.commands import output_file, seconds_above_0
+from hvdkit.errors import HvdkitError
+from hvdkit.run.launch import plan
+from hvdkit.run.launch.options import environment_variables
+from hvdkit.run.launch.tuned import MIB
+from hvdkit.run.trials import here
+from hvdkit.run.trials.ending import Ended, ended_by_signals
+from hvdkit.run.trials.jobs import Launch
+from hvdkit.run.trials.space import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
+from hvdkit.run.tune import report
+from hvdkit.run.tune.progress import Shown
+from hvdkit.run.tune.search import Effort, Search
+from hvdkit.run.tune.statistics import require_scipy
+
+
+def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[..., tuple[float, ...] | None]:
+    """Reads ``a,b,c``; an empty text is no value at all."""
+
+    def read(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+        if text is None:
+            return None
+        try:
+            values = tuple(kind(word) for word in text.split(",") if word.strip())
+        except ValueError:
+            values = (-1.0,)
+        if not all(least <= value < math.inf for value in values):
+            raise click.BadParameter(f"expected {unit}, {least:g} or more, with commas between them, got {text!r}")
+        return values
+
+    return read
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.option("-n", "n", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes (ranks).")
+@click.option(
+    "-o",
+    "output",
+    type=click.Path(path_type=Path),
+    callback=output_file,
+    metavar="FILE",
+    help="Write the result here, for `hvdkit launch --tuned FILE`.",
+)
+@click.option(
+    "--launcher",
+    type=click.Choice(["auto", *plan.LAUNCHERS]),
+    default="auto",
+    show_default=True,
+    help="Use this one in every job; auto: start as `hvdkit launch` does, and try the other one of mpirun and "
+    "horovodrun that is here.",
+)
+@click.option(
+    "--threads",
+    callback=_list(int, 1, "whole numbers"),
+    metavar="T,...",
+    help="Threads per rank to try; '' for none  [default: the cores of a rank, one less, half]",
+)
+@click.option(
+    "--cycle-times-ms",
+    callback=_list(float, 0, "milliseconds"),
+    metavar="MS,...",
+    help=f"Cycle times to try; '' for none  [default: {','.join(f'{ms:g}' for ms in CYCLE_TIMES_MS)}]",
+)
+@click.option(
+    "--fusion-thresholds-mb",
+    callback=_list(float, 0, "MiB"),
+    metavar="MB,...",
+    help="Fusion thresholds to try, in MiB; '' for none  "
+    f"[default: {','.join(f'{size / MIB:g}' for size in FUSION_THRESHOLDS_BYTES)}]",
+)
+@click.option(
+    "--candidates",
+    "limit",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="K",
+    help="Settings to try: each change alone first, then combinations drawn at random.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    metavar="R",
+    help="Runs of each setting before the first half is dropped; twice as many before the next, and so on.",
+)
+@click.option(
+    "--confirmations",
+    type=click.IntRange(min=3),
+    default=8,
+    show_default=True,
+    metavar="R",
+    help="Fresh runs of the two finalists and of the default; they alone decide.",
+)
+@click.option(
+    "--budget", type=float, callback=seconds_above_0, metavar="S", help="Begin no job that would end after S seconds."
+)
+@click.option("--wall", is_flag=True, help="Compare the wall time of whole jobs, even where a closing line tells more.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the jobs.")
+@click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="As in `hvdkit launch`; so are the next four.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="D")
+@click.option("--hosts", metavar="H:S,...")
+@click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE")
+@click.option("--json", "want_json", is_flag=True, help="Print the outcome as JSON.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
+def tune(
+    n: int,
+    command: tuple[str, ...],
+    output: Path | None,
+    threads: tuple[int, ...] | None,
+    cycle_times_ms: tuple[float, ...] | None,
+    fusion_thresholds_mb: tuple[float, ...] | None,
+    limit: int,
+    repeats: int,
+    confirmations: int,
+    budget: float | None,
+    wall: bool,
+    seed: int,
+    want_json: bool,
+    **where: Any,
+) -> int:
+    """Find launcher, cycle time, fusion threshold and threads that make COMMAND fast on N ranks here, by running it.
+
+    COMMAND is run many times, whole, with `hvdkit launch`: keep it short (seconds), but with the model and the batch
+    size that matter. Compared are the seconds of its closing line `Hvd Procs N Total time: X second`, else the wall
+    time of whole jobs. A setting is adopted only when fresh runs show it to be faster than the default, by a 95 %
+    confidence interval that lies above 1. Progress is on standard error.
+
+    Exit status: 0, also when nothing is better than the default; 1 when the job fails with the default settings;
+    130 after Ctrl-C, which tells the best so far and writes no file.
+
+    \b
+    Examples:
+      hvdkit tune -n 2 -o tuned.json -- python examples/pytorch/cnn.py --epochs 2
+      hvdkit launch -n 2 --tuned tuned.json -- python examples/pytorch/cnn.py
+      hvdkit tune -n 4 --launcher mpirun --threads 1,2,4 --fusion-thresholds-mb '' --budget 600 -- python train.py
+    """
+    require_scipy()
+    wish = here.Wish(n, command, **where)
+    found = here.look(wish)
+    rng = np.random.default_rng(seed)
+    candidates = _space(found, threads, cycle_times_ms, fusion_thresholds_mb).candidates(limit, rng)
+    if not candidates:
+        raise click.UsageError("There is nothing to try beside the default; name at least one value.")
+    effort = Effort(repeats, confirmations, budget_s=budget)
+    search = Search(candidates, Launch(n, command, wish.options()), effort, rng, wall)
+    subject = report.Subject(
+        n, command, found.describe(), found.facts.cores, seed, found.notes(),
+        wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None,
+    )  # fmt: skip
+    status = _run(search, subject)
+    if want_json:
+        click.echo(json.dumps(report.as_json(search, subject, interrupted=status != 0), indent=2))
+    else:
+        click.echo(report.text(search, subject, interrupted=status != 0))
+    if output is not None and status == 0:
+        _save(output, search, subject)
+    return status
+
+
+def _space(
+    found: here.Here,
+    threads: tuple[int, ...] | None,
+    cycle_times_ms: tuple[float, ...] | None,
+    fusion_thresholds_mb: tuple[float, ...] | None,
+) -> Space:
+    """What is tried: the values that were asked for, else those that suit most machines."""
+    fusion = None if fusion_thresholds_mb is None else tuple(round(size * MIB) for size in fusion_thresholds_mb)
+    return Space(
+        found.launchers(),
+        found.threads() if threads is None else threads,
+        CYCLE_TIMES_MS if cycle_times_ms is None else cycle_times_ms,
+        FUSION_THRESHOLDS_BYTES if fusion is None else fusion,
+    )
+
+
+def _run(search: Search, subject: report.Subject) -> int:
+    """Run the search; 0, or 128 and the number of the signal that ended it."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    with ended_by_signals(), Shown(console, search.effort.jobs(len(search.candidates))) as search.watcher:
+        search.watcher.says(f"trying {len(search.candidates)} settings: {'; '.join(map(label, search.candidates))}")
+        for note in subject.notes:
+            search.watcher.says(note)
+        try:
+            search.go()
+        except Ended as ended:
+            return 128 + ended.number
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+    return 0
+
+
+def _save(file: Path, search: Search, subject: report.Subject) -> None:
+    try:
+        report.save(file, search, subject)
+    except OSError as error:
+        raise HvdkitError(f"{file} cannot be written: {error.strerror}; the result is the text above.") from error
+    what = "the defaults, by which nothing changes" if search.best() is None else "what was adopted"
+    click.echo(f"{file} holds {what}: hvdkit launch -n {subject.n} --tuned {file} -- COMMAND", err=True)

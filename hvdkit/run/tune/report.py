@@ -1,0 +1,191 @@
+"""The outcome of a search: as text, as JSON, and as the file that ``hvdkit launch --tuned`` takes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdkit.run.launch import tuned
+from hvdkit.run.launch.tuned import Tuned
+from hvdkit.run.trials.space import DEFAULT, label
+from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search
+from hvdkit.run.tune.statistics import Speedup
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was tuned.
+
+    Attributes:
+        n: number of ranks.
+        command: what each rank runs.
+        default: what the default settings are here, such as "mpirun, 1 thread".
+        cores: usable cores of this machine.
+        seed: of the order of the jobs.
+        notes: what a reader of the numbers should know, full sentences.
+        launcher: "mpirun" or "horovodrun" when every job was told to use it, else None.
+    """
+
+    n: int
+    command: Sequence[str]
+    default: str
+    cores: int
+    seed: int
+    notes: tuple[str, ...] = ()
+    launcher: str | None = None
+
+
+def verdict(search: Search, *, interrupted: bool = False) -> str:
+    """What follows, in a sentence or two."""
+    if interrupted:
+        return f"Interrupted: nothing is adopted and no file is written. {_so_far(search)}"
+    best = search.best()
+    if best is not None:
+        found = search.confirmed()[best]
+        return f"Adopted: {label(best)}, {found.ratio:.3f} times as fast as the default ({_interval(found)})."
+    if search.candidates and len(search.failures) == len(search.candidates):
+        return "Every setting but the default failed: the defaults stay."
+    if not search.finalists and not search.budget_ended:
+        return "Every setting was slower than the default beyond noise: the defaults stay."
+    if not search.confirmed() and search.budget_ended:
+        return f"The budget was up before any setting could be confirmed: the defaults stay. {_so_far(search)}"
+    return "No setting is better than the default beyond noise: the defaults stay."
+
+
+def text(search: Search, subject: Subject, *, interrupted: bool = False) -> str:
+    """The outcome for a reader."""
+    lines = [f"{subject.n} ranks of: {' '.join(subject.command)}"]
+    lines += [f"default: {subject.default}; {_measure(search)}", *subject.notes, ""]
+    width = max(len(label(setting)) for setting in (DEFAULT, *search.candidates))
+    lines.append(f"{'setting':{width}}  runs  median s  speed-up in the runs that select")
+    for setting in _shown(search):
+        seconds = [*search.screening.seconds(setting), *search.confirming.seconds(setting)]
+        median = f"{statistics.median(seconds):.3f}" if seconds else "-"
+        lines.append(f"{label(setting):{width}}  {len(seconds):4}  {median:>8}  {_selected(search, setting)}".rstrip())
+    confirmed = search.confirmed()
+    if confirmed:
+        lines += ["", f"Fresh runs of the finalists ({_explained(len(search.finalists))}):"]
+        lines += [
+            f"{label(setting):{width}}  {found.ratio:.3f}  {_interval(found)}, {found.pairs} pairs"
+            for setting, found in confirmed.items()
+        ]
+    for setting, reason in search.failures.items():
+        lines += ["", f"Dropped: {label(setting)}, whose job {reason}"]
+    return "\n".join([*lines, "", verdict(search, interrupted=interrupted)])
+
+
+def as_json(search: Search, subject: Subject, *, interrupted: bool = False) -> dict[str, Any]:
+    """The outcome for a program."""
+    best = None if interrupted else search.best()
+    leader = search.leader()
+    return {
+        "hvdkit": "tune",
+        "version": 1,
+        **_subject(search, subject),
+        "interrupted": interrupted,
+        "budget_ended": search.budget_ended,
+        "adopted": None if best is None else _settings(best),
+        "verdict": verdict(search, interrupted=interrupted),
+        "leader": None if leader is None else {"settings": _settings(leader[0]), "speedup": leader[1]},
+        "confirmed": _confirmed(search),
+        "settings": [
+            {
+                "settings": _settings(setting),
+                "speedup_in_selection": search.screening.ratio(setting),
+                "selection_seconds": search.screening.seconds(setting),
+                "confirmation_seconds": search.confirming.seconds(setting),
+                "failure": search.failures.get(setting),
+            }
+            for setting in (DEFAULT, *search.candidates)
+        ],
+    }
+
+
+def save(path: Path, search: Search, subject: Subject) -> Tuned:
+    """Write what was adopted, or the defaults, for ``hvdkit launch --tuned``; returns what was written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    best = search.best()
+    settings = DEFAULT if best is None else best
+    if best is not None and subject.launcher is not None:
+        settings = Tuned(**{**asdict(best), "launcher": subject.launcher})
+    measured = {**_subject(search, subject), "verdict": verdict(search), "confirmed": _confirmed(search)}
+    tuned.write(path, settings, measured)
+    return settings
+
+
+def _subject(search: Search, subject: Subject) -> dict[str, Any]:
+    return {
+        "ranks": subject.n,
+        "command": list(subject.command),
+        "default": subject.default,
+        "cores": subject.cores,
+        "notes": list(subject.notes),
+        "measure": search.measure,
+        "seed": subject.seed,
+    }
+
+
+def _settings(setting: Tuned) -> dict[str, Any]:
+    return {name: value for name, value in asdict(setting).items() if value not in (None, "")}
+
+
+def _confirmed(search: Search) -> list[dict[str, Any]]:
+    return [
+        {
+            "settings": _settings(setting),
+            "speedup": found.ratio,
+            "low": found.low,
+            "high": found.high if math.isfinite(found.high) else None,
+            "confidence": found.confidence,
+            "pairs": found.pairs,
+        }
+        for setting, found in search.confirmed().items()
+    ]
+
+
+def _shown(search: Search) -> list[Tuned]:
+    """The default, then the settings, by their speed-up."""
+    return [DEFAULT, *sorted(search.candidates, key=lambda setting: -(search.screening.ratio(setting) or 0.0))]
+
+
+def _selected(search: Search, setting: Tuned) -> str:
+    if setting == DEFAULT:
+        return "1"
+    ratio = search.screening.ratio(setting)
+    words = [] if ratio is None else [f"{ratio:.3f}"]
+    words += ["finalist"] if setting in search.finalists else []
+    words += ["failed"] if setting in search.failures else []
+    return ", ".join(words)
+
+
+def _measure(search: Search) -> str:
+    if not search.measure:
+        return "nothing was measured"
+    what = "'Total time' of the closing line" if search.measure == CLOSING_LINE else "wall time of the whole job"
+    return f"measured: {what}"
+
+
+def _explained(finalists: int) -> str:
+    alone = f"default / setting, paired by round, {100 * CONFIDENCE:g} % Student t of the log ratios"
+    return alone if finalists == 1 else f"{alone} for the {finalists} together, Bonferroni"
+
+
+def _interval(found: Speedup) -> str:
+    return f"interval {found.low:.3f} to {found.high:.3f}"
+
+
+def _so_far(search: Search) -> str:
+    leader = search.leader()
+    if leader is None:
+        return "Nothing can be compared yet."
+    setting, ratio = leader
+    if ratio <= 1:
+        return f"Best so far are the defaults; next, unconfirmed: {label(setting)}, {ratio:.3f} times as fast."
+    return f"Best so far, unconfirmed: {label(setting)}, {ratio:.3f} times as fast as the default."

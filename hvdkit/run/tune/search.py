@@ -1,0 +1,276 @@
+"""Which jobs are run, in which order, and what follows from their times.
+
+Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): every setting runs a few times, the better half goes
+on with twice as many runs, until few are left. In each round every setting left and the default run once, in random
+order, and times are compared within rounds, so that a machine that grows slower by the hour favours nobody.
+
+The best of several looks better than it is, by luck. The runs of the halving therefore only select; the finalists are
+then run anew, and their intervals come from these runs alone, with Bonferroni's correction for their number.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hvdkit.errors import LaunchError
+from hvdkit.run.launch.tuned import Tuned
+from hvdkit.run.trials.jobs import Job, Run
+from hvdkit.run.trials.space import DEFAULT, label
+from hvdkit.run.tune.statistics import Speedup, each_of, speedup
+
+CLOSING_LINE = "closing line"
+WALL_TIME = "wall time"
+CONFIDENCE = 0.95
+_PATIENCE = 10
+"""A job that takes so many times as long as usual is ended ..."""
+_LEAST_PATIENCE_S = 30.0
+"""... but not before so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is run.
+
+    Attributes:
+        repeats: rounds of the first rung, >= 1; every later rung has twice as many as the one before.
+        confirmations: rounds of fresh runs for the finalists, >= 2.
+        finalists: settings that these are for, >= 1.
+        budget_s: seconds for all, None for no limit; no job is begun that would probably not end in time.
+    """
+
+    repeats: int = 2
+    confirmations: int = 8
+    finalists: int = 2
+    budget_s: float | None = None
+
+    def rungs(self, candidates: int) -> list[tuple[int, int]]:
+        """Settings and rounds of each rung for so many candidates."""
+        found, repeats = [], self.repeats
+        while candidates > self.finalists:
+            found.append((candidates, repeats))
+            candidates, repeats = self.after(candidates), 2 * repeats
+        return found
+
+    def after(self, candidates: int) -> int:
+        """How many of so many candidates go on."""
+        return max(self.finalists, -(-candidates // 2))
+
+    def jobs(self, candidates: int) -> int:
+        """The most jobs that are run: the first one, the halving and the fresh runs."""
+        halving = sum((1 + count) * rounds for count, rounds in self.rungs(candidates))
+        return 1 + halving + (1 + min(candidates, self.finalists)) * self.confirmations
+
+
+class Rounds:
+    """Seconds by round and setting; a round may be incomplete."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[Tuned, float]] = []
+
+    def begin(self) -> dict[Tuned, float]:
+        """A new round, to be filled."""
+        self._rows.append({})
+        return self._rows[-1]
+
+    def pairs(self, setting: Tuned) -> list[tuple[float, float]]:
+        """Seconds of the default and of a setting, in every round that has both."""
+        return [(row[DEFAULT], row[setting]) for row in self._rows if DEFAULT in row and setting in row]
+
+    def seconds(self, setting: Tuned) -> list[float]:
+        """All that was measured with a setting."""
+        return [row[setting] for row in self._rows if setting in row]
+
+    def ratio(self, setting: Tuned) -> float | None:
+        """The speed-up without an interval; None where nothing is there to compare."""
+        pairs = self.pairs(setting)
+        return speedup(pairs, CONFIDENCE).ratio if pairs else None
+
+
+class Watcher:
+    """Is told what happens; this one keeps it to itself."""
+
+    def begins(self, stage: str, setting: Tuned, job: int) -> None:
+        """Job number ``job`` of ``Search.jobs`` begins."""
+
+    def says(self, sentence: str) -> None:
+        """A step is done, or a setting was dropped."""
+
+
+class _TimeIsUpError(Exception):
+    """The next job would probably end after the time for it."""
+
+
+@dataclass
+class Search:
+    """Runs the jobs; what is measured stays here, also when ``go`` is interrupted.
+
+    Attributes:
+        candidates: the settings to try, without the default.
+        run: runs one job.
+        effort: how much is run.
+        rng: draws the order within a round.
+        wall: compare wall seconds of the whole job even where there is a closing line.
+        clock: seconds now.
+        watcher: is told what happens.
+        screening, confirming: what was measured to select, and afresh for the finalists.
+        finalists: the settings that were selected; () before.
+        failures: settings that were dropped, and why.
+        measure: ``CLOSING_LINE`` or ``WALL_TIME``; "" before the first job has ended.
+        budget_ended: the budget was up before all was run.
+    """
+
+    candidates: Sequence[Tuned]
+    run: Run
+    effort: Effort
+    rng: np.random.Generator
+    wall: bool = False
+    clock: Callable[[], float] = time.monotonic
+    watcher: Watcher = field(default_factory=Watcher)
+    screening: Rounds = field(default_factory=Rounds, init=False)
+    confirming: Rounds = field(default_factory=Rounds, init=False)
+    finalists: tuple[Tuned, ...] = field(default=(), init=False)
+    failures: dict[Tuned, str] = field(default_factory=dict, init=False)
+    measure: str = field(default="", init=False)
+    budget_ended: bool = field(default=False, init=False)
+    _begun: int = field(default=0, init=False)
+    _start: float = field(default=0.0, init=False)
+    _walls_s: list[float] = field(default_factory=list, init=False)
+
+    def go(self) -> None:
+        """Run all of it.
+
+        Raises:
+            LaunchError: the job fails with the default settings.
+            KeyboardInterrupt: by Ctrl-C; what is measured stays.
+        """
+        self._start = self.clock()
+        self._warm_up()
+        self.finalists = tuple(self._screen())
+        if self.finalists:
+            self._confirm()
+
+    def _warm_up(self) -> None:
+        """One job that is not counted: files get cached, and it shows what can be measured and how long it takes."""
+        job = self._job("first run, not counted", DEFAULT, self.effort.budget_s)
+        self._check_default(job.failure)
+        self.measure = WALL_TIME if self.wall or job.closing_s is None else CLOSING_LINE
+        jobs = self.effort.jobs(len(self.candidates))
+        most = "" if self.effort.budget_s is None else f", ended after {self.effort.budget_s:g} s"
+        what = "'Total time' of its closing line" if self.measure == CLOSING_LINE else "wall time of the whole job"
+        about = f"{job.wall_s:.1f} s a job, at most {jobs} jobs, about {math.ceil(jobs * job.wall_s / 60)} min"
+        self.watcher.says(f"measured is the {what}; {about}{most}")
+
+    def _screen(self) -> list[Tuned]:
+        left = list(self.candidates)
+        for rung, (_, rounds) in enumerate(self.effort.rungs(len(left)), start=1):
+            if len(left) <= self.effort.finalists:
+                break
+            in_time = self._rounds(self.screening, f"rung {rung}", left, rounds, self._deadline(screening=True))
+            left = self._ranked(left)
+            left = left[: self.effort.after(len(left)) if in_time else self.effort.finalists]
+            self.watcher.says(f"rung {rung}: left are {'; '.join(map(label, left)) or 'none'}")
+            if not in_time:
+                self.watcher.says("the time for the selection is up")
+                break
+        if len(self.candidates) <= self.effort.finalists:
+            return left
+        return [setting for setting in left if speedup(self.screening.pairs(setting), CONFIDENCE).high > 1]
+
+    def _ranked(self, settings: Sequence[Tuned]) -> list[Tuned]:
+        """Best first; without those that failed or that nothing is known of."""
+        ratios = {setting: self.screening.ratio(setting) for setting in settings if setting not in self.failures}
+        known = {setting: ratio for setting, ratio in ratios.items() if ratio is not None}
+        return sorted(known, key=known.__getitem__, reverse=True)
+
+    def _confirm(self) -> None:
+        in_time = self._rounds(
+            self.confirming, "fresh runs", self.finalists, self.effort.confirmations, self._deadline(screening=False)
+        )
+        if not in_time:
+            self.watcher.says("the budget is up")
+
+    def _rounds(
+        self, rounds: Rounds, stage: str, settings: Sequence[Tuned], count: int, deadline: float | None
+    ) -> bool:
+        """Run ``count`` rounds of the settings and the default; False when the time was up before."""
+        try:
+            for number in range(count):
+                members = [DEFAULT, *(setting for setting in settings if setting not in self.failures)]
+                if len(members) == 1:
+                    break
+                row = rounds.begin()
+                for index in self.rng.permutation(len(members)):
+                    if deadline is not None and self.clock() + self._usual_s > deadline:
+                        raise _TimeIsUpError
+                    self._measure(f"{stage}, round {number + 1} of {count}", members[index], row)
+        except _TimeIsUpError:
+            self.budget_ended = True
+            return False
+        return True
+
+    def _measure(self, stage: str, setting: Tuned, row: dict[Tuned, float]) -> None:
+        job = self._job(stage, setting, max(_LEAST_PATIENCE_S, _PATIENCE * self._usual_s))
+        seconds = job.closing_s if self.measure == CLOSING_LINE else job.wall_s
+        failure = job.failure
+        if failure is None and (seconds is None or seconds <= 0):
+            failure = "printed no closing line with a time above 0, unlike the first run"
+        if setting == DEFAULT:
+            self._check_default(failure)
+        if failure is not None:
+            self.failures[setting] = failure
+            self.watcher.says(f"dropped: {label(setting)}, whose job {failure}")
+        elif seconds is not None:
+            row[setting] = seconds
+
+    def _job(self, stage: str, setting: Tuned, timeout_s: float | None) -> Job:
+        self._begun += 1
+        self.watcher.begins(stage, setting, self._begun)
+        job = self.run(setting, timeout_s)
+        self._walls_s.append(job.wall_s)
+        return job
+
+    @property
+    def _usual_s(self) -> float:
+        """Seconds that a job takes; the first one, which finds cold files, counts only while there is no other."""
+        return statistics.median(self._walls_s[1:] or self._walls_s)
+
+    @staticmethod
+    def _check_default(failure: str | None) -> None:
+        if failure is not None:
+            raise LaunchError(f"With the default settings the job fails, so nothing can be compared: it {failure}")
+
+    def _deadline(self, *, screening: bool) -> float | None:
+        """When the stage has to end; the fresh runs keep the time that they need, at most half of the budget."""
+        if self.effort.budget_s is None:
+            return None
+        fresh_s = (1 + self.effort.finalists) * self.effort.confirmations * self._usual_s if screening else 0.0
+        return self._start + self.effort.budget_s - min(fresh_s, self.effort.budget_s / 2)
+
+    # What follows
+
+    def confirmed(self) -> dict[Tuned, Speedup]:
+        """The finalists, best first, by their fresh runs; all intervals together hold with ``CONFIDENCE``."""
+        found = {}
+        for setting in self.finalists:
+            pairs = self.confirming.pairs(setting)
+            if pairs and setting not in self.failures:
+                found[setting] = speedup(pairs, each_of(len(self.finalists), CONFIDENCE))
+        return dict(sorted(found.items(), key=lambda item: item[1].ratio, reverse=True))
+
+    def best(self) -> Tuned | None:
+        """The best finalist whose whole interval lies above 1; None where no setting is better beyond noise."""
+        return next((setting for setting, found in self.confirmed().items() if found.low > 1), None)
+
+    def leader(self) -> tuple[Tuned, float] | None:
+        """The best so far with its speed-up, whatever it is worth; None before anything can be compared."""
+        for setting, found in self.confirmed().items():
+            return setting, found.ratio
+        for setting in self._ranked(self.candidates):
+            return setting, self.screening.ratio(setting) or 0.0
+        return None

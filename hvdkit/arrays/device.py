@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import device
 from hvdkit.steps.topology import Topology
 
@@ -32,15 +31,9 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/n
 
 def pin(world: Topology, kind: str, threads: int | None, environ: MutableMapping[str, str]) -> str:
     """See ``hvdkit.arrays.pin_device``."""
-    if kind not in ("auto", "gpu", "cpu"):
-        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
-    if threads is not None and threads < 1:
-        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
+    device.require_wish(kind, threads)
     gpus = visible_gpus(environ)
-    if kind == "gpu" and not gpus:
-        raise InvalidArgumentError(
-            "a GPU was asked for, but none is visible; use kind='cpu', or check CUDA_VISIBLE_DEVICES and `nvidia-smi`."
-        )
+    device.require_gpu(kind, len(gpus), "this process", "nvidia-smi")
     _set_threads(threads, world, environ)
     if not gpus or kind == "cpu":
         return "cpu"

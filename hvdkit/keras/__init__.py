@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
@@ -33,6 +33,7 @@ if int(keras.__version__.split(".")[0]) < 3:
 from hvdkit.common import keras_optimizer
 from hvdkit.keras import checkpoint, device, state
 from hvdkit.keras import data as keras_data
+from hvdkit.keras import optimizer as averaging
 from hvdkit.keras.agreement import CheckAgreement, check_agreement
 from hvdkit.keras.checkpoint import Checkpoint
 from hvdkit.keras.elastic import ElasticCommit, ElasticState, run_elastic
@@ -45,7 +46,6 @@ from hvdkit.keras.trainer.evaluate import evaluate
 from hvdkit.keras.trainer.metrics import AverageMetrics
 from hvdkit.keras.trainer.step_times import RecordSteps
 from hvdkit.keras.trainer.timeline import RecordTimeline
-from hvdkit.keras.transport import TRANSPORT
 
 __all__ = [
     "AverageMetrics",
@@ -183,13 +183,8 @@ def distribute(
     Raises:
         InvalidArgumentError: bad options, a Keras 2 optimizer, one distributed already, or ``init`` was not called.
     """
-    keras_optimizer.require_keras_3(optimizer, keras.optimizers.Optimizer, "distribute")
-    state.world()
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    if options.op == "adasum":
-        raise InvalidArgumentError("op='adasum' combines whole updates, which Keras does not expose; use op='average'.")
-    reduce, ranks = TRANSPORT.reducer(options, process_set)
-    return keras_optimizer.distribute_optimizer(optimizer, options, reduce, ranks)
+    return averaging.distribute(optimizer, options, process_set)
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import keras
 
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import device
 from hvdkit.steps.topology import Topology
 
@@ -19,10 +18,7 @@ def pin(world: Topology, kind: str, threads: int | None) -> str:
         from hvdkit import tensorflow
 
         return tensorflow.pin_device(world, kind, threads).strip("/").lower()
-    if kind not in ("auto", "gpu", "cpu"):
-        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
-    if threads is not None and threads < 1:
-        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
+    device.require_wish(kind, threads)
     share = threads or _environment_threads() or device.cpu_threads_here(world.local_size)
     return _pin_torch(world, kind, share) if backend == "torch" else _pin_jax(world, kind, share)
 
@@ -75,9 +71,5 @@ def _cuda_gpus() -> int:
 
 
 def _without_gpu(kind: str, backend: str) -> str:
-    if kind == "gpu":
-        raise InvalidArgumentError(
-            f"a GPU was asked for, but the {backend} backend sees none; use kind='cpu', or check CUDA_VISIBLE_DEVICES "
-            "and `hvdkit doctor`."
-        )
+    device.require_gpu(kind, 0, f"the {backend} backend")
     return "cpu:0"

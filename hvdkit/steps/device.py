@@ -7,6 +7,34 @@ import os
 from hvdkit.errors import InvalidArgumentError, LauncherError
 
 
+def require_wish(kind: str, threads: int | None) -> None:
+    """Refuse what no adapter's ``pin_device`` can do.
+
+    Raises:
+        InvalidArgumentError: an unknown kind, or threads < 1.
+    """
+    if kind not in ("auto", "gpu", "cpu"):
+        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
+    if threads is not None and threads < 1:
+        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
+
+
+def require_gpu(kind: str, visible: int, who: str, look: str = "hvdkit doctor") -> None:
+    """Refuse kind "gpu" where there is none.
+
+    Args:
+        visible: GPUs that this process can see.
+        who: sees none, such as "PyTorch".
+        look: the command that says why.
+    Raises:
+        InvalidArgumentError: it was asked for, and there is none.
+    """
+    if kind == "gpu" and visible == 0:
+        raise InvalidArgumentError(
+            f"a GPU was asked for, but {who} sees none; use kind='cpu', or check CUDA_VISIBLE_DEVICES and `{look}`."
+        )
+
+
 def device_index(local_rank: int, visible: int) -> int:
     """Index of the accelerator that this process uses, among those it can see.
 

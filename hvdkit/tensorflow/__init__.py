@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import device, step_times, topology
+from hvdkit.steps import step_times, topology
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -30,7 +30,7 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit.tensorflow import data, state
+from hvdkit.tensorflow import data, device, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -102,21 +102,7 @@ def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) 
             started with other settings.
         LauncherError: more processes on this host than GPUs.
     """
-    if kind not in ("auto", "gpu", "cpu"):
-        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
-    if threads is not None and threads < 1:
-        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
-    visible = tf.config.list_physical_devices("GPU")
-    if kind == "gpu" and not visible:
-        raise InvalidArgumentError(
-            "a GPU was asked for, but TensorFlow sees none; use kind='cpu', or check CUDA_VISIBLE_DEVICES and "
-            "`hvdkit doctor`."
-        )
-    pinned = []
-    if visible and kind != "cpu":
-        pinned = [visible[device.device_index(world.local_rank, len(visible))]]
-    state.pin(pinned, threads, world.local_size)
-    return "/GPU:0" if pinned else "/CPU:0"
+    return device.pin(world, kind, threads)
 
 
 # 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement, device, metrics
+from hvdkit.steps import agreement, metrics
 from hvdkit.steps.root import on_root as on_root_of
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow import seeds
@@ -25,42 +23,6 @@ def require_eager(what: str) -> None:
     """Raise InvalidArgumentError inside ``tf.function``, where this would run once, while tracing."""
     if not tf.executing_eagerly():
         raise InvalidArgumentError(f"{what} cannot run inside tf.function; call it outside, between the steps.")
-
-
-def pin(gpus: list[Any], threads: int | None, local_size: int) -> None:
-    """Make ``gpus`` the only ones that TensorFlow uses, their memory growing, and limit its threads.
-
-    Raises:
-        InvalidArgumentError: TensorFlow has started with other settings.
-    """
-    try:
-        tf.config.set_visible_devices(gpus, "GPU")
-        for gpu in gpus:
-            tf.config.experimental.set_memory_growth(gpu, True)
-        if threads is not None:
-            _set_threads(threads)
-    except RuntimeError as error:
-        raise InvalidArgumentError(
-            f"TensorFlow has started with other settings ({error}); call pin_device right after init(), before the "
-            "first tensor, variable or model."
-        ) from error
-    if threads is not None or tf.config.threading.get_intra_op_parallelism_threads() > 0:
-        return
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    try:
-        _set_threads(int(given) if given.isdecimal() else device.cpu_threads_here(local_size))
-    except RuntimeError:
-        warnings.warn(
-            "TensorFlow has started already and keeps a thread for every core, on every rank of this host; call "
-            "pin_device right after init(), before the first tensor, variable or model.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def _set_threads(threads: int) -> None:
-    tf.config.threading.set_intra_op_parallelism_threads(threads)
-    tf.config.threading.set_inter_op_parallelism_threads(threads)
 
 
 def model_variables(model: Any) -> list[Any]:

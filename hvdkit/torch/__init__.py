@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import device, step_times, topology
+from hvdkit.steps import step_times, topology
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -34,7 +34,7 @@ if not hasattr(hvd, "init"):
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
 
-from hvdkit.torch import data, state
+from hvdkit.torch import data, device, state
 from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
@@ -106,25 +106,7 @@ def pin_device(world: Topology, kind: str = "auto", threads: int | None = None) 
         InvalidArgumentError: an unknown kind, threads < 1, or "gpu" where PyTorch sees none.
         LauncherError: more processes on this host than GPUs.
     """
-    if kind not in ("auto", "gpu", "cpu"):
-        raise InvalidArgumentError(f"kind must be auto, gpu or cpu, got {kind!r}.")
-    if threads is not None and threads < 1:
-        raise InvalidArgumentError(f"threads must be at least 1, got {threads}.")
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "gpu" and visible == 0:
-        raise InvalidArgumentError(
-            "a GPU was asked for, but PyTorch sees none; use kind='cpu', or check CUDA_VISIBLE_DEVICES and "
-            "`hvdkit doctor`."
-        )
-    if threads is not None:
-        torch.set_num_threads(threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(device.cpu_threads_here(world.local_size))
-    if visible == 0 or kind == "cpu":
-        return torch.device("cpu")
-    pinned = torch.device("cuda", device.device_index(world.local_rank, visible))
-    torch.cuda.set_device(pinned)
-    return pinned
+    return device.pin(world, kind, threads)
 
 
 # 3: scale_lr is the neutral one ---------------------------------------------------------------------------------------

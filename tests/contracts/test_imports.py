@@ -1,4 +1,4 @@
-"""Imports flow down: cli -> tools -> steps -> errors, adapters -> steps -> errors; the top loads nothing heavy."""
+"""Imports flow down: cli, measure, run, prepare and read, common, steps, errors; adapters stand on steps."""
 
 import ast
 import subprocess
@@ -13,8 +13,31 @@ from hvdkit.cli import COMMANDS
 PACKAGE = Path(hvdkit.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 ADAPTERS = ("torch", "tensorflow", "keras", "arrays")
+FLOORS = ("prepare", "run", "measure", "read")
 WITHOUT_HOROVOD = ("arrays",)  # over mpi4py
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "horovod", "mpi4py", "tf_keras"}
+BELOW = {
+    "errors": set(),
+    "steps": {"errors"},
+    "top": {"errors", "steps"},
+    "common": {"top", "errors", "steps"},
+    "torch": {"top", "errors", "steps"},
+    "arrays": {"top", "errors", "steps"},
+    "tensorflow": {"top", "errors", "steps", "common"},
+    "keras": {"top", "errors", "steps", "common", "tensorflow"},
+    "datasets": {"top", "errors", "steps", "common"},
+    "flags": {"top", "errors", "steps", "datasets"},
+    "synthetic": {"top", "errors", "steps", "torch", "tensorflow", "keras"},
+    "prepare": {"top", "errors", "steps", "common"},
+    "read": {"top", "errors", "steps", "common"},
+    "run": {"top", "errors", "steps", "common", "prepare", "read"},
+    "measure": {"top", "errors", "steps", "common", "prepare", "read", "run", "synthetic"},
+    "cli": {"top", "errors", "common"},
+    "__main__": {"cli"},
+}
+"""What each room may import; nothing upward, no circle."""
+LIES_BELOW_ADAPTERS = "hvdkit.common.keras_optimizer"
+"""Imports Keras: both hvdkit.keras and hvdkit.tensorflow stand on it, and no tool does."""
 
 
 def name_of(path: Path) -> str:
@@ -22,10 +45,12 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+NAMES = {name_of(path) for path in MODULES}
+
+
 def room_of(module: str) -> str:
-    """The room of an hvdkit module: errors, steps, an adapter with its insides, cli, or the tool's name."""
-    first = module.split(".")[1] if "." in module else "top"
-    return next((adapter for adapter in ADAPTERS if first == adapter or first.startswith(f"{adapter}_")), first)
+    """The first part of a module's name after ``hvdkit``: a floor, an adapter, steps, errors, cli ..."""
+    return module.split(".")[1] if "." in module else "top"
 
 
 def imported(path: Path, *, at_import_time: bool) -> set[str]:
@@ -37,8 +62,7 @@ def imported(path: Path, *, at_import_time: bool) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} uses a relative import"
-            found.add(node.module or "")
-            found.update(f"{node.module}.{alias.name}" for alias in node.names if node.module == "hvdkit")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
         for child in ast.iter_child_nodes(node):
             if not (at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
                 visit(child)
@@ -47,34 +71,71 @@ def imported(path: Path, *, at_import_time: bool) -> set[str]:
     return found
 
 
-def hvdkit_rooms(names: set[str]) -> set[str]:
-    own = {name for name in names if name.startswith("hvdkit.")}
-    return {room_of(name) for name in own if (PACKAGE / name.split(".")[1]).is_dir() or _is_module(name.split(".")[1])}
+def hvdkit_modules(names: set[str]) -> set[str]:
+    """The modules of hvdkit among imported names: of ``hvdkit.steps.epochs.steps_per_epoch`` it is the module."""
+    found = set()
+    for name in names:
+        if name.split(".")[0] == "hvdkit":
+            while name not in NAMES:
+                name = name.rpartition(".")[0]
+            found.add(name)
+    return found
 
 
-def _is_module(name: str) -> bool:
-    return (PACKAGE / f"{name}.py").is_file()
+def command_of(module: str) -> str:
+    """The command's folder of a module on a floor, such as ``prepare.install``."""
+    return ".".join(module.split(".")[1:3])
+
+
+def test_the_package_is_one_look():
+    """What is at the top: the house's rooms, and at most six modules."""
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == {"steps", *ADAPTERS, "datasets", "synthetic", *FLOORS, "common"}
+    assert len(list(PACKAGE.glob("*.py"))) <= 6
+    assert {room_of(name) for name in NAMES} == set(BELOW), "every room has a row in BELOW, and every row a room"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_flow_down(path):
     module = name_of(path)
     room = room_of(module)
-    rooms = hvdkit_rooms(imported(path, at_import_time=False)) - {room}
-    if room == "errors":
-        allowed = set()
-    elif room in ("steps", "top"):
-        allowed = {"errors"} | ({"steps"} if room == "top" else set())
-    elif room in ADAPTERS:
-        allowed = {"errors", "steps"} | ({"tensorflow"} if room == "keras" else set())
-        if module == "hvdkit.tensorflow":
-            allowed |= {"keras"}  # distribute(optimizer): the optimizer of a TensorFlow loop is a Keras optimizer
-    else:
-        allowed = {other for other in map(room_of, map(name_of, MODULES)) if other not in ADAPTERS and other != "cli"}
-    assert rooms <= allowed, f"{module} ({room}) imports {rooms - allowed}"
+    rooms = {room_of(name) for name in hvdkit_modules(imported(path, at_import_time=False))} - {room}
+    assert rooms <= BELOW[room], f"{module} ({room}) imports {rooms - BELOW[room]}"
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if room_of(name_of(path)) not in ADAPTERS], ids=name_of)
+def test_no_tool_stands_on_an_adapters_inside():
+    assert (PACKAGE / "common" / "keras_optimizer.py").is_file()
+    users = {
+        room_of(name_of(path))
+        for path in MODULES
+        if LIES_BELOW_ADAPTERS in hvdkit_modules(imported(path, at_import_time=False))
+    }
+    assert users == {"keras", "tensorflow"}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_no_circle_among_the_commands_of_a_floor(floor):
+    edges: dict[str, set[str]] = {}
+    for path in MODULES:
+        module = name_of(path)
+        if room_of(module) == floor:
+            own = {name for name in hvdkit_modules(imported(path, at_import_time=False)) if room_of(name) == floor}
+            edges.setdefault(command_of(module), set()).update(map(command_of, own))
+    assert len(edges) > 1, f"nothing was found on {floor}"
+    left = {room: others - {room, floor} for room, others in edges.items() if room != floor}
+    while free := [room for room, others in left.items() if not others & left.keys()]:
+        for room in free:
+            del left[room]
+    assert not left, f"circle among {sorted(left)}"
+
+
+BESIDE_FRAMEWORKS = (*ADAPTERS, "synthetic")
+TOOLS = [
+    path for path in MODULES if room_of(name_of(path)) not in BESIDE_FRAMEWORKS and name_of(path) != LIES_BELOW_ADAPTERS
+]
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=name_of)
 def test_only_adapters_import_a_framework_at_import_time(path):
     roots = {name.split(".")[0] for name in imported(path, at_import_time=True)}
     assert not roots & FRAMEWORKS
@@ -107,7 +168,7 @@ def test_every_command_teaches_and_loads_no_framework(command):
     assert not loaded_by(f"import {COMMANDS[command][0].partition(':')[0]}") & FRAMEWORKS
 
 
-@pytest.mark.parametrize("adapter", [adapter for adapter in ADAPTERS if _is_module(adapter)])
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("missing", ["framework", "horovod"])
 def test_an_adapter_without_its_framework_names_the_command_that_helps(adapter, missing):
     if missing == "horovod" and adapter in WITHOUT_HOROVOD:

@@ -12,7 +12,7 @@ from hvdkit import errors
 
 PACKAGE = Path(hvdkit.__file__).parent
 ROOT = PACKAGE.parent
-ADAPTERS = [name for name in ("torch", "tensorflow", "keras", "arrays") if (PACKAGE / f"{name}.py").is_file()]
+ADAPTERS = ("torch", "tensorflow", "keras", "arrays")
 STEPS = (
     "init", "pin_device", "scale_lr", "distribute", "broadcast_state", "Checkpoints", "shard", "steps_per_epoch",
 )  # fmt: skip
@@ -21,25 +21,60 @@ BESIDE = ("warmup", "average_metrics", "check_agreement", "CheckAgreement", "see
 
 def exported(adapter: str) -> list[str]:
     """``__all__`` of an adapter, read without importing its framework."""
-    tree = ast.parse((PACKAGE / f"{adapter}.py").read_text())
+    tree = ast.parse((PACKAGE / adapter / "__init__.py").read_text())
     (node,) = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
     return list(ast.literal_eval(node.value))
 
 
 def definition_lines(adapter: str) -> dict[str, int]:
     """Line of each step in an adapter: where it is defined, or where a section heading says where it is defined."""
-    text = (PACKAGE / f"{adapter}.py").read_text()
+    text = (PACKAGE / adapter / "__init__.py").read_text()
     lines = {name: node.lineno for name, node in definitions(text).items()}
     for number, line in enumerate(text.splitlines(), start=1):
         heading = re.match(r"# [1-8]: (\w+) is (?:the neutral one|in (\w+)) -", line)
-        if heading and (heading[2] is None or heading[1] in definitions((PACKAGE / f"{heading[2]}.py").read_text())):
+        if heading and (heading[2] is None or heading[1] in definitions_in(PACKAGE / adapter / f"{heading[2]}.py")):
             lines.setdefault(heading[1], number)
     return lines
+
+
+def definitions_in(path: Path) -> dict[str, ast.stmt]:
+    """The functions and classes of a file, by name."""
+    return definitions(path.read_text())
 
 
 def definitions(text: str) -> dict[str, ast.stmt]:
     """The functions and classes of a module, by name."""
     return {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+FILES = {
+    "1 init": (("topology", "launchers"), "__init__"),
+    "2 device": (("device",), "device"),
+    "3 learning rate, warmup": (("learning_rate",), "schedule"),
+    "4 gradients": (("gradients",), "optimizer"),
+    "5 broadcast": (("agreement",), "state"),
+    "6 checkpoints": (("checkpoint",), "checkpoint"),
+    "7 sharding": (("shards",), "data"),
+    "8 steps per epoch": (("epochs",), None),
+    "seeds": (("seeds",), "seeds"),
+}
+"""Step: where its framework-neutral part is in steps/, and the file of that name in every adapter."""
+
+
+@pytest.mark.parametrize("step", FILES)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_step_is_found_under_the_same_name_in_every_adapter(adapter, step):
+    neutral, file = FILES[step]
+    assert [name for name in neutral if not (PACKAGE / "steps" / f"{name}.py").is_file()] == []
+    assert file is None or (PACKAGE / adapter / f"{file}.py").is_file()
+
+
+def test_an_adapter_hides_no_function_behind_a_module_of_its_name():
+    """``hvdkit.torch.profile`` would be the module once it is imported, not the function."""
+    for adapter in ADAPTERS:
+        modules = {path.stem for path in (PACKAGE / adapter).iterdir()}
+        assert len(modules) > 5
+        assert modules & set(exported(adapter)) == set()
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
@@ -51,7 +86,7 @@ def test_an_adapter_has_the_eight_steps_in_order(adapter):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_fit_is_at_most_forty_lines(adapter):
-    tree = ast.parse((PACKAGE / f"{adapter}.py").read_text())
+    tree = ast.parse((PACKAGE / adapter / "__init__.py").read_text())
     (fit,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "fit"]
     docstring = fit.body[0]
     assert fit.end_lineno - fit.lineno + 1 - (docstring.end_lineno - docstring.lineno + 1) <= 40

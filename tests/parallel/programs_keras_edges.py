@@ -23,6 +23,7 @@ from programs_keras_lacking import LACKING  # before hvdkit
 import hvdkit
 import hvdkit.keras as hk
 from hvdkit.common import keras_optimizer
+from hvdkit.keras.transport import TRANSPORT
 
 FEATURES = 6
 generator = np.random.default_rng(5)
@@ -274,7 +275,7 @@ def over_host_buffers() -> dict[str, Any]:
     mine = (X[world.rank :: world.size], Y[world.rank :: world.size])
     history = model.fit(hk.shard((X, Y), world, 4), epochs=3, verbose=0, validation_data=mine, callbacks=callbacks)
     return {
-        "over": type(hk.TRANSPORT).__name__,
+        "over": type(TRANSPORT).__name__,
         "topology": [world.rank, world.size, world.local_rank, world.local_size],
         "history": history.history,
         "weights": weights(model),

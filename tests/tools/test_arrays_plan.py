@@ -120,7 +120,7 @@ def test_threads_are_set_for_what_is_loaded_later():
     [
         ("tpu", None, "0", InvalidArgumentError, "auto, gpu or cpu"),
         ("cpu", 0, "0", InvalidArgumentError, "at least 1"),
-        ("gpu", None, "", InvalidArgumentError, "none is visible"),
+        ("gpu", None, "", InvalidArgumentError, "sees none"),
     ],
 )
 def test_mistakes_are_named(kind, threads, visible, error, message):

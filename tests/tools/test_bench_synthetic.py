@@ -60,7 +60,7 @@ def test_horovods_defaults(started):
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
 def test_each_framework_has_its_program(started, framework):
     start("--framework", framework)
-    assert started[0][2] == f"hvdkit.{framework}_synthetic"
+    assert started[0][2] == f"hvdkit.synthetic.{framework}"
 
 
 def test_n_launches_that_many_ranks(started):

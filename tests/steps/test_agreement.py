@@ -37,6 +37,16 @@ def test_dtype_and_shape_count():
     assert len({digest(zeros), digest(zeros.reshape(2, 2)), digest(zeros.view(np.int32)), digest(zeros[:3])}) == 4
 
 
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_padding_does_not_count(dtype):
+    values = (np.arange(1, 5) / 3).astype(dtype)
+    padded = np.frombuffer(b"\xff" * values.nbytes, dtype=dtype).copy()
+    for position, value in enumerate(values):
+        padded[position] = value
+    assert (padded == values).all() and digest(padded) == digest(values)
+    assert digest(values * (1 + np.finfo(dtype).eps)) != digest(values)
+
+
 def test_memory_order_does_not_count():
     array = np.arange(6.0).reshape(2, 3)
     assert digest(array) == digest(np.asfortranarray(array))

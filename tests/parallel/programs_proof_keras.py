@@ -12,10 +12,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from programs_checks import signs
 
 import hvdkit
 import hvdkit.keras as hk
 from hvdkit.keras import digests as keras_digests
+from hvdkit.steps import agreement
 
 FEATURES, CLASSES, SAMPLES = 6, 3, 48
 generator = np.random.default_rng(5)
@@ -148,6 +150,11 @@ def disagreements(world: hvdkit.Topology) -> dict[str, str]:
                 model, optimizer, world, loader=loader, statistics=False
             )
         )
+    for kind, values in signs(world.rank).items():
+        dense = keras.layers.Dense(1, use_bias=False, dtype=kind, name=kind)
+        flipped = keras.Sequential([keras.Input((len(values),)), dense])
+        flipped.set_weights([values[:, None]])
+        found[kind] = message(lambda flipped=flipped: hk.check_agreement(flipped, None, world))
     return found
 
 
@@ -234,7 +241,7 @@ def digests() -> list[bool]:
     types = ("float16", "float32", "float64", "int64", "uint8", "bool", "complex64", "complex128")
     shapes = ((), (0,), (3, 5), (8,), (70000, 3))
     arrays = [generator.normal(size=shape).astype(kind) for shape in shapes for kind in types]
-    expected = keras_digests.of_arrays(arrays)
+    expected = agreement.array_digests(arrays)
     if BACKEND == "tensorflow":
         tf = importlib.import_module("tensorflow")
         found = keras_digests.of_tensorflow_on_a_device([tf.constant(array) for array in arrays])
@@ -242,7 +249,7 @@ def digests() -> list[bool]:
         torch = importlib.import_module("torch")
         found = keras_digests.of_torch([torch.from_numpy(np.array(array)) for array in arrays])
     else:
-        found = keras_digests.of_arrays([np.array(array) for array in arrays])
+        found = agreement.array_digests(np.array(array) for array in arrays)
     return (found == expected).tolist()
 
 

@@ -62,6 +62,7 @@ def test_everything_that_can_differ_is_named(ranks):
         assert f"/learning_rate {BETWEEN} 0.01" in found["rate"]
         assert f"loader.epoch {BETWEEN} 7; shard the same data set" in found["epoch"]
         assert f"seed_everything's seed {BETWEEN} 1; call seed_everything" in found["seed"]
+        assert all(f"{kind}/kernel {BETWEEN} 2;" in found[kind] for kind in ("float64", "float32"))
 
 
 def test_a_digest_is_the_same_on_every_device(ranks):

@@ -39,7 +39,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hvdkit needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(FRAMEWORKS) --editable ".[mpi,examples,data,report,timeline,tune,bench,deepspeed,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(FRAMEWORKS) --editable ".[mpi,examples,data,report,analysis,deepspeed,dev]"
 	touch $@
 
 clean:

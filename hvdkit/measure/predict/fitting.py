@@ -237,7 +237,7 @@ def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
         relative: features divided by the measured seconds, shape (cells, coefficients).
         rounds: of reweighting.
     """
-    with of_extra("bench", "hvdkit predict fits its model with SciPy"):
+    with of_extra("analysis", "hvdkit predict fits its model with SciPy"):
         from scipy.optimize import nnls
     sizes = np.linalg.norm(relative, axis=0)
     sizes[sizes == 0] = 1.0

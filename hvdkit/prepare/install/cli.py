@@ -14,7 +14,7 @@ import click
 
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.install import adjust, environment
-from hvdkit.prepare.install.adjustments import Target
+from hvdkit.prepare.install.adjust import Target
 from hvdkit.prepare.install.build import build_wheel
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import TITLES, Facts

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdkit.prepare.install import adjustments, requirements
-from hvdkit.prepare.install.adjustments import Adjustment, Target
+from hvdkit.prepare.install import adjust, requirements
+from hvdkit.prepare.install.adjust import Patch, Target
 from hvdkit.prepare.install.facts import (
     CompilerFacts,
     CudaFacts,
@@ -80,7 +80,7 @@ class Plan:
         target: frameworks and GPU operations, which choose the adjustments.
         frameworks: what it is built against.
         mpi: None for Gloo alone.
-        adjustments: rows that are applied to the source.
+        adjustments: patches that are applied to the source.
         settings: environment variables that are set for the build.
         path_first: directories put first on the build's PATH.
         run_paths: for the library of each framework, where it looks for others besides what the linker notes.
@@ -93,7 +93,7 @@ class Plan:
     target: Target
     frameworks: tuple[FrameworkFacts, ...]
     mpi: MpiFacts | None
-    adjustments: tuple[Adjustment, ...]
+    adjustments: tuple[Patch, ...]
     settings: Mapping[str, str]
     path_first: tuple[Path, ...]
     run_paths: Mapping[str, tuple[str, ...]]
@@ -132,22 +132,22 @@ def make_plan(facts: Facts, options: Options) -> Plan:
         cxx=cxx,
         cc=cc,
     )
-    rows = adjustments.applying(parts.target)
+    patches = adjust.applying(parts.target)
     settings = _settings(facts, parts)
     run_paths = _run_paths(facts.python, parts)
-    fields = _key_fields(facts, parts, settings, run_paths, rows)
+    fields = _key_fields(facts, parts, settings, run_paths, patches)
     key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return Plan(
         target=parts.target,
         frameworks=frameworks,
         mpi=parts.mpi,
-        adjustments=rows,
+        adjustments=patches,
         settings=settings,
         path_first=_path_first(parts),
         run_paths=run_paths,
         nccl_link=parts.nccl.library if parts.nccl and parts.nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
-        record=_record(facts, parts, rows, key),
+        record=_record(facts, parts, patches, key),
         notes=tuple(_notes(facts, options, frameworks)),
     )
 
@@ -264,7 +264,7 @@ def _key_fields(
     parts: _Parts,
     settings: Mapping[str, str],
     run_paths: Mapping[str, tuple[str, ...]],
-    rows: Iterable[Adjustment],
+    patches: Iterable[Patch],
 ) -> dict[str, Any]:
     def place(path: Path) -> str:
         return relative_to_environment(path, facts.python)
@@ -275,7 +275,7 @@ def _key_fields(
     mpi, cuda, nccl = parts.mpi, parts.cuda, parts.nccl
     return {
         "horovod": [HOROVOD_VERSION, HOROVOD_SHA256],
-        "adjustments": adjustments.digest(rows),
+        "adjustments": adjust.digest(patches),
         "tools": list(BUILD_TOOLS),
         "python": facts.python.tag,
         "system": [facts.system.os, facts.system.machine, facts.system.libc],
@@ -291,7 +291,7 @@ def _key_fields(
     }
 
 
-def _record(facts: Facts, parts: _Parts, rows: Iterable[Adjustment], key: str) -> BuildRecord:
+def _record(facts: Facts, parts: _Parts, patches: Iterable[Patch], key: str) -> BuildRecord:
     versions = {framework.name: framework.version for framework in parts.frameworks}
     mpi = None
     if parts.mpi is not None:
@@ -307,7 +307,7 @@ def _record(facts: Facts, parts: _Parts, rows: Iterable[Adjustment], key: str) -
         gloo=True,
         gpu=parts.target.gpu,
         compiler=parts.cxx.name,
-        adjustments=tuple(row.name for row in rows),
+        adjustments=tuple(patch.name for patch in patches),
         key=key,
     )
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.extras import of_extra
-from hvdkit.common.intervals import Estimate, estimate
+from hvdkit.common.intervals import Estimate, estimate, resampled_medians
 from hvdkit.measure.predict.formulas import Terms
 
 DRAWS = 500
@@ -154,7 +154,7 @@ def fit(
         if other.score < best.score - _CLEARLY:
             best = other
     rivals = tuple(one.algorithm for one in found if one is not best and one.score < best.score + _CLEARLY)
-    drawn = np.column_stack([_medians(cell.seconds, rng) for cell in cells])
+    drawn = np.column_stack([resampled_medians(cell.seconds, rng, DRAWS) for cell in cells])
     draws = np.array([_resampled(one, best, rng) for one in drawn])
     residuals = medians / (best.matrix @ best.best) - 1
     freedom = max(1, len(cells) - int(best.told.sum()))
@@ -260,11 +260,6 @@ def estimated(best: float, draws: Array) -> Estimate:
     if found.low is None or found.high is None:
         return found
     return Estimate(best, min(found.low, best), max(found.high, best))
-
-
-def _medians(seconds: Array, rng: np.random.Generator) -> Array:
-    """Of repeats that are drawn with replacement, shape (DRAWS,)."""
-    return np.asarray(np.median(rng.choice(seconds, (DRAWS, len(seconds))), axis=1))
 
 
 def _resampled(medians: Array, best: _Candidate, rng: np.random.Generator) -> Array:

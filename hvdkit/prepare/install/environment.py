@@ -18,7 +18,7 @@ from hvdkit.prepare.install.find_frameworks import distribution
 from hvdkit.prepare.install.pins import RUNTIME_NEEDS
 from hvdkit.prepare.install.plan import Plan
 from hvdkit.prepare.install.record import horovod_directory, read_record
-from hvdkit.prepare.install.runner import Log, run
+from hvdkit.prepare.install.runner import run
 
 _REDIRECTING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PIP_DRY_RUN")
 """Settings of pip that would put packages elsewhere, or other ones."""
@@ -65,7 +65,7 @@ def is_installed(plan: Plan) -> bool:
     return all(_is_whole(directory, package) for package in plan.run_paths)
 
 
-def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Log) -> None:
+def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
     """Install the wheel and what it lacks at run time, in one pip install that touches nothing else.
 
     Raises:
@@ -85,12 +85,10 @@ def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, 
     )
     importlib.invalidate_caches()
     if not is_installed(plan):
-        raise InstallError(
-            f"pip installed the wheel and {python.site_packages} does not have it; the log is {log.path}"
-        )
+        raise InstallError(f"pip installed the wheel and {python.site_packages} does not have it; the log is {log}")
 
 
-def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Log) -> None:
+def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
     """Import the installed Horovod in a process of its own and compare what it has with the plan.
 
     Raises:
@@ -108,8 +106,7 @@ def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], lo
     for package, built in found.items():
         if built != expected:
             raise InstallError(
-                f"The new Horovod for {package} has MPI, Gloo, NCCL = {built}, expected {expected}; the log is "
-                f"{log.path}"
+                f"The new Horovod for {package} has MPI, Gloo, NCCL = {built}, expected {expected}; the log is {log}"
             )
 
 

@@ -32,28 +32,25 @@ def write_report(path: Path, results: Results, analysis: Analysis) -> None:
 def render(results: Results, analysis: Analysis) -> str:
     """The page as text. What came from a file is text on it, and a Content-Security-Policy allows no script."""
     style = resource("hvdkit.read.timeline", "report.css")
-    return (
-        environment("hvdkit.measure.emulate")
-        .get_template("report.html.j2")
-        .render(
-            version=hvdkit.__version__,
-            style=style,
-            style_hash=content_hash(style),
-            title=f"{analysis.asked['collective']} on {analysis.asked['ranks']} ranks",
-            subtitle=f"Replayed without the model: {printable(results.plan.source)}; {tables.trials_text(results.plan)}.",
-            facts=_facts(results, analysis),
-            notes=[printable(note) for note in analysis.notes],
-            cdf=_image(plots.cdf, results, analysis),
-            delays=_image(plots.delays, results, analysis),
-            band=f"{100 * analysis.cdf.band:.2g}",
-            grids=tables.grids(analysis),
-            plan=[
-                (printable(one.name), one.dtype, one.elements, one.nbytes, f"{1000 * one.gap_s:.4g}")
-                for one in results.plan.collectives[:_PLAN_ROWS]
-            ],
-            plan_left_out=max(0, len(results.plan.collectives) - _PLAN_ROWS),
-            environment=[(printable(name), printable(value)) for name, value in _settings(results).items()],
-        )
+    template = environment("hvdkit.measure.emulate").get_template("report.html.j2")
+    return template.render(
+        version=hvdkit.__version__,
+        style=style,
+        style_hash=content_hash(style),
+        title=f"{analysis.asked['collective']} on {analysis.asked['ranks']} ranks",
+        subtitle=f"Replayed without the model: {printable(results.plan.source)}; {tables.trials_text(results.plan)}.",
+        facts=_facts(results, analysis),
+        notes=[printable(note) for note in analysis.notes],
+        cdf=_image(plots.cdf, results, analysis),
+        delays=_image(plots.delays, results, analysis),
+        band=f"{100 * analysis.cdf.band:.2g}",
+        grids=tables.grids(analysis),
+        plan=[
+            (printable(one.name), one.dtype, one.elements, one.nbytes, f"{1000 * one.gap_s:.4g}")
+            for one in results.plan.collectives[:_PLAN_ROWS]
+        ],
+        plan_left_out=max(0, len(results.plan.collectives) - _PLAN_ROWS),
+        environment=[(printable(name), printable(value)) for name, value in _settings(results).items()],
     )
 
 

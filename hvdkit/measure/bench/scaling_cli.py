@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from hvdkit.common.commands import numbers_of_ranks, output_file, seconds_above_0
+from hvdkit.common.extras import require_scipy
 from hvdkit.measure.bench import laws, results, show_cli
 from hvdkit.measure.bench.analysis import analyse, ranks_text
 from hvdkit.measure.bench.results import Results
@@ -130,7 +131,7 @@ def scaling(
       hvdkit bench scaling -n 1,2,4 --weak --threads 1 -o weak.json -- python train.py
       hvdkit bench scaling -n 1,2 --weak --timeline -o r.json -- hvdkit bench synthetic --model mlp
     """
-    show_cli.require_scipy()
+    require_scipy(show_cli.NEEDS_SCIPY)
     wish = here.Wish(1, command, launcher, ppn, depth, hosts, hostfile, variables, threads)
     asked = Asked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
     subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from hvdkit.common.extras import of_extra
+from hvdkit.common.extras import require_scipy
 from hvdkit.measure.bench import results, tables
 from hvdkit.measure.bench.analysis import Analysis, analyse
 
@@ -24,14 +24,7 @@ WIDTH = 140
 PLOTS = (".svg", ".png")
 
 
-def require_scipy() -> None:
-    """Say what is missing before anything runs.
-
-    Raises:
-        MissingFrameworkError: SciPy is not installed.
-    """
-    with of_extra("bench", "hvdkit bench fits the laws of scaling with SciPy"):
-        import scipy.optimize  # noqa: F401
+NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
 
 
 def text(analysis: Analysis, form: str | None) -> str:
@@ -77,7 +70,7 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
 
     Exit status: 0 success, 1 FILE is something else or the plot cannot be drawn, 2 for bad usage.
     """
-    require_scipy()
+    require_scipy(NEEDS_SCIPY)
     analysis = analyse(results.read(file))
     if plot is not None:
         from hvdkit.measure.bench import plots

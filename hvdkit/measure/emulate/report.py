@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 from pathlib import Path
 from typing import Any
 
 import hvdkit
-from hvdkit.common.extras import of_extra
 from hvdkit.common.files import replacing
+from hvdkit.common.render import content_hash, environment, resource
 from hvdkit.common.units import bytes_text, duration_text, printable
 from hvdkit.measure.emulate import plots, tables
 from hvdkit.measure.emulate.analysis import Analysis
 from hvdkit.measure.emulate.facts import flat
 from hvdkit.measure.emulate.results import Results
 
-with of_extra("report", "The report of hvdkit emulate is written with jinja2"):
-    import jinja2
-
-_STYLE = Path(hvdkit.__file__).parent / "read" / "timeline" / "templates" / "report.css"
-"""The style sheet of all reports."""
 _PLAN_ROWS = 200
 
 
@@ -37,14 +31,12 @@ def write_report(path: Path, results: Results, analysis: Analysis) -> None:
 
 def render(results: Results, analysis: Analysis) -> str:
     """The page as text. What came from a file is text on it, and a Content-Security-Policy allows no script."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hvdkit.measure.emulate"), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    style = _STYLE.read_text(encoding="utf-8")
-    return environment.get_template("report.html.j2").render(
+    style = resource("hvdkit.read.timeline", "report.css")
+    template = environment("hvdkit.measure.emulate").get_template("report.html.j2")
+    return template.render(
         version=hvdkit.__version__,
         style=style,
-        style_hash="sha256-" + base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+        style_hash=content_hash(style),
         title=f"{analysis.asked['collective']} on {analysis.asked['ranks']} ranks",
         subtitle=f"Replayed without the model: {printable(results.plan.source)}; {tables.trials_text(results.plan)}.",
         facts=_facts(results, analysis),

@@ -21,7 +21,7 @@ from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import figures
 from hvdkit.read.timeline.diagnosis import Finding, diagnose
 from hvdkit.read.timeline.exchanges import CountedRecording, Exchanges
-from hvdkit.read.timeline.lanes import OPERATIONS, Lanes, choose_window, collect_lanes, lane_data
+from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS, group_of
 from hvdkit.read.timeline.reader import Recording, read
@@ -29,8 +29,6 @@ from hvdkit.read.timeline.results import TOGETHER, Skew, Summary, TensorSummary
 from hvdkit.read.timeline.show import NO_SKEW
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, summarize
 
-TENSORS = 20
-"""How many tensors are listed when nothing else is said."""
 RANKS = 32
 """How many ranks are listed."""
 

@@ -15,7 +15,7 @@ from hvdkit.common import render
 from hvdkit.common.drawing import shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.intervals import Estimate
-from hvdkit.common.units import printable
+from hvdkit.common.units import interval_text, printable
 from hvdkit.measure.bench import figures, tables
 from hvdkit.measure.bench.analysis import Analysis, Row, analyse, ranks_text
 from hvdkit.measure.bench.results import Results, read
@@ -74,7 +74,6 @@ def render_report(results: Results, name: str) -> str:
             parts=figures.parts(analysis),
             part_colours=[(colour[1:], part) for part, colour in figures.PARTS],
             tables=tables.tables(analysis),
-            left=tables.LEFT,
             sources=[(fit.name, fit.source) for fit in analysis.fits],
             jobs=[_job_row(results, number) for number in range(min(len(results.jobs), _JOBS))],
             jobs_left_out=max(0, len(results.jobs) - _JOBS),
@@ -98,7 +97,7 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
         Fact("Measured", analysis.measure or "nothing", f"without the first {asked['warmup_steps']} steps of each job"),
     ]
     for name, best, found in _best(measured):
-        facts.append(Fact(f"{name} on {best.ranks}", tables.interval(found), _crowded(best)))
+        facts.append(Fact(f"{name} on {best.ranks}", interval_text(found), _crowded(best)))
     commit = environment["commit"]
     if commit is not None:
         note = "files were changed since" if commit["changed"] else "of the script's repository, unchanged"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 from pathlib import Path
 from typing import Any
 
 import hvdkit
-from hvdkit.common.extras import of_extra
+from hvdkit.common import render
+from hvdkit.common.drawing import LONGEST_NAME
 from hvdkit.common.files import replacing
 from hvdkit.common.units import bytes_text, duration_text, printable
 from hvdkit.measure.emulate import plots, tables
@@ -17,11 +17,6 @@ from hvdkit.measure.emulate.analysis import Analysis
 from hvdkit.measure.emulate.facts import flat
 from hvdkit.measure.emulate.results import Results
 
-with of_extra("report", "The report of hvdkit emulate is written with jinja2"):
-    import jinja2
-
-_STYLE = Path(hvdkit.__file__).parent / "read" / "timeline" / "templates" / "report.css"
-"""The style sheet of all reports."""
 _PLAN_ROWS = 200
 
 
@@ -32,19 +27,17 @@ def write_report(path: Path, results: Results, analysis: Analysis) -> None:
         DataError, InvalidArgumentError: it cannot be written.
     """
     with replacing(path) as file:
-        file.write(render(results, analysis).encode("utf-8", "replace"))
+        file.write(render_report(results, analysis).encode("utf-8", "replace"))
 
 
-def render(results: Results, analysis: Analysis) -> str:
+def render_report(results: Results, analysis: Analysis) -> str:
     """The page as text. What came from a file is text on it, and a Content-Security-Policy allows no script."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hvdkit.measure.emulate"), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    style = _STYLE.read_text(encoding="utf-8")
-    return environment.get_template("report.html.j2").render(
+    style = render.resource("hvdkit.read.timeline", "report.css")
+    template = render.environment("hvdkit.measure.emulate").get_template("report.html.j2")
+    return template.render(
         version=hvdkit.__version__,
         style=style,
-        style_hash="sha256-" + base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+        style_hash=render.content_hash(style),
         title=f"{analysis.asked['collective']} on {analysis.asked['ranks']} ranks",
         subtitle=f"Replayed without the model: {printable(results.plan.source)}; {tables.trials_text(results.plan)}.",
         facts=_facts(results, analysis),
@@ -52,11 +45,12 @@ def render(results: Results, analysis: Analysis) -> str:
         cdf=_image(plots.cdf, results, analysis),
         delays=_image(plots.delays, results, analysis),
         band=f"{100 * analysis.cdf.band:.2g}",
-        grids=tables.grids(analysis),
-        plan=[
-            (printable(one.name), one.dtype, one.elements, one.nbytes, f"{1000 * one.gap_s:.4g}")
-            for one in results.plan.collectives[:_PLAN_ROWS]
-        ],
+        tables=tables.tables(analysis),
+        plan=tables.plan_table(
+            results.plan.collectives[:_PLAN_ROWS],
+            "The collectives of a step, in the order of their replay",
+            longest=LONGEST_NAME,
+        ),
         plan_left_out=max(0, len(results.plan.collectives) - _PLAN_ROWS),
         environment=[(printable(name), printable(value)) for name, value in _settings(results).items()],
     )

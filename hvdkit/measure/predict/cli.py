@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hvdkit.common.commands import numbers_of_ranks
 from hvdkit.common.units import bytes_text
@@ -26,7 +24,6 @@ from hvdkit.measure.predict.stragglers import Delays
 
 _DOUBLING = tuple(2**power for power in range(11))
 _MIB = 2**20
-_WIDTH = 160
 
 
 def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -190,7 +187,7 @@ def predict(**given: Any) -> int:
     shown = tables.Prediction(costs, tuple(rows), asked, tuple(notes))
     if given["figure"] is not None:
         plot.draw(given["figure"], rows)
-    click.echo(_text(shown, given["form"]), nl=False)
+    _print(shown, given["form"])
     return 0
 
 
@@ -265,16 +262,10 @@ def _notes(
     return notes
 
 
-def _text(shown: tables.Prediction, form: str | None) -> str:
+def _print(shown: tables.Prediction, form: str | None) -> None:
     if form == "json":
-        return json.dumps(shown.as_json(), indent=2, allow_nan=False) + "\n"
-    if form == "csv":
-        return tables.comma_separated(shown)
-    if form == "markdown":
-        return tables.markdown(shown) + "\n"
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDTH  # a file or a pipe is as wide as the table
-    with console.capture() as captured:
-        tables.show(shown, console)
-    return captured.get()
+        click.echo(json.dumps(shown.as_json(), indent=2, allow_nan=False))
+    elif form == "csv":
+        click.echo(tables.comma_separated(shown), nl=False)
+    else:
+        tables.page(shown).print(form)

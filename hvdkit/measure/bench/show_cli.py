@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from hvdkit.common.extras import of_extra
-from hvdkit.measure.bench import results, tables
+from hvdkit.measure.bench import plots, results, tables
 from hvdkit.measure.bench.analysis import Analysis, analyse
 
 FORMS = (
@@ -16,7 +16,6 @@ FORMS = (
     click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each number of ranks."),
     click.option("--json", "form", flag_value="json", help="Print JSON: the summary of the file."),
 )
-PLOTS = (".svg", ".png")
 
 
 def require_scipy() -> None:
@@ -39,12 +38,6 @@ def show_analysis(analysis: Analysis, form: str | None) -> None:
         tables.page(analysis).print(form)
 
 
-def _plot(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
-    if file is not None and file.suffix.lower() not in PLOTS:
-        raise click.BadParameter(f"expected a name that ends in {' or '.join(PLOTS)}, got {str(file)!r}")
-    return file
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @FORMS[0]
@@ -53,7 +46,6 @@ def _plot(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),
-    callback=_plot,
     metavar="FILE.svg|.png",
     help="Draw speed-up and efficiency with their intervals and the ideal.",
 )
@@ -70,8 +62,6 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     require_scipy()
     analysis = analyse(results.read(file))
     if plot is not None:
-        from hvdkit.measure.bench import plots
-
         plots.write(analysis, plot, file)
     show_analysis(analysis, form)
     if plot is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import io
 from pathlib import Path
 from typing import Any
 
 import hvdkit
-from hvdkit.common import render
+from hvdkit.common import plot, render
 from hvdkit.common.drawing import LONGEST_NAME
 from hvdkit.common.files import replacing
 from hvdkit.common.units import bytes_text, duration_text, printable
@@ -87,6 +86,5 @@ def _duration(seconds: float) -> str:
 
 def _image(draw: Any, results: Results, analysis: Analysis) -> str:
     """A plot as the address of an image that is inside the page."""
-    file = io.BytesIO()
-    draw(file, "svg", results, analysis)
-    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue()).decode()
+    content = plot.picture(lambda axes: draw(axes, results, analysis), ".svg")
+    return "data:image/svg+xml;base64," + base64.b64encode(content).decode()

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hvdkit.common import plot as drawing
 from hvdkit.common.commands import numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
@@ -167,7 +168,7 @@ def predict(**given: Any) -> int:
     if given["figure"] is not None and given["step_ms"] is None:
         raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
     if given["figure"] is not None:
-        plot.check(given["figure"])
+        drawing.check(given["figure"])
     files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
     costs = _model(files, given)
     grads = _plan(files, given["plan"])

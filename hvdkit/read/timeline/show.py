@@ -47,8 +47,8 @@ def page(summary: Summary, findings: Sequence[Finding], top: int) -> Page:
         tensors = summary.tensors[:top]
         title = f"tensor ({len(tensors)} of {len(summary.tensors)})"
         found.append(_table(title, tensors, [shortened(tensor.tensor, _NAME) for tensor in tensors]))
-    found.append("each phase: median / 99th percentile in ms; bytes: of the largest operation\n")
-    found.append(f"{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "No finding.")
+    found.append("each phase: median / 99th percentile in ms; bytes: of the largest operation")
+    found.append(f"\n{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "\nNo finding.")
     for finding in findings:
         found += [f"[{finding.rule}] {finding.sentence}", f"  try: {finding.advice}"]
     return Page(found)

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from hvdkit.common.commands import numbers_of_ranks, output_file, seconds_above_0
 from hvdkit.common.extras import require_scipy
+from hvdkit.common.table import readable
 from hvdkit.measure.bench import laws, results, show_cli
 from hvdkit.measure.bench.analysis import analyse, ranks_text
 from hvdkit.measure.bench.results import Results
 from hvdkit.measure.bench.scaling import Jobs, Watcher, go, record
 from hvdkit.measure.bench.subject import Asked, describe
-from hvdkit.measure.bench.tables import readable
 from hvdkit.run.launch import plan
 from hvdkit.run.launch.options import environment_variables
 from hvdkit.run.trials import here
@@ -140,7 +140,7 @@ def scaling(
     status = _run(asked, jobs, found, output, timeline)
     analysis = analyse(found)
     results.write(output, found, analysis.as_json())
-    click.echo(show_cli.text(analysis, form), nl=False)
+    show_cli.show_analysis(analysis, form)
     if status != 0:
         click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)
         return status

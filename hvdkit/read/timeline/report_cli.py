@@ -32,6 +32,7 @@ from hvdkit.read.timeline.report import TENSORS, write_report
 )
 @of_the_job
 def report(
+    *,
     file: Path,
     output: Path,
     since: float | None,

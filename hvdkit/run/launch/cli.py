@@ -36,6 +36,7 @@ from hvdkit.run.launch.model import Plan, Request
 @options.add
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def launch(
+    *,
     command: tuple[str, ...],
     first: bool,
     restarts: int,

@@ -99,6 +99,7 @@ class _Shown(Watcher):
 @show_cli.FORMS[2]
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def scaling(
+    *,
     ranks: tuple[int, ...],
     output: Path,
     mode: str,

@@ -92,6 +92,7 @@ def _some_epochs(_ctx: click.Context, _parameter: click.Parameter, value: float)
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 def plan(
+    *,
     samples: int,
     batch_size: int,
     lr: float,

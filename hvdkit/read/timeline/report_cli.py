@@ -31,6 +31,7 @@ from hvdkit.read.timeline.options import of_the_job
 )
 @of_the_job
 def report(
+    *,
     file: Path,
     output: Path,
     since: float | None,

@@ -23,6 +23,7 @@ from hvdkit.read.timeline.summary import summarize
 @of_the_job
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds, sizes in bytes.")
 def summary(
+    *,
     file: Path,
     since: float | None,
     until: float | None,

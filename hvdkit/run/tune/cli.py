@@ -120,6 +120,7 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
 @click.option("--json", "want_json", is_flag=True, help="Print the outcome as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def tune(
+    *,
     n: int,
     command: tuple[str, ...],
     output: Path | None,

@@ -83,3 +83,14 @@ class ShardedArrays:
             if self.share.remainder == "exact":
                 rows += (np.full(len(batch.indices), batch.weight),)
             yield rows
+
+
+def require_sharded(loader: Any) -> ShardedArrays:
+    """The loader of ``shard``.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    if not isinstance(loader, ShardedArrays):
+        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
+    return loader

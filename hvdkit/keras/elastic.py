@@ -16,7 +16,7 @@ from hvdkit.keras import state as keras_state
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.keras.transport.over_horovod import OverHorovod
+from hvdkit.keras.transport.over_horovod import HorovodTransport
 from hvdkit.steps.elastic import ElasticBase
 from hvdkit.steps.topology import Topology
 
@@ -192,7 +192,7 @@ def _is_a_lost_rank(error: Exception) -> bool:
 
 
 def _horovod() -> Any:
-    if not isinstance(TRANSPORT, OverHorovod):
+    if not isinstance(TRANSPORT, HorovodTransport):
         raise InvalidArgumentError(
             f"elastic training needs the Keras backend tensorflow or torch, got {keras.backend.backend()}; set "
             "KERAS_BACKEND before Keras is imported."

@@ -160,3 +160,16 @@ def _samples(contents: Any) -> int:
 
 def _first_sample(contents: Any) -> Any:
     return tuple(part[:1] for part in _parts(contents))
+
+
+def require_sharded(loader: Any) -> ShardedLoader:
+    """The loader of ``shard``.
+
+    Raises:
+        InvalidArgumentError: something else; a stream of unknown length has no position.
+    """
+    if not isinstance(loader, ShardedLoader):
+        raise InvalidArgumentError(
+            f"loader must be what shard made of a map-style data set, got {type(loader).__name__}."
+        )
+    return loader

@@ -63,7 +63,7 @@ class At(keras.callbacks.Callback):
 
     def __init__(self, rank: int, moment: str, action: Callable[[Any], None]) -> None:
         super().__init__()
-        setattr(self, moment, lambda *_, **__: action(self.model) if hk.keras_state.world().rank == rank else None)
+        setattr(self, moment, lambda *_, **__: action(self.model) if hk.state.world().rank == rank else None)
 
 
 def nudge(model: Any) -> None:

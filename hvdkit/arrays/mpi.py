@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvdkit.arrays.farewell import Farewell
+from hvdkit.arrays.farewell import Farewell, Marked
 from hvdkit.errors import AgreementError, InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, topology
 from hvdkit.steps.collectives import OverMpi
@@ -92,7 +92,7 @@ def start(environ: Mapping[str, str]) -> Topology:
     except TopologyMismatchError:
         raise _mismatch(environ) from None
     if not _started:
-        _started.append(library().COMM_WORLD.Dup())
+        _started.append(Marked(library().COMM_WORLD.Dup()))
         if world.size > 1:
             _end_the_job_with_the_process(_started[0])
             Farewell(_started[0], threads_may_call())
@@ -143,11 +143,11 @@ def duplicate(comm: Any) -> Any:
     """
     mpi = library()
     if comm is None:
-        return everyone().Dup()
+        return Marked(everyone().Dup())
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         given = "MPI.COMM_NULL" if comm == mpi.COMM_NULL else type(comm).__name__
         raise InvalidArgumentError(f"comm must be an mpi4py communicator that this rank is in, got {given}.")
-    return comm.Dup()
+    return Marked(comm.Dup())
 
 
 def together(comm: Any, action: Callable[[], Any]) -> Any:

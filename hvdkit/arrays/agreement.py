@@ -36,7 +36,7 @@ def check_agreement(state: Any, world: Topology, *, loader: Any = None) -> None:
             arrays[f"{path} ({position})" if path in arrays else path] = array
     fixes: dict[str, str] = {}
     loaders = {} if loader is None else require_sharded(loader).share.facts(loader.epoch)
-    for facts, fix in ((loaders, agreement.ITERATE_ALIKE), (seeds.facts(), agreement.SEED_ALIKE)):
+    for facts, fix in ((loaders, agreement.ITERATE_ALIKE), (seeds.CURRENT.facts(), agreement.SEED_ALIKE)):
         arrays.update({name: np.array(value, np.float64) for name, value in facts.items()})
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:

@@ -90,7 +90,7 @@ class Checkpoints(CheckpointsBase):
         return mpi.ranks()
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002
-        return {"hvdkit": __version__, "framework": "arrays", "seed": seeds.seed()}
+        return {"hvdkit": __version__, "framework": "arrays", "seed": seeds.CURRENT.seed()}
 
     def _require_loader(self, loader: Any) -> Any:
         return require_sharded(loader)

@@ -47,7 +47,7 @@ def check_agreement(
         variables = [variable for variable in variables if id(variable) not in local]
     if optimizer is not None:
         variables += list(optimizer.variables)
-    seeds = keras_seeds.facts()
+    seeds = keras_seeds.CURRENT.facts()
     fixes = {**dict.fromkeys(loaders, agreement.ITERATE_ALIKE), **dict.fromkeys(seeds, agreement.SEED_ALIKE)}
     if world.size > 1:
         compare(variables, {**loaders, **seeds}, fixes)

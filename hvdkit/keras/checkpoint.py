@@ -46,7 +46,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
             "framework": "keras",
             "keras": keras.__version__,
             "backend": keras.backend.backend(),
-            "seed": seeds.seed(),
+            "seed": seeds.CURRENT.seed(),
         }
         return facts if optimizer is None else {**facts, "learning_rates": self._rates(optimizer)}
 

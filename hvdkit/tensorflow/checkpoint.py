@@ -39,7 +39,12 @@ class Checkpoints(ModelCheckpoints[Saved]):
         return state.RANKS
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:
-        facts = {"hvdkit": __version__, "framework": "tensorflow", "tensorflow": tf.__version__, "seed": seeds.seed()}
+        facts = {
+            "hvdkit": __version__,
+            "framework": "tensorflow",
+            "tensorflow": tf.__version__,
+            "seed": seeds.CURRENT.seed(),
+        }
         if optimizer is None:
             return facts
         state.require_keras_optimizer(optimizer)

@@ -68,7 +68,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             "hvdkit": __version__,
             "framework": "torch",
             "torch": str(torch.__version__),
-            "seed": seeds.seed(),
+            "seed": seeds.CURRENT.seed(),
         }
         return (
             facts

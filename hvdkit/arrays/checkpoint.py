@@ -39,6 +39,8 @@ class Checkpoints(CheckpointsBase):
         keep_best: how many with the highest scores stay beside them.
     """
 
+    _require_loader = staticmethod(require_sharded)
+
     def save(self, state: Any, *, step: int, loader: Any = None, score: float | None = None, **metadata: Any) -> Saved:
         """Write a state and the states of the ranks' random generators as the checkpoint of ``step``.
 
@@ -91,9 +93,6 @@ class Checkpoints(CheckpointsBase):
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002
         return {"hvdkit": __version__, "framework": "arrays", "seed": seeds.CURRENT.seed()}
-
-    def _require_loader(self, loader: Any) -> Any:
-        return require_sharded(loader)
 
     def _position(self, loader: Any) -> dict[str, Any]:
         return cast("dict[str, Any]", mpi.together(mpi.everyone(), partial(super()._position, loader)))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdkit.arrays.farewell import Farewell, Marked
 from hvdkit.errors import AgreementError, InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, topology
-from hvdkit.steps.collectives import OverMpi
+from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.topology import Topology
 
@@ -94,7 +92,7 @@ def start(environ: Mapping[str, str]) -> Topology:
     if not _started:
         _started.append(Marked(library().COMM_WORLD.Dup()))
         if world.size > 1:
-            _end_the_job_with_the_process(_started[0])
+            end_the_job_with_the_process(_started[0])
             Farewell(_started[0], threads_may_call())
     return world
 
@@ -109,19 +107,6 @@ def _mismatch(environ: Mapping[str, str]) -> TopologyMismatchError:
         "train alone, or in another job. Start the job with `hvdkit launch` or that library's own mpirun; or rebuild "
         "mpi4py with the launcher's MPI loaded: `pip install --force-reinstall --no-binary mpi4py mpi4py`."
     )
-
-
-def _end_the_job_with_the_process(comm: Any) -> None:
-    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
-    report, process = sys.excepthook, os.getpid()
-
-    def abort(*error: Any) -> None:
-        report(*error)
-        sys.stderr.flush()
-        if os.getpid() == process:  # one that it forked is no rank
-            comm.Abort(1)
-
-    sys.excepthook = functools.wraps(report)(abort)
 
 
 def everyone() -> Any:

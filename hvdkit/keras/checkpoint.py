@@ -35,6 +35,10 @@ class Checkpoints(ModelCheckpoints[Saved]):
     """
 
     _warmup = keras_schedule.Warmup
+    _require_loader = staticmethod(require_sharded)
+    _rates = staticmethod(keras_schedule.rates)
+    _set_rates = staticmethod(keras_schedule.set_rates)
+    _branch = staticmethod(seeds.branch)
 
     def _ranks(self) -> Collectives:
         state.world()  # or an error that says what to do first
@@ -49,15 +53,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
             "seed": seeds.CURRENT.seed(),
         }
         return facts if optimizer is None else {**facts, "learning_rates": self._rates(optimizer)}
-
-    def _require_loader(self, loader: Any) -> Any:
-        return require_sharded(loader)
-
-    def _rates(self, optimizer: Any) -> list[float]:
-        return keras_schedule.rates(optimizer)
-
-    def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
-        keras_schedule.set_rates(optimizer, rates)
 
     def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
         state.write_model(directory, model)
@@ -93,9 +88,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:
         if saved.metadata.get("backend") == keras.backend.backend():
             random_state.restore(model, own)
-
-    def _branch(self, model: Any, step: int) -> None:
-        seeds.branch(model, step)
 
 
 class Checkpoint(Callback):

@@ -55,13 +55,6 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self._begin(hvd, require_sharded(loader), schedule, rule, values)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
 
-    def commit(self) -> None:
-        """Keep the present state in the host's memory, and let ranks join that are waiting. In ``fit``: ElasticCommit.
-
-        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
-        """
-        super().commit()
-
     def _copy(self) -> Any:
         return [np.array(value) for value in keras_state.values_of(self._variables())]
 

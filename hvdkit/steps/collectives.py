@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -166,6 +169,19 @@ class OverMpi(Collectives):
 
     def broadcast_object(self, value: Any, name: str) -> Any:  # noqa: ARG002
         return self._in_order().bcast(value, root=0)
+
+
+def end_the_job_with_the_process(comm: Any) -> None:
+    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
+    report, process = sys.excepthook, os.getpid()
+
+    def abort(*error: Any) -> None:
+        report(*error)
+        sys.stderr.flush()
+        if os.getpid() == process:  # one that it forked is no rank
+            comm.Abort(1)
+
+    sys.excepthook = functools.wraps(report)(abort)
 
 
 def _buckets(

@@ -34,6 +34,8 @@ class Checkpoints(ModelCheckpoints[Saved]):
     """
 
     _warmup = Warmup
+    _require_loader = staticmethod(require_sharded)
+    _broadcast = staticmethod(state.broadcast)
 
     def _ranks(self) -> Collectives:
         return state.RANKS
@@ -49,9 +51,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
             return facts
         state.require_keras_optimizer(optimizer)
         return {**facts, "learning_rates": [get_rate(optimizer)]}
-
-    def _require_loader(self, loader: Any) -> Any:
-        return require_sharded(loader)
 
     def _rates(self, optimizer: Any) -> list[float]:
         state.require_keras_optimizer(optimizer)
@@ -81,9 +80,6 @@ class Checkpoints(ModelCheckpoints[Saved]):
             values += _read_variables(directory / "optimizer", slots, optimizer)
         for variable, value in values:
             variable.assign(value)
-
-    def _broadcast(self, model: Any, optimizer: Any) -> None:
-        state.broadcast(model, optimizer)
 
     def _random_states(self, model: Any) -> Any:
         """int64 (size, length)."""

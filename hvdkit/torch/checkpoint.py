@@ -39,6 +39,8 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
     """
 
     _warmup = Warmup
+    _require_loader = staticmethod(require_sharded)
+    _broadcast = staticmethod(broadcast)
 
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0, asynchronous: bool = False
@@ -76,9 +78,6 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             else {**facts, "learning_rates": [float(rate) for rate in self._rates(optimizer)]}
         )
 
-    def _require_loader(self, loader: Any) -> Any:
-        return require_sharded(loader)
-
     def _rates(self, optimizer: Any) -> list[float]:
         return [group["lr"] for group in optimizer.param_groups]
 
@@ -113,9 +112,6 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         _load_into(directory / "model.pt", model)
         if optimizer is not None:
             _load_into(directory / "optimizer.pt", optimizer)
-
-    def _broadcast(self, model: Any, optimizer: Any) -> None:
-        broadcast(model, optimizer)
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         """uint8 (size, length)."""

@@ -53,13 +53,6 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self._begin(hvd, require_sharded(loader), schedule, rule, values)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
 
-    def commit(self) -> None:
-        """Keep the present state in the host's memory, and let ranks join that are waiting.
-
-        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
-        """
-        super().commit()
-
     def _copy(self) -> Any:
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         return self._copies.of("", states)

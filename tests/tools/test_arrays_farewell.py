@@ -13,6 +13,7 @@ from array_ranks import Meeting, Ranks
 
 from hvdkit.arrays import farewell, mpi
 from hvdkit.arrays.optimizer import Reduce
+from hvdkit.steps.collectives import end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
 
 
@@ -127,7 +128,7 @@ def test_a_forked_process_says_no_farewell_and_ends_no_job(monkeypatch, capsys):
     monkeypatch.setattr(farewell.atexit, "register", registered.append)
     monkeypatch.setattr("sys.excepthook", lambda *error: None)
     farewell.Farewell(comm, listens=False)
-    mpi._end_the_job_with_the_process(comm)
+    end_the_job_with_the_process(comm)
 
     def end():
         registered[0]()

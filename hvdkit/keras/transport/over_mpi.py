@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +17,7 @@ from hvdkit.keras import digests as keras_digests
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, next_name
 from hvdkit.steps import launchers, step_times, topology
-from hvdkit.steps.collectives import OverMpi
+from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -99,7 +97,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
 
         if not hasattr(self, "_comm"):
             OverMpi.__init__(self, MPI.COMM_WORLD, MPI)
-            _end_the_job_with_the_process(self._comm)
+            end_the_job_with_the_process(self._comm)
         launched = launchers.detect(os.environ)
         host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         across = self._comm.Split(host.Get_rank(), self._comm.Get_rank())
@@ -145,15 +143,3 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         self._comm.Allreduce(MPI.IN_PLACE, flat)
         flat *= options.gradient_predivide_factor / (self.size() if options.op == "average" else 1)
         return flat.astype(kept)
-
-
-def _end_the_job_with_the_process(comm: Any) -> None:
-    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
-    report = sys.excepthook
-
-    def abort(*error: Any) -> None:
-        report(*error)
-        sys.stderr.flush()
-        comm.Abort(1)
-
-    sys.excepthook = functools.wraps(report)(abort)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.ranks import name_ranks
 
 Digests = npt.NDArray[np.int64]
@@ -117,9 +119,14 @@ def value_table(names: Sequence[str], values: npt.ArrayLike) -> Digests:
         names: what they are, with type and shape.
         values: int64 (len(names),), their digests.
     """
-    table = digest_table({f"{position} {name}": () for position, name in enumerate(names)})
+    table = rows_table(names)
     table[:, 1] = values
     return table
+
+
+def rows_table(rows: Iterable[str]) -> Digests:
+    """The digest table of rows "name type shape", which are told apart by their positions."""
+    return digest_table({f"{position} {row}": () for position, row in enumerate(rows)})
 
 
 def agree(tables: Sequence[Digests], minimum: Callable[[Digests], npt.ArrayLike]) -> bool:
@@ -167,6 +174,49 @@ def first_difference(tables: Sequence[Digests]) -> Difference | None:
             same_names = len({row[:1] for row in rows}) == 1
             return Difference(position, tuple(tuple(ranks) for ranks in groups.values()), same_names)
     return None
+
+
+def require_same_rows(ranks: Collectives, rows: Sequence[str]) -> None:
+    """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective."""
+    difference = first_difference(ranks.gather(rows_table(rows), "hvdkit.layout"))
+    if difference is not None:
+        raise layout_error(difference, rows, ranks.rank())
+
+
+def require_same_values(
+    ranks: Collectives,
+    rows: Sequence[str],
+    digests: npt.ArrayLike,
+    value_at: Callable[[int], tuple[str, npt.NDArray[Any]]],
+    fixes: Mapping[str, str] | None = None,
+    among: Iterable[int] | None = None,
+) -> None:
+    """Raise an AgreementError on every rank when rows or values differ between ranks; a collective.
+
+    Args:
+        rows: this rank's values as "name type shape", in order.
+        digests: int64 (len(rows),), of the values.
+        value_at: name and value at a position, on the host; asked for on all ranks, of the one that differs first.
+        fixes: what to do where a value differs, by its name; default: broadcast.
+        among: the ranks that must agree with this one; default: all.
+    """
+    table = value_table(rows, digests)
+    if among is None and agree([table], lambda mine: ranks.minimum(mine, "hvdkit.agree")):
+        return
+    tables = ranks.gather(table, "hvdkit.digests")
+    members = range(len(tables)) if among is None else sorted(among)
+    found = first_difference([tables[rank] for rank in members])
+    if found is None:
+        if among is not None:
+            return
+        raise AgreementError("the ranks' digests differ, but not those of any tensor; this is an error of hvdkit.")
+    difference = replace(found, groups=tuple(tuple(members[place] for place in group) for group in found.groups))
+    if not difference.same_names:
+        raise layout_error(difference, rows, ranks.rank())
+    name, value = value_at(difference.position)
+    # Only a difference that all ranks have found, at the same place, can be measured together.
+    largest = ranks.largest_difference(value) if among is None else math.nan
+    raise value_error(difference, name, largest, (fixes or {}).get(name, BROADCAST))
 
 
 def layout_error(difference: Difference, rows: Sequence[str], rank: int) -> AgreementError:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdkit.errors import AgreementError
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow import seeds, state
@@ -126,27 +123,15 @@ def _collect_numbers(numbers: dict[str, float], prefix: str, value: Any) -> None
 def _compare(variables: Sequence[Any], numbers: dict[str, float], fixes: dict[str, str]) -> None:
     rows = [*map(state.layout, variables), *numbers]
     values = [*digests(variables), *(agreement.digest(np.float64(number)) for number in numbers.values())]
-    table = agreement.value_table(rows, values)
-    if agreement.agree([table], _minimum):
-        return
-    difference = agreement.first_difference(state.gather_tables(table))
-    if difference is None:
-        raise AgreementError("the ranks' digests differ, but not those of any tensor; this is an error of hvdkit.")
-    if not difference.same_names:
-        raise agreement.layout_error(difference, rows, hvd.rank())
-    position = difference.position
-    if position < len(variables):
+
+    def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
+        if position >= len(variables):
+            name, number = list(numbers.items())[position - len(variables)]
+            return name, np.array(number)
         variable = variables[position]
-        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-        value = native(variable).numpy()
-    else:
-        name, number = list(numbers.items())[position - len(variables)]
-        value = np.array(number)
-    raise agreement.value_error(difference, name, _largest_difference(value), fixes.get(name, agreement.BROADCAST))
+        return getattr(variable, "path", None) or variable.name.removesuffix(":0"), native(variable).numpy()
 
-
-def _minimum(values: agreement.Digests) -> npt.ArrayLike:
-    return hvd.allreduce(tf.constant(values), op=hvd.Min, name="hvdkit.agree").numpy()  # type: ignore[no-any-return]
+    agreement.require_same_values(state.RANKS, rows, values, value_at, fixes)
 
 
 def digests(variables: Sequence[Any]) -> npt.NDArray[np.int64]:
@@ -196,12 +181,3 @@ def _loader_facts(loader: Any) -> dict[str, float]:
     if loader is None:
         return {}
     return require_sharded(loader).share.facts(loader.epoch)
-
-
-def _largest_difference(mine: Any) -> float:
-    """The largest absolute difference between any rank's values and the root's; a collective."""
-    (root,) = state.broadcast_arrays([mine], 0)
-    largest = math.nan
-    if not np.iscomplexobj(mine):
-        largest = np.abs(mine.astype(np.float64) - root.astype(np.float64)).max().item()
-    return float(hvd.allgather(np.array([largest]), name="hvdkit.difference").numpy().max())

@@ -23,6 +23,7 @@ from programs_keras_lacking import LACKING  # before hvdkit
 import hvdkit
 import hvdkit.keras as hk
 from hvdkit.common import keras_optimizer
+from hvdkit.keras.trainer import private
 from hvdkit.keras.transport import TRANSPORT
 
 FEATURES = 6
@@ -63,7 +64,7 @@ class At(keras.callbacks.Callback):
 
     def __init__(self, rank: int, moment: str, action: Callable[[Any], None]) -> None:
         super().__init__()
-        setattr(self, moment, lambda *_, **__: action(self.model) if hk.keras_state.world().rank == rank else None)
+        setattr(self, moment, lambda *_, **__: action(self.model) if hk.state.world().rank == rank else None)
 
 
 def nudge(model: Any) -> None:
@@ -253,6 +254,47 @@ def settings(world: Any, _: Path) -> dict[str, Any]:
     }
 
 
+def replaced(world: Any, _: Path) -> dict[str, Any]:
+    """What hvdkit puts into Keras' place, without it, and with it again; and what a Keras without it would be told."""
+
+    def kinds() -> list[bool]:
+        holders = [(one.holder(), one.name) for one in (private.FIT, private.REST)]
+        return [hasattr(getattr(*one), "_hvdkit_plain") for one in holders]
+
+    def trains() -> str:
+        return refused(lambda: compiled(keras.optimizers.SGD(0.1)).fit(X, Y, verbose=0))
+
+    def told(version: str) -> tuple[str, list[str]]:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            error = refused(lambda: private.check(version))
+        return error, [str(one.message) for one in warned]
+
+    before, own, guarded = kinds(), "fit" in vars(keras.Model), trains()
+    private.undo()
+    undone, left, alone = kinds(), "fit" in vars(keras.Model), trains()
+    hk.init()
+    keras.Model.fit = somebodys = functools.wraps(keras.Model.fit)(lambda *args, **kwargs: None)
+    private.undo()
+    kept = keras.Model.fit is somebodys
+    del keras.Model.fit
+    hk.init()
+    iterators = private.REST.holder()
+    enumerate_rest = iterators._enumerate_iterator
+    del iterators._enumerate_iterator
+    lacking = told("3.2.1")
+    iterators._enumerate_iterator = enumerate_rest
+    return {
+        "kinds": [before, undone, kinds()],
+        "own": [own, left],
+        "fit": [guarded, alone, trains()],
+        "kept": kept,
+        "tested": told(f"{private.TESTED[1]}.7"),
+        "untested": [told("3.1.0"), told("3.999.0rc1")],
+        "lacking": lacking,
+    }
+
+
 def data_ends_early() -> str:
     """Rank 1 has less data than it said; the error that each rank saw. Horovod ends with it."""
     world = hk.init()
@@ -332,7 +374,7 @@ def together(directory: str) -> None:
     import programs_proof_keras as proof
 
     world = hk.init()
-    both = (options, apart, kinds_of_data, metrics, resumed, stores, special_optimizers, settings)
+    both = (options, apart, kinds_of_data, metrics, resumed, stores, special_optimizers, settings, replaced)
     checks = {check.__name__: functools.partial(check, world, Path(directory)) for check in both}
     extra = {"torch": {"schedules": schedules, "legacy": legacy}, "jax": {"over_host_buffers": over_host_buffers}}
     lacking = {"lacking": lambda: LACKING}

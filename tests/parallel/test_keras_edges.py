@@ -48,6 +48,22 @@ def test_gradient_options_reach_the_gradients(ranks):
         assert "or one inside it, is distributed already" in found["nested"]
 
 
+def test_what_is_replaced_in_keras_can_be_undone_and_is_checked_against_its_version(ranks):
+    for found in ranks("replaced"):
+        assert found["kinds"] == [[True, True], [False, False], [True, True]]
+        assert found["own"] == [True, False]  # Keras' own is a base class's
+        guarded, alone, again = found["fit"]
+        assert "that hvdkit has not distributed" in guarded and guarded == again and alone == ""
+        assert found["kept"]
+        assert found["tested"] == ["", []]
+        for error, warned in found["untested"]:
+            assert error == "" and len(warned) == 1
+            assert "hvdkit.keras was tested with Keras 3.15, found 3." in warned[0] and "keras==3.15.*" in warned[0]
+        error, _ = found["lacking"]
+        assert error.startswith("MissingFrameworkError: hvdkit.keras needs keras.src.trainers.epoch_iterator.Epoch")
+        assert "Keras 3.2.1 has none; run `pip install 'keras==3.15.*'`." in error
+
+
 def test_ranks_that_go_apart_are_stopped(ranks):
     for found in ranks("apart"):
         assert "AgreementError: after the first step of fit, the ranks disagree: sequential" in found["first step"]

@@ -20,7 +20,7 @@ from hvdkit.tensorflow.batch_norm import local_statistics
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.optimizer import native
 
-_CHUNK = 4 * agreement.CHUNK  # words mixed at once: in a graph fewer operations count more than the cache
+_CHUNK = 4 * agreement.CHUNK  # words mixed at once: on a GPU fewer operations count more than a CPU's cache
 _WORDS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
@@ -150,15 +150,16 @@ def _minimum(values: agreement.Digests) -> npt.ArrayLike:
 
 
 def digests(variables: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """A digest of each variable's bits, int64 (len(variables),); made on its device, fetched together."""
-    result: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-    if variables:
-        result = _digest_all([tf.convert_to_tensor(native(variable)) for variable in variables]).numpy()
-    return result
+    """A digest of each variable's bits, int64 (len(variables),); made where they are."""
+    tensors = [tf.convert_to_tensor(native(variable)) for variable in variables]
+    if any("GPU" in tensor.device for tensor in tensors):
+        return digests_on_device(tensors).numpy()  # type: ignore[no-any-return]
+    return agreement.array_digests((tensor.numpy() for tensor in tensors), _CHUNK)  # NumPy mixes faster on a CPU
 
 
 @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-def _digest_all(tensors: list[Any]) -> Any:
+def digests_on_device(tensors: list[Any]) -> Any:
+    """The same digests of one or more tensors by TensorFlow's operations, a tensor int64 (len(tensors),)."""
     return tf.stack([_digest(tensor) for tensor in tensors])
 
 
@@ -168,8 +169,12 @@ def _digest(tensor: Any) -> Any:
     sums = []
     for start in range(0, length, _CHUNK):
         part = tf.cast(words[start : start + _CHUNK], tf.int64)
-        sums.append(tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]])))
+        sums.append(tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], _shift)))
     return tf.convert_to_tensor(agreement.join_chunks(sums), dtype=tf.int64)
+
+
+def _shift(words: Any, distance: int) -> Any:
+    return tf.bitcast(tf.bitwise.right_shift(tf.bitcast(words, tf.uint64), distance), tf.int64)
 
 
 def _words(tensor: Any) -> Any:

@@ -14,6 +14,7 @@ from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
+from hvdkit.steps.torch_profile import profile
 
 try:
     import torch
@@ -43,7 +44,6 @@ from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
 from hvdkit.torch.loss import weighted_loss
-from hvdkit.torch.profiler import profile
 from hvdkit.torch.seeds import seed_everything
 
 __all__ = [

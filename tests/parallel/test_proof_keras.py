@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs_checks import signs
 from ranks import KERAS, on_ranks
 
 BETWEEN = "differs between rank 0 and rank 1, by at most"
@@ -173,11 +174,24 @@ def test_everything_that_can_differ_is_named(hk, world, kind, told):
 
 
 @on_ranks(*KERAS)
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_top_bits_that_differ_are_found(hk, world, kind):
+    import keras
+
+    values = signs(world.rank)[kind]
+    dense = keras.layers.Dense(1, use_bias=False, dtype=kind, name=kind)
+    flipped = keras.Sequential([keras.Input((len(values),)), dense])
+    flipped.set_weights([values[:, None]])
+    assert f"{kind}/kernel {BETWEEN} 2;" in message(lambda: hk.check_agreement(flipped, None, world))
+
+
+@on_ranks(*KERAS)
 def test_a_digest_is_the_same_on_every_device(hk):
     """The backend's operations digest tensors of each type and some shapes as NumPy does."""
     import keras
 
     from hvdkit.keras import digests
+    from hvdkit.steps import agreement
 
     generator = np.random.default_rng(6)
     types = ("float16", "float32", "float64", "int64", "uint8", "bool", "complex64", "complex128")
@@ -192,8 +206,8 @@ def test_a_digest_is_the_same_on_every_device(hk):
 
         found = digests.of_torch([torch.from_numpy(np.array(array)) for array in arrays])
     else:
-        found = digests.of_arrays([np.array(array) for array in arrays])
-    same = (found == digests.of_arrays(arrays)).tolist()
+        found = agreement.array_digests([np.array(array) for array in arrays])
+    same = (found == agreement.array_digests(arrays)).tolist()
     assert all(same) and len(same) == 40
 
 

@@ -73,6 +73,7 @@ def test_everything_that_can_differ_is_named(ranks):
         assert f"TensorFlow seeded anew {between} 1" in rank["seeded anew"]
         assert "seeded with 5 after seed_everything" in rank["all seeded anew"]
         assert "optimizer.learning_rate.initial_learning_rate differs" in rank["schedule"]
+        assert all("signs differs" in rank[kind] and "by at most 2;" in rank[kind] for kind in ("float64", "float32"))
         assert "zero differs" in rank["sign of zero"] and "by at most 0;" in rank["sign of zero"]
 
 

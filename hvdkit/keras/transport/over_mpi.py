@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.keras import digests as keras_digests
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, Ranks, by_sent_type, is_alone, next_name
-from hvdkit.steps import launchers, step_times, topology
+from hvdkit.steps import agreement, launchers, step_times, topology
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -39,7 +38,7 @@ class HostBuffers(ABC):
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         """On the host as well, where the gradients pass, too."""
-        return keras_digests.of_arrays([np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables])
+        return agreement.array_digests(np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables)
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import jax

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
@@ -44,8 +43,6 @@ def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None
         click.echo(tables.comma_separated(analysis), nl=False)
     elif form == "samples":
         click.echo(tables.samples_csv(found), nl=False)
-    elif form == "markdown":
-        click.echo(tables.markdown(analysis))
     else:
-        tables.text(analysis, Console(highlight=False, markup=False))
+        tables.page(analysis).print(form)
     return 0

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hvdkit.common.commands import is_count, numbers_of_ranks, shortened
 from hvdkit.errors import InvalidArgumentError
@@ -145,7 +144,5 @@ def _print(need: Need, rows: Sequence[PerRank], notes: Sequence[str], said: dict
             "notes": list(notes),
         }
         click.echo(json.dumps(value, indent=2))
-    elif form == "markdown":
-        click.echo(tables.markdown(need, rows, notes))
     else:
-        tables.show(need, rows, notes, Console(highlight=False, markup=False))
+        tables.page(need, rows, notes).print(form)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from hvdkit.common.commands import numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
@@ -93,6 +92,7 @@ def _some_epochs(_ctx: click.Context, _parameter: click.Parameter, value: float)
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 def plan(
+    *,
     samples: int,
     batch_size: int,
     lr: float,
@@ -185,7 +185,5 @@ def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[
     if form == "json":
         value = {"training": asdict(training), "rows": [row.as_json() for row in rows], "notes": list(notes)}
         click.echo(json.dumps(value, indent=2))
-    elif form == "markdown":
-        click.echo(tables.markdown(training, rows, notes))
     else:
-        tables.show(training, rows, notes, Console(highlight=False, markup=False))
+        tables.page(training, rows, notes).print(form)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.extras import of_extra
+from hvdkit.common.extras import require_scipy
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.columns import Columns, collect
 from hvdkit.read.timeline.measures import covered, union
@@ -118,8 +118,7 @@ def compare(a: str | Path, b: str | Path) -> Difference:
     Source: Mann and Whitney, Annals of Mathematical Statistics 18 (1947); Benjamini and Yekutieli, Annals of Statistics
         29 (2001), theorem 1.3.
     """
-    with of_extra("timeline", "comparing two timelines needs SciPy"):
-        import scipy.stats  # noqa: F401  said before anything is read
+    require_scipy("two timelines are compared")
     columns_a, columns_b = _collect(a), _collect(b)
     rows_a, rows_b = _rows(columns_a), _rows(columns_b)
     changes = [

@@ -1,39 +1,37 @@
 """PyTorch's profiler on every rank: a trace and a table of operators, of some steps of a training.
 
 In a script: ``with profile("profile") as steps:`` around the loop and ``steps.step()`` at its end. For a script as it
-is, a step being one ``step()`` of an optimizer::
+is, with or without Horovod, a step being one ``step()`` of an optimizer: ``hvdkit launch --torch-profile``.
 
-    hvdkit launch -n 2 -- python -m hvdkit.torch.profiler --directory profile train.py --epochs 1
+Also run by path in Pythons that have no hvdkit (``run/launch/stacks``), and in those that never import PyTorch: nothing
+but the standard library is imported at import time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import click
-import torch
-import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.profiler import ProfilerActivity, record_function, schedule
-
-from hvdkit.errors import DataError, DataNotFoundError, HvdkitError, InvalidArgumentError
+VARIABLE = "HVDKIT_TORCH_PROFILE"
+"""``WAIT,WARMUP,ACTIVE:DIRECTORY``: asks for a profile of every process that takes steps of an optimizer."""
 
 _LOG = logging.getLogger("hvdkit")
 _ROWS = 50
+_OPTIMIZERS = "torch.optim.optimizer"
 
 
 @contextlib.contextmanager
-def profile(
-    directory: str | os.PathLike[str], wait: int = 10, warmup: int = 2, active: int = 5
-) -> Iterator[torch.profiler.profile]:
+def profile(directory: str | os.PathLike[str], wait: int = 10, warmup: int = 2, active: int = 5) -> Iterator[Any]:
     """Profile some steps of a training loop; ``step()`` of the result is called at the end of each.
 
     Every rank R of N writes ``trace-R-of-N.json.gz`` (for ``hvdkit trace summary``, chrome://tracing, Perfetto and
@@ -56,21 +54,18 @@ def profile(
         DataError: the directory cannot be created.
     Source: PyTorch's documentation of ``torch.profiler.schedule``.
     """
-    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InvalidArgumentError(f"{name} is a number of steps from {least} on, got {value!r}.")
-    path = Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"The directory {str(path)!r} for profiles cannot be created: {error.strerror}.") from error
+    import torch
+    from torch.profiler import ProfilerActivity, schedule
+
+    path = _checked(directory, wait, warmup, active)
+    place = _place()  # a script may leave its process group before the end
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     written: list[Path] = []
     with (
         torch.profiler.profile(
             activities=activities,
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
-            on_trace_ready=lambda profiler: written.append(_write(profiler, path)),
+            on_trace_ready=lambda profiler: written.append(_write(profiler, path, _place() or place)),
             profile_memory=True,
         ) as profiler,
         _named_waits(),
@@ -84,9 +79,28 @@ def profile(
         )
 
 
+def _checked(directory: str | os.PathLike[str], wait: int, warmup: int, active: int) -> Path:
+    """The directory, which is there now."""
+    for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            from hvdkit.errors import InvalidArgumentError  # not at import time, see above
+
+            raise InvalidArgumentError(f"{name} is a number of steps from {least} on, got {value!r}.")
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        from hvdkit.errors import DataError
+
+        raise DataError(f"The directory {str(path)!r} for profiles cannot be created: {error.strerror}.") from error
+    return path
+
+
 @contextlib.contextmanager
 def _named_waits() -> Iterator[None]:
     """A range around every wait for Horovod, whenever it is imported: one for each synchronisation, not each tensor."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     with contextlib.ExitStack() as undo:
         named: set[str] = set()
 
@@ -105,6 +119,8 @@ def _named_waits() -> Iterator[None]:
 
 def _name_calls(holder: Any, name: str, undo: contextlib.ExitStack) -> None:
     """Have the profiler see the calls of ``holder.synchronize`` until ``undo`` closes."""
+    from torch.profiler import record_function
+
     original = holder.synchronize
 
     @functools.wraps(original)
@@ -120,8 +136,10 @@ def _name_calls(holder: Any, name: str, undo: contextlib.ExitStack) -> None:
         undo.callback(delattr, holder, "synchronize")
 
 
-def _write(profiler: torch.profiler.profile, directory: Path) -> Path:
-    rank, size = _place()
+def _write(profiler: Any, directory: Path, place: tuple[int, int] | None) -> Path:
+    import torch
+
+    rank, size = place or (0, 1)
     trace = directory / f"trace-{rank}-of-{size}.json.gz"
     profiler.export_chrome_trace(str(trace))
     by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
@@ -130,72 +148,75 @@ def _write(profiler: torch.profiler.profile, directory: Path) -> Path:
     return trace
 
 
-def _place() -> tuple[int, int]:
-    """Rank and size as Horovod or else torch.distributed has them; of one process alone where neither was started."""
+def _place() -> tuple[int, int] | None:
+    """Rank and size as Horovod or else torch.distributed has them; None where neither is started."""
+    import torch.distributed as dist
+
     horovod = sys.modules.get("horovod.torch")
     if horovod is not None and horovod.is_initialized():
         return horovod.rank(), horovod.size()
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return None
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@click.option("--directory", default="profile", show_default=True, metavar="DIR", help="Where every rank writes.")
-@click.option("--wait", default=10, show_default=True, metavar="N", help="Steps that are left out first.")
-@click.option("--warmup", default=2, show_default=True, metavar="N", help="Steps traced and thrown away.")
-@click.option("--active", default=5, show_default=True, metavar="N", help="Steps that are recorded.")
-@click.argument("script", type=click.Path(path_type=Path))
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(directory: str, wait: int, warmup: int, active: int, script: Path, arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT as it is and profile some of its optimizer steps, on every rank.
+def profile_when_asked() -> None:
+    """Profile this process if ``VARIABLE`` asks for it and as soon as it has taken a step of an optimizer.
 
-    \b
-    Example:
-      hvdkit launch -n 2 -- python -m hvdkit.torch.profiler --directory profile train.py --epochs 1
+    So the workers of a ``DataLoader`` and other programs of the rank are not profiled, and PyTorch is not imported
+    where the program itself does not.
     """
-    if not script.is_file():
-        raise DataNotFoundError(f"There is no script {str(script)!r}.")
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.absolute().parent))
-    with profile(directory, wait, warmup, active) as profiler, _after_each_optimizer_step(profiler.step):
-        runpy.run_path(str(script), run_name="__main__")
+    asked = os.environ.get(VARIABLE)
+    if asked:
+        counts, _, directory = asked.partition(":")
+        wait, warmup, active = map(int, counts.split(","))
+        sys.meta_path.insert(0, _Optimizers(lambda: profile(directory, wait, warmup, active)))
 
 
-@contextlib.contextmanager
-def _after_each_optimizer_step(action: Callable[[], None]) -> Iterator[None]:
-    """Horovod's optimizer calls the ``step()`` that it wraps, and PyTorch's hooks run in both: the outer one counts."""
+class _Optimizers(MetaPathFinder):
+    """Finds PyTorch's optimizers as Python itself does, and counts their steps from their import on."""
+
+    def __init__(self, start: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._start = start
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """As ``importlib`` has it; None for every other module."""
+        if name != _OPTIMIZERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_count(module: ModuleType) -> None:
+                execute(module)
+                _profile_steps(module, self._start)
+
+            spec.loader.exec_module = execute_and_count  # type: ignore[method-assign]
+        return spec
+
+
+def _profile_steps(optimizers: ModuleType, start: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Start at the end of the first step, the first moment at which PyTorch lets hooks be added, and count it.
+
+    Horovod's optimizer calls the ``step()`` that it wraps, and PyTorch's hooks run in both: the outer one counts.
+    """
     depth = 0
+    running = contextlib.ExitStack()
+    profiler: Any = None
 
     def begin(*_: object) -> None:
         nonlocal depth
         depth += 1
 
     def end(*_: object) -> None:
-        nonlocal depth
+        nonlocal depth, profiler
         depth -= 1
         if depth == 0:
-            action()
+            if profiler is None:
+                profiler = running.enter_context(start())
+                atexit.register(running.close)  # after Horovod's own, so that it runs before
+            profiler.step()
 
-    hooks = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def main() -> None:
-    """The command line; a user's mistake is one sentence and no stack trace, an error of the script is the script's."""
-    try:
-        run.main(prog_name="python -m hvdkit.torch.profiler", standalone_mode=False)
-    except click.UsageError as error:
-        click.echo(f"hvdkit: {error.format_message()}", err=True)
-        sys.exit(2)
-    except HvdkitError as error:
-        click.echo(f"hvdkit: {error}", err=True)
-        sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()
+    optimizers.register_optimizer_step_pre_hook(begin)
+    optimizers.register_optimizer_step_post_hook(end)

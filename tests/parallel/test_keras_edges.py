@@ -360,7 +360,7 @@ def over_host_buffers(hide_horovod: bool) -> dict[str, Any]:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.5))
     distributed = hk.distribute(optimizer, gradient_predivide_factor=2.0)
     model = compiled(distributed, seed=world.rank, metrics=["accuracy"])
-    callbacks = [hk.BroadcastState(), hk.AverageMetrics(world), hk.Checkpoint("run")]
+    callbacks = [hk.BroadcastState(), hk.AverageMetrics(world), hk.Checkpoint(f"run-{hide_horovod}")]
     mine = (X[world.rank :: world.size], Y[world.rank :: world.size])
     history = model.fit(hk.shard((X, Y), world, 4), epochs=3, verbose=0, validation_data=mine, callbacks=callbacks)
     return {

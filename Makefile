@@ -26,6 +26,8 @@ demo: $(DEMO)
 	$(BIN)/hvdkit install
 	$(BIN)/python examples/demo.py
 
+# With this environment's mpirun, not that of another one that is active: Horovod is built for the first on PATH.
+test quick: export PATH := $(abspath $(BIN)):$(PATH)
 test: $(READY)
 	$(BIN)/hvdkit install
 	$(BIN)/python -m pytest tests $(PARALLEL)

@@ -32,6 +32,10 @@ class InvalidArgumentError(HvdkitError, ValueError):
     exit_code = 2
 
 
+# Not ValueError's: from within a tf.function TensorFlow raises an error as its own class only where it finds this one.
+InvalidArgumentError.__init__ = Exception.__init__  # type: ignore[method-assign]
+
+
 class MissingFrameworkError(HvdkitError, ImportError):
     """A framework, Horovod or a package of an extra is not installed; the message names the command that helps."""
 

@@ -310,8 +310,8 @@ class Ranks:
             with contextlib.suppress(OSError):
                 driver.send(None)
         for end in self._ends:
-            end.settimeout(LEAVE_S)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # also where it is closed
+                end.settimeout(LEAVE_S)
                 end.recv(100)
         if self._launcher is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -322,8 +322,8 @@ class Ranks:
         """End whatever is left of the ranks."""
         _alive.pop(self.kind, None)
         for end in self._ends:
-            end.settimeout(LEAVE_S)
             with contextlib.suppress(OSError), end:
+                end.settimeout(LEAVE_S)
                 end.shutdown(socket.SHUT_WR)
                 end.recv(100)
         for driver in self._drivers.values():

@@ -121,12 +121,12 @@ def test_ranks_that_go_apart_are_stopped(hk, world, moment, action, expected):
     import keras
 
     model = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
+    at = keras.callbacks.Callback()  # whose model has its variables' values back, which jax takes during a step
     actions = {
-        "nudge": lambda: nudge(model),
-        "rate": lambda: setattr(model.optimizer, "learning_rate", 0.01),
-        "stop": lambda: setattr(model, "stop_training", True),
+        "nudge": lambda: nudge(at.model),
+        "rate": lambda: setattr(at.model.optimizer, "learning_rate", 0.01),
+        "stop": lambda: setattr(at.model, "stop_training", True),
     }
-    at = keras.callbacks.Callback()
     setattr(at, moment, lambda *_, **__: actions[action]() if world.rank == 1 else None)
     error = refused(lambda: model.fit(hk.shard((X, Y), world, 4), epochs=3, verbose=0, callbacks=[at]))
     for part in expected:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check.facts import Facts, argument, method, words
+from hvdkit.prepare.check.facts import Facts, argument, is_constant, method, words
 from hvdkit.prepare.check.libraries import LOADERS, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.training import Training
@@ -51,8 +51,14 @@ class Case(Training):
     @cached_property
     def parts(self) -> list[Part]:
         """The part of each data set that the script trains on."""
-        found = [self.loop_part(loop, events) for loop, events in self.training_loops.items()]
-        return found + [self.fit_part(event) for event in self.fits]
+        loops = {loop: events for loop, events in self.training_loops.items() if not self._is_one_step(loop)}
+        fits = [event for event in self.fits if not is_constant(argument(event.node, "steps_per_epoch"), 1)]
+        return [self.loop_part(*one) for one in loops.items()] + [self.fit_part(event) for event in fits]
+
+    def _is_one_step(self, loop: ast.AST) -> bool:
+        """``dataset.take(1)``: a first step, for the variables that it makes; no training."""
+        calls = [call for one in self.drawn_from(loop) for call in self.calls(one)]
+        return any(method(call) == "take" and is_constant(argument(call, "count", 0), 1) for call in calls)
 
     # Loops ----------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ _TOPOLOGY = {
     "size": Role.SIZE,
     "local_size": Role.LOCAL_SIZE,
 }
+_RUNNERS = ("horovod.spark", "horovod.ray")
 _ENVIRONMENT = ("os.environ.get", "os.getenv")
 
 
@@ -69,9 +70,16 @@ class Facts(Flow):
         for name in self.used:
             if name.startswith("tensorflow.distribute.") and name.endswith("Strategy"):
                 found.add("tf.distribute")
+            if name.startswith("torch.distributed.rpc"):
+                found.add("torch.distributed.rpc")
             if "FullyShardedDataParallel" in name or name.endswith("fully_shard"):
                 found.add("FSDP")
         return sorted(found)
+
+    @cached_property
+    def runner(self) -> str | None:
+        """What starts the ranks from within this script, so that its text is not that of every rank."""
+        return next((".".join(name.split(".")[:2]) for name in self.used if name.startswith(_RUNNERS)), None)
 
     @cached_property
     def frameworks(self) -> set[str]:
@@ -163,7 +171,7 @@ class Facts(Flow):
         """Where an event happens, as far as the text says: "every rank", "some ranks" or "unknown"."""
         if any(self.splits_ranks(guard) for guard in event.guards):
             return "some ranks"
-        if not event.reached or any(self._is_unclear(guard) for guard in event.guards):
+        if self.runner or not event.reached or any(self._is_unclear(guard) for guard in event.guards):
             return "unknown"
         return "every rank"
 

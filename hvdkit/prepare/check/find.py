@@ -20,6 +20,7 @@ _FETCHES = (
     "keras.utils.get_file",
 )  # fmt: skip
 _FETCHERS = re.compile(r"(wget|curl)\b")
+_NEED_INIT = (Role.DISTRIBUTE, Role.PIN, Role.SCALE, Role.SHARD, Role.CHECKPOINTS)
 _REDUCE_TO_LOCAL = (ast.Mod, ast.Sub, ast.FloorDiv)
 _DATA_SETS = ("torchvision.", "torchaudio.", "torchtext.", "torch_geometric.", "medmnist.")
 
@@ -37,10 +38,10 @@ def called_values(case: JudgedCase) -> Iterator[Event]:
 def before_init(case: JudgedCase) -> Iterator[Event]:
     """The first call that needs the library, where it comes before init."""
     starts = [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
-    if not starts or not starts[0].reached:
+    if not starts or not starts[0].reached or case.runner or case.others:
         return
     root = case.name(starts[0].node).split(".")[0]
-    for event in case.having(*NUMBERS, *TOGETHER, Role.DISTRIBUTE):
+    for event in case.having(*NUMBERS, *TOGETHER, *_NEED_INIT):
         if event.order > starts[0].order or not event.reached:
             return
         asked = any(re.search("is_initialized|is_available", ast.unparse(guard.test)) for guard in event.guards)

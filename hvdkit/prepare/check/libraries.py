@@ -96,7 +96,7 @@ STARTS_DDP = "hvdkit.torch.init_process_group"
 """hvdkit's start of PyTorch's own DDP: what is distributed is DDP's, the other steps may still be hvdkit's."""
 
 MODULES = re.compile(
-    r"(horovod\.(torch|tensorflow\.keras|tensorflow|keras|mxnet|spark|ray)|hvdkit\.(torch|tensorflow|keras))\b"
+    r"(horovod\.(torch|tensorflow\.keras|tensorflow|keras|mxnet|spark|ray)|hvdkit\.(torch|tensorflow|keras|arrays))\b"
 )
 """The modules of a library that a script can work with."""
 
@@ -149,7 +149,7 @@ def library_of(name: str) -> str | None:
     """The library that a full name belongs to: "horovod", "hvdkit", "ddp", or None."""
     if name.startswith("horovod.") or name == "horovod":
         return "horovod"
-    if re.match(r"hvdkit\.(torch|tensorflow|keras)\b", name):
+    if re.match(r"hvdkit\.(torch|tensorflow|keras|arrays)\b", name):
         return "hvdkit"
     if DDP.fullmatch(name) or (name.startswith("torch.distributed.") and role(name) is not None):
         return "ddp"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hvdkit.prepare.check.call_arguments import arguments
 from hvdkit.prepare.check.case import SHARDED, Case
-from hvdkit.prepare.check.facts import argument, method
+from hvdkit.prepare.check.facts import argument, method, receiver
 from hvdkit.prepare.check.libraries import LOADERS, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 
@@ -107,14 +107,15 @@ def _is_local(case: Case, value: ast.expr, body: set[ast.AST]) -> bool:
         for one in body
         if isinstance(one, (ast.Name, ast.Attribute)) and isinstance(one.ctx, ast.Store)
     }
-    return not _is_reduced_by_function(case, made & {ast.unparse(name) for name in names})
+    texts = {ast.unparse(name) for name in names}
+    return not _is_reduced_by_function(case, made & texts, texts)
 
 
-def _is_reduced_by_function(case: Case, texts: set[str]) -> bool:
-    """``average(total)``: a function of the script that is given one of these names and reduces in place."""
+def _is_reduced_by_function(case: Case, made: set[str], texts: set[str]) -> bool:
+    """``average(total)``, ``meter.all_reduce()``: a function of the script that reduces one of these in place."""
     for event in case.events:
-        given = {ast.unparse(one) for one in event.node.args}
-        if isinstance(case.parents[event.node], ast.Expr) and given & texts:
+        given = {ast.unparse(one) for one in event.node.args} & made
+        if isinstance(case.parents[event.node], ast.Expr) and (given or ast.unparse(receiver(event.node)) in texts):
             inside = [node for function in case.callees(event.node) for node in ast.walk(function)]
             if any(isinstance(node, ast.Call) and case.role(node) == Role.REDUCE for node in inside):
                 return True

@@ -9,16 +9,16 @@ import sys
 from hvdkit.prepare.check.program import Binding, Program
 
 _PACKAGES = {
-    "PIL", "absl", "albumentations", "apex", "click", "cv2", "cloudpickle", "colorama", "einops", "filelock",
-    "gdown", "h5py", "horovod", "hvdkit", "hydra", "imageio", "joblib", "keras", "keras_cv", "keras_nlp", "kornia",
-    "matplotlib", "medmnist", "ml_collections", "mlflow", "mpi4py", "mxnet", "natsort", "neptune", "netCDF4",
-    "numba", "numpy", "nvidia", "omegaconf", "pandas", "petastorm", "prettytable", "psutil", "pyarrow", "pydantic",
-    "pynvml", "ray", "requests", "rich", "scipy", "seaborn", "sentencepiece", "six", "skimage", "sklearn",
-    "submitit", "tabulate", "tensorboard", "tensorboardX", "tensorflow", "tensorflow_addons",
+    "PIL", "absl", "albumentations", "apex", "click", "cv2", "cloudpickle", "colorama", "einops", "filelock", "flax",
+    "gdown", "h5py", "horovod", "hvdkit", "hydra", "imageio", "jax", "joblib", "keras", "keras_cv", "keras_nlp",
+    "kornia", "matplotlib", "medmnist", "ml_collections", "mlflow", "mlx", "mpi4py", "mxnet", "natsort", "neptune",
+    "netCDF4", "numba", "numpy", "nvidia", "omegaconf", "optax", "packaging", "pandas", "petastorm", "prettytable",
+    "psutil", "pyarrow", "pydantic", "pynvml", "ray", "requests", "rich", "scipy", "seaborn", "sentencepiece", "six",
+    "skimage", "sklearn", "submitit", "tabulate", "tensorboard", "tensorboardX", "tensorflow", "tensorflow_addons",
     "tensorflow_datasets", "tensorflow_hub", "tensorflow_io", "tensorflow_probability", "termcolor", "tf_keras",
     "tiktoken", "timm", "tokenizers", "toml", "torch", "torch_geometric", "torch_optimizer", "torchaudio",
-    "torchinfo", "torchmetrics", "torchsummary", "torchtext", "torchvision", "tqdm", "typer", "wandb",
-    "webdataset", "wget", "xarray", "yaml", "zarr",
+    "torchinfo", "torchmetrics", "torchsummary", "torchtext", "torchvision", "tqdm", "typer", "wandb", "webdataset",
+    "wget", "xarray", "yaml", "zarr",
 }  # fmt: skip
 _ALSO_NAMES_OF_SCRIPTS = {"code", "profile", "test", "trace"}
 KNOWN_PACKAGES = (_PACKAGES | sys.stdlib_module_names) - _ALSO_NAMES_OF_SCRIPTS

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hvdkit.prepare.check.call_arguments import arguments
 from hvdkit.prepare.check.case import DRAWN, SHARDED, UNCLEAR, WHOLE, Case, Part
-from hvdkit.prepare.check.facts import argument, method, receiver
+from hvdkit.prepare.check.facts import argument, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.verdict import Verdict, done, missing, not_needed, undecided
@@ -97,7 +97,7 @@ def _forgotten(case: Case) -> list[int]:
 def _undivided(case: Case, event: Event) -> bool:
     """Whether ``steps_per_epoch`` counts the samples of the whole data set on every rank."""
     steps = _steps(event)
-    if steps is None or (isinstance(steps, ast.Constant) and steps.value is None) or _is_divided(case, steps):
+    if steps is None or (isinstance(steps, ast.Constant) and steps.value in (None, 1)) or _is_divided(case, steps):
         return False
     epochs = argument(event.node, "epochs")
     if case.hidden(steps, through=True) or (epochs is not None and case.has_size(epochs, through=True)):
@@ -126,6 +126,7 @@ def _undivided_loop(case: Case, loop: ast.AST) -> list[int]:
         takes = [call for call in takes if _is_counted(case, call.args[0]) and not case.shard_lines(call.args[0])]
     elif kind != WHOLE or "shuffle" not in methods:
         return []
+    takes = [one for one in takes if not is_constant(one.args[0], 1)]  # a first step, for what is made by it
     return [one.lineno for one in takes if not _is_divided(case, one.args[0]) and not case.hidden(one.args[0], True)]
 
 

@@ -22,8 +22,7 @@ def init(case: Case) -> Verdict:
         return done(case.lines(reached))
     if events:
         return undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
-    runner = next((name for name in case.used if name.startswith(("horovod.spark", "horovod.ray"))), None)
-    doubts = [*case.others, *([".".join(runner.split(".")[:2])] if runner else []), *case.strangers()]
+    doubts = [*case.others, *([case.runner] if case.runner else []), *case.strangers()]
     if doubts:
         return undecided(f"{doubts[0]} may do it, which is not read here")
     uses = case.having(

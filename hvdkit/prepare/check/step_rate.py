@@ -150,7 +150,7 @@ def _no_scaling_needed(case: Case) -> Verdict | None:
         return undecided(
             "no factor for the number of processes; whether the rate was tuned for one the text does not say"
         )
-    for event in case.having(Role.DISTRIBUTE):
+    for event in [*case.having(Role.DISTRIBUTE), *case.reduces_gradients()]:
         operation = argument(event.node, "op")
         reached = case.reach(operation) if operation is not None else frozenset()
         named = {(case.dotted(one) or "").rpartition(".")[2].lower() for one in reached}

@@ -172,14 +172,14 @@ def _before_loading(case: Case, event: Event) -> bool:
     sent = _identities(case, _objects(event))
     for load in loads(case):
         is_between = event.order < load.order < case.steps[0].order
-        if not is_between or not load.reached or not sent & _identities(case, _loaded(case, load)):
+        replaced = sent & _identities(case, _loaded(case, load))
+        if not is_between or not load.reached or not replaced:
             continue
-        again = [
-            one
-            for one in case.having(Role.BROADCAST, Role.COLLECTIVE)
-            if load.order < one.order < case.steps[0].order
-            and (case.role(one.node) == Role.BROADCAST or _sends_state(case, one))
+        after = [
+            one for one in case.having(Role.BROADCAST, Role.COLLECTIVE) if load.order < one.order < case.steps[0].order
         ]
+        again = [one for one in after if case.role(one.node) == Role.COLLECTIVE and _sends_state(case, one)]
+        again += [one for one in after if replaced & _identities(case, _objects(one))]
         given = [case.having_made(one, Role.BROADCAST, Role.COLLECTIVE) for one in load.node.args]
         if not again and not any(given):
             return True
@@ -282,4 +282,4 @@ def _writes(case: Case, call: ast.Call) -> bool:
 
 
 def _is_callback(case: Case, call: ast.Call) -> bool:
-    return case.name(call).endswith(("callbacks.ModelCheckpoint", "callbacks.BackupAndRestore"))
+    return case.name(call) in ("keras.callbacks.ModelCheckpoint", "keras.callbacks.BackupAndRestore")

@@ -100,7 +100,11 @@ class Training(Facts):
         backward = [one for one in self.methods("backward") if self.dotted(one.node.func) is None]
         applied = [update.event for update in self.updates if method(update.event.node) != "compile"]
         tapes = [one for one in self.methods("gradient") if self._is_tape(one.node)]
-        return sorted({*backward, *applied, *tapes, *self.fits, *self.having(Role.FIT)}, key=lambda one: one.order)
+        of_arrays = self.events if "hvdkit.arrays" in self.modules else []  # which has no optimizer: its mean is called
+        averaged = [one for one in of_arrays if self.having_made(receiver(one.node), Role.DISTRIBUTE)]
+        return sorted(
+            {*backward, *applied, *tapes, *averaged, *self.fits, *self.having(Role.FIT)}, key=lambda one: one.order
+        )
 
     def _is_tape(self, call: ast.Call) -> bool:
         return bool(self.made_by(receiver(call), _TAPES, through=True))
@@ -202,7 +206,13 @@ class Training(Facts):
             for loop in event.loops:
                 inside.setdefault(loop, []).append(event)
         trains = {loop for event in self.steps for loop in event.loops}
-        return {loop: events for loop, events in inside.items() if loop not in trains and self.is_data(loop)}
+        found = {loop: events for loop, events in inside.items() if loop not in trains and self.is_data(loop)}
+        return {loop: events for loop, events in found.items() if not self._is_part_of_step(loop, events[0])}
+
+    def _is_part_of_step(self, loop: ast.AST, event: Event) -> bool:
+        """A loop over what a training step made of its own batch: gradients that are on their way."""
+        drawn = {call for outer in event.loops if outer in self.training_loops for call in self.sources(outer)}
+        return bool(drawn & set(self.sources(loop)))
 
     def is_data(self, loop: ast.AST) -> bool:
         """Whether a loop goes over a loader or a data set."""

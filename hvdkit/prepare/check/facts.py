@@ -171,9 +171,13 @@ class Facts(Flow):
         """Where an event happens, as far as the text says: "every rank", "some ranks" or "unknown"."""
         if any(self.splits_ranks(guard) for guard in event.guards):
             return "some ranks"
-        if self.runner or not event.reached or any(self._is_unclear(guard) for guard in event.guards):
+        if not self.on_ranks(event) or not event.reached or any(self._is_unclear(guard) for guard in event.guards):
             return "unknown"
         return "every rank"
+
+    def on_ranks(self, event: Event) -> bool:
+        """Whether an event is one of the ranks, and not of a driver that hands them a function."""
+        return not self.runner or any(self.function_arguments(call) for call in event.stack)
 
     def splits_ranks(self, guard: Guard) -> bool:
         """Whether a condition may be true on one rank and false on another."""

@@ -38,12 +38,14 @@ def called_values(case: JudgedCase) -> Iterator[Event]:
 def before_init(case: JudgedCase) -> Iterator[Event]:
     """The first call that needs the library, where it comes before init."""
     starts = [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
-    if not starts or not starts[0].reached or case.runner or case.others:
+    if not starts or not starts[0].reached or "torch.distributed.rpc" in case.others:
         return
     root = case.name(starts[0].node).split(".")[0]
     for event in case.having(*NUMBERS, *TOGETHER, *_NEED_INIT):
         if event.order > starts[0].order or not event.reached:
             return
+        if not case.on_ranks(event):
+            continue
         asked = any(re.search("is_initialized|is_available", ast.unparse(guard.test)) for guard in event.guards)
         if case.name(event.node).split(".")[0] == root and not asked:
             yield event

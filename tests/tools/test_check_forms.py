@@ -232,3 +232,58 @@ def test_a_collective_on_one_branch_is_found(body: str) -> None:
 )
 def test_a_collective_that_all_ranks_reach_is_no_finding(body: str) -> None:
     assert rules(body) == []
+
+
+CHECKPOINT = {
+    "a broadcast of something else does not send what was loaded": (
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+        "    if hvd.rank() == 0:\n        model.load_state_dict(torch.load('m.pt'))\n"
+        "    hvd.broadcast_optimizer_state(optimizer, root_rank=0)\n",
+        ["broadcast-too-early"],
+    ),
+    "the same one again does": (
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+        "    if hvd.rank() == 0:\n        model.load_state_dict(torch.load('m.pt'))\n"
+        "    hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("sent", "expected"), CHECKPOINT.values(), ids=CHECKPOINT)
+def test_what_is_loaded_after_a_broadcast_must_be_sent_again(sent: str, expected: list[str]) -> None:
+    once = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
+    text = SCRIPT.format(imports="", body="        pass").replace(once, sent)
+    assert [finding.rule for finding in check_script(Script("script.py", ast.parse(text))).findings] == expected
+
+
+@pytest.mark.parametrize(
+    ("imports", "body"),
+    [
+        ("import horovod.spark", SAVE),  # the driver's text is not what every rank runs
+        ("from lightning.pytorch.callbacks import ModelCheckpoint", "ModelCheckpoint(dirpath='runs')"),  # asks the rank
+    ],
+)
+def test_a_checkpoint_of_another_package_is_no_finding(imports: str, body: str) -> None:
+    assert rules(body, imports) == []
+
+
+METER = """
+class Meter:
+    def __init__(self):
+        self.correct = torch.zeros(1)
+    def add(self, value):
+        self.correct += value
+"""
+REDUCES = "    def reduce(self):\n        dist.all_reduce(torch.tensor([self.correct]))\n"
+"""In a way whose result the text does not lead to: what it is given may be averaged, so that nothing is certain."""
+
+
+@pytest.mark.parametrize(
+    ("imports", "average", "expected"),
+    [(METER + REDUCES, "meter.reduce()", []), (METER, "pass", ["metrics-not-averaged"])],
+)
+def test_a_meter_may_average_itself(imports: str, average: str, expected: list[str]) -> None:
+    loader = "test_loader = DataLoader(data, 32, sampler=DistributedSampler(data, hvd.size(), hvd.rank()))\n"
+    loop = "meter = Meter()\nfor x, y in test_loader:\n    meter.add((model(x) == y).sum())\n"
+    assert rules(f"{loader}{loop}{average}\nprint('accuracy', meter.correct)", imports) == expected

@@ -15,7 +15,7 @@ its turn. Whatever the text does not settle is said to be undecided.
     trace.py           the calls in the order in which they run, with the conditions they run under
     facts.py           the questions that steps and rules ask: is it a rank, does it happen on every rank, ...
     training.py        optimizers, updates, loops over data, ``fit``
-    data.py            what each rank trains on: its part, random draws, or everything
+    case.py            what each rank trains on; with the layers below it, a script as steps and rules see it
     verdict.py         done, missing, not needed or undecided
     steps.py           the table of the eight steps; its rows are functions of step_*.py
     rules.py           the table of rules: a script in, lines out; its rows are functions of find.py, uncalled.py,

@@ -8,6 +8,11 @@ from collections.abc import Sequence
 from hvdkit.prepare.check.program import FunctionNode
 
 
+def arguments(call: ast.Call) -> list[ast.expr]:
+    """All arguments of a call."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def element(whole: ast.expr, index: tuple[int, ...]) -> ast.expr:
     """The element of a tuple of tuples; the whole where the text does not show its elements."""
     for position in index:

@@ -9,34 +9,23 @@ from functools import cached_property, lru_cache
 
 from hvdkit.prepare.check import libraries
 from hvdkit.prepare.check.flow import Flow
-from hvdkit.prepare.check.libraries import (
-    CHECKPOINTS,
-    COLLECTIVE,
-    INIT,
-    LOCAL_RANK,
-    LOCAL_SIZE,
-    RANK,
-    SIZE,
-    SPAWNED,
-    library_of,
-    role,
-)
-from hvdkit.prepare.check.names import OTHER_DISTRIBUTORS, Names
-from hvdkit.prepare.check.program import Program
+from hvdkit.prepare.check.libraries import NUMBERS, VARIABLES, Role, library_of, role
+from hvdkit.prepare.check.names import OTHER_DISTRIBUTORS
 from hvdkit.prepare.check.trace import Event, Guard, trace
 
 _TOPOLOGY = {
-    "rank": RANK,
-    "is_root": RANK,
-    "cross_rank": RANK,
-    "local_rank": LOCAL_RANK,
-    "size": SIZE,
-    "local_size": LOCAL_SIZE,
+    "rank": Role.RANK,
+    "is_root": Role.RANK,
+    "cross_rank": Role.RANK,
+    "local_rank": Role.LOCAL_RANK,
+    "size": Role.SIZE,
+    "local_size": Role.LOCAL_SIZE,
 }
-_ENVIRONMENT = ("os.environ.get", "os.getenv", "os.environ")
+_RUNNERS = ("horovod.spark", "horovod.ray")
+_ENVIRONMENT = ("os.environ.get", "os.getenv")
 
 
-class Facts:
+class Facts(Flow):
     """A script, seen through everything that is known about it.
 
     Attributes:
@@ -45,18 +34,16 @@ class Facts:
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.program = Program(tree)
-        self.names = Names(self.program)
-        self.flow = Flow(self.program, self.names)
-        self.events = trace(self.flow)
+        super().__init__(tree)
+        self.events = trace(self)
         self._ranks: dict[ast.AST, bool] = {}
 
     @cached_property
     def used(self) -> dict[str, int]:
         """Full names of everything that the script names or imports, with the first line."""
-        found = {name: node.lineno for name, node in self.names.imported.items()}
-        for node in self.program.nodes:
-            if isinstance(node, (ast.Name, ast.Attribute)) and (name := self.names.dotted(node)) is not None:
+        found = {name: node.lineno for name, node in self.imported.items()}
+        for node in self.nodes:
+            if isinstance(node, (ast.Name, ast.Attribute)) and (name := self.dotted(node)) is not None:
                 found.setdefault(name, node.lineno)
         return found
 
@@ -83,9 +70,16 @@ class Facts:
         for name in self.used:
             if name.startswith("tensorflow.distribute.") and name.endswith("Strategy"):
                 found.add("tf.distribute")
+            if name.startswith("torch.distributed.rpc"):
+                found.add("torch.distributed.rpc")
             if "FullyShardedDataParallel" in name or name.endswith("fully_shard"):
                 found.add("FSDP")
         return sorted(found)
+
+    @cached_property
+    def runner(self) -> str | None:
+        """What starts the ranks from within this script, so that its text is not that of every rank."""
+        return next((".".join(name.split(".")[:2]) for name in self.used if name.startswith(_RUNNERS)), None)
 
     @cached_property
     def frameworks(self) -> set[str]:
@@ -94,23 +88,23 @@ class Facts:
 
     # What a call is for -----------------------------------------------------------------------------------------
 
-    def role(self, call: ast.Call) -> str | None:
+    def role(self, call: ast.Call) -> Role | None:
         """What a call does for the eight steps; methods of hvdkit's ``Checkpoints`` are collectives."""
-        known = role(self.names.dotted(call.func))
+        known = role(self.dotted(call.func))
         if known is None and isinstance(call.func, ast.Attribute) and call.func.attr in ("save", "restore"):
-            made = self.flow.calls(call.func.value)
-            return COLLECTIVE if any(role(self.names.dotted(one.func)) == CHECKPOINTS for one in made) else None
+            made = self.calls(call.func.value)
+            return Role.COLLECTIVE if any(role(self.dotted(one.func)) == Role.CHECKPOINTS for one in made) else None
         return known
 
     @cached_property
-    def _by_role(self) -> dict[str, list[Event]]:
-        found: dict[str, list[Event]] = {}
+    def _by_role(self) -> dict[Role, list[Event]]:
+        found: dict[Role, list[Event]] = {}
         for event in self.events:
             if (purpose := self.role(event.node)) is not None:
                 found.setdefault(purpose, []).append(event)
         return found
 
-    def having(self, *roles: str) -> list[Event]:
+    def having(self, *roles: Role) -> list[Event]:
         """The events with one of these roles, in order."""
         return sorted((one for purpose in roles for one in self._by_role.get(purpose, [])), key=lambda one: one.order)
 
@@ -120,7 +114,7 @@ class Facts:
 
     def name(self, call: ast.Call) -> str:
         """The full name of what is called, "" for the script's own."""
-        return self.names.dotted(call.func) or ""
+        return self.dotted(call.func) or ""
 
     def named(self, *endings: str) -> list[Event]:
         """The events whose full name ends so."""
@@ -134,55 +128,42 @@ class Facts:
 
     # Rank and size ----------------------------------------------------------------------------------------------
 
-    def kind(self, node: ast.AST) -> str | None:
+    def kind(self, node: ast.AST) -> Role | None:
         """Whether an expression itself is a rank or a size: RANK, LOCAL_RANK, SIZE, LOCAL_SIZE or None."""
-        if isinstance(node, ast.Call):
-            purpose = self.role(node)
-            if purpose in (RANK, LOCAL_RANK, SIZE, LOCAL_SIZE):
-                return purpose
-            return self._variable(node.args[0]) if self.name(node) in _ENVIRONMENT and node.args else None
-        if isinstance(node, ast.Subscript):
-            return self._variable(node.slice) if self.names.dotted(node.value) == "os.environ" else None
-        if isinstance(node, ast.Attribute):
-            purpose = role(self.names.dotted(node))
-            if self.is_topology(node):
-                purpose = _TOPOLOGY[node.attr]
-            return purpose if purpose in (RANK, LOCAL_RANK, SIZE, LOCAL_SIZE) else None
-        if isinstance(node, ast.Name):
-            purpose = role(self.names.dotted(node))
-            return purpose if purpose in (RANK, LOCAL_RANK, SIZE, LOCAL_SIZE) else None
-        return SPAWNED if isinstance(node, ast.arg) and node in self.flow.rank_parameters else None
-
-    def _variable(self, node: ast.AST) -> str | None:
-        name = node.value if isinstance(node, ast.Constant) else None
-        if name in libraries.RANK_VARIABLES:
-            return RANK
-        if name in libraries.LOCAL_RANK_VARIABLES:
-            return LOCAL_RANK
-        return SIZE if name in libraries.SIZE_VARIABLES else None
+        match node:
+            case ast.Call() if self.name(node) in _ENVIRONMENT and node.args:
+                return _variable(node.args[0])
+            case ast.Subscript() if self.dotted(node.value) == "os.environ":
+                return _variable(node.slice)
+            case ast.Attribute() if self.is_topology(node):
+                return _TOPOLOGY[node.attr]
+            case ast.Call() | ast.Attribute() | ast.Name():
+                known = self.role(node) if isinstance(node, ast.Call) else role(self.dotted(node))
+                return known if known in NUMBERS else None
+        return Role.SPAWNED if node in self.rank_parameters else None
 
     def is_topology(self, node: ast.Attribute) -> bool:
         """Whether it is a value of hvdkit's topology: ``world.rank``, ``world.is_root``."""
-        return node.attr in _TOPOLOGY and role(self.names.dotted(node)) is None and self._is_world(node.value)
+        return node.attr in _TOPOLOGY and role(self.dotted(node)) is None and self._is_world(node.value)
 
     def _is_world(self, node: ast.expr) -> bool:
-        return any(self.role(call) == INIT and self.name(call).startswith("hvdkit.") for call in self.flow.calls(node))
+        return any(self.role(call) == Role.INIT and self.name(call).startswith("hvdkit.") for call in self.calls(node))
 
-    def kinds(self, node: ast.AST, through: bool = False) -> set[str]:
+    def kinds(self, node: ast.AST, through: bool = False) -> set[Role]:
         """Ranks and sizes among what a value comes from."""
-        return {kind for one in self.flow.reach(node, through) if (kind := self.kind(one)) is not None}
+        return {kind for one in self.reach(node, through) if (kind := self.kind(one)) is not None}
 
     def has_rank(self, node: ast.AST, through: bool = False) -> bool:
         """Whether a value comes from a rank, or from something that is named like one."""
-        if self.kinds(node, through) & {RANK, LOCAL_RANK, SPAWNED}:
+        if self.kinds(node, through) & {Role.RANK, Role.LOCAL_RANK, Role.SPAWNED}:
             return True
-        return any(libraries.RANK_WORDS.search(word) for one in self.flow.reach(node, through) for word in words(one))
+        return any(libraries.RANK_WORDS.search(word) for one in self.reach(node, through) for word in words(one))
 
     def has_size(self, node: ast.AST, through: bool = False) -> bool:
         """Whether a value comes from the number of processes, or from something that is named like it."""
-        if self.kinds(node, through) & {SIZE, LOCAL_SIZE}:
+        if self.kinds(node, through) & {Role.SIZE, Role.LOCAL_SIZE}:
             return True
-        return any(libraries.SIZE_WORDS.search(word) for one in self.flow.reach(node, through) for word in words(one))
+        return any(libraries.SIZE_WORDS.search(word) for one in self.reach(node, through) for word in words(one))
 
     # Guards -----------------------------------------------------------------------------------------------------
 
@@ -190,9 +171,13 @@ class Facts:
         """Where an event happens, as far as the text says: "every rank", "some ranks" or "unknown"."""
         if any(self.splits_ranks(guard) for guard in event.guards):
             return "some ranks"
-        if not event.reached or any(self._is_unclear(guard) for guard in event.guards):
+        if not self.on_ranks(event) or not event.reached or any(self._is_unclear(guard) for guard in event.guards):
             return "unknown"
         return "every rank"
+
+    def on_ranks(self, event: Event) -> bool:
+        """Whether an event is one of the ranks, and not of a driver that hands them a function."""
+        return not self.runner or any(self.function_arguments(call) for call in event.stack)
 
     def splits_ranks(self, guard: Guard) -> bool:
         """Whether a condition may be true on one rank and false on another."""
@@ -204,19 +189,16 @@ class Facts:
 
     def _set_under_rank(self, test: ast.expr) -> bool:
         """``verbose = 0``, then ``if rank == 0: verbose = 1``; or a function that returns from such an ``if``."""
-        for node in self.flow.reach(test):
+        for node in self.reach(test):
             setters: list[ast.AST] = []
             if isinstance(node, ast.Name):
-                setters = [binding.node for binding in self.program.reaching(node)]
+                setters = [binding.node for binding in self.reaching(node)]
             elif isinstance(node, ast.Call):
                 setters = [
-                    one
-                    for function in self.flow.callees(node)
-                    for one in ast.walk(function)
-                    if isinstance(one, ast.Return)
+                    one for function in self.callees(node) for one in ast.walk(function) if isinstance(one, ast.Return)
                 ]
             for setter in setters:
-                around = [parent for parent in self.program.ancestors(setter) if isinstance(parent, ast.If)]
+                around = [parent for parent in self.ancestors(setter) if isinstance(parent, ast.If)]
                 if any(self.has_rank(parent.test) for parent in around):
                     return True
         return False
@@ -225,9 +207,9 @@ class Facts:
         if guard.wraps:
             return False
         return self._means_one_process(guard) or any(
-            (isinstance(node, ast.Call) and self.flow.is_opaque(node))
-            or (isinstance(node, ast.arg) and not self.flow.arguments_for(node) and node.arg not in ("self", "cls"))
-            for node in self.flow.reach(guard.test)
+            (isinstance(node, ast.Call) and self.is_opaque(node))
+            or (isinstance(node, ast.arg) and not self.arguments_for(node) and node.arg not in ("self", "cls"))
+            for node in self.reach(guard.test)
         )
 
     def _means_one_process(self, guard: Guard) -> bool:
@@ -249,12 +231,12 @@ class Facts:
         """Where the value that one assignment gives to a name is read."""
         if not isinstance(target, ast.Name):
             return []
-        reads = [one for one in self.program.nodes if isinstance(one, ast.Name) and one.id == target.id]
-        statement = self.program.statement(target)
+        reads = [one for one in self.nodes if isinstance(one, ast.Name) and one.id == target.id]
+        statement = self.statement(target)
         return [
             read
             for read in reads
-            if isinstance(read.ctx, ast.Load) and any(one.node is statement for one in self.program.reaching(read))
+            if isinstance(read.ctx, ast.Load) and any(one.node is statement for one in self.reaching(read))
         ]
 
     # Objects ----------------------------------------------------------------------------------------------------
@@ -262,14 +244,24 @@ class Facts:
     def made_by(self, node: ast.AST, names: Iterable[str], through: bool = False) -> list[ast.Call]:
         """The calls with one of these full names among what a value comes from."""
         wanted = frozenset(names)
-        return [call for call in self.flow.calls(node, through) if self.name(call) in wanted]
+        return [call for call in self.calls(node, through) if self.name(call) in wanted]
+
+    def having_made(self, node: ast.AST, *roles: Role, through: bool = False) -> list[ast.Call]:
+        """The calls with one of these roles among what a value comes from."""
+        return [call for call in self.calls(node, through) if self.role(call) in roles]
 
     def hidden(self, node: ast.AST, through: bool = False) -> str | None:
         """The name of a function that is not in this text and that takes part in a value; None where all is seen."""
-        for call in self.flow.calls(node, through):
-            if self.flow.is_opaque(call):
+        for call in self.calls(node, through):
+            if self.is_opaque(call):
                 return ast.unparse(call.func)
         return None
+
+
+def _variable(node: ast.AST) -> Role | None:
+    """What a variable of the environment holds under some launcher."""
+    name = node.value if isinstance(node, ast.Constant) else None
+    return next((kind for kind, names in VARIABLES.items() if name in names), None)
 
 
 def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
@@ -286,6 +278,11 @@ def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr
 def has_stars(call: ast.Call) -> bool:
     """Whether a call takes arguments from ``*`` or ``**``, which the text may not show."""
     return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
+
+
+def receiver(call: ast.Call) -> ast.expr:
+    """The object whose method is called; what is called itself where it is no method."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else call.func
 
 
 def is_constant(node: ast.expr | None, value: object) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from hvdkit.prepare.check.call_arguments import default_of, element, given_for
+from hvdkit.prepare.check.call_arguments import arguments, default_of, element, given_for
 from hvdkit.prepare.check.libraries import KEPT_AS_IT_IS, role
 from hvdkit.prepare.check.names import Names
-from hvdkit.prepare.check.program import Binding, FunctionNode, Program
+from hvdkit.prepare.check.program import Binding, FunctionNode
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SAME_OBJECT = {
@@ -27,7 +27,7 @@ _BUILTINS = {
 }  # fmt: skip
 
 
-class Flow:
+class Flow(Names):
     """The program as a graph of values.
 
     Attributes:
@@ -37,18 +37,17 @@ class Flow:
         rank_parameters: parameters that ``mp.spawn`` fills with the number of the process.
     """
 
-    def __init__(self, program: Program, names: Names) -> None:
-        self.program = program
-        self.names = names
+    def __init__(self, tree: ast.Module) -> None:
+        super().__init__(tree)
         self.calls_of: dict[FunctionNode, list[ast.Call]] = {}
         self.started: dict[FunctionNode, list[tuple[ast.Call, ast.expr]]] = {}
         self.rank_parameters: set[ast.arg] = set()
         self._returns: dict[FunctionNode, list[ast.expr]] = {}
-        self._resolved: dict[ast.Call, list[FunctionNode]] = {}
+        self._resolved: dict[ast.expr, list[FunctionNode]] = {}
         self._opaque: dict[ast.Call, bool] = {}
         self._reached: dict[tuple[ast.AST, bool], frozenset[ast.AST]] = {}
-        self._classes = {node.name: node for node in program.classes}
-        for function in program.functions:
+        self._classes = {node.name: node for node in self.classes}
+        for function in self.functions:
             self._returns[function] = list(self._found_returns(function))
         for _ in range(_PASSES):
             self._find_calls()
@@ -79,13 +78,12 @@ class Flow:
 
     def _sources(self, node: ast.AST, through: bool) -> Iterator[ast.AST]:
         match node:
-            case ast.Name():
-                for binding in self.program.reaching(node):
-                    yield from self.bound(binding)
-            case ast.arg():
-                yield from self.arguments_for(node)
+            case ast.Name() | ast.arg():
+                yield from self.behind(node)
             case ast.Attribute():
-                yield from self._attribute(node, through)
+                yield from self.behind(node)
+                if through and (self.dotted(node) is None or node.attr in self.attributes):
+                    yield node.value
             case ast.Call():
                 yield from self._call(node, through)
             case ast.Subscript():
@@ -98,6 +96,26 @@ class Flow:
             case _:
                 yield from (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context))
 
+    def behind(self, node: ast.AST) -> list[ast.AST]:
+        """One step back: what a name, an attribute, a parameter, an entry or a call of the script's own stands for."""
+        match node:
+            case ast.Name():
+                return [value for binding in self.reaching(node) for value in self.bound(binding)]
+            case ast.Attribute():
+                bindings = self.attributes.get(node.attr, [])
+                own = [one.node for one in bindings if isinstance(one.node, _FUNCTIONS) and _is_property(one.node)]
+                values = [value for binding in bindings for value in self.bound(binding)]
+                return [*values, *(value for function in own for value in self.returned(function))]
+            case ast.arg():
+                return list(self.arguments_for(node))
+            case ast.Subscript():
+                return self.entry(node)
+            case ast.IfExp():
+                return [node.body, node.orelse]
+            case ast.Call():
+                return [value for function in self.callees(node) for value in self.returned(function)]
+        return []
+
     def bound(self, binding: Binding) -> Iterator[ast.AST]:
         """The expressions behind a binding: one element of a tuple where the text shows it."""
         if isinstance(binding.node, ast.arg):
@@ -107,49 +125,29 @@ class Flow:
         if not binding.index:
             yield binding.value
             return
-        for whole in self._wholes(binding.value):
+        own = [one for function in self._resolved.get(binding.value, []) for one in self._returns[function]]
+        for whole in own or [binding.value]:
             yield element(whole, binding.index)
 
-    def _wholes(self, value: ast.expr) -> list[ast.expr]:
-        if isinstance(value, ast.Call):
-            own = [returned for function in self.callees(value) for returned in self._returns[function]]
-            return own or [value]
-        return [value]
-
-    def _attribute(self, node: ast.Attribute, through: bool) -> Iterator[ast.AST]:
-        if self.names.dotted(node) is None or node.attr in self.program.attributes:
-            for binding in self.program.attributes.get(node.attr, []):
-                yield from self.bound(binding)
-                if isinstance(binding.node, _FUNCTIONS) and _is_property(binding.node):
-                    yield from self._returns[binding.node]
-            if through:
-                yield node.value
-
     def _call(self, node: ast.Call, through: bool) -> Iterator[ast.AST]:
-        own = self.callees(node)
-        for function in own:
-            yield from self._returns[function]
-        name = self.names.dotted(node.func)
+        yield from self.behind(node)
+        name = self.dotted(node.func)
         if name is not None and (name in KEPT_AS_IT_IS or name.removeprefix("builtins.") in _BUILTINS):
-            yield from self._given(node)
+            yield from arguments(node)
         elif isinstance(node.func, ast.Attribute) and name is None:
             if through or node.func.attr in _SAME_OBJECT | _SAME_TEXT:
                 yield node.func.value
             if through or node.func.attr in _SAME_TEXT:
-                yield from self._given(node)
+                yield from arguments(node)
         elif through and not _is_whole_data_set(name):
             yield node.func
-            yield from self._given(node)
-
-    @staticmethod
-    def _given(node: ast.Call) -> list[ast.expr]:
-        return [*node.args, *(keyword.value for keyword in node.keywords)]
+            yield from arguments(node)
 
     def entry(self, node: ast.Subscript) -> list[ast.AST]:
         """The values under a constant key, where the text shows the whole dictionary."""
         if not isinstance(node.slice, ast.Constant) or not isinstance(node.value, ast.Name):
             return []
-        bindings = self.program.reaching(node.value)
+        bindings = self.reaching(node.value)
         found: list[ast.AST] = []
         for binding in bindings:
             key = _assigned_key(binding)
@@ -166,7 +164,7 @@ class Flow:
 
     def arguments_for(self, parameter: ast.arg) -> list[ast.expr]:
         """What is given for a parameter in the calls that are known, and its default."""
-        function = self.program.parents[self.program.parents[parameter]]
+        function = self.parents[self.parents[parameter]]
         if not isinstance(function, _FUNCTIONS):
             return []
         given = [
@@ -180,7 +178,7 @@ class Flow:
     def _given_with(self, call: ast.Call, function: ast.expr) -> list[ast.expr]:
         """The arguments in ``mp.spawn(f, args=(...))``, ``Thread(target=f, args=(...))``, ``partial(f, ...)``."""
         named = next((keyword.value for keyword in call.keywords if keyword.arg == "args"), None)
-        spawned = _is_spawn(self.names.dotted(call.func))
+        spawned = _is_spawn(self.dotted(call.func))
         if named is None and spawned and len(call.args) > 1:
             named = call.args[1]
         if isinstance(named, (ast.Tuple, ast.List)):
@@ -197,16 +195,16 @@ class Flow:
         if named:
             own = [[one] if isinstance(one, _FUNCTIONS) else self._methods(one, "__init__") for one in named]
             return [function for functions in own for function in functions]
-        if isinstance(called, ast.Attribute) and self.names.dotted(called) is None:
-            return [one for owner in self._owners(called.value) for one in self._methods(owner, called.attr)]
+        if isinstance(called, ast.Attribute) and self.dotted(called) is None:
+            return [one for owner in self._owner_classes(called.value) for one in self._methods(owner, called.attr)]
         return []
 
     def class_of(self, call: ast.Call) -> ast.ClassDef | None:
         """The class of the script that a call makes an object of."""
         return next((one for one in self._named(call.func) if isinstance(one, ast.ClassDef)), None)
 
-    def _owners(self, receiver: ast.expr) -> list[ast.ClassDef]:
-        own = self.program.owner_class(receiver)
+    def _owner_classes(self, receiver: ast.expr) -> list[ast.ClassDef]:
+        own = self.owner_class(receiver)
         if isinstance(receiver, ast.Name) and receiver.id in ("self", "cls") and own is not None:
             return [own]
         if (
@@ -250,9 +248,9 @@ class Flow:
             if isinstance(one, ast.Lambda):
                 found[one] = None
             elif isinstance(one, ast.Call):
-                stack += one.args[:1] if self.names.dotted(one.func) in KEPT_AS_IT_IS else []
+                stack += one.args[:1] if self.dotted(one.func) in KEPT_AS_IT_IS else []
             elif isinstance(one, ast.Name):
-                for binding in self.program.reaching(one):
+                for binding in self.reaching(one):
                     if isinstance(binding.node, (*_FUNCTIONS, ast.ClassDef)):
                         found[binding.node] = None
                     elif isinstance(binding.node, ast.arg):
@@ -267,17 +265,17 @@ class Flow:
 
     def _functions_in(self, call: ast.Call) -> list[tuple[FunctionNode, ast.expr]]:
         found: list[tuple[FunctionNode, ast.expr]] = []
-        for argument in self._given(call):
+        for argument in arguments(call):
             named = [one for one in self._named(argument) if isinstance(one, _FUNCTIONS)]
-            if isinstance(argument, ast.Attribute) and self.names.dotted(argument) is None:
+            if isinstance(argument, ast.Attribute) and self.dotted(argument) is None:
                 named += [one for one in self._callees(argument) if not _is_property(one)]
             found += [(function, argument) for function in named]
         return found
 
     def _find_calls(self) -> None:
         """Find which functions each call runs, from what the last pass found out about objects and arguments."""
-        calls = [node for node in self.program.nodes if isinstance(node, ast.Call)]
-        resolved = {call: self._callees(call.func) for call in calls}
+        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        resolved: dict[ast.expr, list[FunctionNode]] = {call: self._callees(call.func) for call in calls}
         handed_on = {call: self._functions_in(call) for call in calls}
         self._resolved, self.calls_of, self.started = resolved, {}, {}
         for call in calls:
@@ -285,7 +283,7 @@ class Flow:
                 self.calls_of.setdefault(function, []).append(call)
             for function, argument in handed_on[call]:
                 self.started.setdefault(function, []).append((call, argument))
-                if _is_spawn(self.names.dotted(call.func)) and function.args.args:
+                if _is_spawn(self.dotted(call.func)) and function.args.args:
                     self.rank_parameters.add(function.args.args[0])
         self._reached.clear()
 
@@ -297,8 +295,8 @@ class Flow:
         if isinstance(function, ast.Lambda):
             yield function.body
             return
-        for node in self.program.preorder(function):
-            returns = isinstance(node, (ast.Return, ast.Yield)) and self.program.function(node) is function
+        for node in self.preorder(function):
+            returns = isinstance(node, (ast.Return, ast.Yield)) and self.function(node) is function
             if returns and isinstance(node, (ast.Return, ast.Yield)) and node.value is not None:
                 yield node.value
 
@@ -312,17 +310,15 @@ class Flow:
     def _is_opaque(self, call: ast.Call) -> bool:
         if self.callees(call) or self.class_of(call):
             return False
-        name = self.names.dotted(call.func)
+        name = self.dotted(call.func)
         if name is not None:
-            return role(name) is None and not self.names.is_known(name)
+            return role(name) is None and not self.is_known(name)
         if isinstance(call.func, ast.Attribute):
             return any(self.is_opaque(made) for made in self.calls(call.func.value) if made is not call)
         return isinstance(call.func, ast.Name) and not self._bound_here(call.func)
 
     def _bound_here(self, name: ast.Name) -> bool:
-        return any(
-            binding.value is not None or isinstance(binding.node, ast.arg) for binding in self.program.reaching(name)
-        )
+        return any(binding.value is not None or isinstance(binding.node, ast.arg) for binding in self.reaching(name))
 
 
 def _is_spawn(name: str | None) -> bool:

@@ -3,166 +3,100 @@
 from __future__ import annotations
 
 import re
+from enum import Enum, auto
 
-INIT = "init"
-RANK = "rank"
-LOCAL_RANK = "local_rank"
-SPAWNED = "spawned"  # the number of a process that mp.spawn made: rank and local rank on one machine
-SIZE = "size"
-LOCAL_SIZE = "local_size"
-PIN = "pin"
-SCALE = "scale"
-WARMUP = "warmup"
-DISTRIBUTE = "distribute"
-BROADCAST = "broadcast"
-BROADCAST_CALLBACK = "broadcast callback"
-REDUCE = "reduce"
-COLLECTIVE = "collective"
-BARRIER = "barrier"
-AVERAGE_CALLBACK = "average callback"
-CHECKPOINTS = "checkpoints"
-CHECKPOINT_CALLBACK = "checkpoint callback"
-SHARD = "shard"
-STEPS = "steps"
-FIT = "fit"
-ELASTIC = "elastic"
-LOAD_MODEL = "load model"
+from hvdkit.steps.launchers import LAUNCHERS
 
-_HOROVOD = {
-    "init": INIT,
-    "rank": RANK,
-    "cross_rank": RANK,
-    "rank_op": RANK,
-    "local_rank": LOCAL_RANK,
-    "local_rank_op": LOCAL_RANK,
-    "size": SIZE,
-    "size_op": SIZE,
-    "local_size": LOCAL_SIZE,
-    "local_size_op": LOCAL_SIZE,
-    "cross_size": LOCAL_SIZE,
-    "DistributedOptimizer": DISTRIBUTE,
-    "PartialDistributedOptimizer": DISTRIBUTE,
-    "DistributedAdasumOptimizer": DISTRIBUTE,
-    "DistributedGradientTape": DISTRIBUTE,
-    "PartialDistributedGradientTape": DISTRIBUTE,
-    "DistributedTrainer": DISTRIBUTE,
-    "load_model": LOAD_MODEL,
-    "broadcast_parameters": BROADCAST,
-    "broadcast_optimizer_state": BROADCAST,
-    "broadcast_variables": BROADCAST,
-    "broadcast_global_variables": BROADCAST,
-    "broadcast_": BROADCAST,
-    "broadcast_async_": BROADCAST,
-    "broadcast": COLLECTIVE,
-    "broadcast_async": COLLECTIVE,
-    "broadcast_object": COLLECTIVE,
-    "BroadcastGlobalVariablesCallback": BROADCAST_CALLBACK,
-    "BroadcastGlobalVariablesHook": BROADCAST_CALLBACK,
-    "MetricAverageCallback": AVERAGE_CALLBACK,
-    "LearningRateWarmupCallback": WARMUP,
-    "LearningRateScheduleCallback": WARMUP,
-    "allgather": REDUCE,
-    "allgather_async": REDUCE,
-    "allgather_object": REDUCE,
-    "grouped_allgather": REDUCE,
-    "allreduce": REDUCE,
-    "allreduce_": REDUCE,
-    "allreduce_async": REDUCE,
-    "allreduce_async_": REDUCE,
-    "grouped_allreduce": REDUCE,
-    "grouped_allreduce_": REDUCE,
-    "grouped_allreduce_async": REDUCE,
-    "grouped_allreduce_async_": REDUCE,
-    "sparse_allreduce_async": REDUCE,
-    "reducescatter": REDUCE,
-    "grouped_reducescatter": REDUCE,
-    "alltoall": COLLECTIVE,
-    "barrier": BARRIER,
-    "TorchState": ELASTIC,
-    "TensorFlowState": ELASTIC,
-    "TensorFlowKerasState": ELASTIC,
-    "KerasState": ELASTIC,
-    "ElasticSampler": SHARD,
+
+class Role(Enum):
+    """What a function does for the eight steps."""
+
+    INIT = auto()
+    RANK = auto()
+    LOCAL_RANK = auto()
+    SPAWNED = auto()  # the number of a process that mp.spawn made: rank and local rank on one machine
+    SIZE = auto()
+    LOCAL_SIZE = auto()
+    PIN = auto()
+    SCALE = auto()
+    WARMUP = auto()
+    DISTRIBUTE = auto()
+    BROADCAST = auto()
+    BROADCAST_CALLBACK = auto()
+    REDUCE = auto()
+    COLLECTIVE = auto()
+    BARRIER = auto()
+    AVERAGE_CALLBACK = auto()
+    CHECKPOINTS = auto()
+    CHECKPOINT_CALLBACK = auto()
+    SHARD = auto()
+    STEPS = auto()
+    FIT = auto()
+    ELASTIC = auto()
+    LOAD_MODEL = auto()
+
+
+NUMBERS = (Role.RANK, Role.LOCAL_RANK, Role.SIZE, Role.LOCAL_SIZE)
+TOGETHER = (Role.BROADCAST, Role.REDUCE, Role.COLLECTIVE, Role.BARRIER)
+"""Calls that all ranks make together."""
+
+_MESSAGES = {
+    Role.RANK: r"(get_|cross_)?rank(_op)?",
+    Role.LOCAL_RANK: r"(get_node_)?local_rank(_op)?",
+    Role.SIZE: r"(get_|get_world_)?size(_op)?",
+    Role.LOCAL_SIZE: r"(local|cross)_size(_op)?",
+    Role.BARRIER: r"(monitored_)?barrier",
+    Role.REDUCE: r"(grouped_|sparse_)?(all_?)?(reduce|gather)(_?scatter|_coalesced|_object|_into_tensor)?(_async)?_?",
+    Role.COLLECTIVE: r"(broadcast(_async|_object|_object_list)?|bcast|scatter(_object_list)?|all_?to_?all)",
+}
+"""Functions that go by the same names in Horovod, torch.distributed and mpi4py."""
+_OF = {
+    "horovod": {
+        Role.INIT: r"init",
+        Role.DISTRIBUTE: r"(Partial)?Distributed(Adasum)?(Optimizer|GradientTape|Trainer)",
+        Role.LOAD_MODEL: r"load_model",
+        Role.BROADCAST: r"broadcast_(parameters|optimizer_state|(global_)?variables|(async_)?)",
+        Role.BROADCAST_CALLBACK: r"BroadcastGlobalVariables(Callback|Hook)",
+        Role.AVERAGE_CALLBACK: r"MetricAverageCallback",
+        Role.WARMUP: r"LearningRate(Warmup|Schedule)Callback",
+        Role.ELASTIC: r"(Torch|TensorFlow|TensorFlowKeras|Keras)State",
+        Role.SHARD: r"ElasticSampler",
+        **_MESSAGES,
+    },
+    "hvdkit": {
+        Role.INIT: r"init(_process_group)?",
+        Role.PIN: r"pin_device",
+        Role.SCALE: r"scale_lr",
+        Role.WARMUP: r"[wW]armup|LearningRateSchedule",
+        Role.DISTRIBUTE: r"distribute",
+        Role.BROADCAST: r"broadcast_state",
+        Role.BROADCAST_CALLBACK: r"BroadcastState",
+        Role.CHECKPOINTS: r"Checkpoints",
+        Role.CHECKPOINT_CALLBACK: r"Checkpoint",
+        Role.SHARD: r"shard",
+        Role.STEPS: r"steps_per_epoch",
+        Role.REDUCE: r"average_metrics",
+        Role.AVERAGE_CALLBACK: r"AverageMetrics",
+        Role.COLLECTIVE: r"check_agreement",
+        Role.FIT: r"fit",
+    },
+    "hvdkit.steps": {Role.SCALE: r"scale_lr", Role.STEPS: r"steps_per_epoch", Role.SHARD: r"Shard"},
+    "torch.distributed": {Role.INIT: r"init_process_group", Role.BROADCAST: r"broadcast", **_MESSAGES},
+    "mpi4py": {one: f"(?i:{names})" for one, names in _MESSAGES.items()},
 }
 
-_HVDKIT = {
-    "init": INIT,
-    "pin_device": PIN,
-    "scale_lr": SCALE,
-    "warmup": WARMUP,
-    "Warmup": WARMUP,
-    "LearningRateSchedule": WARMUP,
-    "init_process_group": INIT,
-    "distribute": DISTRIBUTE,
-    "broadcast_state": BROADCAST,
-    "BroadcastState": BROADCAST_CALLBACK,
-    "Checkpoints": CHECKPOINTS,
-    "Checkpoint": CHECKPOINT_CALLBACK,
-    "shard": SHARD,
-    "steps_per_epoch": STEPS,
-    "average_metrics": REDUCE,
-    "AverageMetrics": AVERAGE_CALLBACK,
-    "check_agreement": COLLECTIVE,
-    "fit": FIT,
+VARIABLES = {
+    Role.RANK: {"PMIX_RANK", *(name for row in LAUNCHERS for name in row.rank)},
+    Role.LOCAL_RANK: {name for row in LAUNCHERS for name in row.local_rank},
+    Role.SIZE: {"SLURM_NPROCS", "PALS_SIZE", *(name for row in LAUNCHERS for name in row.size)},
 }
-
-_TORCH_DISTRIBUTED = {
-    "init_process_group": INIT,
-    "get_rank": RANK,
-    "get_node_local_rank": LOCAL_RANK,
-    "get_world_size": SIZE,
-    "broadcast": BROADCAST,
-    "broadcast_object_list": COLLECTIVE,
-    "barrier": BARRIER,
-    "monitored_barrier": BARRIER,
-    "all_reduce": REDUCE,
-    "all_reduce_coalesced": REDUCE,
-    "reduce": REDUCE,
-    "all_gather": REDUCE,
-    "all_gather_object": REDUCE,
-    "all_gather_into_tensor": REDUCE,
-    "gather": REDUCE,
-    "gather_object": REDUCE,
-    "reduce_scatter": REDUCE,
-    "scatter": COLLECTIVE,
-    "scatter_object_list": COLLECTIVE,
-    "all_to_all": COLLECTIVE,
-}
-
-_MPI = {
-    "get_rank": RANK,
-    "rank": RANK,
-    "get_size": SIZE,
-    "size": SIZE,
-    "bcast": COLLECTIVE,
-    "barrier": BARRIER,
-    "allreduce": REDUCE,
-    "reduce": REDUCE,
-    "allgather": REDUCE,
-    "gather": REDUCE,
-    "scatter": COLLECTIVE,
-    "alltoall": COLLECTIVE,
-}
-
-RANK_VARIABLES = {
-    "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "HOROVOD_RANK",
-    "PALS_RANKID", "ALPS_APP_PE", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK",
-}  # fmt: skip
-LOCAL_RANK_VARIABLES = {
-    "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID",
-    "HOROVOD_LOCAL_RANK", "PALS_LOCAL_RANKID", "JSM_NAMESPACE_LOCAL_RANK", "FLUX_TASK_LOCAL_ID",
-}  # fmt: skip
-SIZE_VARIABLES = {
-    "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS",
-    "HOROVOD_SIZE", "PALS_SIZE", "JSM_NAMESPACE_SIZE",
-}  # fmt: skip
 """What launchers call them in the environment."""
 
 STARTS_DDP = "hvdkit.torch.init_process_group"
 """hvdkit's start of PyTorch's own DDP: what is distributed is DDP's, the other steps may still be hvdkit's."""
 
 MODULES = re.compile(
-    r"(horovod\.(torch|tensorflow\.keras|tensorflow|keras|mxnet|spark|ray)|hvdkit\.(torch|tensorflow|keras))\b"
+    r"(horovod\.(torch|tensorflow\.keras|tensorflow|keras|mxnet|spark|ray)|hvdkit\.(torch|tensorflow|keras|arrays))\b"
 )
 """The modules of a library that a script can work with."""
 
@@ -178,21 +112,11 @@ SIZE_WORDS = re.compile(
     r"num_processes|n_?processes|comm_size|hvd_size|n_?workers_total|replicas)($|_)"
 )
 
-DDP = {
-    "torch.nn.parallel.DistributedDataParallel",
-    "torch.nn.parallel.distributed.DistributedDataParallel",
-    "apex.parallel.DistributedDataParallel",
-    "apex.parallel.distributed.DistributedDataParallel",
-}
-SAMPLERS = {
-    "torch.utils.data.distributed.DistributedSampler",
-    "torch.utils.data.DistributedSampler",
-}
+DDP = re.compile(r"(torch\.nn\.parallel|apex\.parallel)\.(distributed\.)?DistributedDataParallel")
+SAMPLERS = {"torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler"}
 LOADERS = {
-    "torch.utils.data.DataLoader",
-    "torch.utils.data.dataloader.DataLoader",
-    "torch_geometric.loader.DataLoader",
-    "torch_geometric.data.DataLoader",
+    f"{module}.DataLoader"
+    for module in ("torch.utils.data", "torch.utils.data.dataloader", "torch_geometric.loader", "torch_geometric.data")
 }
 KEPT_AS_IT_IS = {
     "torch.compile", "torch.jit.script", "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.nn.DataParallel",
@@ -205,34 +129,28 @@ KEPT_AS_IT_IS = {
 """Functions whose result is their argument in another dress."""
 
 
-def role(name: str | None) -> str | None:
+def role(name: str | None) -> Role | None:
     """What a function is for, by its full name; None for every function that none of the eight steps needs."""
     if name is None or "." not in name:
         return None
-    root, _, rest = name.partition(".")
+    if DDP.fullmatch(name):
+        return Role.DISTRIBUTE
+    if name.startswith("horovod.") and name.endswith("elastic.run"):
+        return Role.ELASTIC
+    known = next((one for one in ("hvdkit.steps", "torch.distributed") if name.startswith(f"{one}.")), None)
+    known = known or name.partition(".")[0]
+    if known == "hvdkit" and not MODULES.match(name):
+        return None
     last = name.rpartition(".")[2]
-    if root == "horovod":
-        return ELASTIC if name.endswith("elastic.run") else _HOROVOD.get(last)
-    if root == "hvdkit":
-        adapter = rest.partition(".")[0]
-        if adapter in ("torch", "tensorflow", "keras"):
-            return _HVDKIT.get(last)
-        return {"scale_lr": SCALE, "steps_per_epoch": STEPS, "Shard": SHARD}.get(last) if adapter == "steps" else None
-    if name in DDP:
-        return DISTRIBUTE
-    if name.startswith("torch.distributed."):
-        return _TORCH_DISTRIBUTED.get(last)
-    if root == "mpi4py":
-        return _MPI.get(last.lower())
-    return None
+    return next((one for one, names in _OF.get(known, {}).items() if re.fullmatch(names, last)), None)
 
 
 def library_of(name: str) -> str | None:
     """The library that a full name belongs to: "horovod", "hvdkit", "ddp", or None."""
     if name.startswith("horovod.") or name == "horovod":
         return "horovod"
-    if re.match(r"hvdkit\.(torch|tensorflow|keras)\b", name):
+    if re.match(r"hvdkit\.(torch|tensorflow|keras|arrays)\b", name):
         return "hvdkit"
-    if name in DDP or (name.startswith("torch.distributed.") and role(name) is not None):
+    if DDP.fullmatch(name) or (name.startswith("torch.distributed.") and role(name) is not None):
         return "ddp"
     return None

@@ -9,16 +9,16 @@ import sys
 from hvdkit.prepare.check.program import Binding, Program
 
 _PACKAGES = {
-    "PIL", "absl", "albumentations", "apex", "click", "cv2", "cloudpickle", "colorama", "einops", "filelock",
-    "gdown", "h5py", "horovod", "hvdkit", "hydra", "imageio", "joblib", "keras", "keras_cv", "keras_nlp", "kornia",
-    "matplotlib", "medmnist", "ml_collections", "mlflow", "mpi4py", "mxnet", "natsort", "neptune", "netCDF4",
-    "numba", "numpy", "nvidia", "omegaconf", "pandas", "petastorm", "prettytable", "psutil", "pyarrow", "pydantic",
-    "pynvml", "ray", "requests", "rich", "scipy", "seaborn", "sentencepiece", "six", "skimage", "sklearn",
-    "submitit", "tabulate", "tensorboard", "tensorboardX", "tensorflow", "tensorflow_addons",
+    "PIL", "absl", "albumentations", "apex", "click", "cv2", "cloudpickle", "colorama", "einops", "filelock", "flax",
+    "gdown", "h5py", "horovod", "hvdkit", "hydra", "imageio", "jax", "joblib", "keras", "keras_cv", "keras_nlp",
+    "kornia", "matplotlib", "medmnist", "ml_collections", "mlflow", "mlx", "mpi4py", "mxnet", "natsort", "neptune",
+    "netCDF4", "numba", "numpy", "nvidia", "omegaconf", "optax", "packaging", "pandas", "petastorm", "prettytable",
+    "psutil", "pyarrow", "pydantic", "pynvml", "ray", "requests", "rich", "scipy", "seaborn", "sentencepiece", "six",
+    "skimage", "sklearn", "submitit", "tabulate", "tensorboard", "tensorboardX", "tensorflow", "tensorflow_addons",
     "tensorflow_datasets", "tensorflow_hub", "tensorflow_io", "tensorflow_probability", "termcolor", "tf_keras",
     "tiktoken", "timm", "tokenizers", "toml", "torch", "torch_geometric", "torch_optimizer", "torchaudio",
-    "torchinfo", "torchmetrics", "torchsummary", "torchtext", "torchvision", "tqdm", "typer", "wandb",
-    "webdataset", "wget", "xarray", "yaml", "zarr",
+    "torchinfo", "torchmetrics", "torchsummary", "torchtext", "torchvision", "tqdm", "typer", "wandb", "webdataset",
+    "wget", "xarray", "yaml", "zarr",
 }  # fmt: skip
 _ALSO_NAMES_OF_SCRIPTS = {"code", "profile", "test", "trace"}
 KNOWN_PACKAGES = (_PACKAGES | sys.stdlib_module_names) - _ALSO_NAMES_OF_SCRIPTS
@@ -52,23 +52,23 @@ _SAME = (
 )
 
 
-class Names:
+class Names(Program):
     """What the names of a program stand for."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, tree: ast.Module) -> None:
+        super().__init__(tree)
         self._known: dict[ast.AST, str | None] = {}
         self.imported = self._imported()
         self.star_modules = [
             node.module
-            for node in program.nodes
+            for node in self.nodes
             if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == "*" for alias in node.names)
         ]
 
     def _imported(self) -> dict[str, ast.stmt]:
         """Full names of what is imported, with the first statement that does it."""
         found: dict[str, ast.stmt] = {}
-        for node in self.program.nodes:
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     found.setdefault(alias.name, node)
@@ -89,7 +89,7 @@ class Names:
     def _resolve(self, node: ast.AST) -> str | None:
         if isinstance(node, ast.Attribute):
             base = self.dotted(node.value)
-            return f"{base}.{node.attr}" if base else self._alias(self.program.attributes.get(node.attr, []))
+            return f"{base}.{node.attr}" if base else self._alias(self.attributes.get(node.attr, []))
         if isinstance(node, ast.Name):
             return self._resolve_name(node)
         if isinstance(node, ast.Call) and self.dotted(node.func) == "importlib.import_module" and node.args:
@@ -98,14 +98,14 @@ class Names:
         return None
 
     def _resolve_name(self, name: ast.Name) -> str | None:
-        scope = self.program.lookup(name.id, self.program.scope(name))
+        scope = self.lookup(name.id, self.scope(name))
         if scope is None:
             return self._from_star(name.id)
         bindings = scope.bindings[name.id]
         for binding in bindings:
             if isinstance(binding.node, ast.alias):
                 return self._import_name(binding.node)
-        outside = self.program.scope_of(self.program.tree).bindings.get(name.id, [])
+        outside = self.scope_of(self.tree).bindings.get(name.id, [])
         if all(isinstance(binding.node, ast.arg) for binding in bindings):  # a module handed on under its own name
             return next((self._import_name(one.node) for one in outside if isinstance(one.node, ast.alias)), None)
         return self._alias(bindings)
@@ -127,7 +127,7 @@ class Names:
         return f"{candidates[0]}.{name}" if candidates else None
 
     def _import_name(self, alias: ast.alias) -> str:
-        statement = self.program.parents[alias]
+        statement = self.parents[alias]
         if isinstance(statement, ast.ImportFrom):
             return f"{'.' * statement.level}{statement.module or ''}.{alias.name}"
         return alias.name if alias.asname else alias.name.split(".")[0]

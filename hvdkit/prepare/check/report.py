@@ -11,7 +11,7 @@ import click
 
 from hvdkit.prepare.check.rules import Finding, examine
 from hvdkit.prepare.check.source import Script, too_deep
-from hvdkit.prepare.check.steps import STEPS, Case
+from hvdkit.prepare.check.steps import STEPS, JudgedCase
 from hvdkit.prepare.check.verdict import Verdict
 
 LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
@@ -45,9 +45,9 @@ def check_script(script: Script) -> Checked:
         InvalidArgumentError: its expressions are nested too deeply to be followed.
     """
     try:
-        case = Case(script.tree)
+        case = JudgedCase(script.tree)
         findings = examine(case)
-        return Checked(script.path, case.facts.library, case.facts.modules, case.facts.others, case.verdicts, findings)
+        return Checked(script.path, case.library, case.modules, case.others, case.verdicts, findings)
     except RecursionError as error:
         raise too_deep(script.path) from error
 

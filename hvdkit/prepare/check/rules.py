@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import find, metrics, step_data, step_gradients, step_state
-from hvdkit.prepare.check.find import Spot, at
-from hvdkit.prepare.check.steps import Case
+from hvdkit.prepare.check import collectives, find, metrics, step_data, step_gradients, step_state
+from hvdkit.prepare.check.case import Case
+from hvdkit.prepare.check.steps import JudgedCase
+from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.uncalled import uncalled
+
+Place = Event | ast.expr | int
+"""Where a rule is broken: a call, an expression, or a line where the rule's words are enough."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Rule:
     what: str
     why: str
     fix: str
-    find: Callable[[Case], Iterable[Spot]]
+    find: Callable[[JudgedCase], Iterable[Place]]
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,9 @@ class Finding:
     fix: str
 
 
-def _blamed(number: int) -> Callable[[Case], Iterable[Spot]]:
+def _blamed(number: int) -> Callable[[JudgedCase], Iterable[Place]]:
     """The lines where a step is missing for certain."""
-    return lambda case: [Spot(line) for line in case.verdicts[number - 1].blamed]
+    return lambda case: case.verdicts[number - 1].blamed
 
 
 RULES = (
@@ -52,7 +57,7 @@ RULES = (
         "`{}` is used as a number, but it is a function that is not called",
         "a function never equals a number: the condition is the same on every rank, or the value is nonsense",
         "write `{}()`",
-        lambda case: (Spot(node.lineno, find.text(node)) for node in uncalled(case.facts)),
+        uncalled,
     ),
     Rule(
         "value-called",
@@ -111,9 +116,7 @@ RULES = (
         "gradients that are averaged already are averaged once more here",
         "each step pays for communication twice, and with op=Sum the gradients are wrong",
         "distribute the optimizer or the tape, once",
-        lambda case: at(
-            [*step_gradients.distributed_twice(case.facts), *step_gradients.averaged_twice(case.facts, case.training)]
-        ),
+        step_gradients.distributed_twice,
     ),
     Rule(
         "keras-3-optimizer",
@@ -137,7 +140,7 @@ RULES = (
         "the state is sent before it is complete",
         "the optimizer has no state yet, or a file replaces what was sent, and the ranks differ from then on",
         "build the optimizer and load the checkpoint first, then broadcast, then train",
-        lambda case: at(step_state.early_broadcasts(case.facts, case.training)),
+        step_state.early_broadcasts,
     ),
     Rule(
         "checkpoint-on-every-rank",
@@ -159,7 +162,7 @@ RULES = (
         "`{}` does not divide the data by size and rank",
         "some ranks get the same part, or none",
         "give the number of processes and the rank in the whole job: hvd.size() and hvd.rank(), each in its place",
-        lambda case: (Spot(call.lineno, find.text(call.func)) for call in case.data.wrong_shards()),
+        Case.wrong_shards,
     ),
     Rule(
         "sampler-without-ranks",
@@ -173,7 +176,7 @@ RULES = (
         "this sampler shuffles and is never told which epoch it is",
         "every epoch has the same order and the same batches",
         "call sampler.set_epoch(epoch) at the start of each epoch",
-        lambda case: (Spot(call.lineno) for call in step_data.stale_samplers(case.facts, case.training)),
+        step_data.stale_samplers,
     ),
     Rule(
         "steps-not-divided",
@@ -188,7 +191,7 @@ RULES = (
         "the number of steps depends on the rank",
         "the rank with one step more waits for ever for the others",
         "reckon it from the size alone, the same on every rank",
-        lambda case: (Spot(line) for line in step_data.differing_steps(case.facts, case.training)),
+        step_data.differing_steps,
     ),
     Rule(
         "metrics-not-averaged",
@@ -196,7 +199,7 @@ RULES = (
         "the number is that of 1/n of the samples, and another on every rank",
         "average it first: hvd.allreduce(value), MetricAverageCallback(), torch.distributed.all_reduce, or "
         "hk.average_metrics({{'accuracy': (correct, count)}}, world)",
-        lambda case: (Spot(line) for line in metrics.unaveraged(case.facts, case.training, case.data)),
+        metrics.unaveraged,
     ),
     Rule(
         "download-on-every-rank",
@@ -218,19 +221,28 @@ RULES = (
         "`{}` is a call that all ranks make together, on a branch that only some take",
         "the ranks on the branch wait for ever for the others",
         "call it on every rank and keep under the condition only what belongs to one, such as printing",
-        lambda case: (Spot(line, called) for line, called in case.branches.on_some_ranks()),
+        collectives.on_some_ranks,
     ),
 )
 """The rules, in the order of the steps."""
 
 
-def examine(case: Case) -> list[Finding]:
+def examine(case: JudgedCase) -> list[Finding]:
     """The findings of a script, by line; none where no library distributes it."""
-    if case.facts.library == "none":
+    if case.library == "none":
         return []
     found: dict[tuple[int, str], Finding] = {}
     for rule in RULES:
-        for spot in rule.find(case):
-            what, fix = rule.what.format(spot.subject), rule.fix.format(spot.subject)
-            found.setdefault((spot.line, rule.name), Finding(spot.line, rule.name, what, rule.why, fix))
+        for place in rule.find(case):
+            line, piece = _place(place)
+            finding = Finding(line, rule.name, rule.what.format(piece), rule.why, rule.fix.format(piece))
+            found.setdefault((line, rule.name), finding)
     return sorted(found.values(), key=lambda finding: finding.line)
+
+
+def _place(place: Place) -> tuple[int, str]:
+    """The line, and the piece of the script: of a call that runs, what is called."""
+    if isinstance(place, int):
+        return place, ""
+    node = place.node.func if isinstance(place, Event) else place
+    return node.lineno, ast.unparse(node)

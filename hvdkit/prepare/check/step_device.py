@@ -5,57 +5,48 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from hvdkit.prepare.check.facts import Facts, method
-from hvdkit.prepare.check.libraries import (
-    BROADCAST,
-    DISTRIBUTE,
-    FIT,
-    INIT,
-    LOCAL_RANK,
-    LOCAL_SIZE,
-    PIN,
-    RANK,
-    REDUCE,
-    SIZE,
-)
+from hvdkit.prepare.check.case import Case
+from hvdkit.prepare.check.facts import method
+from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.verdict import Verdict, done, missing, not_needed, undecided
 
 _CHOOSES = ("cuda.set_device", "xpu.set_device", "accelerator.set_device_index")
 _NEUTRAL_CALLS = ("add_argument", "autocast", "GradScaler", "init_process_group", "manual_seed")
 
 
-def init(facts: Facts) -> Verdict:
+def init(case: Case) -> Verdict:
     """Step 1."""
-    events = [one for one in facts.having(INIT, FIT) if not facts.name(one.node).startswith("mpi4py")]
+    events = [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
     reached = [one for one in events if one.reached]
     if reached:
-        return done(facts.lines(reached))
+        return done(case.lines(reached))
     if events:
         return undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
-    runner = next((name for name in facts.used if name.startswith(("horovod.spark", "horovod.ray"))), None)
-    doubts = [*facts.others, *([".".join(runner.split(".")[:2])] if runner else []), *facts.names.strangers()]
+    doubts = [*case.others, *([case.runner] if case.runner else []), *case.strangers()]
     if doubts:
         return undecided(f"{doubts[0]} may do it, which is not read here")
-    uses = facts.having(RANK, LOCAL_RANK, SIZE, LOCAL_SIZE, DISTRIBUTE, BROADCAST, REDUCE)
-    return missing(facts.lines(uses)[:1]) if uses else undecided("the library is imported and nothing of it is used")
+    uses = case.having(
+        Role.RANK, Role.LOCAL_RANK, Role.SIZE, Role.LOCAL_SIZE, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE
+    )
+    return missing(case.lines(uses)[:1]) if uses else undecided("the library is imported and nothing of it is used")
 
 
-def pin(facts: Facts) -> Verdict:
+def pin(case: Case) -> Verdict:
     """Step 2."""
-    asked, chosen = facts.having(PIN, FIT), list(device_choices(facts))
+    asked, chosen = case.having(Role.PIN, Role.FIT), list(device_choices(case))
     if asked or chosen:
-        return done([*facts.lines(asked), *(node.lineno for node in chosen)])
-    if _hides_gpus(facts):
+        return done([*case.lines(asked), *(node.lineno for node in chosen)])
+    if _hides_gpus(case):
         return not_needed("GPUs are hidden from this script")
-    used = gpu_uses(facts)
-    setup = next((one for one in facts.events if facts.flow.is_opaque(one.node) and not _makes_object(one.node)), None)
+    used = gpu_uses(case)
+    setup = next((one for one in case.events if case.is_opaque(one.node) and not _makes_object(one.node)), None)
     if used and setup is not None:
         return undecided(f"{ast.unparse(setup.node.func)} is not in this text and may do it")
     if used:
         return missing(used[:1])
-    if facts.frameworks & {"tensorflow", "keras"}:
+    if case.frameworks & {"tensorflow", "keras"}:
         return undecided("TensorFlow takes every GPU that it sees; the text does not say whether there is one")
-    line = _asked_for_a_device(facts)
+    line = _asked_for_a_device(case)
     if line:
         return undecided(f"line {line} takes its device from outside of this text")
     if setup is not None:
@@ -67,75 +58,70 @@ def _makes_object(call: ast.Call) -> bool:
     return ast.unparse(call.func).rpartition(".")[2][:1].isupper()
 
 
-def device_choices(facts: Facts) -> Iterator[ast.expr]:
+def device_choices(case: Case) -> Iterator[ast.expr]:
     """The expressions that choose a GPU by a rank, or by something that the text does not fix."""
-    for event in facts.events:
-        name, call = facts.name(event.node), event.node
+    for event in case.events:
+        name, call = case.name(event.node), event.node
         if name.endswith(_CHOOSES):
-            yield from (one for one in call.args if not _is_fixed(facts, one))
+            yield from (one for one in call.args if not _is_fixed(case, one))
         elif name.endswith(("set_visible_devices", "torch.device", "cuda.device", "tensorflow.device")) or method(
             call
-        ) in (
-            "cuda",
-            "to",
-        ):
-            yield from (one for one in call.args if facts.has_rank(one))
+        ) in ("cuda", "to"):
+            yield from (one for one in call.args if case.has_rank(one))
         named = [one.value for one in call.keywords if one.arg in ("device_ids", "device", "visible_device_list")]
-        yield from (one for one in named if facts.has_rank(one))
-    for binding in facts.program.attributes.get("visible_device_list", []):
-        if binding.value is not None and facts.has_rank(binding.value):
+        yield from (one for one in named if case.has_rank(one))
+    for binding in case.attributes.get("visible_device_list", []):
+        if binding.value is not None and case.has_rank(binding.value):
             yield binding.value
-    yield from (value for value in _environment(facts, "CUDA_VISIBLE_DEVICES") if facts.has_rank(value))
+    yield from (value for value in _environment(case, "CUDA_VISIBLE_DEVICES") if case.has_rank(value))
 
 
-def _is_fixed(facts: Facts, node: ast.expr) -> bool:
+def _is_fixed(case: Case, node: ast.expr) -> bool:
     """Whether a value is a number in the text: the same GPU on every rank."""
-    leaves = [
-        one for one in facts.flow.reach(node) if not isinstance(one, (ast.Name, ast.arg, ast.UnaryOp, ast.unaryop))
-    ]
+    leaves = [one for one in case.reach(node) if not isinstance(one, (ast.Name, ast.arg, ast.UnaryOp, ast.unaryop))]
     return all(isinstance(one, ast.Constant) for one in leaves)
 
 
-def _environment(facts: Facts, variable: str) -> Iterator[ast.expr]:
+def _environment(case: Case, variable: str) -> Iterator[ast.expr]:
     """What the script puts into an environment variable."""
-    for node in facts.program.nodes:
+    for node in case.nodes:
         match node:
             case ast.Assign(targets=[ast.Subscript(value=base, slice=ast.Constant(value=str(key)))]):
-                if key == variable and facts.names.dotted(base) == "os.environ":
+                if key == variable and case.dotted(base) == "os.environ":
                     yield node.value
             case ast.Dict():
                 pairs = zip(node.keys, node.values, strict=True)
                 yield from (value for key, value in pairs if isinstance(key, ast.Constant) and key.value == variable)
             case ast.Call(args=[ast.Constant(value=str(key)), value]):
-                if key == variable and facts.name(node) in ("os.environ.setdefault", "os.putenv"):
+                if key == variable and case.name(node) in ("os.environ.setdefault", "os.putenv"):
                     yield value
 
 
-def _hides_gpus(facts: Facts) -> bool:
-    values = _environment(facts, "CUDA_VISIBLE_DEVICES")
+def _hides_gpus(case: Case) -> bool:
+    values = _environment(case, "CUDA_VISIBLE_DEVICES")
     if any(isinstance(one, ast.Constant) and one.value in ("", "-1") for one in values):
         return True
-    chosen = [event.node.args[0] for event in facts.named("set_visible_devices") if event.node.args]
+    chosen = [event.node.args[0] for event in case.named("set_visible_devices") if event.node.args]
     return any(isinstance(one, ast.List) and not one.elts for one in chosen)
 
 
-def gpu_uses(facts: Facts) -> list[int]:
+def gpu_uses(case: Case) -> list[int]:
     """The lines that use a GPU, in order."""
-    calls = [*facts.methods("cuda"), *facts.named(*_CHOOSES)]
-    found = [one.node.lineno for one in calls if facts.name(one.node).endswith(_CHOOSES) or not facts.name(one.node)]
-    for node in facts.program.nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _names_gpu(facts, node):
+    calls = [*case.methods("cuda"), *case.named(*_CHOOSES)]
+    found = [one.node.lineno for one in calls if case.name(one.node).endswith(_CHOOSES) or not case.name(one.node)]
+    for node in case.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _names_gpu(case, node):
             found.append(node.lineno)
     return sorted(found)
 
 
-def _names_gpu(facts: Facts, node: ast.Constant) -> bool:
+def _names_gpu(case: Case, node: ast.Constant) -> bool:
     """Whether a text is the name of a GPU that something is put on."""
     text = str(node.value).lower()
-    around = list(facts.program.ancestors(node))
+    around = list(case.ancestors(node))
     call = next((one for one in around if isinstance(one, ast.Call)), None)
     if text == "gpu" or "/gpu" in text or "device:gpu" in text:
-        return call is not None and facts.name(call).startswith("tensorflow.")
+        return call is not None and case.name(call).startswith("tensorflow.")
     if text != "cuda" and not text.startswith("cuda:"):
         return False
     if call is not None and ast.unparse(call.func).endswith(_NEUTRAL_CALLS):
@@ -144,13 +130,13 @@ def _names_gpu(facts: Facts, node: ast.Constant) -> bool:
     return value_of and not any(isinstance(one, ast.Compare) for one in around[:2])
 
 
-def _asked_for_a_device(facts: Facts) -> int | None:
+def _asked_for_a_device(case: Case) -> int | None:
     """The first line that moves something to a device of which the text says nothing."""
-    for event in facts.events:
-        moves = method(event.node) == "to" or facts.name(event.node) == "torch.device"
+    for event in case.events:
+        moves = method(event.node) == "to" or case.name(event.node) == "torch.device"
         for one in event.node.args[:1] if moves else []:
-            texts = [node.value for node in facts.flow.reach(one, through=True) if isinstance(node, ast.Constant)]
-            asked = [node for node in facts.flow.reach(one, through=True) if isinstance(node, (ast.Attribute, ast.arg))]
+            texts = [node.value for node in case.reach(one, through=True) if isinstance(node, ast.Constant)]
+            asked = [node for node in case.reach(one, through=True) if isinstance(node, (ast.Attribute, ast.arg))]
             if "device" in ast.unparse(one) and not {"cpu"} & set(map(str, texts)) and asked:
                 return event.node.lineno
     return None

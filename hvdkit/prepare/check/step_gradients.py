@@ -5,53 +5,51 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from hvdkit.prepare.check.facts import Facts, argument, method
-from hvdkit.prepare.check.libraries import DISTRIBUTE, FIT, LOAD_MODEL, REDUCE
+from hvdkit.prepare.check.case import Case
+from hvdkit.prepare.check.facts import argument, method
+from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.check.training import Training, Update
+from hvdkit.prepare.check.training import Update
 from hvdkit.prepare.check.verdict import Verdict, done, missing, undecided
 
 
-def distribute(facts: Facts, training: Training) -> Verdict:
+def distribute(case: Case) -> Verdict:
     """Step 4."""
-    events = facts.having(DISTRIBUTE, FIT, LOAD_MODEL)
+    events = case.having(Role.DISTRIBUTE, Role.FIT, Role.LOAD_MODEL)
     if events:
-        return done(facts.lines(events))
-    by_hand = training.reduces_gradients()
+        return done(case.lines(events))
+    by_hand = case.reduces_gradients()
     if by_hand:
-        return done(facts.lines(by_hand), "by hand")
-    doubt = facts.others[0] if facts.others else training.handed_away()
-    if doubt:
-        return undecided(f"{doubt} may do it, which is not read here")
-    if not training.steps:
+        return done(case.lines(by_hand), "by hand")
+    if doubt := case.elsewhere():
+        return undecided(doubt)
+    if not case.steps:
         return undecided("nothing is trained in this text")
-    tapes = [one for one in training.steps if method(one.node) == "gradient"]
-    makers = (
-        tapes[:1] or training.optimizers[:1] or [update.event for update in training.updates][:1] or training.steps[:1]
-    )
-    return missing(facts.lines(makers))
+    tapes = [one for one in case.steps if method(one.node) == "gradient"]
+    makers = tapes[:1] or case.optimizers[:1] or [update.event for update in case.updates][:1] or case.steps[:1]
+    return missing(case.lines(makers))
 
 
-def undistributed(facts: Facts, training: Training) -> Iterator[Event]:
+def undistributed(case: Case) -> Iterator[Event]:
     """Updates by an optimizer that nothing distributes, in a script that distributes one."""
-    events = facts.having(DISTRIBUTE, LOAD_MODEL)
-    if not events or training.reduces_gradients() or facts.library == "ddp" or training.handed_away():
+    events = case.having(Role.DISTRIBUTE, Role.LOAD_MODEL)
+    if not events or case.reduces_gradients() or case.library == "ddp" or case.handed_away():
         return
-    in_place = any(facts.name(event.node).startswith(("hvdkit.keras", "hvdkit.tensorflow")) for event in events)
-    for update in training.updates:
-        if update.event.reached and not in_place and _is_local(facts, training, update):
+    in_place = any(case.name(event.node).startswith(("hvdkit.keras", "hvdkit.tensorflow")) for event in events)
+    for update in case.updates:
+        if update.event.reached and not in_place and _is_local(case, update):
             yield update.event
 
 
-def _is_local(facts: Facts, training: Training, update: Update) -> bool:
+def _is_local(case: Case, update: Update) -> bool:
     """Whether everything shows where the optimizer and the gradients come from, and nothing of it is distributed."""
-    sources = facts.flow.calls(update.optimizer)
-    gradients = facts.flow.calls(update.gradients, through=True) if update.gradients is not None else []
+    sources = case.calls(update.optimizer)
+    gradients = case.calls(update.gradients, through=True) if update.gradients is not None else []
     if method(update.event.node) == "compile" and isinstance(update.optimizer, ast.Constant):
-        return facts.library == "horovod"
-    seen = any(training.makes_optimizer(call) for call in sources)
-    averaged = any(facts.role(call) in (DISTRIBUTE, REDUCE) for call in [*sources, *gradients])
-    hidden = any(facts.flow.is_opaque(call) for call in [*sources, *gradients] if not _is_model_call(call))
+        return case.library == "horovod"
+    seen = any(case.makes_optimizer(call) for call in sources)
+    averaged = any(case.role(call) in (Role.DISTRIBUTE, Role.REDUCE) for call in [*sources, *gradients])
+    hidden = any(case.is_opaque(call) for call in [*sources, *gradients] if not _is_model_call(call))
     if update.gradients is None and method(update.event.node) == "apply_gradients":
         return False
     return seen and not averaged and not hidden
@@ -62,18 +60,18 @@ def _is_model_call(call: ast.Call) -> bool:
     return ast.unparse(call.func).rpartition(".")[2][:1].isupper()
 
 
-def unwrapped_models(facts: Facts) -> Iterator[Event]:
+def unwrapped_models(case: Case) -> Iterator[Event]:
     """Training steps of DDP scripts that run the bare model, although another name has the wrapped one."""
-    wrapped = [event.node for event in facts.having(DISTRIBUTE)]
-    bare = {made for call in wrapped for made in facts.flow.calls(_first(call)) if facts.flow.class_of(made)}
-    backward = [event for event in facts.methods("backward") if event.reached and event.loops]
-    for event in facts.events:
+    wrapped = [event.node for event in case.having(Role.DISTRIBUTE)]
+    bare = {made for call in wrapped for made in case.calls(_first(call)) if case.class_of(made)}
+    backward = [event for event in case.methods("backward") if event.reached and event.loops]
+    for event in case.events:
         called = event.node.func
-        if not isinstance(called, (ast.Name, ast.Attribute)) or not event.reached or facts.name(event.node):
+        if not isinstance(called, (ast.Name, ast.Attribute)) or not event.reached or case.name(event.node):
             continue
-        sources = set(facts.flow.calls(called))
+        sources = set(case.calls(called))
         is_model = sources & bare and not sources & set(wrapped)
-        is_object = isinstance(called, ast.Name) or called.attr in facts.program.attributes  # not model.train()
+        is_object = isinstance(called, ast.Name) or called.attr in case.attributes  # not model.train()
         if is_model and is_object and any(_belong(event, one) for one in backward):
             yield event
 
@@ -91,31 +89,23 @@ def _first(call: ast.Call) -> ast.expr:
     return argument(call, "module", 0) or argument(call, "optimizer", 0) or call
 
 
-def distributed_twice(facts: Facts) -> Iterator[Event]:
+def distributed_twice(case: Case) -> Iterator[Event]:
     """Wrappers around what is wrapped already, and updates of averaged gradients by an optimizer that averages."""
-    for event in facts.having(DISTRIBUTE):
+    for event in case.having(Role.DISTRIBUTE):
         inner = event.node.args[0] if event.node.args else argument(event.node, "optimizer")
-        around = facts.flow.calls(inner) if inner is not None else []
-        if event.reached and any(facts.role(call) == DISTRIBUTE and call is not event.node for call in around):
+        around = _wrappers(case, inner) if inner is not None else []
+        if event.reached and any(call is not event.node for call in around):
             yield event
-
-
-def averaged_twice(facts: Facts, training: Training) -> Iterator[Event]:
-    """Updates that apply gradients from a distributed tape by a distributed optimizer."""
-    for update in training.updates:
+    for update in case.updates:
         if update.gradients is None or not update.event.reached:
             continue
-        optimizers = _wrappers(facts, facts.flow.calls(update.optimizer))
-        tapes = _wrappers(facts, facts.flow.calls(update.gradients, through=True))
-        tapes = [call for call in tapes if call not in optimizers]
-        conditional = any(guard for call in [*optimizers, *tapes] for guard in _guards(facts, call))
+        optimizers = _wrappers(case, update.optimizer)
+        tapes = [one for one in _wrappers(case, update.gradients, through=True) if one not in optimizers]
+        ways = [event for event in case.events if event.node in [*optimizers, *tapes]]
+        conditional = any(not guard.wraps for event in ways for guard in event.guards)
         if optimizers and tapes and not conditional:
             yield update.event
 
 
-def _wrappers(facts: Facts, calls: list[ast.Call]) -> list[ast.Call]:
-    return [call for call in calls if facts.role(call) == DISTRIBUTE]
-
-
-def _guards(facts: Facts, call: ast.Call) -> list[object]:
-    return [guard for event in facts.events if event.node is call for guard in event.guards if not guard.wraps]
+def _wrappers(case: Case, node: ast.expr, through: bool = False) -> list[ast.Call]:
+    return case.having_made(node, Role.DISTRIBUTE, through=through)

@@ -94,8 +94,8 @@ class Tracer:
 
     def run(self) -> list[Event]:
         """The events of the whole script: from the module down, then of functions that nothing calls."""
-        self._block(self.flow.program.tree.body, _Way())
-        functions = [one for one in self.flow.program.functions if not isinstance(one, ast.Lambda)]
+        self._block(self.flow.tree.body, _Way())
+        functions = [one for one in self.flow.functions if not isinstance(one, ast.Lambda)]
         called = {*self.flow.calls_of, *self.flow.started}
         for function in sorted(functions, key=lambda one: one in called):  # first those that nothing calls
             if function not in self._visits:
@@ -165,7 +165,7 @@ class Tracer:
 
     def _leaves(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            return self.flow.names.dotted(node.value.func) in _EXITS
+            return self.flow.dotted(node.value.func) in _EXITS
         return isinstance(node, _LEAVES)
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, inside: _Way, outside: _Way) -> list[_Leak]:
@@ -217,10 +217,10 @@ class Tracer:
     def _run_by(self, node: ast.Call) -> Iterator[FunctionNode]:
         own = self.flow.callees(node)
         yield from own
-        if not own and not (self.flow.names.dotted(node.func) or "").startswith(_LATER):
+        if not own and not (self.flow.dotted(node.func) or "").startswith(_LATER):
             yield from self.flow.function_arguments(node)
         made = self.flow.class_of(node)
-        if made is not None and self.flow.names.is_keras_callback(made):
+        if made is not None and self.flow.is_keras_callback(made):
             yield from (one for one in made.body if isinstance(one, ast.FunctionDef) and one.name.startswith("on_"))
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check.facts import Facts, argument, has_stars, method
-from hvdkit.prepare.check.libraries import DISTRIBUTE, FIT, LOADERS, REDUCE, SHARD
+from hvdkit.prepare.check.call_arguments import arguments
+from hvdkit.prepare.check.facts import Facts, argument, has_stars, method, receiver
+from hvdkit.prepare.check.libraries import LOADERS, Role
 from hvdkit.prepare.check.trace import Event
 
 _TAPES = ("tensorflow.GradientTape",)
@@ -38,18 +39,15 @@ class Update:
     gradients: ast.expr | None = None
 
 
-class Training:
+class Training(Facts):
     """Where a script trains."""
-
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
 
     # Optimizers and updates ---------------------------------------------------------------------------------------
 
     @cached_property
     def optimizers(self) -> list[Event]:
         """The events that make an optimizer of PyTorch, Keras or TensorFlow; each call once."""
-        return _once(event for event in self.facts.events if self.makes_optimizer(event.node))
+        return _once(event for event in self.events if self.makes_optimizer(event.node))
 
     def makes_optimizer(self, call: ast.Call) -> bool:
         """Whether a call makes an optimizer whose learning rate the text shows."""
@@ -57,7 +55,7 @@ class Training:
 
     def is_torch_optimizer(self, call: ast.Call) -> bool:
         """Whether a call makes one of ``torch.optim`` or a package that follows it."""
-        name = self.facts.name(call)
+        name = self.name(call)
         known = name.startswith(("torch.optim.", "torch_optimizer.", "apex.optimizers."))
         return (
             known and name.rpartition(".")[2][:1].isupper() and "lr_scheduler" not in name and "swa_utils" not in name
@@ -65,7 +63,7 @@ class Training:
 
     def is_keras_optimizer(self, call: ast.Call) -> bool:
         """Whether a call makes one of Keras or TensorFlow."""
-        name = self.facts.name(call)
+        name = self.name(call)
         last = name.rpartition(".")[2]
         if name.startswith(("keras.optimizers.", "tensorflow_addons.optimizers.")):
             return last[:1].isupper() and ".schedules." not in name
@@ -74,21 +72,19 @@ class Training:
     @cached_property
     def updates(self) -> list[Update]:
         """The updates of all models, in order."""
-        return [update for event in self.facts.events if (update := self._update(event)) is not None]
+        return [update for event in self.events if (update := self._update(event)) is not None]
 
     def _update(self, event: Event) -> Update | None:
         called = event.node.func
-        if not isinstance(called, ast.Attribute) or self.facts.names.dotted(called) is not None:
+        if not isinstance(called, ast.Attribute) or self.dotted(called) is not None:
             return None
         if called.attr == "step":
             for candidate in (called.value, *event.node.args[:1]):
-                if any(self._is_optimizer(call) for call in self.facts.flow.calls(candidate)):
+                if any(self._is_optimizer(call) for call in self.calls(candidate)):
                     return Update(event, candidate)
         if called.attr in ("apply_gradients", "apply"):
             grads = argument(event.node, "grads_and_vars", 0) or argument(event.node, "grads", 0)
-            known = called.attr == "apply_gradients" or any(
-                self._is_optimizer(c) for c in self.facts.flow.calls(called.value)
-            )
+            known = called.attr == "apply_gradients" or any(self._is_optimizer(c) for c in self.calls(called.value))
             return Update(event, called.value, grads) if known else None
         if called.attr == "minimize":
             return Update(event, called.value)
@@ -96,36 +92,39 @@ class Training:
         return Update(event, optimizer) if optimizer is not None else None
 
     def _is_optimizer(self, call: ast.Call) -> bool:
-        return self.makes_optimizer(call) or self.facts.role(call) == DISTRIBUTE
+        return self.makes_optimizer(call) or self.role(call) == Role.DISTRIBUTE
 
     @cached_property
     def steps(self) -> list[Event]:
         """The events that compute or apply gradients, in order; ``fit`` too."""
-        backward = [one for one in self.facts.methods("backward") if self.facts.names.dotted(one.node.func) is None]
+        backward = [one for one in self.methods("backward") if self.dotted(one.node.func) is None]
         applied = [update.event for update in self.updates if method(update.event.node) != "compile"]
-        tapes = [one for one in self.facts.methods("gradient") if self._is_tape(one.node)]
-        return sorted({*backward, *applied, *tapes, *self.fits, *self.facts.having(FIT)}, key=lambda one: one.order)
+        tapes = [one for one in self.methods("gradient") if self._is_tape(one.node)]
+        of_arrays = self.events if "hvdkit.arrays" in self.modules else []  # which has no optimizer: its mean is called
+        averaged = [one for one in of_arrays if self.having_made(receiver(one.node), Role.DISTRIBUTE)]
+        return sorted(
+            {*backward, *applied, *tapes, *averaged, *self.fits, *self.having(Role.FIT)}, key=lambda one: one.order
+        )
 
     def _is_tape(self, call: ast.Call) -> bool:
-        receiver = call.func.value if isinstance(call.func, ast.Attribute) else call
-        return bool(self.facts.made_by(receiver, _TAPES, through=True))
+        return bool(self.made_by(receiver(call), _TAPES, through=True))
 
     @cached_property
     def holders(self) -> set[str]:
         """The texts of expressions that hold a model or an optimizer: ``model``, ``self.net``, ``opt``."""
-        nodes = [one for one in self.facts.program.nodes if isinstance(one, (ast.Attribute, ast.Name))]
+        nodes = [one for one in self.nodes if isinstance(one, (ast.Attribute, ast.Name))]
         by_use = {
             ast.unparse(node.value)
             for node in nodes
-            if isinstance(node, ast.Attribute) and node.attr in _HOLDERS and self.facts.names.dotted(node) is None
+            if isinstance(node, ast.Attribute) and node.attr in _HOLDERS and self.dotted(node) is None
         }
         return by_use | {text for node in nodes if _HOLDER_NAMES.search(text := ast.unparse(node))}
 
     def handed_away(self) -> str | None:
         """A function that is not in this text and gets or makes a model or an optimizer: it may do any step."""
-        for event in self.facts.events:
-            given = [*event.node.args, *(keyword.value for keyword in event.node.keywords)]
-            if not self.facts.flow.is_opaque(event.node):
+        for event in self.events:
+            given = arguments(event.node)
+            if not self.is_opaque(event.node):
                 continue
             if any(ast.unparse(one) in self.holders or has_stars(event.node) for one in given):
                 return ast.unparse(event.node.func)
@@ -133,12 +132,17 @@ class Training:
                 return ast.unparse(event.node.func)
         return None
 
+    def elsewhere(self) -> str:
+        """Why a step may be done where this text does not show it; "" where it is all here."""
+        doubt = next(iter(self.others), None) or self.handed_away()
+        return f"{doubt} may do it, which is not read here" if doubt else ""
+
     def _result_is_held(self, call: ast.Call) -> bool:
         """``model, optimizer = build(args)``: a function, not a class, whose result is a model or an optimizer."""
         last = ast.unparse(call.func).rpartition(".")[2]
         if last[:1].isupper():
             return False
-        statement = self.facts.program.statement(call)
+        statement = self.statement(call)
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         texts = [
             ast.unparse(one)
@@ -152,39 +156,34 @@ class Training:
     @cached_property
     def fits(self) -> list[Event]:
         """The events that train a Keras model by ``fit``."""
-        return [event for event in self.facts.methods("fit", "fit_generator") if self._is_keras_model(event.node)]
+        return [event for event in self.methods("fit", "fit_generator") if self._is_keras_model(event.node)]
 
     @cached_property
     def evaluations(self) -> list[Event]:
         """The events that evaluate a Keras model by ``evaluate``."""
-        return [
-            event for event in self.facts.methods("evaluate", "evaluate_generator") if self._is_keras_model(event.node)
-        ]
+        return [event for event in self.methods("evaluate", "evaluate_generator") if self._is_keras_model(event.node)]
 
     def _is_keras_model(self, call: ast.Call) -> bool:
-        receiver = call.func.value if isinstance(call.func, ast.Attribute) else call
-        return self.facts.names.dotted(receiver) is None and self.holds_keras_model(receiver)
+        return self.dotted(receiver(call)) is None and self.holds_keras_model(receiver(call))
 
     def holds_keras_model(self, node: ast.expr) -> bool:
         """Whether an expression is a Keras model: it is made as one, compiled somewhere, or a callback's own."""
         if ast.unparse(node) in self._compiled:
             return True
-        own = self.facts.program.owner_class(node)
-        if own is not None and ast.unparse(node) == "self.model" and self.facts.names.is_keras_callback(own):
+        own = self.owner_class(node)
+        if own is not None and ast.unparse(node) == "self.model" and self.is_keras_callback(own):
             return True
-        made = self.facts.flow.calls(node)
-        return any(self.facts.name(call).startswith(_KERAS_MODELS) or self._is_own_model(call) for call in made)
+        made = self.calls(node)
+        return any(self.name(call).startswith(_KERAS_MODELS) or self._is_own_model(call) for call in made)
 
     @cached_property
     def _compiled(self) -> set[str]:
-        nodes = [
-            one.node.func for one in self.facts.methods("compile") if self.facts.names.dotted(one.node.func) is None
-        ]
+        nodes = [one.node.func for one in self.methods("compile") if self.dotted(one.node.func) is None]
         return {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Attribute)}
 
     def _is_own_model(self, call: ast.Call) -> bool:
-        own = self.facts.flow.class_of(call)
-        bases = [self.facts.names.dotted(base) or "" for base in own.bases] if own is not None else []
+        own = self.class_of(call)
+        bases = [self.dotted(base) or "" for base in own.bases] if own is not None else []
         return any(base.startswith(("keras.Model", "keras.models.Model", "keras.Sequential")) for base in bases)
 
     # Loops over data ----------------------------------------------------------------------------------------------
@@ -203,11 +202,17 @@ class Training:
     def evaluation_loops(self) -> dict[ast.AST, list[Event]]:
         """The loops over data in which nothing is trained, with the events in them."""
         inside: dict[ast.AST, list[Event]] = {}
-        for event in self.facts.events:
+        for event in self.events:
             for loop in event.loops:
                 inside.setdefault(loop, []).append(event)
         trains = {loop for event in self.steps for loop in event.loops}
-        return {loop: events for loop, events in inside.items() if loop not in trains and self.is_data(loop)}
+        found = {loop: events for loop, events in inside.items() if loop not in trains and self.is_data(loop)}
+        return {loop: events for loop, events in found.items() if not self._is_part_of_step(loop, events[0])}
+
+    def _is_part_of_step(self, loop: ast.AST, event: Event) -> bool:
+        """A loop over what a training step made of its own batch: gradients that are on their way."""
+        drawn = {call for outer in event.loops if outer in self.training_loops for call in self.sources(outer)}
+        return bool(drawn & set(self.sources(loop)))
 
     def is_data(self, loop: ast.AST) -> bool:
         """Whether a loop goes over a loader or a data set."""
@@ -221,16 +226,16 @@ class Training:
         """What a loop goes over, or what ``next(...)`` draws from inside of a loop that only counts."""
         if isinstance(loop, (ast.For, ast.AsyncFor, ast.comprehension)) and not _counts(loop.iter):
             return [loop.iter]
-        inside = [one for one in self.facts.events if one.loops and one.loops[-1] is loop]
-        return [one.node.args[0] for one in inside if self.facts.name(one.node) == "builtins.next" and one.node.args]
+        inside = [one for one in self.events if one.loops and one.loops[-1] is loop]
+        return [one.node.args[0] for one in inside if self.name(one.node) == "builtins.next" and one.node.args]
 
     def _makers(self, node: ast.expr) -> list[ast.Call]:
-        direct = [call for call in self.facts.flow.calls(node) if self._makes_data(call)]
-        return direct or [call for call in self.facts.flow.calls(node, through=True) if self._makes_data(call)]
+        direct = [call for call in self.calls(node) if self._makes_data(call)]
+        return direct or [call for call in self.calls(node, through=True) if self._makes_data(call)]
 
     def _makes_data(self, call: ast.Call) -> bool:
-        name = self.facts.name(call)
-        return name in LOADERS or name.startswith(_TF_SOURCES) or self.facts.role(call) == SHARD
+        name = self.name(call)
+        return name in LOADERS or name.startswith(_TF_SOURCES) or self.role(call) == Role.SHARD
 
     def epochs_around(self, event: Event, loop: ast.AST) -> bool:
         """Whether a loop over data runs again and again: it is inside of another loop."""
@@ -239,13 +244,13 @@ class Training:
 
     def reduces_gradients(self) -> list[Event]:
         """The events that average gradients by hand."""
-        return [one for one in self.facts.having(REDUCE) if one.reached and self._is_about_gradients(one)]
+        return [one for one in self.having(Role.REDUCE) if one.reached and self._is_about_gradients(one)]
 
     def _is_about_gradients(self, event: Event) -> bool:
-        given = [*event.node.args, *(keyword.value for keyword in event.node.keywords)]
+        given = arguments(event.node)
         around = [one.iter for one in event.loops if isinstance(one, (ast.For, ast.comprehension))]
         texts = " ".join(ast.unparse(one) for one in [*given, *around]).lower()
-        reached = [node for one in given for node in self.facts.flow.reach(one)]
+        reached = [node for one in given for node in self.reach(one)]
         return "grad" in texts or any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in reached)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check.facts import Facts, argument, method, words
-from hvdkit.prepare.check.libraries import LOADERS, LOCAL_RANK, RANK, SAMPLERS, SHARD, SIZE, SPAWNED
+from hvdkit.prepare.check.facts import Facts, argument, is_constant, method, words
+from hvdkit.prepare.check.libraries import LOADERS, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.training import Training
 
@@ -45,55 +45,52 @@ class Part:
     balanced: bool = False
 
 
-class Data:
-    """The data that a script trains and evaluates on."""
-
-    def __init__(self, facts: Facts, training: Training) -> None:
-        self.facts = facts
-        self.training = training
+class Case(Training):
+    """A training script, with everything that steps and rules ask of it."""
 
     @cached_property
     def parts(self) -> list[Part]:
         """The part of each data set that the script trains on."""
-        found = [self.loop_part(loop, events) for loop, events in self.training.training_loops.items()]
-        return found + [self.fit_part(event) for event in self.training.fits]
+        loops = {loop: events for loop, events in self.training_loops.items() if not self._is_one_step(loop)}
+        fits = [event for event in self.fits if not is_constant(argument(event.node, "steps_per_epoch"), 1)]
+        return [self.loop_part(*one) for one in loops.items()] + [self.fit_part(event) for event in fits]
+
+    def _is_one_step(self, loop: ast.AST) -> bool:
+        """``dataset.take(1)``: a first step, for the variables that it makes; no training."""
+        calls = [call for one in self.drawn_from(loop) for call in self.calls(one)]
+        return any(method(call) == "take" and is_constant(argument(call, "count", 0), 1) for call in calls)
 
     # Loops ----------------------------------------------------------------------------------------------------------
 
     def loop_part(self, loop: ast.AST, steps: list[Event]) -> Part:
         """The part of what a loop goes over, from the training steps in it."""
-        sources = self.training.sources(loop)
+        sources = self.sources(loop)
         lines = tuple(sorted({call.lineno for call in sources}))
         own = [guard for event in steps for guard in event.guards if self._is_inside(guard.test, loop)]
-        if any(self.facts.splits_ranks(guard) for guard in own):
-            return Part(SHARDED, (next(guard.test.lineno for guard in own if self.facts.splits_ranks(guard)),))
-        loaders = [call for call in sources if self.facts.name(call) in LOADERS]
+        if any(self.splits_ranks(guard) for guard in own):
+            return Part(SHARDED, (next(guard.test.lineno for guard in own if self.splits_ranks(guard)),))
+        loaders = [call for call in sources if self.name(call) in LOADERS]
         if loaders:
             parts = [self._loader_part(call, steps) for call in loaders]
             order = (WHOLE, UNCLEAR, DRAWN, SHARDED)
             return min(parts, key=lambda part: order.index(part.kind))
         limits = [loop.iter] if isinstance(loop, (ast.For, ast.AsyncFor, ast.comprehension)) else []
-        return self._part_of(self.training.drawn_from(loop), lines, self._divided(limits))
+        return self._part_of(self.drawn_from(loop), lines, self._divided(limits))
 
     def _is_inside(self, node: ast.AST, loop: ast.AST) -> bool:
-        return loop in set(self.facts.program.ancestors(node)) and node is not getattr(loop, "test", None)
+        return loop in set(self.ancestors(node)) and node is not getattr(loop, "test", None)
 
     def _loader_part(self, loader: ast.Call, steps: list[Event]) -> Part:
-        given = [
-            *loader.args,
-            *(one.value for one in loader.keywords if one.arg not in _NOT_DATA),
-        ]
-        samplers = [call for one in given for call in self.facts.made_by(one, SAMPLERS, through=True)]
+        given = [*loader.args, *(one.value for one in loader.keywords if one.arg not in _NOT_DATA)]
+        samplers = [call for one in given for call in self.made_by(one, SAMPLERS, through=True)]
         if samplers:
             return Part(SHARDED, (*(call.lineno for call in samplers), loader.lineno), balanced=True)
         around = [one.iter for event in steps for one in event.loops if isinstance(one, (ast.For, ast.AsyncFor))]
-        shortened = [
-            one for one in around if "islice" in ast.unparse(one) or not self.facts.made_by(one, LOADERS, True)
-        ]
+        shortened = [one for one in around if "islice" in ast.unparse(one) or not self.made_by(one, LOADERS, True)]
         return self._part_of(given, (loader.lineno,), self._divided(shortened), passes_once=True)
 
     def _divided(self, nodes: Sequence[ast.expr]) -> bool:
-        return any(self.facts.has_size(node, through=True) for node in nodes)
+        return any(self.has_size(node, through=True) for node in nodes)
 
     # Keras' fit -----------------------------------------------------------------------------------------------------
 
@@ -122,8 +119,8 @@ class Data:
     ) -> Part:
         sharding = sorted({line for one in given for line in self.shard_lines(one)})
         if sharding:
-            makers = [call for one in given for call in self.facts.flow.calls(one, through=True)]
-            return Part(SHARDED, tuple(sharding), balanced=any(self.facts.role(call) == SHARD for call in makers))
+            makers = [call for one in given for call in self.calls(one, through=True)]
+            return Part(SHARDED, tuple(sharding), balanced=any(self.role(call) == Role.SHARD for call in makers))
         doubt = next((why for one in given if (why := self._doubt(one))), "")
         if doubt:
             return Part(UNCLEAR, lines, doubt)
@@ -143,38 +140,36 @@ class Data:
     def shard_lines(self, node: ast.expr) -> list[int]:
         """The lines that make a value this rank's part."""
         found = []
-        for one in self.facts.flow.reach(node, through=True):
+        for one in self.reach(node, through=True):
             if isinstance(one, ast.Call) and self._shards(one):
                 found.append(one.lineno)
-            elif self.facts.kind(one) in (RANK, LOCAL_RANK, SPAWNED) and not self._is_only_shown(one):
+            elif self.kind(one) in (Role.RANK, Role.LOCAL_RANK, Role.SPAWNED) and not self._is_only_shown(one):
                 found.append(one.lineno)  # type: ignore[attr-defined]
             elif isinstance(one, (ast.Name, ast.arg)) and _RANK_NAMES & set(words(one)):
                 found.append(one.lineno)
         return sorted(set(found))
 
     def _shards(self, call: ast.Call) -> bool:
-        if self.facts.role(call) == SHARD or self.facts.name(call) in SAMPLERS:
+        if self.role(call) == Role.SHARD or self.name(call) in SAMPLERS:
             return True
         if method(call) == "shard" and len(call.args) + len(call.keywords) >= 2:
             return True
-        own = self.facts.flow.class_of(call)
-        inside = [own] if own is not None else list(self.facts.flow.function_arguments(call))
-        return any(self.facts.kind(node) in (RANK, SPAWNED) for one in inside for node in ast.walk(one))
+        own = self.class_of(call)
+        inside = [own] if own is not None else list(self.function_arguments(call))
+        return any(self.kind(node) in (Role.RANK, Role.SPAWNED) for one in inside for node in ast.walk(one))
 
     def _is_only_shown(self, node: ast.AST) -> bool:
         """A rank that is an option of something else: a device, a seed of augmentation, a message."""
-        call = next((one for one in self.facts.program.ancestors(node) if isinstance(one, ast.Call)), None)
-        return call is not None and (
-            method(call) in ("to", "cuda", "device") or self.facts.name(call) == "builtins.print"
-        )
+        call = next((one for one in self.ancestors(node) if isinstance(one, ast.Call)), None)
+        return call is not None and (method(call) in ("to", "cuda", "device") or self.name(call) == "builtins.print")
 
     def _doubt(self, node: ast.expr) -> str:
         """Why it is not clear what a value holds; "" where the text shows it."""
-        for call in self._makers(node):
-            if self.facts.flow.is_opaque(call):
+        for call in self._made_from(node):
+            if self.is_opaque(call):
                 return f"the data come from {ast.unparse(call.func)}, which is not in this text"
-        for one in self.facts.flow.reach(node):
-            if isinstance(one, ast.arg) and not self.facts.flow.arguments_for(one) and one.arg not in ("self", "cls"):
+        for one in self.reach(node):
+            if isinstance(one, ast.arg) and not self.arguments_for(one) and one.arg not in ("self", "cls"):
                 return f"the data come from a caller that is not in this text ({one.arg})"
             if isinstance(one, ast.Constant) and one.value is ...:
                 return "the data are left out of this text"
@@ -184,88 +179,80 @@ class Data:
             return "each rank makes random data of its own"
         return ""
 
-    def _makers(self, node: ast.expr) -> list[ast.Call]:
+    def _made_from(self, node: ast.expr) -> list[ast.Call]:
         """The calls that made a data set, and what those of ``torch.utils.data`` and ``tf.data`` were made from."""
         found: dict[ast.Call, None] = {}
         stack: list[ast.expr] = [node]
         while stack:
-            for call in self.facts.flow.calls(stack.pop()):
+            for call in self.calls(stack.pop()):
                 if call not in found:
                     found[call] = None
-                    wraps = self.facts.name(call).startswith(("torch.utils.data.", "tensorflow.data."))
+                    wraps = self.name(call).startswith(("torch.utils.data.", "tensorflow.data."))
                     stack += call.args[:1] if wraps else []
-                    if isinstance(call.func, ast.Attribute) and not self.facts.name(call):
+                    if isinstance(call.func, ast.Attribute) and not self.name(call):
                         stack.append(call.func.value)
         return list(found)
 
     def _tf_sources(self, node: ast.expr) -> list[ast.Call]:
-        calls = self.facts.flow.calls(node, through=True)
-        return [
-            call for call in calls if self.facts.name(call).startswith(("tensorflow.data.", "tensorflow_datasets."))
-        ]
+        calls = self.calls(node, through=True)
+        return [call for call in calls if self.name(call).startswith(("tensorflow.data.", "tensorflow_datasets."))]
 
     def _is_shuffled(self, node: ast.expr, arrays: bool) -> bool | None:
         """Whether the order is random; None where the text does not say. Keras shuffles arrays by itself."""
-        calls = self.facts.flow.calls(node, through=True)
-        if any(method(call) == "shuffle" and not self.facts.name(call) for call in calls):
+        calls = self.calls(node, through=True)
+        if any(method(call) == "shuffle" and not self.name(call) for call in calls):
             return True
         if self._tf_sources(node):
             return False
         if any(method(call).startswith("flow") for call in calls):
             return all(not _is_false(argument(call, "shuffle")) for call in calls if method(call).startswith("flow"))
-        own = any(self.facts.flow.class_of(call) for call in self.facts.flow.calls(node))
+        own = any(self.class_of(call) for call in self.calls(node))
         return None if own or not arrays else True
 
     def fixed_seed(self, given: Sequence[ast.expr]) -> bool:
         """Whether all ranks draw the same random numbers."""
-        seeds = [
-            argument(event.node, "seed", 0) for event in self.facts.events if self.facts.name(event.node) in _SEEDS
-        ]
-        calls = [call for one in given for call in self.facts.flow.calls(one, through=True)]
-        seeds += [
-            argument(call, "seed", 1) for call in calls if method(call) == "shuffle" and not self.facts.name(call)
-        ]
+        seeds = [argument(event.node, "seed", 0) for event in self.events if self.name(event.node) in _SEEDS]
+        calls = [call for one in given for call in self.calls(one, through=True)]
+        seeds += [argument(call, "seed", 1) for call in calls if method(call) == "shuffle" and not self.name(call)]
         seeds += [argument(call, "seed") for call in calls if method(call).startswith("flow")]
         known = [
             seed for seed in seeds if seed is not None and not (isinstance(seed, ast.Constant) and seed.value is None)
         ]
-        return any(not self.facts.has_rank(seed) for seed in known)
+        return any(not self.has_rank(seed) for seed in known)
 
     def _seed_has_rank(self) -> bool:
-        calls = [event.node for event in self.facts.events]
-        seeds = [call for call in calls if self.facts.name(call) in _SEEDS or method(call) == "manual_seed"]
-        return any(self.facts.has_rank(one) for call in seeds for one in call.args)
+        calls = [event.node for event in self.events]
+        seeds = [call for call in calls if self.name(call) in _SEEDS or method(call) == "manual_seed"]
+        return any(self.has_rank(one) for call in seeds for one in call.args)
 
     def _is_random(self, node: ast.expr) -> bool:
         """Whether data are made up by a random generator rather than read."""
-        return any(
-            self.facts.name(call).startswith(_RANDOM) and _is_source(self.facts, call) for call in self._all(node)
-        )
+        return any(self.name(call).startswith(_RANDOM) and _is_source(self, call) for call in self._all(node))
 
     def _all(self, node: ast.expr) -> list[ast.Call]:
-        calls = self.facts.flow.calls(node, through=True)
-        own = [self.facts.flow.class_of(call) for call in calls]
+        calls = self.calls(node, through=True)
+        own = [self.class_of(call) for call in calls]
         inside = [one for klass in own if klass is not None for one in ast.walk(klass) if isinstance(one, ast.Call)]
         return [*calls, *inside]
 
     # Wrong shards ---------------------------------------------------------------------------------------------------
 
-    def wrong_shards(self) -> Iterator[ast.Call]:
+    def wrong_shards(self) -> Iterator[Event]:
         """Calls that divide the data by the local rank, or with rank and size exchanged."""
-        for event in self.facts.events:
+        for event in self.events:
             pair = self._pair(event.node)
             if pair is None or not event.reached:
                 continue
-            size, rank = (self.facts.kinds(one) for one in pair)
-            exchanged = size == {RANK} and rank == {SIZE}
-            if exchanged or (size == {SIZE} and rank == {LOCAL_RANK}):
-                yield event.node
+            size, rank = (self.kinds(one) for one in pair)
+            exchanged = size == {Role.RANK} and rank == {Role.SIZE}
+            if exchanged or (size == {Role.SIZE} and rank == {Role.LOCAL_RANK}):
+                yield event
 
     def _pair(self, call: ast.Call) -> tuple[ast.expr, ast.expr] | None:
         """The arguments for the number of parts and for the part."""
-        if self.facts.name(call) in SAMPLERS:
+        if self.name(call) in SAMPLERS:
             size, rank = argument(call, "num_replicas", 1), argument(call, "rank", 2)
-        elif method(call) == "shard" and not self.facts.name(call):
+        elif method(call) == "shard" and not self.name(call):
             size, rank = argument(call, "num_shards", 0), argument(call, "index", 1)
         else:
             return None

@@ -123,6 +123,27 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 # --- output
 
 
+START_UP = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795331756.861774   17865 port.cc:153] oneDNN custom operations are on. You may see slightly different
+I0000 00:00:1795331763.031561    3790 cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use available
+To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with the appropriate flags.
+"""
+KEPT = """\
+W0000 00:00:1795331763.031561    3790 gpu_device.cc:2342] Cannot dlopen some GPU libraries
+I1122 06:30:00.031561    3790 mine.cc:1] a log of the user's own
+"""
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_tensorflow_s_start_up_lines_are_left_out_and_warnings_stay(launch, verbose):
+    script = launch.script(f"import sys\nsys.stderr.write({START_UP + KEPT!r})\nprint({START_UP!r}, end='')")
+    done = launch.run("-n", "1", "--no-tag", *["--verbose"] * verbose, script)
+    assert done.returncode == 0
+    assert done.stdout.decode() == START_UP  # what is printed is the program's own
+    assert done.stderr.decode() == (START_UP + KEPT if verbose else KEPT)
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_lines_are_tagged_whole_and_on_the_stream_they_were_written_to(launch, launcher):
     script = launch.script("""

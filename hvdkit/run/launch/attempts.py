@@ -39,7 +39,7 @@ def preflight(plan: Plan, python: Path) -> bool:
     return not show.has_errors(found)
 
 
-def run(plan_for: Callable[[int], Plan], restarts: int, *, tagged: bool) -> int:
+def run(plan_for: Callable[[int], Plan], restarts: int, *, tagged: bool, verbose: bool) -> int:
     """Run a job, and again from the start while it fails, at most ``restarts`` times more.
 
     Args:
@@ -53,7 +53,7 @@ def run(plan_for: Callable[[int], Plan], restarts: int, *, tagged: bool) -> int:
         if job.direct:
             ended = direct.run([*job.launcher, *job.command], job.environment, [host.name for host in job.hosts])
         else:
-            ended = supervise.run(job, tagged=tagged)
+            ended = supervise.run(job, tagged=tagged, verbose=verbose)
         if ended.status == 0 or ended.interrupted or attempt == restarts:
             return ended.status
         attempt += 1

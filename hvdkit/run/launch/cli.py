@@ -44,6 +44,7 @@ def launch(
     max_np: int | None,
     host_discovery_script: Path | None,
     tag: bool,
+    verbose: bool,
     dry_run: bool,
     explain: bool,
     **wanted: Any,
@@ -96,7 +97,7 @@ def launch(
         click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
         return 1
     with _recorded(request):
-        return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag)
+        return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
 
 
 def _request(

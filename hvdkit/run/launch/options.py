@@ -213,6 +213,7 @@ OPTIONS = (
         help="Elastic: a script that prints the hosts that there are now, one HOST:SLOTS a line.",
     ),
     click.option("--tag/--no-tag", default=True, show_default=True, help="Put [rank] before each line of output."),
+    click.option("--verbose", is_flag=True, help="Show TensorFlow's own start-up lines of every rank, too."),
     click.option("--dry-run", is_flag=True, help="Print the command line for a shell and start nothing."),
     click.option("--explain", is_flag=True, help="Print every setting and the reason for it, on stderr."),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 
 from hvdkit.run.launch.outcome import RankEnd
@@ -11,6 +12,12 @@ from hvdkit.run.launch.peer import Peer
 from hvdkit.run.launch.tracebacks import last_words
 
 STDOUT, STDERR = 1, 2
+START_UP = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR|"
+    rb"I0000 00:00:[\d.]+ +\d+ \w+\.cc:\d+\] |"
+    rb"To enable the following instructions: .* rebuild TensorFlow"
+)
+"""What TensorFlow's C++ writes on every rank before its log is set up, whatever TF_CPP_MIN_LOG_LEVEL is."""
 
 
 class Shown:
@@ -19,6 +26,7 @@ class Shown:
     Args:
         launcher: its name, for the tag of what it writes itself.
         tagged: put ``[rank] `` before each line.
+        verbose: show START_UP, too.
         give_up: asked while a reader takes nothing: True to wait no longer for it.
         on_unread: called once when nobody reads any more.
     Attributes:
@@ -28,12 +36,18 @@ class Shown:
     """
 
     def __init__(
-        self, launcher: str, *, tagged: bool, give_up: Callable[[], bool], on_unread: Callable[[], None]
+        self,
+        launcher: str,
+        *,
+        tagged: bool,
+        verbose: bool,
+        give_up: Callable[[], bool],
+        on_unread: Callable[[], None],
     ) -> None:
         self.unread = False
         self.held = bytearray()
         self._launcher = launcher
-        self._tagged = tagged
+        self._tagged, self._verbose = tagged, verbose
         self._output = TaggedOutput(tagged, give_up)
         self._on_unread = on_unread
         self._last_writer: tuple[str, int] | None = None  # source, descriptor
@@ -47,7 +61,8 @@ class Shown:
     def errors(self, peer: Peer, lines: Sequence[bytes]) -> None:
         """Write lines of a rank's standard error."""
         for line in lines:
-            self.show(peer.rank, STDERR, line)
+            if self._verbose or not START_UP.match(line):
+                self.show(peer.rank, STDERR, line)
 
     def end_of(self, source: object) -> None:
         """Write what is left of a rank or of the launcher, a last line without its end."""

@@ -43,17 +43,18 @@ _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-def run(plan: Plan, *, tagged: bool = True) -> Ended:
+def run(plan: Plan, *, tagged: bool = True, verbose: bool = False) -> Ended:
     """Run a job to its end.
 
     Args:
         plan: what to start.
         tagged: put ``[rank] `` before each line of output.
+        verbose: show TensorFlow's start-up lines, too.
     Raises:
         LaunchError: the launcher cannot be started.
     """
     with watched_signals() as signals, contextlib.closing(listener()) as server:
-        return _Job(plan, signals, server, tagged=tagged).run()
+        return _Job(plan, signals, server, tagged=tagged, verbose=verbose).run()
 
 
 class Phase(Enum):
@@ -67,12 +68,16 @@ class Phase(Enum):
 class _Job:
     """A job from its start to the sentence on its end: first what happens to it, then what is done about it."""
 
-    def __init__(self, plan: Plan, signals: Signals, listener: socket.socket, *, tagged: bool) -> None:
+    def __init__(self, plan: Plan, signals: Signals, listener: socket.socket, *, tagged: bool, verbose: bool) -> None:
         self._plan = plan
         self._signals = signals
         self._listener = listener
         self._shown = Shown(
-            plan.launcher_name, tagged=tagged, give_up=lambda: signals.interrupted, on_unread=self._stop
+            plan.launcher_name,
+            tagged=tagged,
+            verbose=verbose,
+            give_up=lambda: signals.interrupted,
+            on_unread=self._stop,
         )
         self._selector = selectors.DefaultSelector()
         self._timers = sched.scheduler(time.monotonic)

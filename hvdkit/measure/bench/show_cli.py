@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from hvdkit.common import json_files
 from hvdkit.common.extras import of_extra
 from hvdkit.measure.bench import results, tables
 from hvdkit.measure.bench.analysis import Analysis, analyse
@@ -37,7 +37,7 @@ def require_scipy() -> None:
 def text(analysis: Analysis, form: str | None) -> str:
     """An analysis as "json", "csv", "markdown" or, with None, as tables for a terminal."""
     if form == "json":
-        return json.dumps(analysis.as_json(), indent=2) + "\n"
+        return json_files.encode(analysis)
     if form == "csv":
         return tables.comma_separated(analysis)
     if form == "markdown":

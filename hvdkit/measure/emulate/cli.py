@@ -102,7 +102,7 @@ _OPTIONS = (
         help="Check every element of every result on every rank, outside of the time that is measured.",
     ),
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random delays."),
-    _file("--json", "Write all samples and the summary (hvdkit/measure/emulate/schema.json)."),
+    _file("--json", "Write all samples and the summary (docs/json.md)."),
     _file("--plot", "Draw the distribution of the delays, .svg or .png."),
     _file("--size-plot", "Draw the delays by size."),
     _file("--report", "Write an HTML report."),
@@ -232,7 +232,7 @@ def _show(found: Results, json_file: Path | None, files: dict[str, Path | None])
 
     analysis = analyse(found)
     if json_file is not None:
-        kept.write(json_file, found, analysis.as_json())
+        kept.write(json_file, found, analysis)
     console = Console(highlight=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _WIDTH  # a file or a pipe is as wide as the table

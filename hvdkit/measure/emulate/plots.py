@@ -10,6 +10,7 @@ import numpy as np
 from hvdkit.common.extras import of_extra
 from hvdkit.common.files import replacing
 from hvdkit.common.units import bytes_text
+from hvdkit.measure.emulate import analysis as analyses
 from hvdkit.measure.emulate.analysis import Analysis
 from hvdkit.measure.emulate.results import Results
 from hvdkit.measure.emulate.spread import distribution
@@ -52,7 +53,7 @@ def cdf(file: IO[bytes], format_: str, results: Results, analysis: Analysis) -> 
     """Draw the distribution into a file; ``format_`` is "svg" or "png"."""
     with matplotlib.rc_context(_STYLE):
         figure, axes = _figure()
-        found = analysis.cdf
+        found = analyses.cdf(results)
         x = _visible(found.values) * 1000
         axes.fill_between(
             x, found.low, found.high, step="post", color=_BAND, alpha=0.3, linewidth=0, label="95 % band (DKW)"
@@ -132,8 +133,7 @@ def _visible(values: Any) -> Any:
 def _title(analysis: Analysis) -> str:
     asked = analysis.asked
     return (
-        f"{asked['collective']}, engine {asked['engine']}, {asked['ranks']} ranks, "
-        f"{analysis.overall.slowest.count} collectives"
+        f"{asked.collective}, engine {asked.engine}, {asked.ranks} ranks, {analysis.overall.slowest.count} collectives"
     )
 
 

@@ -45,13 +45,13 @@ def render(results: Results, analysis: Analysis) -> str:
         version=hvdkit.__version__,
         style=style,
         style_hash="sha256-" + base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
-        title=f"{analysis.asked['collective']} on {analysis.asked['ranks']} ranks",
+        title=f"{analysis.asked.collective} on {analysis.asked.ranks} ranks",
         subtitle=f"Replayed without the model: {printable(results.plan.source)}; {tables.trials_text(results.plan)}.",
         facts=_facts(results, analysis),
         notes=[printable(note) for note in analysis.notes],
         cdf=_image(plots.cdf, results, analysis),
         delays=_image(plots.delays, results, analysis),
-        band=f"{100 * analysis.cdf.band:.2g}",
+        band=f"{100 * analysis.cdf_band:.2g}",
         grids=tables.grids(analysis),
         plan=[
             (printable(one.name), one.dtype, one.elements, one.nbytes, f"{1000 * one.gap_s:.4g}")

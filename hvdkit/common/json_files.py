@@ -36,14 +36,14 @@ class Document(Part, frozen=True):
 
     Attributes:
         kind: its name in the head.
-        command: what writes it.
+        written_by: the command.
         schema: version of its fields: greater when a field is gone or means something else.
         mark: what ``hvdkit`` said in the files from before there was a ``kind``; "" where there were none.
         fix: what to do about a file that is refused.
     """
 
     kind: ClassVar[str]
-    command: ClassVar[str]
+    written_by: ClassVar[str]
     schema: ClassVar[int] = 1
     mark: ClassVar[str] = ""
     fix: ClassVar[str] = "copy it again, or make it again"
@@ -113,9 +113,9 @@ def read(path: Path, kind: type[T], error: type[HvdkitError] = DataError) -> T:
         text = Path(path).read_bytes()
     except FileNotFoundError as problem:
         missing = DataNotFoundError if error is DataError else error
-        raise missing(f"No file at {str(path)!r}; expected one that '{kind.command}' wrote.") from problem
+        raise missing(f"No file at {str(path)!r}; expected one that '{kind.written_by}' wrote.") from problem
     except OSError as problem:
-        raise error(f"{path} cannot be read ({problem.strerror}); give a file of '{kind.command}'.") from problem
+        raise error(f"{path} cannot be read ({problem.strerror}); give a file of '{kind.written_by}'.") from problem
     return decode(text, kind, str(path), error)
 
 
@@ -124,7 +124,7 @@ def decode(text: str | bytes, kind: type[T], name: str, error: type[HvdkitError]
 
     def wrong(problem: str) -> HvdkitError:
         return error(
-            f"{name} is not a file of '{kind.command}' ({kind.kind}, schema {kind.schema}): {printable(problem)}; "
+            f"{name} is not a file of '{kind.written_by}' ({kind.kind}, schema {kind.schema}): {printable(problem)}; "
             f"{kind.fix}."
         )
 

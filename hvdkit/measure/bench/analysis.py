@@ -69,7 +69,7 @@ class Analysis(Document, frozen=True):
     """
 
     kind = "bench-summary"
-    command = "hvdkit bench show --json"
+    written_by = "hvdkit bench show --json"
 
     mode: str
     measure: str

@@ -103,7 +103,7 @@ class Comparison(Document, frozen=True):
     """
 
     kind = "bench-comparison"
-    command = "hvdkit bench compare --json"
+    written_by = "hvdkit bench compare --json"
 
     rows: tuple[Compared, ...]
     notes: tuple[str, ...]

@@ -121,7 +121,7 @@ class File(Document, frozen=True):
     """
 
     kind = "bench-scaling"
-    command = "hvdkit bench scaling"
+    written_by = "hvdkit bench scaling"
     mark = "bench scaling"
 
     asked: Asked

@@ -127,7 +127,7 @@ class Analysis(Document, frozen=True, rename={"factor": "busbw_factor", "step": 
     """
 
     kind = "emulate-summary"
-    command = "hvdkit emulate show --json"
+    written_by = "hvdkit emulate show --json"
 
     asked: Asked
     factor: float

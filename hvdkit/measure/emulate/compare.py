@@ -141,7 +141,7 @@ class Comparison(Document, frozen=True):
     """
 
     kind = "emulate-comparison"
-    command = "hvdkit emulate compare --json"
+    written_by = "hvdkit emulate compare --json"
 
     by: str
     rows: tuple[Compared, ...]

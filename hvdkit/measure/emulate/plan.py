@@ -86,7 +86,7 @@ class Plan(Document, frozen=True, rename={"nbytes": "bytes"}):
     """
 
     kind = "emulate-plan"
-    command = "hvdkit emulate sizes"
+    written_by = "hvdkit emulate sizes"
     mark = "emulate plan"
 
     collectives: tuple[Collective, ...]

@@ -101,7 +101,7 @@ class File(Document, frozen=True):
     """
 
     kind = "emulate-results"
-    command = "hvdkit emulate"
+    written_by = "hvdkit emulate"
     mark = "emulate results"
 
     asked: Asked

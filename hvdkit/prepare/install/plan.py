@@ -23,7 +23,7 @@ from hvdkit.prepare.install.facts import (
     PythonFacts,
 )
 from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
-from hvdkit.prepare.install.record import SCHEMA, BuildRecord, MpiRecord
+from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 from hvdkit.prepare.install.requirements import Options
 
 KEYED_VARIABLES = (
@@ -298,7 +298,6 @@ def _record(facts: Facts, parts: _Parts, rows: Iterable[Adjustment], key: str) -
         place = relative_to_environment(parts.mpi.bin, facts.python)
         mpi = MpiRecord(parts.mpi.implementation, parts.mpi.version, place, parts.mpi.wheel)
     return BuildRecord(
-        schema=SCHEMA,
         horovod=HOROVOD_VERSION,
         python=facts.python.tag,
         torch=versions.get("torch"),

@@ -7,8 +7,9 @@ else it holds is a class, from which docs/json.md is made.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -40,6 +41,10 @@ class Document(Part, frozen=True):
         schema: version of its fields: greater when a field is gone or means something else.
         mark: what ``hvdkit`` said in the files from before there was a ``kind``; "" where there were none.
         fix: what to do about a file that is refused.
+        times: names of fields, on every level, that hold times in another unit; ``_s`` is added to them.
+        unit_s: seconds of that unit.
+
+    The fields of a field ``found`` stand beside the others.
     """
 
     kind: ClassVar[str]
@@ -47,6 +52,8 @@ class Document(Part, frozen=True):
     schema: ClassVar[int] = 1
     mark: ClassVar[str] = ""
     fix: ClassVar[str] = "copy it again, or make it again"
+    times: ClassVar[frozenset[str]] = frozenset()
+    unit_s: ClassVar[float] = 1.0
 
     @classmethod
     def from_before(cls, content: dict[str, Any]) -> bool:
@@ -68,9 +75,44 @@ def head(kind: type[Document]) -> dict[str, Any]:
 def encode(document: Document, indent: int = 2) -> str:
     """The document as text, ending in a newline; what is no number (an endless time) is null."""
     names = zip(document.__struct_encode_fields__, document.__struct_fields__, strict=True)
-    fields = {written: getattr(document, name) for written, name in names}
+    fields = in_seconds({written: getattr(document, name) for written, name in names}, document.times, document.unit_s)
+    fields = {**fields.pop("found", {}), **fields}
     text = msgspec.json.encode({**head(type(document)), **fields}, enc_hook=_plain)
     return msgspec.json.format(text, indent=indent).decode() + "\n"
+
+
+def in_seconds(value: Any, times: frozenset[str], unit_s: float, *, scaled: bool = False) -> Any:
+    """Plain values, with times in seconds.
+
+    Args:
+        value: made of dataclasses, dicts, lists and plain values; what a dataclass names in ``also`` (properties) is
+            there too, arrays are left out.
+        times: names of fields that are times; ``_s`` takes the place of a unit at their end, or is added.
+        unit_s: seconds of their unit.
+        scaled: ``value`` is such a time: all fractions in it are.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        value = {name: getattr(value, name) for name in (*names, *getattr(value, "also", ()))}
+    if isinstance(value, Mapping):
+        return {
+            name_in_seconds(name) if name in times else name: in_seconds(
+                float(inner) if name in times and isinstance(inner, int) else inner,
+                times,
+                unit_s,
+                scaled=scaled or name in times,
+            )
+            for name, inner in value.items()
+            if not getattr(inner, "ndim", 0)
+        }
+    if isinstance(value, list | tuple):
+        return [in_seconds(one, times, unit_s, scaled=scaled) for one in value]
+    return value * unit_s if scaled and isinstance(value, float) else value
+
+
+def name_in_seconds(name: str) -> str:
+    """``self_ms`` and ``duration`` become ``self_s`` and ``duration_s``."""
+    return f"{name.removesuffix('_ms').removesuffix('_us')}_s"
 
 
 def plain(part: Part) -> Any:

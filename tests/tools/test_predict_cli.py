@@ -59,7 +59,10 @@ def test_a_table_says_model_rows_and_remarks(capsys):
 def test_json_has_estimates_in_seconds(capsys):
     found = answer(capsys, *NET, *WORK, "--at", "1,4,512")
     assert [row["ranks"] for row in found["rows"]] == [1, 4, 512]
-    assert found["rows"][0]["efficiency"]["value"] == 1 and found["rows"][0]["step"]["value"] == 0.3
+    assert (
+        found["rows"][0]["efficiency"]["value"] == 1
+        and found["rows"][0]["step_s"]["value"] == 0.3 == found["assumed"]["step_s"]
+    )
     last = found["rows"][-1]
     assert last["efficiency"]["low"] < last["efficiency"]["value"] < last["efficiency"]["high"] < 1
     assert last["hosts"] == 512 and last["extrapolated"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
@@ -267,7 +267,7 @@ def _notes(
 
 def _text(shown: tables.Prediction, form: str | None) -> str:
     if form == "json":
-        return json.dumps(shown.as_json(), indent=2, allow_nan=False) + "\n"
+        return json_files.encode(tables.predicted(shown))
     if form == "csv":
         return tables.comma_separated(shown)
     if form == "markdown":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from hvdkit.common import json_files
 from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.diagnosis import diagnose
@@ -26,7 +26,7 @@ WIDTH = 200
 @click.option("--step", type=click.IntRange(min=0), metavar="K", help="Only what began in this training step, from 0.")
 @click.option("--top", type=click.IntRange(min=0), metavar="N", help="Tensors to list  [default: 10; all with --json]")
 @of_the_job
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds, sizes in bytes.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
 def summary(
     file: Path,
     since: float | None,
@@ -61,7 +61,7 @@ def summary(
         )
     findings = diagnose(found)
     if json_:
-        click.echo(json.dumps(show.as_json(found, findings, top), indent=2, allow_nan=False))
+        click.echo(json_files.encode(show.found_as(found, findings, top)), nl=False)
     else:
         width = None if sys.stdout.isatty() else WIDTH
         show.print_text(found, findings, 10 if top is None else top, Console(width=width))

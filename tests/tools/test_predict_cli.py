@@ -86,7 +86,7 @@ def test_csv_and_markdown(capsys):
 
 def test_without_a_step_only_communication(capsys):
     found = answer(capsys, *NET, "--at", "4")
-    assert found["rows"][0]["communication"]["value"] > 0 and found["rows"][0]["efficiency"] is None
+    assert found["rows"][0]["communication_s"]["value"] > 0 and found["rows"][0]["efficiency"] is None
     assert any("--step-ms" in note for note in found["notes"])
 
 
@@ -116,7 +116,7 @@ def test_a_network_alone_is_enough(capsys):
         capsys, "--alpha-us", "10", "--bandwidth-gbit", "8", "--ppn", "4", *WORK, "--at", "512", "--no-overlap"
     )
     bytes_s = 2 * 511 / 512 * 100_000_000 / 1e9
-    assert found["rows"][0]["communication"]["value"] == pytest.approx(bytes_s + 1022 * 10e-6)
+    assert found["rows"][0]["communication_s"]["value"] == pytest.approx(bytes_s + 1022 * 10e-6)
     assert found["rows"][0]["hosts"] == 128
 
 

@@ -1,7 +1,8 @@
 # make demo   from nothing to CNNs trained by two Horovod processes on real handwritten digits
 # make test   the whole suite, on real ranks
 # make quick  the tests that start no ranks, for the inner loop
-# Each does all its own set-up in .venv; Horovod is compiled once and then comes from the wheel cache.
+# make lint   the linter, the formatter and the type checker
+# Each does all its own set-up in $(VENV); Horovod is compiled once and then comes from the wheel cache.
 
 PYTHON ?= python3
 # CPU builds where the package index offers them under these versions; set FRAMEWORKS for a GPU machine's own.
@@ -9,16 +10,24 @@ FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 # Two test files at a time, in their order: those with ranks first, the short ones fill up the end.
 # PARALLEL= for one after the other.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
-BIN := .venv/bin
-READY := .venv/.ready
+# What the tests need beside the demo's; without deepspeed (which brings PyTorch) where FRAMEWORKS leaves PyTorch out.
+EXTRAS ?= mpi,examples,data,report,analysis,deepspeed,dev
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
+READY := $(VENV)/.ready
+# Modules are compiled when they are first imported: of PyTorch and TensorFlow most never are.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
 .PHONY: demo test quick lint format clean
 .DELETE_ON_ERROR:
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/hvdkit install
 	$(BIN)/python examples/demo.py
 
+# With this environment's mpirun, not that of another one that is active: Horovod is built for the first on PATH.
+test quick: export PATH := $(abspath $(BIN)):$(PATH)
 test: $(READY)
 	$(BIN)/hvdkit install
 	$(BIN)/python -m pytest tests $(PARALLEL)
@@ -35,12 +44,16 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(READY): setup.cfg pyproject.toml constraints.txt Makefile
+$(DEMO): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hvdkit needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools wheel
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(FRAMEWORKS) --editable ".[mpi,examples,data,report,timeline,tune,bench,deepspeed,dev]"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) pip setuptools wheel
+	$(PIP) $(FRAMEWORKS) --editable ".[mpi,examples]"
+	touch $@
+
+$(READY): $(DEMO)
+	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

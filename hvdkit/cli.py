@@ -13,32 +13,45 @@ import hvdkit
 from hvdkit.common.commands import group_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-COMMANDS = {
-    "install": ("hvdkit.prepare.install.cli:install", "Build Horovod for the frameworks found here and install it."),
-    "doctor": (
-        "hvdkit.prepare.doctor.cli:doctor",
-        "Say what is installed, what does not fit and how to fix it.",
-    ),
-    "check": ("hvdkit.prepare.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
-    "preflight": (
-        "hvdkit.prepare.preflight.cli:preflight",
-        "Inside a job, say whether its ranks can train together.",
-    ),
-    "launch": ("hvdkit.run.launch.cli:launch", "Start a training script on N processes."),
-    "timeline": ("hvdkit.read.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
-    "job": ("hvdkit.run.job.cli:job", "Write a batch script that starts one on several hosts."),
-    "tune": ("hvdkit.run.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
-    "bench": ("hvdkit.measure.bench.cli:bench", "Measure how a training scales with the number of ranks."),
-    "emulate": ("hvdkit.measure.emulate.cli:emulate", "Replay a model's collectives without the model, and time them."),
-    "predict": ("hvdkit.measure.predict.cli:predict", "Say what a step will take on more ranks than there are."),
-    "plan": ("hvdkit.measure.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
-    "memory": ("hvdkit.measure.memory.cli:memory", "Say what a training needs in memory, term by term."),
-    "mpi-profile": ("hvdkit.read.mpi_profile.cli:mpi_profile", "Read what MPI did: calls, bytes and time by routine."),
-    "trace": ("hvdkit.read.trace.cli:trace", "Read PyTorch profiler traces: operators, communication, overlap."),
+FLOORS = {
+    "Before a job": {
+        "install": (
+            "hvdkit.prepare.install.cli:install",
+            "Build Horovod for the frameworks found here and install it.",
+        ),
+        "doctor": ("hvdkit.prepare.doctor.cli:doctor", "Say what is installed, what does not fit and how to fix it."),
+        "check": ("hvdkit.prepare.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
+        "preflight": (
+            "hvdkit.prepare.preflight.cli:preflight",
+            "Inside a job, say whether all its ranks can train together.",
+        ),
+    },
+    "A job": {
+        "launch": ("hvdkit.run.launch.cli:launch", "Start a training script on N processes."),
+        "job": ("hvdkit.run.job.cli:job", "Write a batch script that starts one on several hosts."),
+        "tune": ("hvdkit.run.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
+    },
+    "How fast, how big": {
+        "bench": ("hvdkit.measure.bench.cli:bench", "Measure how a training scales with the number of ranks."),
+        "emulate": ("hvdkit.measure.emulate.cli:emulate", "Replay a model's collectives without the model, time them."),
+        "predict": ("hvdkit.measure.predict.cli:predict", "Say what a step will take on more ranks than there are."),
+        "memory": ("hvdkit.measure.memory.cli:memory", "Say what a training needs in memory, term by term."),
+        "plan": ("hvdkit.measure.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
+    },
+    "What happened": {
+        "timeline": ("hvdkit.read.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
+        "trace": ("hvdkit.read.trace.cli:trace", "Read PyTorch profiler traces: operators, communication."),
+        "mpi-profile": (
+            "hvdkit.read.mpi_profile.cli:mpi_profile",
+            "Read what MPI did: calls, bytes and time by routine.",
+        ),
+    },
 }
+"""The four floors of the house, and the commands on each."""
+COMMANDS = {name: row for commands in FLOORS.values() for name, row in commands.items()}
 
 
-@click.group(cls=group_of(COMMANDS), context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=group_of(COMMANDS, FLOORS), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hvdkit.__version__, prog_name="hvdkit")
 def hvdkit_command() -> None:
     """The eight steps of data-parallel training with Horovod, and the tools around them.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps import agreement, step_times
-from hvdkit.steps.checkpoint import Saved
+from hvdkit.steps import metrics as averages
+from hvdkit.steps import step_times
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -27,9 +27,11 @@ except ImportError as error:
         "mpi4py` with the launcher's MPI loaded."
     ) from error
 
-from hvdkit.arrays import checkpoint, device, mpi, schedule
 from hvdkit.arrays import data as arrays_data
+from hvdkit.arrays import device, mpi, schedule
 from hvdkit.arrays import state as arrays_state
+from hvdkit.arrays.agreement import CheckAgreement, check_agreement
+from hvdkit.arrays.checkpoint import Checkpoints
 from hvdkit.arrays.optimizer import Pending, Reduce
 from hvdkit.arrays.seeds import seed_everything
 
@@ -183,58 +185,7 @@ def broadcast_state(state: Any, root: int = 0) -> Any:
     return arrays_state.broadcast(state, root)
 
 
-# 6 ------------------------------------------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """Checkpoints that only the root writes and that every rank restores alike (step 6).
-
-    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
-
-    Args:
-        directory: where they live, on a file system that the root can write.
-        keep: how many of the newest stay.
-        keep_best: how many with the highest scores stay beside them.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
-        self._store = checkpoint.Store(directory, keep, keep_best)
-
-    def save(self, state: Any, *, step: int, loader: Any = None, score: float | None = None, **metadata: Any) -> Saved:
-        """Write a state and the states of the ranks' random generators as the checkpoint of ``step``.
-
-        Args:
-            state: containers of arrays and numbers.
-            step: optimizer steps completed.
-            loader: from ``shard``; its position, counted in samples, is saved too.
-            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
-            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
-        Returns:
-            The checkpoint, complete on disk.
-        Raises:
-            InvalidArgumentError: a bad step or score, metadata that is not JSON, or a state that is not of arrays.
-            CheckpointError: it could not be written; earlier ones are intact.
-        """
-        return self._store.save(state, step, loader, score, metadata)
-
-    def restore(self, state: Any, *, loader: Any = None, which: str = "latest") -> tuple[Any, Saved | None]:
-        """Load a valid checkpoint on the root and broadcast it: ``state, saved = checkpoints.restore(state)``.
-
-        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the same
-        order. On as many ranks as before Python's and NumPy's global random numbers go on, too.
-
-        Args:
-            state: one of the same containers, shapes and types; see ``broadcast_state`` for what becomes of it.
-            loader: from ``shard``, over the same data with the same seed; goes on where it was.
-            which: "latest" or "best" (the highest score).
-        Returns:
-            The restored state, and where it was, its step and metadata, and which newer checkpoints were skipped and
-            why; the state as given and None when there is no checkpoint.
-        Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another state or data.
-            InvalidArgumentError: a loader that is not hvdkit's, or an unknown ``which``.
-        """
-        return self._store.restore(state, loader, which)
+# 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------
 
 
 # 7 ------------------------------------------------------------------------------------------------------------------
@@ -282,55 +233,9 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
         InvalidArgumentError: a value that is neither, or a total count of 0.
         AgreementError: the ranks give different names, or another rank failed; raised on every rank.
     """
-    return arrays_state.average(metrics, world)
-
-
-def check_agreement(state: Any, world: Topology, *, loader: Any = None) -> None:
-    """Check that all ranks hold bit-identical arrays and numbers; a collective.
-
-    One allreduce of 16 bytes compares digests; only when they differ is more sent, to say where. After
-    ``seed_everything`` its seed is compared too.
-
-    Args:
-        state: containers of arrays and numbers.
-        world: the job.
-        loader: from ``shard``: its epoch, seed and sizes are compared.
-    Raises:
-        AgreementError: on every rank; names the first differing array, the ranks on each side and, where the layouts
-            match, the largest difference.
-        InvalidArgumentError: a loader that is not from ``shard``.
-    """
-    arrays_state.check(state, world, checkpoint.facts(loader))
-
-
-class CheckAgreement:
-    """``check_agreement`` every ``every`` steps: call ``step(state)`` after each step of the optimizer, on all ranks.
-
-    Args:
-        world, loader: see ``check_agreement``.
-        every: steps from one check to the next, the same on every rank.
-        on_disagreement: "raise" (on every rank, none waits for another) or "warn" and train on.
-    Raises:
-        InvalidArgumentError: ``every`` below 1, or an unknown reaction.
-    """
-
-    def __init__(
-        self, world: Topology, every: int = 100, *, loader: Any = None, on_disagreement: str = "raise"
-    ) -> None:
-        self._state: Any = None
-        self._steps = agreement.EveryFewSteps(
-            lambda: check_agreement(self._state, world, loader=loader), every, on_disagreement
-        )
-
-    def step(self, state: Any) -> None:
-        """Count one step, and check when it is time.
-
-        Raises:
-            AgreementError: on every rank, naming the step, unless the reaction is "warn".
-        """
-        self._state = state
-        self._steps.step()
-        self._state = None
+    comm = mpi.everyone()
+    pairs = mpi.together(comm, lambda: averages.sums_and_counts(metrics))
+    return averages.average(mpi.ranks(comm), pairs, world.size)
 
 
 def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:

@@ -1,4 +1,4 @@
-"""What a checkpoint of containers of arrays holds, and how it is put back; the inside of ``hvdkit.arrays.Checkpoints``.
+"""Checkpoints of containers of arrays (step 6): what they hold, and how it is put back.
 
 ``state.npz`` holds the arrays in their order, as NumPy writes them (types that NumPy's format does not know, as bytes);
 ``state.json`` their names, types and shapes. Nothing in it is pickled.
@@ -7,116 +7,116 @@
 from __future__ import annotations
 
 import json
-import os
 import zipfile
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from hvdkit import __version__
 from hvdkit.arrays import mpi, seeds
 from hvdkit.arrays import state as arrays_state
-from hvdkit.arrays.data import ShardedArrays
-from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.arrays.data import require_sharded
+from hvdkit.arrays.state import Array
+from hvdkit.errors import CheckpointError
 from hvdkit.steps import random_state
-from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
+from hvdkit.steps.checkpoint import Saved
+from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.resume import CheckpointsBase
 
-Array = npt.NDArray[Any]
-_ARRAYS, _ROWS, _RANDOM = "state.npz", "state.json", "random.npy"
+_ARRAYS, _ROWS = "state.npz", "state.json"
 
 
-class Store:
-    """Saves and restores; every method is a collective.
+class Checkpoints(CheckpointsBase):
+    """Checkpoints that only the root writes and that every rank restores alike (step 6).
+
+    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
 
     Args:
-        directory, keep, keep_best: see ``CheckpointDirectory``.
+        directory: where they live, on a file system that the root can write.
+        keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int, keep_best: int) -> None:
-        self._directory = CheckpointDirectory(directory, keep, keep_best)
+    _require_loader = staticmethod(require_sharded)
 
-    def save(self, state: Any, step: int, loader: Any, score: float | None, metadata: dict[str, Any]) -> Saved:
-        """See ``hvdkit.arrays.Checkpoints.save``."""
-        comm = mpi.everyone()
-        found = mpi.together(comm, lambda: arrays_state.read(state))
-        position = mpi.together(comm, lambda: {} if loader is None else {"data": require_loader(loader).state()})
-        randoms = np.stack(comm.allgather(random_state.capture()))
-        facts = {
-            "hvdkit": __version__,
-            "framework": "arrays",
-            "size": int(comm.Get_size()),
-            "seed": seeds.seed(),
-            **position,
-            **metadata,
-        }
+    def save(self, state: Any, *, step: int, loader: Any = None, score: float | None = None, **metadata: Any) -> Saved:
+        """Write a state and the states of the ranks' random generators as the checkpoint of ``step``.
 
-        def write(directory: Path) -> None:
-            np.save(directory / _RANDOM, randoms, allow_pickle=False)
-            rows = [arrays_state.row(path, array) for path, _, array in found]
-            (directory / _ROWS).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-            arrays = {str(number): _plain(array) for number, (_, _, array) in enumerate(found) if array is not None}
-            np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
+        Args:
+            state: containers of arrays and numbers.
+            step: optimizer steps completed.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk.
+        Raises:
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, or a state that is not of arrays.
+            CheckpointError: it could not be written; earlier ones are intact.
+        """
+        found = mpi.together(mpi.everyone(), lambda: arrays_state.read(state))
+        return cast(Saved, self._save(found, None, step, loader, score, metadata))
 
-        def on_disk() -> Saved:
-            checked(step, facts, score)
-            return self._directory.save(step, write, facts, score)
+    def restore(self, state: Any, *, loader: Any = None, which: str = "latest") -> tuple[Any, Saved | None]:
+        """Load a valid checkpoint on the root and broadcast it: ``state, saved = checkpoints.restore(state)``.
 
-        return mpi.on_root(on_disk)  # type: ignore[no-any-return]
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the same
+        order. On as many ranks as before Python's and NumPy's global random numbers go on, too.
 
-    def restore(self, state: Any, loader: Any, which: str) -> tuple[Any, Saved | None]:
-        """See ``hvdkit.arrays.Checkpoints.restore``."""
-        if which not in ("latest", "best"):
-            raise InvalidArgumentError(f"which must be latest or best, got {which!r}.")
-        comm = mpi.everyone()
-        found = mpi.together(comm, lambda: arrays_state.read(state))
-        arrays: list[Array | None] = []
-
-        def load() -> tuple[Saved | None, Any]:
-            saved = self._directory.latest() if which == "latest" else self._directory.best()
-            if saved is None:
-                return None, None
-            arrays.extend(_load(saved.path, found))
-            return saved, _load_random(saved.path / _RANDOM)
-
-        saved, randoms = mpi.on_root(load)
+        Args:
+            state: one of the same containers, shapes and types; see ``broadcast_state`` for what becomes of it.
+            loader: from ``shard``, over the same data with the same seed; goes on where it was.
+            which: "latest" or "best" (the highest score).
+        Returns:
+            The restored state, and where it was, its step and metadata, and which newer checkpoints were skipped and
+            why; the state as given and None when there is no checkpoint.
+        Raises:
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another state or data.
+            InvalidArgumentError: a loader that is not hvdkit's, or an unknown ``which``.
+        """
+        found = mpi.together(mpi.everyone(), lambda: arrays_state.read(state))
+        leaves = [leaf for _, leaf, _ in found]
+        saved, randoms = self._load(found, None, which)
         if saved is None:
             return state, None
-        if arrays:
-            state = arrays_state.remade(state, [leaf for _, leaf, _ in found], arrays)
+        if self._ranks().rank() == 0:
+            state = arrays_state.remade(state, leaves, [array for _, _, array in found])
         state = arrays_state.broadcast(state, 0)
-        _resume(saved, randoms, loader, comm)
+        self._go_on_in_data(saved, loader)
+        self._go_on_drawing(saved, randoms, state)
         return state, saved
 
+    def _ranks(self) -> Collectives:
+        return mpi.ranks()
 
-def require_loader(loader: Any) -> ShardedArrays:
-    """The loader of ``shard``.
+    def _facts(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002
+        return {"hvdkit": __version__, "framework": "arrays", "seed": seeds.CURRENT.seed()}
 
-    Raises:
-        InvalidArgumentError: something else.
-    """
-    if not isinstance(loader, ShardedArrays):
-        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
-    return loader
+    def _position(self, loader: Any) -> dict[str, Any]:
+        return cast("dict[str, Any]", mpi.together(mpi.everyone(), partial(super()._position, loader)))
 
+    def _random_states(self, model: Any) -> Any:  # noqa: ARG002
+        return np.stack(self._ranks().gather(random_state.capture(), "hvdkit.random_states"))
 
-def facts(loader: Any) -> dict[str, float]:
-    """What the ranks' loaders must have in common; nothing where there is none."""
-    return {} if loader is None else require_loader(loader).share.facts(loader.epoch)
+    def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
+        random_state.restore(own)
 
+    def _branch(self, model: Any, step: int) -> None:  # noqa: ARG002
+        seeds.branch(step)
 
-def _resume(saved: Saved, randoms: Any, loader: Any, comm: Any) -> None:
-    """Go on at the same sample, and with the same random numbers where the number of ranks is the same."""
-    if loader is not None:
-        data = saved.metadata.get("data")
-        if data is None:
-            raise CheckpointError(f"{saved.path} holds no position in the data; save with loader=, or restore without.")
-        require_loader(loader).load_state(data)
-    if saved.metadata.get("size") != comm.Get_size():
-        seeds.branch(saved.step)
-    elif randoms is not None:
-        random_state.restore(randoms[comm.Get_rank()])
+    def _write(self, directory: Path, model: Any, optimizer: Any) -> None:  # noqa: ARG002
+        """Write what ``state.read`` found."""
+        rows = [arrays_state.row(path, array) for path, _, array in model]
+        (directory / _ROWS).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        arrays = {str(number): _plain(array) for number, (_, _, array) in enumerate(model) if array is not None}
+        np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
+
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:  # noqa: ARG002
+        """Put the saved arrays in the place of what ``state.read`` found."""
+        arrays = _load(directory, model)
+        model[:] = [(path, leaf, array) for (path, leaf, _), array in zip(model, arrays, strict=True)]
 
 
 def _is_foreign(dtype: np.dtype[Any]) -> bool:
@@ -150,10 +150,3 @@ def _load(path: Path, found: list[tuple[str, Any, Array | None]]) -> list[Array 
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return arrays
-
-
-def _load_random(file: Path) -> Any:
-    try:
-        return np.load(file, allow_pickle=False) if file.exists() else None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error

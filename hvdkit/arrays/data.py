@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hvdkit.arrays import tree
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Position, Shard
+from hvdkit.steps.shards import InEpochs, Position, Shard
 
 Array = npt.NDArray[Any]
 
@@ -32,7 +32,7 @@ def arrays_of(data: Any) -> tuple[Array, ...]:
     return arrays
 
 
-class ShardedArrays:
+class ShardedArrays(InEpochs):
     """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.arrays.shard``.
 
     A batch is a tuple of NumPy arrays, copies of the samples' rows.
@@ -43,31 +43,8 @@ class ShardedArrays:
     """
 
     def __init__(self, arrays: Sequence[Array], share: Shard) -> None:
-        self._arrays, self.share = arrays, share
-        self.position = self._next = Position()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration will be; each iteration advances it by one when it begins."""
-        return self._next.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration ``epoch``, from its beginning: needed only to repeat an order."""
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self.position = self._next = Position(epoch)
-
-    def state(self) -> dict[str, int]:
-        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch."""
-        return self.position.state(self.share)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on however many ranks that was.
-
-        Raises:
-            CheckpointError: it belongs to another data set or order, or is none.
-        """
-        self.position = self._next = Position.of(state, self.share)
+        self._arrays = arrays
+        self._begin(share)
 
     def __len__(self) -> int:
         return self.share.steps_left(self._next.samples)
@@ -83,3 +60,14 @@ class ShardedArrays:
             if self.share.remainder == "exact":
                 rows += (np.full(len(batch.indices), batch.weight),)
             yield rows
+
+
+def require_sharded(loader: Any) -> ShardedArrays:
+    """The loader of ``shard``.
+
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    if not isinstance(loader, ShardedArrays):
+        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
+    return loader

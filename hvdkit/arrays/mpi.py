@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from hvdkit.arrays.farewell import Farewell
+from hvdkit.arrays.farewell import Farewell, Marked
 from hvdkit.errors import AgreementError, InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, topology
+from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
 from hvdkit.steps.ranks import name_ranks
-from hvdkit.steps.root import on_root as on_root_of
 from hvdkit.steps.topology import Topology
 
 _started: list[Any] = []  # the communicator of hvdkit's own calls, apart from those of the user's
@@ -36,7 +32,7 @@ def library() -> Any:
     return MPI
 
 
-class OverMpi:
+class Places:
     """What ``steps.topology.start`` asks of Horovod, answered by mpi4py."""
 
     def init(self) -> None:
@@ -90,13 +86,13 @@ def start(environ: Mapping[str, str]) -> Topology:
         LauncherError, MissingFrameworkError: see ``hvdkit.arrays.init``.
     """
     try:
-        world = topology.start(OverMpi(), environ)
+        world = topology.start(Places(), environ)
     except TopologyMismatchError:
         raise _mismatch(environ) from None
     if not _started:
-        _started.append(library().COMM_WORLD.Dup())
+        _started.append(Marked(library().COMM_WORLD.Dup()))
         if world.size > 1:
-            _end_the_job_with_the_process(_started[0])
+            end_the_job_with_the_process(_started[0])
             Farewell(_started[0], threads_may_call())
     return world
 
@@ -111,19 +107,6 @@ def _mismatch(environ: Mapping[str, str]) -> TopologyMismatchError:
         "train alone, or in another job. Start the job with `hvdkit launch` or that library's own mpirun; or rebuild "
         "mpi4py with the launcher's MPI loaded: `pip install --force-reinstall --no-binary mpi4py mpi4py`."
     )
-
-
-def _end_the_job_with_the_process(comm: Any) -> None:
-    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
-    report, process = sys.excepthook, os.getpid()
-
-    def abort(*error: Any) -> None:
-        report(*error)
-        sys.stderr.flush()
-        if os.getpid() == process:  # one that it forked is no rank
-            comm.Abort(1)
-
-    sys.excepthook = functools.wraps(report)(abort)
 
 
 def everyone() -> Any:
@@ -145,11 +128,11 @@ def duplicate(comm: Any) -> Any:
     """
     mpi = library()
     if comm is None:
-        return everyone().Dup()
+        return Marked(everyone().Dup())
     if not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         given = "MPI.COMM_NULL" if comm == mpi.COMM_NULL else type(comm).__name__
         raise InvalidArgumentError(f"comm must be an mpi4py communicator that this rank is in, got {given}.")
-    return comm.Dup()
+    return Marked(comm.Dup())
 
 
 def together(comm: Any, action: Callable[[], Any]) -> Any:
@@ -178,32 +161,16 @@ def raise_together(comm: Any, failure: Exception | None) -> None:
         raise AgreementError(f"{name_ranks(failed)} failed, and the others stop with it: {said[failed[0]]}")
 
 
-def on_root(action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0 and give every rank its result or its error; a collective."""
-    comm = everyone()
-    return on_root_of(comm.Get_rank() == 0, action, lambda outcome: comm.bcast(outcome, root=0))
-
-
-def gather_tables(comm: Any, table: agreement.Digests) -> list[agreement.Digests]:
-    """Every rank's digest table, in rank order; tables may differ in length."""
-    return list(comm.allgather(table))
+def ranks(comm: Any = None) -> OverMpi:
+    """Between the ranks of a communicator, of all where there is none; see ``OverMpi``."""
+    return OverMpi(everyone() if comm is None else comm, library())
 
 
 def require_same_rows(comm: Any, rows: Sequence[str]) -> None:
     """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective."""
-    table = agreement.digest_table({f"{position} {row}": () for position, row in enumerate(rows)})
-    if agreement.agree([table], functools.partial(minimum, comm)):
-        return
-    difference = agreement.first_difference(gather_tables(comm, table))
-    if difference is not None:
-        raise agreement.layout_error(difference, rows, comm.Get_rank())
-
-
-def minimum(comm: Any, values: agreement.Digests) -> agreement.Digests:
-    """The element-wise minimum over the ranks; a collective."""
-    lowest = np.empty_like(values)
-    comm.Allreduce(values, lowest, op=library().MIN)
-    return lowest
+    among = ranks(comm)
+    if not agreement.agree([agreement.rows_table(rows)], lambda mine: among.minimum(mine, "hvdkit.agree")):
+        agreement.require_same_rows(among, rows)
 
 
 def message(array: Any) -> Any:

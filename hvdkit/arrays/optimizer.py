@@ -18,6 +18,7 @@ from hvdkit.arrays import mpi
 from hvdkit.arrays.exchange.buffers import HostBuffer
 from hvdkit.arrays.exchange.layout import Layout
 from hvdkit.arrays.exchange.quiet import quiet
+from hvdkit.arrays.farewell import waits
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import step_times
 from hvdkit.steps.gradients import GradientOptions
@@ -315,9 +316,9 @@ class Pending:
             if self._future is not None:
                 self._failure = self._future.exception()
             elif self._request is not None or self._next():
-                self._request.Wait()
+                waits(self._request.Wait)()
                 while self._next():
-                    self._request.Wait()
+                    waits(self._request.Wait)()
             self._waits = False  # not before: who was interrupted may wait again
             self._reduce._let_go()
             if self._failure is None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
-
-from hvdkit.steps.seeds import Seeds, integer
+from hvdkit.steps.seeds import Current, Seeds, seed_python
 from hvdkit.steps.topology import Topology
 
 _RESUMED = 2  # branch of a rank's stream: trainings resumed on another number of ranks
-_current: list[Seeds] = []
+CURRENT = Current()
 
 
 def seed_everything(seed: int, world: Topology) -> Seeds:
@@ -30,27 +26,12 @@ def seed_everything(seed: int, world: Topology) -> Seeds:
     Source: numpy.random.SeedSequence, one spawn key for each stream, so that they are independent for any seed.
     """
     seeds = Seeds(seed, world)
-    _seed(seeds.own())
-    _current[:] = [seeds]
+    seed_python(seeds.own())
+    CURRENT.seeds = seeds
     return seeds
 
 
 def branch(step: int) -> None:
     """Draw other numbers than the training drew that was saved at ``step`` on another number of ranks."""
-    if _current:
-        _seed(_current[0].own(_RESUMED, step))
-
-
-def facts() -> dict[str, float]:
-    """What the ranks must have in common."""
-    return {"seed_everything's seed": float(_current[0].seed)} if _current else {}
-
-
-def seed() -> int | None:
-    """What ``seed_everything`` was given, None without it."""
-    return _current[0].seed if _current else None
-
-
-def _seed(stream: np.random.SeedSequence) -> None:
-    random.seed(integer(stream))
-    np.random.seed(stream.generate_state(8))
+    if CURRENT.seeds is not None:
+        seed_python(CURRENT.seeds.own(_RESUMED, step))

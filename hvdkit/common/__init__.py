@@ -1,4 +1,4 @@
-"""What the tools share: command groups, files, units, extras, figures, pages, intervals; and the Keras optimizer.
+"""What the tools share: command groups, files, units, extras, tables, plots, pages, intervals; and the Keras optimizer.
 
 The Keras optimizer stands here since both ``hvdkit.keras`` and ``hvdkit.tensorflow`` stand on it.
 """

@@ -25,9 +25,11 @@ class LazyGroup(click.Group):
 
     Attributes:
         table: name to ("module:function", what it does in a sentence).
+        sections: for ``--help``, heading to the part of the table below it.
     """
 
     table: Mapping[str, tuple[str, str]] = {}
+    sections: Mapping[str, Mapping[str, tuple[str, str]]] = {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Names, in the order of the table."""
@@ -45,13 +47,16 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """The table, for ``--help``."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
+        for heading, table in self.sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, summary) for name, (_, summary) in table.items()])
 
 
-def group_of(commands: Mapping[str, tuple[str, str]]) -> type[LazyGroup]:
-    """A group class, for ``click.group(cls=...)``, of a table: see ``LazyGroup``."""
-    return type("Group", (LazyGroup,), {"table": commands})
+def group_of(
+    commands: Mapping[str, tuple[str, str]], sections: Mapping[str, Mapping[str, tuple[str, str]]] | None = None
+) -> type[LazyGroup]:
+    """A group class, for ``click.group(cls=...)``, of a table, in sections where given: see ``LazyGroup``."""
+    return type("Group", (LazyGroup,), {"table": commands, "sections": sections or {"Commands": commands}})
 
 
 def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:

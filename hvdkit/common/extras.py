@@ -25,3 +25,15 @@ def of_extra(extra: str, purpose: str, otherwise: str = "") -> Iterator[None]:
         raise MissingFrameworkError(
             f"{purpose}, which is not installed; pip install 'hvdkit[{extra}]'{otherwise}."
         ) from error
+
+
+def require_scipy(purpose: str) -> None:
+    """Say before anything runs that SciPy is missing.
+
+    Args:
+        purpose: what needs it, the beginning of a sentence: "hvdkit predict fits its model".
+    Raises:
+        MissingFrameworkError: it is not installed.
+    """
+    with of_extra("analysis", f"{purpose} with SciPy"):
+        import scipy  # noqa: F401

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
+import hvdkit
 from hvdkit.common.extras import of_extra
 
 with of_extra("report", "HTML reports and SVG plots need the package jinja2"):
@@ -25,6 +28,27 @@ def environment(package: str) -> jinja2.Environment:
 def resource(package: str, name: str) -> str:
     """The text of a file in a package's folder ``templates``."""
     return (resources.files(package) / "templates" / name).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the summary of a page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def page(package: str, style: str, **content: Any) -> str:
+    """An HTML page that needs nothing else: ``report.html.j2`` of the package, which extends ``page.html.j2``.
+
+    Args:
+        package: as in ``environment``.
+        style: the style sheet; a Content-Security-Policy allows it by its hash.
+        content: title, subtitle, facts, notes, and what the template names. It is escaped.
+    """
+    template = environment(package).get_template("report.html.j2")
+    return template.render(version=hvdkit.__version__, style=style, style_hash=content_hash(style), **content)
 
 
 def content_hash(text: str) -> str:

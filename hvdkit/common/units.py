@@ -5,6 +5,11 @@ Why this room exists: all tools print the same units in the same way.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hvdkit.common.intervals import Estimate
+
 
 def duration_text(microseconds: float) -> str:
     """A time with three digits and its unit."""
@@ -39,6 +44,20 @@ def shortened(name: str, width: int) -> str:
         return name
     head = width // 4
     return f"{name[:head]}…{name[head + 1 - width :]}"
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """A number with so many digits, and without an exponent where there are more before the point."""
+    if value and abs(value) < 0.001:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:.0f}"
+
+
+def interval_text(estimate: Estimate, digits: int = 3) -> str:
+    """``1.92 [1.88, 1.95]``, or the value alone, with so many digits; the ends with three."""
+    if estimate.low is None or estimate.high is None or estimate.low == estimate.high == estimate.value:
+        return number_text(estimate.value, digits)
+    return f"{number_text(estimate.value, digits)} [{number_text(estimate.low)}, {number_text(estimate.high)}]"
 
 
 def _three(value: float) -> str:

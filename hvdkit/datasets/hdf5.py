@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import (
+    CorruptDataError,
+    DataError,
+    DataNotFoundError,
+    HvdkitError,
+    InvalidArgumentError,
+    MissingFrameworkError,
+)
 
 Array = NDArray[Any]
 Reader = Callable[[NDArray[np.int64]], Array]
@@ -54,13 +62,15 @@ class HDF5Dataset:
     Args:
         path: of the file.
         names: of arrays in it, such as ("x", "y"), or "group/x"; one name as a string for samples that are arrays.
-        memory_map: look at samples that lie in the file as they are in memory (not compressed, and chunks, if any, of
-            whole samples) without the HDF5 library. Switch it off where a file system is slow with memory maps.
+        memory_map: look at samples that lie in the file as they are in memory (not compressed or converted, and chunks,
+            if any, of whole samples) without the HDF5 library; never at those that a link or a virtual data set leads
+            to. Switch it off where a file system is slow with memory maps.
     Raises:
         MissingFrameworkError: h5py is not installed.
         DataNotFoundError: there is no such file.
-        CorruptDataError: it is no HDF5 file, or cut off.
-        DataError: it cannot be read, an array is missing, or arrays differ in their number of samples.
+        CorruptDataError: it is no HDF5 file, or a damaged one.
+        DataError: it cannot be read, an array or a source of a virtual one is missing, or arrays differ in their number
+            of samples.
         InvalidArgumentError: no name at all.
     """
 
@@ -74,12 +84,12 @@ class HDF5Dataset:
         self._pid = -1
         if not self.names:
             raise InvalidArgumentError("names is empty; give the name of at least one array of the file.")
-        file = _open(self.path)
-        try:
+        with _in_one_sentence(self.path), _open(self.path) as file:
             self.attributes = {str(name): value for name, value in file.attrs.items()}
-            self._length = _common_length([_array_in(file, name, self.path) for name in self.names], self.path)
-        finally:
-            file.close()
+            arrays = [_array_in(file, name, self.path) for name in self.names]
+            for array in arrays:
+                _require_sources(array)
+            self._length = _common_length(arrays, self.path)
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -127,13 +137,11 @@ class HDF5Dataset:
         Raises:
             IndexError: there is no such sample.
             InvalidArgumentError: an index that is no whole number.
-            DataError: the file cannot be read any more.
+            CorruptDataError: the file is damaged, or cannot be read any more.
         """
         wanted = self._checked(indices)
-        try:
+        with _in_one_sentence(self.path):
             return tuple(read(wanted) for read in self._open_here())
-        except OSError as error:
-            raise DataError(f"{str(self.path)!r} cannot be read ({_line(error)}); check the file.") from error
 
     def close(self) -> None:
         """Close this process's handle; reading opens it again."""
@@ -166,7 +174,10 @@ class HDF5Dataset:
             arrays = [_array_in(self._file, name, self.path) for name in self.names]
             if _common_length(arrays, self.path) != self._length:
                 raise DataError(f"{str(self.path)!r} has another number of samples than before; open it anew.")
-            self._readers = [_reader(array, self.path, memory_map=self.memory_map) for array in arrays]
+            self._readers = [
+                _reader(array, self.path, memory_map=self.memory_map and _by_hard_links(self._file, name))
+                for name, array in zip(self.names, arrays, strict=True)
+            ]
             self._pid = os.getpid()
         return self._readers
 
@@ -242,17 +253,28 @@ def _open(path: Path) -> Any:
     if not path.is_file():
         found = "a directory" if path.is_dir() else "nothing"
         raise DataNotFoundError(f"there is {found} at {str(path)!r}, expected an HDF5 file; check the path.")
+    if not h5py.is_hdf5(path):
+        path.open("rb").close()  # one that may not be read is no damaged one
+        raise CorruptDataError(f"{str(path)!r} is no HDF5 file, or a damaged one; write it again.")
     try:
-        if not h5py.is_hdf5(path):
-            raise CorruptDataError(f"{str(path)!r} is no HDF5 file, or a damaged one; write it again.")
-        try:
-            return h5py.File(path, "r")
-        except BlockingIOError:  # a file system without locks; nobody here writes
-            return h5py.File(path, "r", locking=False)
+        return h5py.File(path, "r")
+    except BlockingIOError:  # a file system without locks; nobody here writes
+        return h5py.File(path, "r", locking=False)
+
+
+@contextlib.contextmanager
+def _in_one_sentence(path: Path) -> Iterator[None]:
+    """Around whatever reads a file: h5py says of a damaged one nearly anything."""
+    try:
+        yield
+    except HvdkitError:
+        raise
     except PermissionError as error:
         raise DataError(f"{str(path)!r} cannot be read ({_line(error)}); check its permissions.") from error
-    except OSError as error:
-        raise CorruptDataError(f"{str(path)!r} cannot be opened ({_line(error)}); write it again.") from error
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, MemoryError) as error:
+        raise CorruptDataError(
+            f"{str(path)!r} cannot be read ({_line(error)}); check the file, or write it again."
+        ) from error
 
 
 def _array_in(file: Any, name: str, path: Path) -> Any:
@@ -264,6 +286,43 @@ def _array_in(file: Any, name: str, path: Path) -> Any:
     if found.shape is None or len(found.shape) == 0:
         raise DataError(f"{name!r} in {str(path)!r} is a single value; expected an array with a sample in each row.")
     return found
+
+
+def _by_hard_links(file: Any, name: str) -> bool:
+    """Whether the array lies in this very file: any other link may lead out of it."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    links = [file.get("/".join(parts[: count + 1]), getlink=True) for count in range(len(parts))]
+    return all(isinstance(link, _h5py().HardLink) for link in links)
+
+
+def _require_sources(array: Any) -> None:
+    """Refuse a virtual array whose samples are not there: HDF5 would give its fill value for them.
+
+    Source: HDF5's User Guide, virtual data sets: a source is looked for in HDF5_VDS_PREFIX, beside the file, and in the
+    current directory.
+    """
+    beside = Path(array.file.filename).parent
+    prefixes = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", str(beside)).split(":")
+    for source in array.virtual_sources() if array.is_virtual else ():
+        if "%b" in source.file_name + source.dset_name:
+            continue  # blocks that come to be as they are written
+        if source.file_name == ".":
+            found = source.dset_name in array.file
+        else:
+            names = (source.file_name, Path(source.file_name).name)
+            places = [Path(place) / name for place in (*prefixes, str(beside)) for name in names]
+            found = any(_holds(place, source.dset_name) for place in places)
+        if not found:
+            raise DataError(
+                f"{array.name!r} takes samples from {source.dset_name!r} in {source.file_name!r}, which is not "
+                f"there; put it beside {array.file.filename!r}."
+            )
+
+
+def _holds(path: Path, name: str) -> bool:
+    with contextlib.suppress(OSError), _h5py().File(path, "r") as file:
+        return name in file
+    return False
 
 
 def _names(file: Any, most: int = 20) -> list[str]:
@@ -292,9 +351,11 @@ def _reader(array: Any, path: Path, *, memory_map: bool) -> Reader:
 
 
 def _as_in_memory(array: Any) -> bool:
-    """Whether the bytes in the file may be those of a NumPy array."""
-    elsewhere = array.is_virtual or array.external or array.size == 0
-    return not elsewhere and array.dtype.kind in "biufc" and not array.dtype.metadata and not _filters(array)
+    """Whether the bytes in the file are those of a NumPy array: h5py's own type for it, with nothing to convert."""
+    elsewhere = array.is_virtual or array.external or 0 in array.shape
+    if elsewhere or array.dtype.kind not in "biufc" or _filters(array):
+        return False
+    return bool(array.id.get_type() == _h5py().h5t.py_create(array.dtype, logical=True))
 
 
 def _filters(array: Any) -> int:
@@ -306,7 +367,7 @@ def _in_one_piece(array: Any, path: Path) -> Reader | None:
     offset = array.id.get_offset()
     if array.chunks is not None or offset is None:
         return None
-    _require_bytes(path, offset + array.nbytes, array)
+    _require_bytes(path, offset + math.prod(array.shape) * array.dtype.itemsize, array)
     mapped = np.asarray(np.memmap(path, array.dtype, "r", offset, array.shape))
     native = mapped.dtype.newbyteorder("=")
     return lambda indices: mapped[indices].astype(native, copy=False)
@@ -318,7 +379,7 @@ def _in_chunks(array: Any, path: Path) -> Reader | None:
     if starts is None:
         return None
     rows, shape, dtype = array.chunks[0], array.shape[1:], array.dtype
-    size = array.nbytes // array.shape[0]
+    size = math.prod(shape) * dtype.itemsize
     _require_bytes(path, int(starts.max()) + rows * size, array)
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
 

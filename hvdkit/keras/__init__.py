@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdkit.errors import MissingFrameworkError
-from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -31,11 +30,11 @@ if int(keras.__version__.split(".")[0]) < 3:
     raise MissingFrameworkError(f"hvdkit.keras needs Keras 3, found {keras.__version__}; run `pip install 'keras>=3'`.")
 
 from hvdkit.common import keras_optimizer
-from hvdkit.keras import checkpoint, device, state
 from hvdkit.keras import data as keras_data
+from hvdkit.keras import device, state
 from hvdkit.keras import optimizer as averaging
 from hvdkit.keras.agreement import CheckAgreement, check_agreement
-from hvdkit.keras.checkpoint import Checkpoint
+from hvdkit.keras.checkpoint import Checkpoint, Checkpoints
 from hvdkit.keras.elastic import ElasticCommit, ElasticState, run_elastic
 from hvdkit.keras.schedule import LearningRateSchedule, Warmup
 from hvdkit.keras.seeds import seed_everything
@@ -207,76 +206,7 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
     keras_callbacks.broadcast_state(model, optimizer, root)
 
 
-# 6 ------------------------------------------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """Checkpoints that only the root writes and that every rank restores alike (step 6). In ``fit``: ``Checkpoint``.
-
-    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
-    The weights are a file for ``model.load_weights``, with or without hvdkit, on any backend.
-
-    Args:
-        directory: where they live, on a file system that the root can write.
-        keep: how many of the newest stay.
-        keep_best: how many with the highest scores stay beside them.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
-        self._store = checkpoint.Store(directory, keep, keep_best)
-
-    def save(
-        self,
-        model: Any,
-        optimizer: Any | None = None,
-        *,
-        step: int,
-        loader: Any = None,
-        score: float | None = None,
-        **metadata: Any,
-    ) -> Saved:
-        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
-
-        Args:
-            step: optimizer steps completed.
-            loader: from ``shard``; its position, counted in samples, is saved too.
-            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
-            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
-        Returns:
-            The checkpoint, complete on disk.
-        Raises:
-            InvalidArgumentError: a bad step or score, metadata that is not JSON, or a model that is not built.
-            CheckpointError: it could not be written; earlier checkpoints are intact.
-        """
-        return self._store.save(model, optimizer, step, loader, score, metadata)
-
-    def restore(
-        self,
-        model: Any,
-        optimizer: Any | None = None,
-        *,
-        loader: Any = None,
-        schedule: Any = None,
-        which: str = "latest",
-    ) -> Saved | None:
-        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
-
-        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
-        same order, the warmup at the same sample, and the optimizer keeps the learning rate that it was made with. On
-        as many ranks as before everything continues bit for bit (on CPUs), random numbers included.
-
-        Args:
-            loader: from ``shard``, over the same data with the same seed; goes on where it was: the next ``fit``, with
-                ``initial_epoch=loader.epoch``, or the next loop over it.
-            schedule: from ``warmup``; needs the loader. Only for loops of your own: in ``fit`` it follows by itself.
-            which: "latest" or "best" (the highest score).
-        Returns:
-            Where it was, its step and metadata, and which newer ones were skipped and why.
-        Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
-            InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown ``which``.
-        """
-        return self._store.restore(model, optimizer, loader, schedule, which)
+# 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------
 
 
 # 7 ------------------------------------------------------------------------------------------------------------------

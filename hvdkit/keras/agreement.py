@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import AgreementError
 from hvdkit.keras import seeds as keras_seeds
 from hvdkit.keras import state
 from hvdkit.keras.data import require_sharded, trained_on
@@ -49,7 +47,7 @@ def check_agreement(
         variables = [variable for variable in variables if id(variable) not in local]
     if optimizer is not None:
         variables += list(optimizer.variables)
-    seeds = keras_seeds.facts()
+    seeds = keras_seeds.CURRENT.facts()
     fixes = {**dict.fromkeys(loaders, agreement.ITERATE_ALIKE), **dict.fromkeys(seeds, agreement.SEED_ALIKE)}
     if world.size > 1:
         compare(variables, {**loaders, **seeds}, fixes)
@@ -111,35 +109,12 @@ def compare(
     names = [*(variable.path for variable in variables), *numbers]
     rows = [*map(state.layout, variables), *numbers]
     values = [*TRANSPORT.digests(variables), *map(agreement.digest, numbers.values())]
-    table = agreement.value_table(rows, values)
-    if ranks is None and agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.agree")):
-        return
-    tables = TRANSPORT.gather(table, "hvdkit.digests")
-    among = range(len(tables)) if ranks is None else sorted(ranks)
-    difference = agreement.first_difference([tables[rank] for rank in among])
-    if difference is None:
-        if ranks is not None:
-            return
-        raise AgreementError("the ranks' digests differ, but not those of any tensor; this is an error of hvdkit.")
-    if not difference.same_names:
-        raise agreement.layout_error(difference, rows, state.world().rank)
-    position = difference.position
-    groups = tuple(tuple(among[place] for place in group) for group in difference.groups)
-    # Only a difference that all ranks have found, at the same place, can be measured together.
-    largest = math.nan
-    if ranks is None:
+
+    def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
         own = state.values_of(variables[position : position + 1]) or [numbers[names[position]]]
-        largest = _largest_difference(own[0])
-    place = agreement.Difference(position, groups, True)
-    fix = (fixes or {}).get(names[position], agreement.BROADCAST)
-    raise agreement.value_error(place, names[position], largest, fix)
+        return names[position], own[0]
 
-
-def _largest_difference(mine: npt.NDArray[Any]) -> float:
-    """The largest absolute difference between any rank's values and the root's; a collective."""
-    (roots,) = state.broadcast_arrays([mine], 0)
-    largest = np.array([np.abs(mine.astype(np.float64) - roots.astype(np.float64)).max()])
-    return float(max(rows.view(np.float64)[0] for rows in TRANSPORT.gather(largest.view(np.int64), "hvdkit.largest")))
+    agreement.require_same_values(TRANSPORT, rows, values, value_at, fixes, ranks)
 
 
 def _statistics(model: Any) -> list[Any]:

@@ -1,10 +1,10 @@
-"""What a checkpoint of a Keras training holds, and how it is put back; the inside of ``hvdkit.keras.Checkpoints``."""
+"""What a checkpoint of a Keras training holds, and how it is put back; on request and in ``fit`` (step 6)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,126 +17,77 @@ from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
 from hvdkit.keras.trainer.callbacks import Callback, broadcast_state
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
+from hvdkit.steps.checkpoint import Saved
+from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.resume import ModelCheckpoints
 
-_RANDOM = "random.npz"
 
+class Checkpoints(ModelCheckpoints[Saved]):
+    """Checkpoints that only the root writes and that every rank restores alike (step 6). In ``fit``: ``Checkpoint``.
 
-class Store:
-    """Saves and restores; every method is a collective.
+    Every method is a collective: call it on all ranks. An error is raised on every rank, not on the root alone.
+    The weights are a file for ``model.load_weights``, with or without hvdkit, on any backend.
 
     Args:
-        directory, keep, keep_best: see ``CheckpointDirectory``.
+        directory: where they live, on a file system that the root can write.
+        keep: how many of the newest stay.
+        keep_best: how many with the highest scores stay beside them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int, keep_best: int) -> None:
-        self._directory = CheckpointDirectory(directory, keep, keep_best)
+    _warmup = keras_schedule.Warmup
+    _require_loader = staticmethod(require_sharded)
+    _rates = staticmethod(keras_schedule.rates)
+    _set_rates = staticmethod(keras_schedule.set_rates)
+    _branch = staticmethod(seeds.branch)
 
-    def save(
-        self,
-        model: Any,
-        optimizer: Any | None,
-        step: int,
-        loader: Any,
-        score: float | None,
-        metadata: dict[str, Any],
-    ) -> Saved:
+    def _ranks(self) -> Collectives:
+        state.world()  # or an error that says what to do first
+        return TRANSPORT
+
+    def _facts(self, optimizer: Any) -> dict[str, Any]:
+        facts = {
+            "hvdkit": __version__,
+            "framework": "keras",
+            "keras": keras.__version__,
+            "backend": keras.backend.backend(),
+            "seed": seeds.CURRENT.seed(),
+        }
+        return facts if optimizer is None else {**facts, "learning_rates": self._rates(optimizer)}
+
+    def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
+        state.write_model(directory, model)
+        if optimizer is not None:
+            state.write_optimizer(directory / "optimizer.npz", optimizer, model)
+
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:
+        slots = state.read_optimizer(directory / "optimizer.npz", optimizer, model) if optimizer else []
+        state.read_model(directory, model)
+        for variable, value in slots:
+            variable.assign(value)
+
+    def _broadcast(self, model: Any, optimizer: Any) -> None:
+        broadcast_state(model, optimizer, 0)
+
+    def _random_states(self, model: Any) -> Any:
         state.model_variables(model)
-        facts = {**_facts(optimizer, loader), **metadata}
-        states = TRANSPORT.gather(random_state.capture(model), "hvdkit.random_states")
+        return TRANSPORT.gather(random_state.capture(model), "hvdkit.random_states")
 
-        def write(directory: Path) -> None:
-            np.savez(directory / _RANDOM, *states)
-            state.write_model(directory, model)
-            if optimizer is not None:
-                state.write_optimizer(directory / "optimizer.npz", optimizer, model)
+    def _write_random(self, directory: Path, states: Any) -> None:
+        np.savez(directory / "random.npz", *states)  # their lengths may differ
 
-        def on_disk() -> Saved:
-            checked(step, facts, score)
-            return self._directory.save(step, write, facts, score)
+    def _read_random(self, directory: Path) -> Any:
+        file = directory / "random.npz"
+        if not file.exists():
+            return None
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                return [archive[f"arr_{rank}"] for rank in range(len(archive.files))]
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
 
-        return cast(Saved, state.on_root(on_disk))
-
-    def restore(
-        self, model: Any, optimizer: Any | None, loader: Any = None, schedule: Any = None, which: str = "latest"
-    ) -> Saved | None:
-        rates = keras_schedule.rates(optimizer) if optimizer is not None else []
-        saved, states = self._read(model, optimizer, which)
-        if saved is not None:
-            broadcast_state(model, optimizer, 0)
-            _resume(saved, states, model, optimizer, loader, schedule, rates)
-        return saved
-
-    def _read(self, model: Any, optimizer: Any | None, which: str) -> tuple[Saved | None, Any]:
-        """On the root: load the files; on all ranks: what was found, and the ranks' random states."""
-        if which not in ("latest", "best"):
-            raise InvalidArgumentError(f"which must be latest or best, got {which!r}.")
-
-        def load() -> Any:
-            saved = self._directory.latest() if which == "latest" else self._directory.best()
-            if saved is None:
-                return None, None
-            slots = state.read_optimizer(saved.path / "optimizer.npz", optimizer, model) if optimizer else []
-            state.read_model(saved.path, model)
-            for variable, value in slots:
-                variable.assign(value)
-            return saved, _read_random(saved.path / _RANDOM)
-
-        return cast("tuple[Saved | None, Any]", state.on_root(load))
-
-
-def _facts(optimizer: Any | None, loader: Any) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "hvdkit": __version__,
-        "framework": "keras",
-        "keras": keras.__version__,
-        "backend": keras.backend.backend(),
-        "size": state.world().size,
-        "seed": seeds.seed(),
-    }
-    if optimizer is not None:
-        facts["learning_rates"] = keras_schedule.rates(optimizer)
-    if loader is not None:
-        facts["data"] = require_sharded(loader).state()
-    return facts
-
-
-def _resume(
-    saved: Saved, states: Any, model: Any, optimizer: Any | None, loader: Any, schedule: Any, rates: list[float]
-) -> None:
-    """Put a training on all ranks where the checkpoint was, also when their number is another one.
-
-    Args:
-        rates: the learning rates that the optimizer was made with for this number of ranks.
-    """
-    world = state.world()
-    same_size = saved.metadata.get("size") == world.size
-    if optimizer is not None and not same_size:
-        keras_schedule.set_rates(optimizer, rates)
-    if loader is not None:
-        data = saved.metadata.get("data")
-        if data is None:
-            raise CheckpointError(f"{saved.path} holds no position in the data; save with loader=, or restore without.")
-        require_sharded(loader).load_state(data)
-    if schedule is not None:
-        if not isinstance(schedule, keras_schedule.Warmup) or loader is None:
-            raise InvalidArgumentError("schedule must be from warmup, and needs the loader, which says how far it is.")
-        schedule.go_to(loader.position.steps(loader.share))
-    same_backend = saved.metadata.get("backend") == keras.backend.backend()
-    if optimizer is not None and states is not None and same_size and same_backend:
-        random_state.restore(model, states[world.rank])
-    elif optimizer is not None and not same_size:
-        seeds.branch(model, saved.step)
-
-
-def _read_random(file: Path) -> Any:
-    if not file.exists():
-        return None
-    try:
-        with np.load(file, allow_pickle=False) as archive:
-            return [archive[f"arr_{rank}"] for rank in range(len(archive.files))]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:
+        if saved.metadata.get("backend") == keras.backend.backend():
+            random_state.restore(model, own)
 
 
 class Checkpoint(Callback):
@@ -183,7 +134,7 @@ class Checkpoint(Callback):
             raise InvalidArgumentError(f"mode must be max or min, got {mode!r}.")
         if keep_best and monitor is None:
             raise InvalidArgumentError(f"keep_best={keep_best} needs monitor, the log that says which are the best.")
-        self._store = Store(directory, keep, keep_best)
+        self._checkpoints = Checkpoints(directory, keep, keep_best=keep_best)
         self._resume, self._every, self._monitor = resume, every, monitor
         self._sign = 1 if mode == "max" else -1
         self._epoch = self._last_batch = 0
@@ -197,7 +148,7 @@ class Checkpoint(Callback):
                 "Checkpoint(every=) needs data that can go on in mid-epoch: from hvdkit.keras.shard, without "
                 "steps_per_epoch; give such data, or leave every out."
             )
-        saved = self._store.restore(model, model.optimizer) if self._resume else None
+        saved = self._checkpoints.restore(model, model.optimizer) if self._resume else None
         self.initial_epoch = int(saved.metadata.get("epoch", 0)) if saved is not None else 0
         position = saved.metadata.get("data") if saved is not None else None
         if data is not None and position is not None:
@@ -233,7 +184,7 @@ class Checkpoint(Callback):
     def _save(self, epoch: int, score: float | None) -> None:
         model = self.model
         step = int(state.number(model.optimizer.iterations))
-        self._store.save(model, model.optimizer, step, self._data(), score, {"epoch": epoch})
+        self._checkpoints.save(model, model.optimizer, step=step, loader=self._data(), score=score, epoch=epoch)
 
     def _score(self, logs: dict[str, Any]) -> float | None:
         if self._monitor is None:

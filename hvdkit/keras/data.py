@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +11,7 @@ import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Batch, Position, Shard
-from hvdkit.steps.topology import Topology
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
 
 
 def as_arrays(dataset: Any) -> tuple[Any, ...]:
@@ -35,7 +33,7 @@ def as_arrays(dataset: Any) -> tuple[Any, ...]:
     return parts
 
 
-class ShardedData(keras.utils.PyDataset):  # type: ignore[misc]
+class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
     """This rank's part of every global batch; a new order in each pass. Made by ``hvdkit.keras.shard``.
 
     A ``keras.utils.PyDataset`` for ``fit`` and ``evaluate``, and an iterable of batches for loops of your own.
@@ -47,9 +45,7 @@ class ShardedData(keras.utils.PyDataset):  # type: ignore[misc]
 
     def __init__(self, arrays: tuple[Any, ...], share: Shard) -> None:
         super().__init__(workers=1, use_multiprocessing=False)  # passes are told apart by reads that come in order
-        self.share = share
-        self.position = Position()
-        self._next = Position()
+        self._begin(share)
         self._arrays = arrays
         self._plan: list[Batch] = []
         self._training = False
@@ -64,11 +60,6 @@ class ShardedData(keras.utils.PyDataset):  # type: ignore[misc]
         return self.share.steps_left(self._next.samples) if self._training else len(self)
 
     @property
-    def epoch(self) -> int:
-        """The epoch that the next pass will be; each pass advances it by one when it begins."""
-        return self._next.epoch
-
-    @property
     def steps_done(self) -> int:
         """Steps of the next pass that were taken before this process went on in mid-epoch."""
         return len(self) - self.share.steps_left(self._next.samples)
@@ -79,33 +70,6 @@ class ShardedData(keras.utils.PyDataset):  # type: ignore[misc]
         share = self.share
         left = (share.n_samples - self.position.samples) % share.global_batch
         return share.remainder == "exact" and 0 < left <= share.world.rank
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass ``epoch``, from its beginning: needed only to repeat an order.
-
-        Raises:
-            InvalidArgumentError: not an integer >= 0.
-        """
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self.position = self._next = Position(epoch)
-
-    def state(self) -> dict[str, int]:
-        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last step."""
-        return self.position.state(self.share)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on however many ranks that was.
-
-        Raises:
-            CheckpointError: it belongs to another data set or order, or is none.
-        """
-        self.position = self._next = Position.of(state, self.share)
-
-    def follow(self, world: Topology) -> None:
-        """Go on at the same sample as this rank of another world."""
-        self.share = replace(self.share, world=world)
-        self.position = self._next = self.position.after(self.share, 0)
 
     def advance(self, steps: int) -> None:
         """Count steps that were trained in the pass that is under way."""

@@ -10,33 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvdkit.steps import agreement
 
 _CHUNK_ON_A_GPU = 2**20  # words; few kernels count more than the cache there
 
 
-def of_arrays(arrays: Sequence[npt.NDArray[Any]]) -> agreement.Digests:
-    """Digests of NumPy arrays, int64 (len(arrays),)."""
-    salts = agreement.salts(agreement.CHUNK)
-
-    def digest(array: npt.NDArray[Any]) -> Any:
-        flat = np.ascontiguousarray(array).reshape(-1)
-        words = flat.view(np.int64 if flat.nbytes % 8 == 0 else f"i{flat.itemsize}")
-        parts = [words[start : start + agreement.CHUNK] for start in range(0, len(words), agreement.CHUNK)]
-        # keepdims: an array's sums wrap around, where NumPy warns of a number's
-        sums = (agreement.salted(part.astype(np.int64), salts[: len(part)]).sum(keepdims=True) for part in parts)
-        return np.sum(agreement.join_chunks(sums))
-
-    return np.array([digest(array) for array in arrays], dtype=np.int64)
-
-
 def of_tensorflow(tensors: Sequence[Any]) -> agreement.Digests:
-    """Digests of TensorFlow's tensors, int64 (len(tensors),): in a CPU's memory NumPy's, 3 times as fast there."""
+    """Digests of TensorFlow's tensors, int64 (len(tensors),): in a CPU's memory NumPy's, faster there."""
     if any("GPU" in tensor.device for tensor in tensors):
         return of_tensorflow_on_a_device(tensors)
-    return of_arrays([tensor.numpy() for tensor in tensors])
+    return agreement.array_digests(tensor.numpy() for tensor in tensors)
 
 
 def of_tensorflow_on_a_device(tensors: Sequence[Any]) -> agreement.Digests:
@@ -52,11 +36,14 @@ def of_tensorflow_on_a_device(tensors: Sequence[Any]) -> agreement.Digests:
             return tf.reshape(tf.bitcast(tensor, kinds[min(size, 8)]), [-1])
         return tf.bitcast(tf.reshape(tensor, [-1] if size == 8 else [-1, 8 // size]), tf.int64)
 
+    def shift(words: Any, distance: int) -> Any:
+        return tf.bitcast(tf.bitwise.right_shift(tf.bitcast(words, tf.uint64), distance), tf.int64)
+
     def digest(tensor: Any) -> Any:
         flat, chunk = words(tensor), _CHUNK_ON_A_GPU if "GPU" in tensor.device else agreement.CHUNK
         salts = _tensorflow_salts(chunk)
         parts = (tf.cast(flat[start : start + chunk], tf.int64) for start in range(0, len(flat), chunk))
-        sums = (tf.reduce_sum(agreement.salted(part, salts[: len(part)])) for part in parts)
+        sums = (tf.reduce_sum(agreement.salted(part, salts[: len(part)], shift)) for part in parts)
         return tf.convert_to_tensor(agreement.join_chunks(sums), tf.int64)
 
     digests = [digest(tensor) for tensor in tensors]

@@ -16,7 +16,7 @@ from hvdkit.keras import state as keras_state
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.keras.transport.over_horovod import OverHorovod
+from hvdkit.keras.transport.over_horovod import HorovodTransport
 from hvdkit.steps.elastic import ElasticBase
 from hvdkit.steps.topology import Topology
 
@@ -54,13 +54,6 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self.model, self.optimizer = model, optimizer
         self._begin(hvd, require_sharded(loader), schedule, rule, values)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
-
-    def commit(self) -> None:
-        """Keep the present state in the host's memory, and let ranks join that are waiting. In ``fit``: ElasticCommit.
-
-        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
-        """
-        super().commit()
 
     def _copy(self) -> Any:
         return [np.array(value) for value in keras_state.values_of(self._variables())]
@@ -192,7 +185,7 @@ def _is_a_lost_rank(error: Exception) -> bool:
 
 
 def _horovod() -> Any:
-    if not isinstance(TRANSPORT, OverHorovod):
+    if not isinstance(TRANSPORT, HorovodTransport):
         raise InvalidArgumentError(
             f"elastic training needs the Keras backend tensorflow or torch, got {keras.backend.backend()}; set "
             "KERAS_BACKEND before Keras is imported."

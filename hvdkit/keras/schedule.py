@@ -91,11 +91,11 @@ def rates(optimizer: Any) -> list[float]:
     return [state.number(one.learning_rate) for one in _rated(optimizer)]
 
 
-def set_rates(optimizer: Any, values: list[float]) -> None:
+def set_rates(optimizer: Any, rates: list[float]) -> None:
     """Set what ``rates`` returned, but for rates that follow a schedule of the optimizer's own."""
-    for one, value in zip(_rated(optimizer), values, strict=True):
+    for one, rate in zip(_rated(optimizer), rates, strict=True):
         if any(variable.name == "learning_rate" for variable in one.variables):
-            one.learning_rate = value
+            one.learning_rate = rate
 
 
 def _rated(optimizer: Any) -> list[Any]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 from weakref import WeakSet
 
 import keras
 import numpy as np
 
-from hvdkit.steps.seeds import Seeds, integer
+from hvdkit.steps.seeds import Current, Seeds, integer, seed_python
 from hvdkit.steps.topology import Topology
 
 _LAYERS, _RESUMED = (
     2,
     3,
 )  # branches of a rank's stream: what dropout and the like draw from, and what a resumed run does
-_current: list[Seeds] = []
+CURRENT = Current()
 _shared: list[bool] = []  # whether Keras still draws from the stream of all ranks
 _moved: WeakSet[Any] = WeakSet()  # models whose layers draw this rank's own numbers
 
@@ -42,48 +41,39 @@ def seed_everything(seed: int, world: Topology) -> Seeds:
     seeds = Seeds(seed, world)
     _seed_keras(seeds.shared())
     np.random.seed(seeds.own().generate_state(8))
-    _current[:], _shared[:] = [seeds], [True]
+    CURRENT.seeds, _shared[:] = seeds, [True]
     _moved.clear()
     return seeds
 
 
 def move_to_own_stream(model: Any) -> None:
     """From now on Keras and the model's layers draw this rank's own numbers; nothing without ``seed_everything``."""
-    if not _current:
+    seeds = CURRENT.seeds
+    if seeds is None:
         return
     if _shared[0]:
-        _seed_keras(_current[0].own())
+        _seed_keras(seeds.own())
         _shared[:] = [False]
     if model not in _moved:
         _moved.add(model)
-        _move_layers(model, _LAYERS)
+        _move_layers(seeds, model, _LAYERS)
 
 
-def _move_layers(model: Any, *purpose: int) -> None:
+def _move_layers(seeds: Seeds, model: Any, *purpose: int) -> None:
     for state in generator_states(model):
         seed, drawn = np.asarray(keras.ops.convert_to_numpy(state)).tolist()
-        own = integer(_current[0].own(*purpose, seed % 2**32), bits=31)
+        own = integer(seeds.own(*purpose, seed % 2**32), bits=31)
         state.assign(np.array([own, drawn]).astype(keras.backend.standardize_dtype(state.dtype)))
 
 
 def branch(model: Any, step: int) -> None:
     """Draw other numbers than the training drew that was saved at ``step`` on another number of ranks."""
-    if _current:
-        own = _current[0].own(_RESUMED, step)
+    seeds = CURRENT.seeds
+    if seeds is not None:
+        own = seeds.own(_RESUMED, step)
         _seed_keras(own)
-        random.seed(integer(own))
-        np.random.seed(own.generate_state(8))
-        _move_layers(model, _RESUMED, step)
-
-
-def seed() -> int | None:
-    """What ``seed_everything`` was given, None without it."""
-    return _current[0].seed if _current else None
-
-
-def facts() -> dict[str, float]:
-    """What the ranks must have in common."""
-    return {"seed_everything's seed": float(_current[0].seed)} if _current else {}
+        seed_python(own)
+        _move_layers(seeds, model, _RESUMED, step)
 
 
 def _seed_keras(stream: np.random.SeedSequence) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import require_keras_3
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import agreement, metrics, root
+from hvdkit.steps import agreement, metrics
 from hvdkit.steps.topology import Topology
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
-_CHUNK = 64 * 2**20  # bytes in one broadcast
 _started: list[Topology] = []
 
 
@@ -72,7 +70,12 @@ def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
 
 def values_of(variables: Iterable[Any]) -> list[npt.NDArray[Any]]:
     """Values on the host, in the variables' own types and shapes."""
-    return [np.asarray(keras.ops.convert_to_numpy(variable), order="C") for variable in variables]
+    return list(map(value_of, variables))
+
+
+def value_of(variable: Any) -> npt.NDArray[Any]:
+    """A value on the host, in the variable's own type and shape."""
+    return np.asarray(keras.ops.convert_to_numpy(variable), order="C")
 
 
 def number(value: Any) -> float:
@@ -86,56 +89,21 @@ def layout(variable: Any) -> str:
     return f"{path} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
 
 
-def _numbered(rows: Iterable[str]) -> list[str]:
-    return [f"{position} {row}" for position, row in enumerate(rows)]
-
-
 def require_same_layout(variables: Sequence[Any]) -> None:
     """Raise AgreementError on every rank unless the variables have the same paths, types and shapes; a collective."""
-    rows = [layout(variable) for variable in variables]
-    table = agreement.digest_table({row: () for row in _numbered(rows)})
-    difference = agreement.first_difference(TRANSPORT.gather(table, "hvdkit.layout"))
-    if difference is not None:
-        raise agreement.layout_error(difference, rows, world().rank)
+    agreement.require_same_rows(TRANSPORT, [layout(variable) for variable in variables])
 
 
 def broadcast(variables: Sequence[Any], source: int) -> None:
     """Give every rank the root's values, as bytes: exact for every dtype."""
-    bucket: list[Any] = []
-    waiting = 0
-    for variable in variables:
-        bucket.append(variable)
-        waiting += math.prod(variable.shape) * 8
-        if waiting >= _CHUNK:
-            _broadcast_bucket(bucket, source)
-            bucket, waiting = [], 0
-    if bucket:
-        _broadcast_bucket(bucket, source)
-
-
-def _broadcast_bucket(variables: Sequence[Any], source: int) -> None:
-    received = broadcast_arrays(values_of(variables), source)
-    if world().rank != source:
-        for variable, value in zip(variables, received, strict=True):
-            variable.assign(value)
-
-
-def broadcast_arrays(arrays: Sequence[npt.NDArray[Any]], source: int) -> list[npt.NDArray[Any]]:
-    """The root's values of arrays that have the same shapes and types on all ranks."""
-    flat = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays])
-    for first in range(0, len(flat), _CHUNK):
-        part = slice(first, first + _CHUNK)
-        flat[part] = TRANSPORT.broadcast(flat[part], source, "hvdkit.broadcast_state")
-    ends = np.cumsum([array.nbytes for array in arrays])
-    return [
-        part.view(array.dtype).reshape(array.shape)
-        for array, part in zip(arrays, np.split(flat, ends[:-1]), strict=True)
-    ]
+    TRANSPORT.broadcast_variables(variables, value_of, source)
 
 
 def average_statistics(variables: Sequence[Any]) -> None:
     """Set floating variables that differ between ranks to their mean over the ranks; a collective."""
-    table = agreement.digest_table(dict(zip(_numbered(v.path for v in variables), values_of(variables), strict=True)))
+    table = agreement.value_table(
+        [one.path for one in variables], [agreement.digest(value_of(one)) for one in variables]
+    )
     tables = np.stack(TRANSPORT.gather(table, "hvdkit.statistics"))
     differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0)
     for variable in (variables[position] for position in np.flatnonzero(differs).tolist()):
@@ -147,23 +115,13 @@ def average_statistics(variables: Sequence[Any]) -> None:
 
 def average(values: Mapping[str, Any], size: int) -> dict[str, float]:
     """The inside of ``hvdkit.keras.average_metrics``."""
-    pairs = metrics.sums_and_counts(values)
-    totals = np.array(list(pairs.values()), dtype=np.float64).reshape(len(pairs), 2)
-    if size > 1:
-        require_same_names(values)
-        totals = TRANSPORT.sum(totals, "hvdkit.metrics") if pairs else totals
-    return metrics.means(pairs, totals.tolist(), size)
+    return metrics.average(TRANSPORT if size > 1 else None, values, size)
 
 
 def require_same_names(values: Iterable[str]) -> None:
     """Raise AgreementError on every rank unless all give the same names of metrics."""
     names = {name: (0.0, 0.0) for name in sorted(values)}
     metrics.require_same_names(TRANSPORT.gather(metrics.names_table(names), "hvdkit.metric_names"), names)
-
-
-def on_root(action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0 and give every rank its result or its error."""
-    return root.on_root(world().is_root, action, lambda outcome: TRANSPORT.broadcast_object(outcome, "hvdkit.on_root"))
 
 
 def write_optimizer(file: Path, optimizer: Any, model: Any) -> None:

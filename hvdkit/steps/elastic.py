@@ -71,6 +71,17 @@ class ElasticBase(ABC):
         """Where a lost rank's error becomes the one that Horovod Elastic waits for."""
         return nullcontext()
 
+    def commit(self) -> None:
+        """Keep the present state in the host's memory, and let ranks join that are waiting. In Keras' ``fit``:
+        ``ElasticCommit``.
+
+        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
+
+        Raises:
+            InvalidArgumentError: (TensorFlow) the loader was iterated where its batches cannot be counted.
+        """
+        super().commit()  # type: ignore[misc]  # of Horovod's State, which stands behind
+
     def save(self) -> None:
         """Called by ``commit``."""
         self._committed = (self._copy(), self.loader.state(), copy.deepcopy(self._values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.topology import Topology
@@ -68,6 +69,28 @@ def warmup_multiplier(step: int, warmup_steps: int, factor: float) -> float:
         return 1.0
     start = 1.0 / factor
     return start + (1.0 - start) * (step / warmup_steps)
+
+
+class WarmupBase:
+    """The part of an adapter's ``Warmup`` that knows no framework: the multiplier of each step on so many ranks."""
+
+    def _begin(
+        self, world: Topology, steps_per_epoch: int, epochs: float, rule: str, after: Callable[[int], float] | None
+    ) -> None:
+        self._epochs, self._rule, self._after = epochs, rule, after
+        self._factor = 1.0
+        self._set_size(world, steps_per_epoch)
+
+    def _set_size(self, world: Topology, steps_per_epoch: int) -> float:
+        """Take another number of ranks; returns what the scaled rates are multiplied by."""
+        before, self._factor = self._factor, scale_factor(world.size, self._rule)
+        self._length = warmup_steps(self._epochs, steps_per_epoch)
+        return self._factor / before
+
+    def _multiplier(self, step: int) -> float:
+        if self._after is not None and step >= self._length:
+            return self._after(step - self._length)
+        return warmup_multiplier(step, self._length, self._factor)
 
 
 def warmup_steps(epochs: float, steps_per_epoch: int) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
+from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.ranks import name_ranks
 
 Pairs = dict[str, tuple[float, float]]
@@ -36,6 +39,24 @@ def require_same_names(tables: Sequence[agreement.Digests], pairs: Pairs) -> Non
             f"the ranks average different metrics ({name_ranks(difference.groups[0])} against the rest); "
             f"this rank gives {', '.join(pairs) or 'none'}; give the same names on every rank."
         )
+
+
+def average(ranks: Collectives | None, metrics: Mapping[str, Any], size: int) -> dict[str, float]:
+    """The mean of each metric over all ranks, the inside of every adapter's ``average_metrics``; a collective.
+
+    Args:
+        ranks: None where this process is the only one.
+        metrics: see ``sums_and_counts``.
+        size: see ``means``.
+    Raises:
+        AgreementError: the ranks give different names; on every rank.
+    """
+    pairs = sums_and_counts(metrics)
+    totals = np.array(list(pairs.values()), dtype=np.float64).reshape(len(pairs), 2)
+    if ranks is not None:
+        require_same_names(ranks.gather(names_table(pairs), "hvdkit.metric_names"), pairs)
+        totals = ranks.sum(totals, "hvdkit.metrics") if pairs else totals
+    return means(pairs, totals.tolist(), size)
 
 
 def means(pairs: Pairs, totals: Sequence[Sequence[float]], size: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ generation"). The same seed, size and rank give the same numbers in every run.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,3 +64,28 @@ def integer(stream: np.random.SeedSequence, bits: int = 64) -> int:
         bits: its length, at most 64.
     """
     return int(stream.generate_state(1, np.uint64)[0]) >> (64 - bits)
+
+
+def seed_python(stream: np.random.SeedSequence) -> None:
+    """Seed Python's ``random`` and NumPy's global generator."""
+    random.seed(integer(stream))
+    np.random.seed(stream.generate_state(8))
+
+
+class Current:
+    """What ``seed_everything`` of one adapter began in this process.
+
+    Attributes:
+        seeds: the streams; None before.
+    """
+
+    def __init__(self) -> None:
+        self.seeds: Seeds | None = None
+
+    def seed(self) -> int | None:
+        """What ``seed_everything`` was given, None without it."""
+        return None if self.seeds is None else self.seeds.seed
+
+    def facts(self) -> dict[str, float]:
+        """What the ranks must have in common."""
+        return {} if self.seeds is None else {"seed_everything's seed": float(self.seeds.seed)}

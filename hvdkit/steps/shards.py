@@ -8,7 +8,7 @@ what one process with the n-fold batch would see.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,66 @@ class Position:
     def steps(self, share: Shard) -> int:
         """Steps that lead here from the beginning, with as many ranks as ``share`` has."""
         return self.epoch * len(share) + -(-self.samples // share.global_batch)
+
+
+class InEpochs:
+    """The part of an adapter's loader that knows no framework: where the training is in its data.
+
+    Attributes:
+        share: which samples are this rank's.
+        position: how far the training has come in its data, all ranks together.
+    """
+
+    share: Shard
+    position: Position
+    _next: Position
+
+    def _begin(self, share: Shard) -> None:
+        self.share = share
+        self.position = self._next = Position()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration will be; each iteration advances it by one when it begins."""
+        return self._next.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration ``epoch``, from its beginning: needed only to repeat an order.
+
+        Raises:
+            InvalidArgumentError: not an integer >= 0.
+        """
+        if not isinstance(epoch, int) or epoch < 0:
+            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
+        self._go_on_at(Position(epoch))
+
+    def state(self) -> dict[str, int]:
+        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch.
+
+        Raises:
+            InvalidArgumentError: (TensorFlow) batches were taken where they cannot be counted, see ``ShardedDataset``.
+        """
+        return self.position.state(self.share)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, on however many ranks that was.
+
+        Raises:
+            CheckpointError: it belongs to another data set or order, or is none.
+        """
+        self._go_on_at(Position.of(state, self.share))
+
+    def follow(self, world: Topology) -> None:
+        """Go on at the same sample as this rank of another world."""
+        position = self.position
+        self._set_share(replace(self.share, world=world))
+        self._go_on_at(position.after(self.share, 0))
+
+    def _set_share(self, share: Shard) -> None:
+        self.share = share
+
+    def _go_on_at(self, position: Position) -> None:
+        self.position = self._next = position
 
 
 def stream_weights(sizes: Sequence[int], batch_size: int, remainder: str) -> list[float] | None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.steps import metrics as averages
 from hvdkit.steps import step_times, topology
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
@@ -260,7 +261,7 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
         InvalidArgumentError: a value that is neither, or a total count of 0.
         AgreementError: the ranks give different names; raised on every rank.
     """
-    return state.average(metrics, world)
+    return averages.average(state.RANKS, metrics, world.size)
 
 
 def join(model: Any, optimizer: Any | None, world: Topology) -> int:

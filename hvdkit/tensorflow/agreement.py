@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdkit.errors import AgreementError
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow import seeds, state
@@ -20,7 +17,7 @@ from hvdkit.tensorflow.batch_norm import local_statistics
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.optimizer import native
 
-_CHUNK = 4 * agreement.CHUNK  # words mixed at once: in a graph fewer operations count more than the cache
+_CHUNK = 4 * agreement.CHUNK  # words mixed at once: on a GPU fewer operations count more than a CPU's cache
 _WORDS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
@@ -126,39 +123,28 @@ def _collect_numbers(numbers: dict[str, float], prefix: str, value: Any) -> None
 def _compare(variables: Sequence[Any], numbers: dict[str, float], fixes: dict[str, str]) -> None:
     rows = [*map(state.layout, variables), *numbers]
     values = [*digests(variables), *(agreement.digest(np.float64(number)) for number in numbers.values())]
-    table = agreement.value_table(rows, values)
-    if agreement.agree([table], _minimum):
-        return
-    difference = agreement.first_difference(state.gather_tables(table))
-    if difference is None:
-        raise AgreementError("the ranks' digests differ, but not those of any tensor; this is an error of hvdkit.")
-    if not difference.same_names:
-        raise agreement.layout_error(difference, rows, hvd.rank())
-    position = difference.position
-    if position < len(variables):
+
+    def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
+        if position >= len(variables):
+            name, number = list(numbers.items())[position - len(variables)]
+            return name, np.array(number)
         variable = variables[position]
-        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-        value = native(variable).numpy()
-    else:
-        name, number = list(numbers.items())[position - len(variables)]
-        value = np.array(number)
-    raise agreement.value_error(difference, name, _largest_difference(value), fixes.get(name, agreement.BROADCAST))
+        return getattr(variable, "path", None) or variable.name.removesuffix(":0"), native(variable).numpy()
 
-
-def _minimum(values: agreement.Digests) -> npt.ArrayLike:
-    return hvd.allreduce(tf.constant(values), op=hvd.Min, name="hvdkit.agree").numpy()  # type: ignore[no-any-return]
+    agreement.require_same_values(state.RANKS, rows, values, value_at, fixes)
 
 
 def digests(variables: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """A digest of each variable's bits, int64 (len(variables),); made on its device, fetched together."""
-    result: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-    if variables:
-        result = _digest_all([tf.convert_to_tensor(native(variable)) for variable in variables]).numpy()
-    return result
+    """A digest of each variable's bits, int64 (len(variables),); made where they are."""
+    tensors = [tf.convert_to_tensor(native(variable)) for variable in variables]
+    if any("GPU" in tensor.device for tensor in tensors):
+        return digests_on_device(tensors).numpy()  # type: ignore[no-any-return]
+    return agreement.array_digests((tensor.numpy() for tensor in tensors), _CHUNK)  # NumPy mixes faster on a CPU
 
 
 @tf.function(autograph=False)  # type: ignore[untyped-decorator]
-def _digest_all(tensors: list[Any]) -> Any:
+def digests_on_device(tensors: list[Any]) -> Any:
+    """The same digests of one or more tensors by TensorFlow's operations, a tensor int64 (len(tensors),)."""
     return tf.stack([_digest(tensor) for tensor in tensors])
 
 
@@ -168,8 +154,12 @@ def _digest(tensor: Any) -> Any:
     sums = []
     for start in range(0, length, _CHUNK):
         part = tf.cast(words[start : start + _CHUNK], tf.int64)
-        sums.append(tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]])))
+        sums.append(tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], _shift)))
     return tf.convert_to_tensor(agreement.join_chunks(sums), dtype=tf.int64)
+
+
+def _shift(words: Any, distance: int) -> Any:
+    return tf.bitcast(tf.bitwise.right_shift(tf.bitcast(words, tf.uint64), distance), tf.int64)
 
 
 def _words(tensor: Any) -> Any:
@@ -191,12 +181,3 @@ def _loader_facts(loader: Any) -> dict[str, float]:
     if loader is None:
         return {}
     return require_sharded(loader).share.facts(loader.epoch)
-
-
-def _largest_difference(mine: Any) -> float:
-    """The largest absolute difference between any rank's values and the root's; a collective."""
-    (root,) = state.broadcast_arrays([mine], 0)
-    largest = math.nan
-    if not np.iscomplexobj(mine):
-        largest = np.abs(mine.astype(np.float64) - root.astype(np.float64)).max().item()
-    return float(hvd.allgather(np.array([largest]), name="hvdkit.difference").numpy().max())

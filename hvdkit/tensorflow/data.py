@@ -5,8 +5,7 @@ Why beside ``tensorflow_state.py``: input and state have nothing in common.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Batch, Position, Shard
-from hvdkit.steps.topology import Topology
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
 
 
 def in_memory(dataset: Any) -> Any:
@@ -144,7 +142,7 @@ class CountedIterator(OwnedIterator):  # type: ignore[misc]
         return super()._type_spec
 
 
-class ShardedDataset(tf.data.Dataset):  # type: ignore[misc]
+class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
     """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.tensorflow.shard``.
 
     A ``tf.data.Dataset``: it can be iterated eagerly and inside ``tf.function``, given to ``model.fit`` and mapped.
@@ -199,7 +197,7 @@ class ShardedDataset(tf.data.Dataset):  # type: ignore[misc]
         self._epochs.counted = False
 
     @property
-    def share(self) -> Shard:
+    def share(self) -> Shard:  # type: ignore[override]
         """Which samples are this rank's, epoch by epoch."""
         return self._epochs.share
 
@@ -209,12 +207,7 @@ class ShardedDataset(tf.data.Dataset):  # type: ignore[misc]
         return self._epochs.share.n_samples
 
     @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration will be; each iteration advances it by one when it begins."""
-        return self._epochs.next.epoch
-
-    @property
-    def position(self) -> Position:
+    def position(self) -> Position:  # type: ignore[override]
         """How far the training has come in its data, all ranks together.
 
         Raises:
@@ -227,34 +220,13 @@ class ShardedDataset(tf.data.Dataset):  # type: ignore[misc]
             )
         return self._position
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration ``epoch``, from its beginning: needed only to repeat an order."""
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self._go_on_at(Position(epoch))
+    @property
+    def _next(self) -> Position:  # type: ignore[override]
+        return self._epochs.next
 
-    def state(self) -> dict[str, int]:
-        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch.
-
-        Raises:
-            InvalidArgumentError: batches were taken where they cannot be counted, see the class.
-        """
-        return self.position.state(self.share)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on however many ranks that was.
-
-        Raises:
-            CheckpointError: it belongs to another data set or order, or is none.
-        """
-        self._go_on_at(Position.of(state, self.share))
-
-    def follow(self, world: Topology) -> None:
-        """Go on at the same sample as this rank of another world."""
-        position = self.position
-        self._epochs.share = replace(self.share, world=world)
+    def _set_share(self, share: Shard) -> None:
+        self._epochs.share = share
         self._set_length()
-        self._go_on_at(position.after(self.share, 0))
 
     def _go_on_at(self, position: Position) -> None:
         self._position = self._epochs.next = position

@@ -63,16 +63,6 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self._begin(hvd, require_sharded(loader), schedule, rule, values)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
 
-    def commit(self) -> None:
-        """Keep the present state in the host's memory, and let ranks join that are waiting.
-
-        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
-
-        Raises:
-            InvalidArgumentError: the loader was iterated where its batches cannot be counted, see ``ShardedDataset``.
-        """
-        super().commit()
-
     def _copy(self) -> Any:
         return [np.array(variable.numpy()) for variable in self._variables]
 

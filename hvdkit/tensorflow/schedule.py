@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import learning_rate
+from hvdkit.steps.learning_rate import WarmupBase
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow.state import require_eager
 
@@ -37,7 +37,7 @@ def set_rate(optimizer: Any, rate: float) -> None:
         ) from None
 
 
-class Warmup:
+class Warmup(WarmupBase):
     """Multiplies the scaled learning rate by the warmup's multiplier, and then by that of ``after``.
 
     It counts the optimizer's own steps; ``go_to`` puts the count where the data are.
@@ -58,20 +58,11 @@ class Warmup:
         rule: str,
         after: Callable[[int], float] | None,
     ) -> None:
-        self._optimizer, self._epochs, self._rule, self._after = optimizer, epochs, rule, after
-        self._set_size(world, steps_per_epoch)
+        self._optimizer = optimizer
+        self._begin(world, steps_per_epoch, epochs, rule, after)
         self._scaled = get_rate(optimizer)
         self._ahead = 0  # steps that the schedule is further than the optimizer has counted
         self.step()
-
-    def _set_size(self, world: Topology, steps_per_epoch: int) -> None:
-        self._factor = learning_rate.scale_factor(world.size, self._rule)
-        self._length = learning_rate.warmup_steps(self._epochs, steps_per_epoch)
-
-    def _multiplier(self, step: int) -> float:
-        if self._after is not None and step >= self._length:
-            return self._after(step - self._length)
-        return learning_rate.warmup_multiplier(step, self._length, self._factor)
 
     def _counted(self) -> int:
         return int(np.asarray(self._optimizer.iterations))
@@ -83,9 +74,7 @@ class Warmup:
 
     def follow(self, world: Topology, steps_per_epoch: int) -> None:
         """Become the schedule of another number of ranks; ``go_to`` then sets the rate."""
-        before = self._factor
-        self._set_size(world, steps_per_epoch)
-        self._scaled *= self._factor / before
+        self._scaled *= self._set_size(world, steps_per_epoch)
 
     def go_to(self, steps: int) -> None:
         """Set the rate to that after ``steps`` steps, whatever it is now and however many the optimizer has taken."""

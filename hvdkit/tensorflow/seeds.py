@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import AgreementError
-from hvdkit.steps.seeds import Seeds, integer
+from hvdkit.steps.seeds import Current, Seeds, integer, seed_python
 from hvdkit.steps.topology import Topology
 
 # Branches of a stream: TensorFlow's global generator, the layers' own generators, trainings resumed on other ranks.
 _GENERATOR, _LAYERS, _RESUMED = 1, 2, 3
-_current: list[Seeds] = []
+CURRENT = Current()
 _shared: list[bool] = []  # whether TensorFlow still draws from the stream of all ranks
 _expected: list[int] = []  # TensorFlow's global seed while nobody else has seeded
 _own_layers: set[int] = set()  # seeds that were given to layers here
@@ -43,7 +42,7 @@ def seed_everything(seed: int, world: Topology) -> Seeds:
     Source: numpy.random.SeedSequence, one spawn key for each stream, so that they are independent for any seed.
     """
     seeds = Seeds(seed, world)
-    _current[:], _shared[:] = [seeds], [True]
+    CURRENT.seeds, _shared[:] = seeds, [True]
     _own_layers.clear()
     _seed_tensorflow(integer(seeds.shared(), bits=31), integer(seeds.shared().spawn(1)[0]))
     np.random.seed(seeds.own().generate_state(8))
@@ -70,20 +69,20 @@ def move_to_own_stream(states: Iterable[Any]) -> None:
     Args:
         states: int (2,) each, (seed, numbers drawn): of the generators in the model's layers.
     """
-    if not _current:
+    seeds = CURRENT.seeds
+    if seeds is None:
         return
-    seeds = _current[0]
     if _shared[0]:
         _shared[:] = [False]
         _seed_tensorflow(integer(seeds.own(), bits=31), integer(seeds.own(_GENERATOR)))
     # A layer that was moved before, as when a checkpoint is restored, stays.
-    _move_layers([state for state in states if _seed_of(state) not in _own_layers], _LAYERS)
+    _move_layers(seeds, [state for state in states if _seed_of(state) not in _own_layers], _LAYERS)
 
 
-def _move_layers(states: Iterable[Any], *purpose: int) -> None:
+def _move_layers(seeds: Seeds, states: Iterable[Any], *purpose: int) -> None:
     for state in states:
         seed, drawn = np.asarray(state).tolist()
-        own = integer(_current[0].own(*purpose, seed % 2**32), bits=31)
+        own = integer(seeds.own(*purpose, seed % 2**32), bits=31)
         _own_layers.add(own)
         state.assign(np.array([own, drawn], dtype=np.int64))
 
@@ -98,13 +97,12 @@ def branch(states: Iterable[Any], step: int) -> None:
     Args:
         states: see ``move_to_own_stream``.
     """
-    if _current:
-        seeds = _current[0]
+    seeds = CURRENT.seeds
+    if seeds is not None:
         own = seeds.own(_RESUMED, step)
         _seed_tensorflow(integer(own, bits=31), integer(seeds.own(_RESUMED, step, _GENERATOR)))
-        random.seed(integer(own))
-        np.random.seed(own.generate_state(8))
-        _move_layers(states, _RESUMED, step, _LAYERS)
+        seed_python(own)
+        _move_layers(seeds, states, _RESUMED, step, _LAYERS)
 
 
 def accept(states: Iterable[Any]) -> None:
@@ -112,20 +110,14 @@ def accept(states: Iterable[Any]) -> None:
     _own_layers.update(map(_seed_of, states))
 
 
-def seed() -> int | None:
-    """What ``seed_everything`` was given, None without it."""
-    return _current[0].seed if _current else None
-
-
 def facts() -> dict[str, float]:
     """What the ranks must have in common."""
-    if not _current:
-        return {}
-    return {"seed_everything's seed": float(_current[0].seed), "TensorFlow seeded anew": float(_seeded_anew())}
+    common = CURRENT.facts()
+    return {**common, "TensorFlow seeded anew": float(_seeded_anew())} if common else {}
 
 
 def _seeded_anew() -> bool:
-    return bool(_current) and _global_seed() != _expected[0]
+    return CURRENT.seeds is not None and _global_seed() != _expected[0]
 
 
 def require_own_stream() -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
-import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement, metrics
-from hvdkit.steps.root import on_root as on_root_of
-from hvdkit.steps.topology import Topology
+from hvdkit.steps import agreement
+from hvdkit.steps.collectives import OverHorovod
 from hvdkit.tensorflow import seeds
 from hvdkit.tensorflow.optimizer import canonical_name, native
 
-CHUNK = 64 * 2**20  # bytes in one broadcast
+RANKS = OverHorovod(hvd, tf.constant)
 
 
 def require_eager(what: str) -> None:
@@ -122,19 +120,6 @@ def layout(variable: Any) -> str:
     return f"{canonical_name(variable)} {native(variable).dtype.name} {tuple(variable.shape)}"
 
 
-def _numbered(rows: Iterable[str]) -> list[str]:
-    return [f"{position} {row}" for position, row in enumerate(rows)]
-
-
-def require_same_layout(variables: Sequence[Any]) -> None:
-    """Raise AgreementError on every rank where names, types or shapes differ between ranks; a collective."""
-    rows = [layout(variable) for variable in variables]
-    table = agreement.digest_table({row: () for row in _numbered(rows)})
-    difference = agreement.first_difference(gather_tables(table))
-    if difference is not None:
-        raise agreement.layout_error(difference, rows, hvd.rank())
-
-
 def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
     """The inside of ``hvdkit.tensorflow.broadcast_state``."""
     require_eager("broadcast_state")
@@ -143,67 +128,11 @@ def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
     variables = model_variables(model)
     if optimizer is not None:
         variables += optimizer_variables(optimizer, model)
-    require_same_layout(variables)
+    agreement.require_same_rows(RANKS, [layout(variable) for variable in variables])
     broadcast_variables(variables, root)
     seeds.move_to_own_stream(generator_states(model))
 
 
-def broadcast_variables(variables: Sequence[Any], root: int) -> None:
-    """Broadcast in place, as bytes: exact for every dtype, those that Horovod cannot add up included."""
-    bucket: list[tf.Variable] = []
-    size = 0
-    for variable in map(native, variables):
-        bucket.append(variable)
-        size += variable.dtype.size * variable.shape.num_elements()
-        if size >= CHUNK:
-            _broadcast_bucket(bucket, root)
-            bucket, size = [], 0
-    if bucket:
-        _broadcast_bucket(bucket, root)
-
-
-def _broadcast_bucket(variables: Sequence[tf.Variable], root: int) -> None:
-    arrays = [variable.numpy() for variable in variables]
-    received = broadcast_arrays(arrays, root)
-    if hvd.rank() != root:
-        for variable, array in zip(variables, received, strict=True):
-            variable.assign(array)
-
-
-def broadcast_arrays(arrays: Sequence[Any], root: int) -> list[Any]:
-    """The root's values of arrays that have the same shapes and types on all ranks."""
-    flat = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
-    for start in range(0, len(flat), CHUNK):
-        part = slice(start, start + CHUNK)
-        flat[part] = hvd.broadcast(flat[part], root, name="hvdkit.broadcast_state").numpy()
-    ends = np.cumsum([array.nbytes for array in arrays])
-    return [
-        part.view(array.dtype).reshape(array.shape)
-        for array, part in zip(arrays, np.split(flat, ends[:-1]), strict=True)
-    ]
-
-
-def gather_tables(table: agreement.Digests) -> list[agreement.Digests]:
-    """Every rank's digest table, in rank order; tables may differ in length."""
-    lengths = hvd.allgather(np.array([len(table)], dtype=np.int64), name="hvdkit.digest_lengths").numpy()
-    rows = hvd.allgather(table, name="hvdkit.digests").numpy()
-    return [part for part in np.split(rows, np.cumsum(lengths)[:-1])]
-
-
-def average(values: Mapping[str, Any], world: Topology) -> dict[str, float]:
-    """The inside of ``hvdkit.tensorflow.average_metrics``."""
-    pairs = metrics.sums_and_counts(values)
-    metrics.require_same_names(gather_tables(metrics.names_table(pairs)), pairs)
-    if not pairs:
-        return {}
-    totals = hvd.allreduce(tf.constant(list(pairs.values()), dtype=tf.float64), op=hvd.Sum, name="hvdkit.metrics")
-    return metrics.means(pairs, totals.numpy().tolist(), world.size)
-
-
-def on_root(action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0 and give every rank its result or its error; a collective."""
-
-    def broadcast(outcome: Any) -> Any:
-        return hvd.broadcast_object(outcome, 0, name="hvdkit.on_root")
-
-    return on_root_of(hvd.rank() == 0, action, broadcast)
+def broadcast_variables(variables: Iterable[Any], root: int) -> None:
+    """Give every rank the root's values, as bytes: exact for every dtype, those that Horovod cannot add up included."""
+    RANKS.broadcast_variables(map(native, variables), lambda variable: variable.numpy(), root)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.steps import metrics as averages
 from hvdkit.steps import step_times, topology
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
@@ -14,6 +15,7 @@ from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
+from hvdkit.steps.torch_profile import profile
 
 try:
     import torch
@@ -43,7 +45,6 @@ from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
 from hvdkit.torch.loss import weighted_loss
-from hvdkit.torch.profiler import profile
 from hvdkit.torch.seeds import seed_everything
 
 __all__ = [
@@ -253,7 +254,7 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
         InvalidArgumentError: a value that is neither, or a total count of 0.
         AgreementError: the ranks give different names; raised on every rank.
     """
-    return state.average(metrics, world)
+    return averages.average(state.RANKS, metrics, world.size)
 
 
 def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world: Topology) -> int:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
 from hvdkit.torch.batch_norm import local_statistics
-from hvdkit.torch.data import ShardedLoader
-from hvdkit.torch.state import broadcast_tensors, gather_tables, layout, model_tensors
+from hvdkit.torch.data import require_sharded
+from hvdkit.torch.state import RANKS, layout, model_tensors
 
 _CHUNK_ON_A_GPU = 2**20  # words; few kernels count more than the cache there
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,7 +57,9 @@ def check_agreement(
         tensors.update({name: torch.tensor(value, dtype=torch.float64) for name, value in facts.items()})
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
-        _compare(tensors, fixes)
+        rows = [layout(name, tensor) for name, tensor in tensors.items()]
+        digests = _digests(list(tensors.values()))
+        agreement.require_same_values(RANKS, rows, digests, lambda at: _on_host(*list(tensors.items())[at]), fixes)
     seeds.require_own_stream()
 
 
@@ -92,24 +91,6 @@ class CheckAgreement(agreement.EveryFewSteps):
         super().__init__(check, every, on_disagreement)
 
 
-def _compare(tensors: dict[str, torch.Tensor], fixes: dict[str, str]) -> None:
-    rows = [layout(name, tensor) for name, tensor in tensors.items()]
-    table = agreement.value_table(rows, _digests(list(tensors.values())))
-    if agreement.agree([table], _minimum):
-        return
-    difference = agreement.first_difference(gather_tables(table))
-    if difference is None:
-        raise AgreementError("the ranks' digests differ, but not those of any tensor; this is an error of hvdkit.")
-    if not difference.same_names:
-        raise agreement.layout_error(difference, rows, hvd.rank())
-    name, tensor = list(tensors.items())[difference.position]
-    raise agreement.value_error(difference, name, _largest_difference(tensor), fixes.get(name, agreement.BROADCAST))
-
-
-def _minimum(values: agreement.Digests) -> npt.ArrayLike:
-    return hvd.allreduce(torch.from_numpy(values), op=hvd.Min, name="hvdkit.agree").numpy()  # type: ignore[no-any-return]
-
-
 def _digests(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
     """A digest of each tensor's bits, int64 (len(tensors),); made on its device, fetched together."""
     digests = [digest(tensor) for tensor in tensors]
@@ -122,7 +103,13 @@ def _digests(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A digest of a tensor's bits, int64 (), on its device."""
-    chunk = agreement.CHUNK if tensor.device.type == "cpu" else _CHUNK_ON_A_GPU
+    if tensor.device.type == "cpu":  # NumPy mixes faster there
+        return torch.from_numpy(agreement.array_digests([_words(tensor).numpy()]))[0]
+    return digest_on_device(tensor, _CHUNK_ON_A_GPU)
+
+
+def digest_on_device(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The same by PyTorch's operations, on ``chunk`` words at once; another number gives another digest."""
     salts = _salts(chunk, tensor.device)
     parts = _words(tensor).split(chunk)  # type: ignore[no-untyped-call]
     sums = (agreement.salted(part.long(), salts[: len(part)]).sum() for part in parts)
@@ -167,17 +154,9 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 def _loader_facts(loader: Any) -> dict[str, float]:
     if loader is None:
         return {}
-    if not isinstance(loader, ShardedLoader):
-        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
-    return loader.share.facts(loader.epoch)
+    return require_sharded(loader).share.facts(loader.epoch)
 
 
-def _largest_difference(tensor: torch.Tensor) -> float:
-    """The largest absolute difference between any rank's values and the root's; a collective."""
-    root = tensor.detach().clone().contiguous()
-    broadcast_tensors([root], 0)
-    mine = math.nan
-    if not tensor.is_complex():
-        mine = (tensor.double() - root.double()).abs().max().item()
-    everyone = hvd.allgather(torch.tensor([mine], dtype=torch.float64), name="hvdkit.difference")
-    return float(everyone.max().item())
+def _on_host(name: str, tensor: torch.Tensor) -> tuple[str, npt.NDArray[Any]]:
+    exact = tensor.cpu()
+    return name, (exact.double() if tensor.is_floating_point() else exact).numpy()  # NumPy has no bfloat16

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,8 +10,7 @@ import torch
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.ranks import name_ranks
-from hvdkit.steps.shards import Batch, Position, Shard, stream_weights
-from hvdkit.steps.topology import Topology
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, stream_weights
 from hvdkit.torch import seeds
 
 
@@ -46,7 +44,7 @@ def with_weight(contents: Any, weight: float, samples: int | None = None) -> Any
     return (*contents, weights) if isinstance(contents, (list, tuple)) else (contents, weights)
 
 
-class ShardedLoader(torch.utils.data.DataLoader[Any]):
+class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
     """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.torch.shard``.
 
     Attributes:
@@ -55,40 +53,13 @@ class ShardedLoader(torch.utils.data.DataLoader[Any]):
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset[Any], share: Shard, **options: Any) -> None:
-        self.share = share
-        self.position = Position()
-        self._next = Position()
+        self._begin(share)
         self._batches = EpochBatches(share)
         self._given_generator = options.get("generator")
         super().__init__(dataset, batch_sampler=self._batches, **options)
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next iteration will be; each iteration advances it by one when it begins."""
-        return self._next.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration ``epoch``, from its beginning: needed only to repeat an order."""
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self.position = self._next = Position(epoch)
-
-    def state(self) -> dict[str, int]:
-        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch."""
-        return self.position.state(self.share)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, on however many ranks that was.
-
-        Raises:
-            CheckpointError: it belongs to another data set or order, or is none.
-        """
-        self.position = self._next = Position.of(state, self.share)
-
-    def follow(self, world: Topology) -> None:
-        """Go on at the same sample as this rank of another world."""
-        self.share = self._batches.share = replace(self.share, world=world)
-        self.position = self._next = self.position.after(self.share, 0)
+    def _set_share(self, share: Shard) -> None:
+        self.share = self._batches.share = share
 
     def __len__(self) -> int:
         return self.share.steps_left(self._next.samples)
@@ -160,3 +131,16 @@ def _samples(contents: Any) -> int:
 
 def _first_sample(contents: Any) -> Any:
     return tuple(part[:1] for part in _parts(contents))
+
+
+def require_sharded(loader: Any) -> ShardedLoader:
+    """The loader of ``shard``.
+
+    Raises:
+        InvalidArgumentError: something else; a stream of unknown length has no position.
+    """
+    if not isinstance(loader, ShardedLoader):
+        raise InvalidArgumentError(
+            f"loader must be what shard made of a map-style data set, got {type(loader).__name__}."
+        )
+    return loader

@@ -13,7 +13,7 @@ from horovod.torch import elastic
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.elastic import ElasticBase
-from hvdkit.torch.checkpoint import require_loader
+from hvdkit.torch.data import require_sharded
 from hvdkit.torch.schedule import Warmup
 from hvdkit.torch.state import HostCopies, broadcast_optimizer, broadcast_tensors, model_tensors
 
@@ -50,15 +50,8 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
             raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")
         self.model, self.optimizer = model, optimizer
         self._copies = HostCopies()
-        self._begin(hvd, require_loader(loader), schedule, rule, values)
+        self._begin(hvd, require_sharded(loader), schedule, rule, values)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
-
-    def commit(self) -> None:
-        """Keep the present state in the host's memory, and let ranks join that are waiting.
-
-        Call it between steps, on all ranks, every few steps: what is not committed is trained again after a failure.
-        """
-        super().commit()
 
     def _copy(self) -> Any:
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

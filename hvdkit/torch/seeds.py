@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import torch
 
 from hvdkit.errors import AgreementError
-from hvdkit.steps.seeds import Seeds, integer
+from hvdkit.steps.seeds import Current, Seeds, integer, seed_python
 from hvdkit.steps.topology import Topology
 
 _LOADER, _RESUMED = 1, 2  # branches of a rank's stream: DataLoader workers, trainings resumed on other ranks
-_current: list[Seeds] = []
+CURRENT = Current()
 _expected: list[int] = []  # torch.initial_seed() while nobody else has seeded
 
 
@@ -34,9 +31,8 @@ def seed_everything(seed: int, world: Topology) -> Seeds:
     Source: numpy.random.SeedSequence, one spawn key for each stream, so that they are independent for any seed.
     """
     seeds = Seeds(seed, world)
-    random.seed(integer(seeds.own()))
-    np.random.seed(seeds.own().generate_state(8))
-    _current[:] = [seeds]
+    seed_python(seeds.own())
+    CURRENT.seeds = seeds
     _seed_torch(integer(seeds.shared()))
     return seeds
 
@@ -48,16 +44,15 @@ def _seed_torch(seed: int) -> None:
 
 def move_to_own_stream() -> None:
     """From now on PyTorch draws this rank's own numbers; nothing happens without ``seed_everything``."""
-    if _current and _expected[0] != integer(_current[0].own()):
-        _seed_torch(integer(_current[0].own()))
+    if CURRENT.seeds is not None and _expected[0] != integer(CURRENT.seeds.own()):
+        _seed_torch(integer(CURRENT.seeds.own()))
 
 
 def branch(step: int) -> None:
     """Draw other numbers than the training drew that was saved at ``step`` on another number of ranks."""
-    if _current:
-        own = _current[0].own(_RESUMED, step)
-        random.seed(integer(own))
-        np.random.seed(own.generate_state(8))
+    if CURRENT.seeds is not None:
+        own = CURRENT.seeds.own(_RESUMED, step)
+        seed_python(own)
         _seed_torch(integer(own))
 
 
@@ -66,27 +61,21 @@ def accept() -> None:
     _expected[:] = [torch.initial_seed()]
 
 
-def seed() -> int | None:
-    """What ``seed_everything`` was given, None without it."""
-    return _current[0].seed if _current else None
-
-
 def workers_generator(epoch: int) -> torch.Generator | None:
     """What seeds the DataLoader workers of an epoch; None without ``seed_everything``."""
-    if not _current:
+    if CURRENT.seeds is None:
         return None
-    return torch.Generator().manual_seed(integer(_current[0].own(_LOADER, epoch), bits=63))
+    return torch.Generator().manual_seed(integer(CURRENT.seeds.own(_LOADER, epoch), bits=63))
 
 
 def facts() -> dict[str, float]:
     """What the ranks must have in common."""
-    if not _current:
-        return {}
-    return {"seed_everything's seed": float(_current[0].seed), "torch seeded anew": float(_seeded_anew())}
+    common = CURRENT.facts()
+    return {**common, "torch seeded anew": float(_seeded_anew())} if common else {}
 
 
 def _seeded_anew() -> bool:
-    return bool(_current) and torch.initial_seed() != _expected[0]
+    return CURRENT.seeds is not None and torch.initial_seed() != _expected[0]
 
 
 def require_own_stream() -> None:

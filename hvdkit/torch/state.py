@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement, metrics
-from hvdkit.steps.root import on_root as on_root_of
-from hvdkit.steps.topology import Topology
+from hvdkit.steps import agreement
+from hvdkit.steps.collectives import OverHorovod
 from hvdkit.torch import seeds
+
+RANKS = OverHorovod(hvd, torch.from_numpy)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -37,20 +37,12 @@ def layout(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def require_same_layout(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise an AgreementError on every rank when names, types or shapes differ between ranks; a collective."""
-    rows = [layout(name, tensor) for name, tensor in tensors.items()]
-    difference = agreement.first_difference(gather_tables(agreement.digest_table({row: () for row in rows})))
-    if difference is not None:
-        raise agreement.layout_error(difference, rows, hvd.rank())
-
-
 def broadcast(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
     """The inside of ``hvdkit.torch.broadcast_state``."""
     if not 0 <= root < hvd.size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
     tensors = model_tensors(model)
-    require_same_layout(tensors)
+    agreement.require_same_rows(RANKS, [layout(name, tensor) for name, tensor in tensors.items()])
     broadcast_tensors(tensors.values(), root)
     if optimizer is not None:
         broadcast_optimizer(optimizer, root)
@@ -117,23 +109,6 @@ def _rebuild(value: Any, convert: Callable[[Any], Any]) -> Any:
     return value
 
 
-def gather_tables(table: agreement.Digests) -> list[agreement.Digests]:
-    """Every rank's digest table, in rank order; tables may differ in length."""
-    lengths = hvd.allgather(torch.tensor([len(table)], dtype=torch.int64), name="hvdkit.digest_lengths").tolist()
-    rows = hvd.allgather(torch.from_numpy(table), name="hvdkit.digests").numpy()
-    return [part for part in np.split(rows, np.cumsum(lengths)[:-1])]
-
-
-def average(values: Mapping[str, Any], world: Topology) -> dict[str, float]:
-    """The inside of ``hvdkit.torch.average_metrics``."""
-    pairs = metrics.sums_and_counts(values)
-    metrics.require_same_names(gather_tables(metrics.names_table(pairs)), pairs)
-    if not pairs:
-        return {}
-    totals = hvd.allreduce(torch.tensor(list(pairs.values()), dtype=torch.float64), op=hvd.Sum, name="hvdkit.metrics")
-    return metrics.means(pairs, totals.tolist(), world.size)
-
-
 class HostCopies:
     """Copies of state dicts in the host's memory, which is used again by the next copy of the same name."""
 
@@ -155,12 +130,3 @@ class HostCopies:
         if isinstance(value, (list, tuple)):
             return type(value)(self.of(f"{name}.{index}", item) for index, item in enumerate(value))
         return value
-
-
-def on_root(action: Callable[[], Any]) -> Any:
-    """Run ``action`` on rank 0 and give every rank its result or its error; a collective."""
-
-    def broadcast(outcome: Any) -> Any:
-        return hvd.broadcast_object(outcome, 0, name="hvdkit.on_root")
-
-    return on_root_of(hvd.rank() == 0, action, broadcast)

@@ -5,4 +5,4 @@
 cd "$(dirname "$0")/../.." || exit 1
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit
 
-hvdkit launch -n 2 -- python -m hvdkit.torch.profiler examples/pytorch/cnn.py --epochs 1
+hvdkit launch -n 2 --torch-profile profile -- python examples/pytorch/cnn.py --epochs 1

@@ -15,4 +15,4 @@ conda activate base
 cd "$PBS_O_WORKDIR" || exit 1
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit
 
-hvdkit launch -n 8 --ppn 4 --depth 8 --launcher mpiexec -- python -m hvdkit.torch.profiler examples/pytorch/cnn.py --epochs 1
+hvdkit launch -n 8 --ppn 4 --depth 8 --launcher mpiexec --torch-profile profile -- python examples/pytorch/cnn.py --epochs 1

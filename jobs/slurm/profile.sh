@@ -11,4 +11,4 @@
 cd "$SLURM_SUBMIT_DIR" || exit 1
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit
 
-hvdkit launch -n 8 --ppn 4 --depth 4 --launcher srun -- python -m hvdkit.torch.profiler examples/pytorch/cnn.py --epochs 1
+hvdkit launch -n 8 --ppn 4 --depth 4 --launcher srun --torch-profile profile -- python examples/pytorch/cnn.py --epochs 1

@@ -13,4 +13,4 @@ conda activate
 # Cobalt starts a script in the directory from which it was submitted.
 export PATH="$PWD/.venv/bin:$PATH"  # where make puts hvdkit
 
-hvdkit launch -n 8 --ppn 4 --depth 16 --launcher aprun -- python -m hvdkit.torch.profiler examples/pytorch/cnn.py --epochs 1
+hvdkit launch -n 8 --ppn 4 --depth 16 --launcher aprun --torch-profile profile -- python examples/pytorch/cnn.py --epochs 1

@@ -123,3 +123,22 @@ def test_every_module_has_a_docstring():
 
 def test_tests_and_examples_hold_no_packages():
     assert [path for folder in ("tests", "examples") for path in (ROOT / folder).rglob("__init__.py")] == []
+
+
+MOST_POSITIONAL = 7
+LONG_STILL = {"histogram", "_vertical_axis"}
+"""Of the timeline report's figures."""
+
+
+def test_what_takes_many_arguments_takes_them_by_name():
+    """Eight values in a row say nothing of what they are, and two of them are soon exchanged."""
+    long, seen = set(), 0
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+                seen += 1
+                if len(set(names) - {"self", "cls"}) > MOST_POSITIONAL:
+                    long.add(node.name)
+    assert seen > 1000
+    assert long <= LONG_STILL

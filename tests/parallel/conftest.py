@@ -1,39 +1,17 @@
 """Starts real ranks for the tests of this directory."""
 
+import inspect
 import json
-import os
-import shutil
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
-
-
-def rank_environment() -> dict[str, str]:
-    """The environment of a rank: this one without an outer job's variables, one compute thread."""
-    outer = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment.update(OMP_NUM_THREADS="1", TF_CPP_MIN_LOG_LEVEL="2", PYTHONPATH=str(HERE.parent.parent))
-    environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
-    if os.geteuid() == 0:
-        environment.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    return environment
-
-
-def launcher_argv(n: int, controller: str) -> list[str]:
-    """How this directory starts n ranks: by plain mpirun or horovodrun, not by the launcher that it also tests."""
-    if controller == "gloo":
-        return [str(BIN / "horovodrun"), "--gloo", "--network-interface", "lo", "-np", str(n)]
-    mpirun = shutil.which("mpirun", path=rank_environment()["PATH"])
-    assert mpirun is not None, "no mpirun beside this Python or on PATH"
-    yielding = ["--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
-    return [mpirun, "-n", str(n), "--map-by", ":OVERSUBSCRIBE", *yielding]
+import ranks as real
+from ranks import GIVEN, HERE, launcher_argv, rank_environment
 
 
 @pytest.fixture
@@ -46,18 +24,29 @@ def ranks_command() -> Callable[[int, str], tuple[list[str], dict[str, str]]]:
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """Run ``function`` of a program file beside the tests on n ranks; returns each rank's JSON result, by rank.
 
-    With ``fails=True`` the job must fail, and what it wrote to stderr is returned.
+    With ``fails=True`` the job must fail, and what it wrote to stderr is returned. ``warm`` names the framework that
+    the ranks have imported before they begin (``ranks.FRAMEWORKS``).
     """
 
     def run(
-        program: str, function: str, n: int, *, controller: str = "mpi", fails: bool = False, **arguments: Any
+        program: str,
+        function: str,
+        n: int,
+        *,
+        controller: str = "mpi",
+        fails: bool = False,
+        warm: str = "",
+        **arguments: Any,
     ) -> list[Any]:
         out = tmp_path / f"{function}-{n}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
-        command = [sys.executable, HERE / "rank_main.py", HERE / program, function, out, json.dumps(arguments)]
+        words = [str(HERE / program), function, str(out), json.dumps(arguments)]
+        source = real.warm(warm) if warm else None
+        python = source.stub("rank_main") if source else [sys.executable, str(HERE / "rank_main.py")]
+        environment = source.environment if source else rank_environment()
         start = launcher_argv(n, controller) if n > 1 else []
         done = subprocess.run(
-            [*start, *map(str, command)], env=rank_environment(), capture_output=True, text=True, timeout=240, cwd=out
+            [*start, *python, *words], env=environment, capture_output=True, text=True, timeout=240, cwd=out
         )
         if fails:
             assert done.returncode != 0, done.stdout[-4000:]
@@ -66,3 +55,89 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
         return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(n)]
 
     return run
+
+
+@pytest.fixture
+def run_job(tmp_path: Path) -> Callable[..., Any]:
+    """Run a function of a test's file on ranks that begin and end with it; returns what each rank returned, by rank.
+
+    The function gets what ``on_ranks`` gives a test, where its parameters have these names. With ``fails=True`` the job
+    must fail, and how it did is returned.
+    """
+
+    def run(
+        framework: str, function: Callable[..., Any], n: int = 2, mpi: bool = False, fails: bool = False, **given: Any
+    ) -> Any:
+        lacking = real.missing(framework)
+        if lacking:
+            pytest.skip(f"needs {', '.join(lacking)} (`make test` installs all)")
+        started = real.ranks_of(real.Kind(framework, n, "mpi" if mpi else "gloo", True))
+        try:
+            found = started.run(inspect.getfile(function), function.__name__, given, tmp_path)
+        except real.FailedOnRanks as failed:
+            if fails:
+                return str(failed)
+            raise
+        finally:
+            started.end()
+        assert not fails, "the job did not fail"
+        return [pickle.loads(one) for one in found]  # noqa: S301
+
+    return run
+
+
+@pytest.fixture
+def fork_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """``run_ranks`` of a program file, on ranks that are forked with the framework imported, and meet over Gloo."""
+
+    def run(framework: str, program: str, function: str, n: int, **arguments: Any) -> list[Any]:
+        started = real.ranks_of(real.Kind(framework, n, "gloo", True))
+        try:
+            found = started.run(str(HERE / program), function, arguments, tmp_path)
+        finally:
+            started.end()
+        return [json.loads(json.dumps(pickle.loads(one))) for one in found]  # noqa: S301
+
+    return run
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[real.Ranks]:
+    """The ranks of a test with ``on_ranks``."""
+    lacking = real.missing(request.param.framework)
+    if lacking:
+        pytest.skip(f"needs {', '.join(lacking)} (`make test` installs all)")
+    yield real.ranks_of(request.param)
+    if request.param.fresh and request.param in real._alive:
+        real._alive[request.param].end()
+
+
+def given_by_ranks(name: str) -> Any:
+    return pytest.fixture(name=name)(lambda: None)
+
+
+hk, on, world, everyone, alone = map(given_by_ranks, GIVEN)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """The body of a test with ``on_ranks`` runs on the ranks, not here."""
+    started = pyfuncitem.funcargs.get("ranks")
+    if not isinstance(started, real.Ranks):
+        return None
+    real.run_test(started, pyfuncitem, pyfuncitem.funcargs["tmp_path"])
+    return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on ranks of one kind follow each other; those on ranks of their own, and without, come after them."""
+
+    def order(item: pytest.Item) -> tuple[Any, ...]:
+        kind = getattr(item, "callspec", None) and item.callspec.params.get("ranks")
+        return (0, kind.framework, kind.fresh, kind) if isinstance(kind, real.Kind) else (1,)
+
+    items.sort(key=order)
+
+
+def pytest_sessionfinish() -> None:
+    real.end_all()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from programs_checks import signs
 
 import hvdkit
 import hvdkit.arrays as hk
@@ -232,6 +233,7 @@ def errors() -> dict[str, str]:
         "metrics": _error(lambda: hk.average_metrics({f"loss{odd}": 1.0}, world)),
         "metric": _error(lambda: hk.average_metrics({"loss": "much" if odd else 1.0}, world)),
         "agreement": _error(lambda: hk.check_agreement({"a": np.arange(3.0) + 0.5 * odd}, world)),
+        "signs": [_error(lambda one=one: hk.check_agreement(one, world)) for one in signs(odd).values()],
         "same path": _error(lambda: hk.check_agreement({"a.b": np.zeros(1) + odd, "a": {"b": np.zeros(1)}}, world)),
         "large": _error(lambda: hk.check_agreement({"a": 2**60 + odd}, world)),
         "no communicator": _error(lambda: hk.distribute(np.zeros(3), comm=3)),

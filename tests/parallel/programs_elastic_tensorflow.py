@@ -1,4 +1,4 @@
-"""An elastic training, started by test_elastic_tensorflow.py: python FILE OUT_DIR KILLED_AT."""
+"""An elastic training, started by test_elastic.py: python FILE OUT_DIR KILLED_AT."""
 
 import json
 import os

@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from programs_checks import signs
 
 import hvdkit
 import hvdkit.tensorflow as hk
@@ -136,6 +137,9 @@ def disagreements(world: hvdkit.Topology) -> dict[str, str]:
     values = [0.0, -0.0] if world.is_root else [0.0, 0.0]
     zero = tf.Variable(values, dtype=tf.bfloat16, name="zero")
     found["sign of zero"] = message(lambda: hk.check_agreement([zero], None, world))
+    for kind, values in signs(world.rank).items():
+        flipped = tf.Variable(values, name="signs")
+        found[kind] = message(lambda flipped=flipped: hk.check_agreement([flipped], None, world))
     return found
 
 
@@ -308,6 +312,9 @@ def digests() -> list[str]:
                 changed[value.size // 2 :][:1].view(np.uint8)[0] ^= 1 if name == "bool" else 64
                 variables.append(tf.Variable(changed.reshape(shape)))
             found = agreement.digests(variables).tolist()
+            on_device = agreement.digests_on_device([tf.convert_to_tensor(one) for one in variables])
+            if on_device.numpy().tolist() != found:
+                failed.append(f"{name} {shape} on a device")
             if found[0] != found[1] or len(set(found)) != 1 + bool(value.size):
                 failed.append(f"{name} {shape}")
     parts = [tf.Variable(np.arange(6) + offset) for offset in range(3)]

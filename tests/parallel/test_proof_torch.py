@@ -41,6 +41,7 @@ def test_everything_that_can_differ_is_named(run_ranks):
         assert f"seed_everything's seed {between} 1; call seed_everything" in rank["seed"]
         assert f"torch seeded anew {between} 1" in rank["seeded anew"]
         assert "seeded with 5 after seed_everything" in rank["all seeded anew"]
+        assert all(f"signs {between} 2;" in rank[kind] for kind in ("float64", "float32"))
 
 
 def test_batch_norm_statistics(run_ranks):

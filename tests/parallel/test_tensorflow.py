@@ -4,7 +4,6 @@ import importlib.util
 import re
 from typing import Any
 
-import forked
 import pytest
 
 MISSING = [name for name in ("tensorflow", "horovod") if importlib.util.find_spec(name) is None]
@@ -29,19 +28,16 @@ _answers: dict[Any, list[Any]] = {}
 
 
 @pytest.fixture
-def fork_ranks(tmp_path):
-    return forked.starter(forked.TENSORFLOW, tmp_path)
-
-
-@pytest.fixture
 def once(run_ranks, fork_ranks):
     """Starts the same ranks once for all tests of this file."""
 
     def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
         key = (function, n, controller, *arguments.items())
         if key not in _answers:
-            start = run_ranks if controller == "mpi" else fork_ranks
-            _answers[key] = start(PROGRAM, function, n, **arguments)
+            if controller == "mpi":
+                _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", **arguments)
+            else:
+                _answers[key] = fork_ranks("tensorflow", PROGRAM, function, n, **arguments)
         return _answers[key]
 
     return run
@@ -252,9 +248,14 @@ def test_mistakes_are_single_errors(alone, mistake, answer):
 
 
 def test_the_examples_learn_the_digits_on_one_process_and_on_two(fork_ranks):
-    (single,) = fork_ranks(PROGRAM, "example", 1, script="single.py", flags=[])
+    (single,) = fork_ranks("tensorflow", PROGRAM, "example", 1, script="single.py", flags=[])
     root, other = fork_ranks(
-        PROGRAM, "example", 2, script="cnn.py", flags=["--fp16-allreduce", "--checkpoint_dir", "checkpoints"]
+        "tensorflow",
+        PROGRAM,
+        "example",
+        2,
+        script="cnn.py",
+        flags=["--fp16-allreduce", "--checkpoint_dir", "checkpoints"],
     )
     assert single["status"] == root["status"] == other["status"] == 0
     assert other["lines"] == []

@@ -1,136 +1,365 @@
-"""hvdkit.torch on real ranks."""
+"""hvdkit.torch on real ranks. Frameworks are imported within, where the ranks are."""
 
-import importlib.util
+import os
+from typing import Any
 
 import pytest
+from ranks import missing, on_ranks
 
-MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.parallel,
-    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
-]
+import hvdkit
 
-PROGRAM = "programs_torch.py"
+SAMPLES, FEATURES = 53, 6  # 53 is no multiple of any n * batch
+
+
+def make_data() -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, (x.sum(dim=1) > 0).long() + (x[:, 0] > 1).long())
+
+
+def make_model(seed: int = 0) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def weights(model: Any) -> list[float]:
+    import torch
+
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
+
+
+def sgd(model: Any, rate: float = 0.1) -> Any:
+    import torch
+
+    return torch.optim.SGD(model.parameters(), lr=rate)
+
+
+def topology() -> dict[str, Any]:
+    import hvdkit.torch as hk
+
+    world = hk.init()
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "launcher")
+    return {name: getattr(world, name) for name in names}
 
 
 @pytest.mark.parametrize(("controller", "launcher"), [("mpi", "Open MPI"), ("gloo", "horovodrun")])
+@pytest.mark.parallel
+@pytest.mark.skipif(bool(missing("torch")), reason="needs torch and horovod (`make test` installs all)")
 def test_topology_under_each_launcher(run_ranks, controller, launcher):
     one_host = {"size": 3, "local_size": 3, "cross_rank": 0, "cross_size": 1, "launcher": launcher}
-    for rank, world in enumerate(run_ranks(PROGRAM, "topology", 3, controller=controller)):
+    for rank, world in enumerate(run_ranks(__file__, "topology", 3, controller=controller, warm="torch")):
         assert world == {"rank": rank, "local_rank": rank, **one_host}
 
 
-def test_topology_without_a_launcher(run_ranks):
-    (world,) = run_ranks(PROGRAM, "topology", 1)
-    assert (world["rank"], world["size"], world["launcher"]) == (0, 1, "none")
+@on_ranks("torch", n=1)
+def test_topology_without_a_launcher(world):
+    assert (world.rank, world.size, world.launcher) == (0, 1, "none")
 
 
-def test_a_launcher_that_horovod_does_not_see_is_refused(run_ranks):
-    variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
-    (refused,) = run_ranks(PROGRAM, "mismatched", 1, variables=variables)
-    assert refused["error"] == "TopologyMismatchError"
+@on_ranks("torch", n=1, fresh=True)
+def test_a_launcher_that_horovod_does_not_see_is_refused(hk):
+    os.environ.update({"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"})
+    with pytest.raises(hvdkit.TopologyMismatchError) as refused:
+        hk.init()
     for part in ("srun started rank 2 of 4", "rank 0 of 1", "Open MPI", "hvdkit launch"):
-        assert part in refused["message"]
+        assert part in str(refused.value)
 
 
-def test_broadcast_copies_everything_bit_for_bit(run_ranks):
-    ranks = run_ranks(PROGRAM, "broadcast_after_root_stepped", 3)
-    assert ranks[1] == ranks[0] and ranks[2] == ranks[0]
-    assert ranks[0]["step"] == 1.0
-    assert ranks[2]["odd"] == [0.0, 1.0, 2.0]
-    assert ranks[2]["lr"] == 0.01
+@on_ranks("torch", n=3)
+def test_broadcast_copies_everything_bit_for_bit(hk, world, everyone):
+    """The root has an optimizer with slots, the others have none; Adam counts its steps in a 0-dimensional tensor."""
+    import torch
+
+    model = make_model(seed=world.rank)
+    model.register_buffer("odd", torch.arange(3, dtype=torch.bfloat16) + world.rank)
+    model.register_buffer("transposed", (torch.arange(6.0).reshape(2, 3) * (world.rank + 1)).T)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (world.rank + 1))
+    if world.is_root:
+        model(torch.ones(2, FEATURES, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    optimizer = hk.distribute(optimizer, model)
+    hk.broadcast_state(model, optimizer)
+    hk.check_agreement(model, optimizer, world)
+    slots = next(iter(optimizer.state.values()))
+    found = {
+        "weights": weights(model),
+        "odd": model.odd.float().tolist(),
+        "transposed": model.transposed.tolist(),
+        "lr": optimizer.param_groups[0]["lr"],
+        "step": float(slots["step"]),
+        "exp_avg": slots["exp_avg"].reshape(-1).tolist(),
+    }
+    assert everyone(found) == [found] * 3
+    assert found["step"] == 1.0 and found["odd"] == [0.0, 1.0, 2.0] and found["lr"] == 0.01
 
 
-def test_broadcast_takes_no_step_of_its_own(run_ranks):
-    for rank in run_ranks(PROGRAM, "broadcast_leaves_fresh_optimizer_alone", 2):
-        assert rank == {"unchanged": True, "slots": 0}
+@on_ranks("torch", n=2)
+def test_broadcast_takes_no_step_of_its_own(hk, world):
+    """Horovod's own broadcast_optimizer_state steps with zero gradients, which decays the weights."""
+    import torch
+
+    model = make_model()
+    before = weights(model)
+    optimizer = hk.distribute(torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model)
+    hk.broadcast_state(model, optimizer)
+    assert weights(model) == before and len(optimizer.state) == 0
 
 
-def test_broadcast_of_different_models_is_one_error_on_every_rank(run_ranks):
-    for number, rank in enumerate(run_ranks(PROGRAM, "broadcast_different_models", 2)):
-        assert f"rank {number} has weight float32 ({3 + number}, 3)" in rank["message"]
+@on_ranks("torch", n=2)
+def test_broadcast_of_different_models_is_one_error_on_every_rank(hk, world):
+    from torch import nn
+
+    with pytest.raises(hvdkit.AgreementError) as refused:
+        hk.broadcast_state(nn.Linear(3, 3 + world.rank))
+    assert f"rank {world.rank} has weight float32 ({3 + world.rank}, 3)" in str(refused.value)
 
 
-def test_metrics_are_means_over_ranks_and_over_counts(run_ranks):
-    for rank in run_ranks(PROGRAM, "metrics", 3):
-        assert rank["means"] == pytest.approx({"loss": 1.0, "accuracy": 30 / 60})
-        assert "different metrics" in rank["message"]
+@on_ranks("torch", n=3)
+def test_metrics_are_means_over_ranks_and_over_counts(hk, world):
+    means = hk.average_metrics({"loss": float(world.rank), "accuracy": (world.rank * 10, 10 + 10 * world.rank)}, world)
+    assert means == pytest.approx({"loss": 1.0, "accuracy": 30 / 60})
+    with pytest.raises(hvdkit.AgreementError, match="different metrics"):
+        hk.average_metrics({f"loss{world.rank}": 1.0}, world)
 
 
-def test_checkpoints_restore_every_rank(run_ranks, tmp_path):
-    for rank in run_ranks(PROGRAM, "checkpoints", 2, directory=str(tmp_path / "run")):
-        assert rank["nothing"] and rank["back"] and rank["same_again"]
-        assert rank["writer"] == ["manifest.json", "model.pt", "optimizer.pt", "random.npy"]
-        assert rank["metadata"]["epoch"] == 1 and rank["metadata"]["size"] == 2
-        assert "does not fit this Linear" in rank["other"]
+@on_ranks("torch", n=2)
+def test_checkpoints_restore_every_rank(hk, world, everyone, tmp_path):
+    """Save, train on, restore: every rank is back where it was."""
+    import torch
+
+    model = make_model()
+    optimizer = hk.distribute(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    hk.broadcast_state(model, optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, FEATURES), float(world.rank + 1), dtype=torch.float64)).pow(2).sum().backward()
+        optimizer.step()
+
+    store = hk.Checkpoints(tmp_path / "run", keep=2)
+    assert store.restore(model, optimizer) is None
+    step()
+    saved = store.save(model, optimizer, step=1, epoch=1)
+    kept = weights(model)
+    step()
+    after_two = weights(model)
+    restored = store.restore(model, optimizer)
+    assert weights(model) == kept != after_two
+    step()
+    assert weights(model) == after_two
+    assert restored.metadata["epoch"] == 1 and restored.metadata["size"] == 2
+    assert sorted(file.name for file in saved.path.iterdir()) == [
+        "manifest.json",
+        "model.pt",
+        "optimizer.pt",
+        "random.npy",
+    ]
+    with pytest.raises(hvdkit.CheckpointError, match="does not fit this Linear"):
+        store.restore(torch.nn.Linear(2, 2))
+    everyone("done")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-0000000001"]
 
 
-def test_a_checkpoint_that_cannot_be_written_fails_on_every_rank(run_ranks, tmp_path):
+@on_ranks("torch", n=2)
+def test_a_checkpoint_that_cannot_be_written_fails_on_every_rank(hk, world, everyone, tmp_path):
     blocked = tmp_path / "file" / "run"
     (tmp_path / "file").write_text("not a directory")
-    for rank in run_ranks(PROGRAM, "unwritable_checkpoint", 2, directory=str(blocked)):
-        assert rank["error"] == "CheckpointError"
-        assert "step 1" in rank["message"] and str(blocked) in rank["message"]
+    everyone("written")
+    with pytest.raises(hvdkit.CheckpointError) as refused:
+        hk.Checkpoints(blocked).save(make_model(), step=1)
+    assert "step 1" in str(refused.value) and str(blocked) in str(refused.value)
 
 
-def test_gradient_options_reach_horovod(run_ranks):
-    expected = [
+def update(hk: Any, world: Any, **options: Any) -> list[float]:
+    """The gradient that the optimizer applies after rank-dependent backward passes."""
+    import torch
+
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hk.distribute(sgd(model, 1.0), model, **options)
+    for number in range(options.get("backward_passes_per_step", 1)):
+        model(torch.tensor([[1.0 + world.rank, 10.0 * (number + 1)]])).sum().backward()
+    optimizer.step()
+    return (-model.weight.detach()).reshape(-1).tolist()
+
+
+@on_ranks("torch", n=2)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
         ({}, [1.5, 10.0]),
         ({"op": "sum"}, [3.0, 20.0]),
         ({"compression": "fp16"}, [1.5, 10.0]),
         ({"gradient_predivide_factor": 2.0}, [1.5, 10.0]),
         ({"groups": 1}, [1.5, 10.0]),
         ({"backward_passes_per_step": 2}, [3.0, 30.0]),
-    ]
-    ranks = run_ranks(PROGRAM, "gradients", 2, variants=[*(options for options, _ in expected), {"op": "adasum"}])
-    for updates in ranks:
-        for update, (options, value) in zip(updates, expected, strict=False):
-            assert update == pytest.approx(value), options
-    # Adasum lies between the mean and the sum of nearly parallel gradients, the same on both ranks.
-    assert ranks[0][-1] == ranks[1][-1]
-    assert 10.0 <= ranks[0][-1][1] < 20.0
+    ],
+)
+def test_gradient_options_reach_horovod(hk, world, options, expected):
+    assert update(hk, world, **options) == pytest.approx(expected)
 
 
-def test_process_set_averages_within_the_set(run_ranks):
-    updates = [rank["update"] for rank in run_ranks(PROGRAM, "process_set_gradients", 3)]
-    assert updates == pytest.approx([3.0, 3.0, 6.0])
+@on_ranks("torch", n=2, mpi=True)
+def test_adasum_lies_between_mean_and_sum_of_nearly_parallel_gradients(hk, world, everyone):
+    found = update(hk, world, op="adasum")
+    assert everyone(found) == [found] * 2
+    assert 10.0 <= found[1] < 20.0
 
 
-def test_mistakes_are_single_errors(run_ranks):
-    (found,) = run_ranks(PROGRAM, "mistakes", 1)
-    assert "distributed already" in found["twice"]
-    assert "4 parameters, 0 of them in the model" in found["other model"]
-    assert "not built yet" in found["unbuilt"]
-    assert "root must be a rank" in found["root"]
+@on_ranks("torch", n=3, fresh=True)
+def test_process_set_averages_within_the_set(hk, everyone):
+    """Ranks 0 and 1 average among themselves; rank 2 is alone."""
+    import horovod.torch as hvd
+    import torch
+
+    pair = hvd.ProcessSet([0, 1])
+    hvd.init(process_sets=[pair])
+    world = hk.init()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hk.distribute(sgd(model, 1.0), model, process_set=pair)
+    model(torch.tensor([[2.0 + 2.0 * world.rank]])).sum().backward()
+    optimizer.step()
+    # Rank 2 has nothing to wait for, and its end would end the others' process set.
+    assert everyone(-model.weight.item()) == pytest.approx([3.0, 3.0, 6.0])
 
 
-def test_fit_trains_all_ranks_alike(run_ranks):
-    first, second = run_ranks(PROGRAM, "fit", 2, batch_size=4, base_lr=0.1, warmup_epochs=1)
-    assert first == second
-    losses = [epoch["loss"] for epoch in first["history"]]
+@on_ranks("torch", n=1)
+def test_mistakes_are_single_errors(hk, world):
+    from torch import nn
+
+    model = make_model()
+    once = hk.distribute(sgd(model), model)
+    for attempt, part in (
+        (lambda: hk.distribute(once, model), "distributed already"),
+        (lambda: hk.distribute(sgd(model), make_model()), "4 parameters, 0 of them in the model"),
+        (lambda: hk.broadcast_state(nn.LazyLinear(3)), "not built yet"),
+        (lambda: hk.broadcast_state(model, root=9), "root must be a rank"),
+    ):
+        with pytest.raises(hvdkit.InvalidArgumentError, match=part):
+            attempt()
+
+
+def fit(hk: Any, batch_size: int, base_lr: float, epochs: int = 4, **options: Any) -> dict[str, Any]:
+    import torch
+
+    model = make_model()
+    settings = {"epochs": epochs, "batch_size": batch_size, "base_lr": base_lr, **options}
+    history = hk.fit(model, torch.optim.SGD, torch.nn.CrossEntropyLoss(), make_data(), **settings)
+    return {"history": history, "weights": weights(model)}
+
+
+@on_ranks("torch", n=2)
+def test_fit_trains_all_ranks_alike(hk, world, everyone):
+    found = fit(hk, batch_size=4, base_lr=0.1, warmup_epochs=1)
+    assert everyone(found) == [found] * 2
+    losses = [epoch["loss"] for epoch in found["history"]]
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
-def test_fit_goes_on_where_it_was_interrupted(run_ranks, tmp_path):
-    settings = {"batch_size": 4, "base_lr": 0.1, "warmup_epochs": 3, "checkpoint_dir": str(tmp_path / "run")}
-    whole, _ = run_ranks(PROGRAM, "fit", 2, **{**settings, "checkpoint_dir": str(tmp_path / "whole")})
-    run_ranks(PROGRAM, "fit", 2, epochs=2, **settings)
-    for rank in run_ranks(PROGRAM, "fit", 2, **settings):
-        assert rank == {"history": whole["history"][2:], "weights": whole["weights"]}
+@on_ranks("torch", n=2)
+def test_fit_goes_on_where_it_was_interrupted(hk, world, tmp_path):
+    settings = {"batch_size": 4, "base_lr": 0.1, "warmup_epochs": 3}
+    whole = fit(hk, checkpoint_dir=tmp_path / "whole", **settings)
+    fit(hk, epochs=2, checkpoint_dir=tmp_path / "run", **settings)
+    rest = fit(hk, checkpoint_dir=tmp_path / "run", **settings)
+    assert rest == {"history": whole["history"][2:], "weights": whole["weights"]}
 
 
-def test_fit_on_every_sample_is_that_of_one_process(run_ranks):
-    (alone,) = run_ranks(PROGRAM, "fit", 1, batch_size=8, base_lr=0.2, remainder="exact")
-    for rank in run_ranks(PROGRAM, "fit", 2, batch_size=4, base_lr=0.1, remainder="exact"):
-        assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-10, abs=1e-12)
+@on_ranks("torch", n=2)
+def test_fit_on_every_sample_is_that_of_one_process(hk, world, alone):
+    expected = alone(fit, batch_size=8, base_lr=0.2, remainder="exact")
+    found = fit(hk, batch_size=4, base_lr=0.1, remainder="exact")
+    assert found["weights"] == pytest.approx(expected["weights"], rel=1e-10, abs=1e-12)
 
 
-def test_gradients_in_buckets_at_the_edges(run_ranks):
-    for rank in run_ranks(PROGRAM, "buckets", 2):
-        assert rank["missing on a rank"] == [3.0, 3.0, 2.0, 2.0, 0.0, 0.0]
-        assert rank["zeroed in place"] == [3.0, 3.0, 3.0, 3.0, 0.0, 0.0]
-        assert rank["state loaded in mid-step"] == [1.5, 1.5, 1.5, 1.5, 0.0, 0.0]
-        assert sum(part**2 for part in rank["clipped"]) == pytest.approx(4.0)
-        for name in ("sparse", "adasum", "groups", "size"):
-            assert "bucket" in rank[name]
+class Bucketed:
+    """Three layers, the last frozen, whose gradients travel in buckets."""
+
+    def __init__(self, hk: Any, world: Any) -> None:
+        import torch
+        from torch import nn
+
+        self.layers = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
+        for layer in self.layers:
+            nn.init.zeros_(layer.weight)
+        self.layers[2].weight.requires_grad_(False)
+        self.optimizer = hk.distribute(sgd(self.layers, 1.0), self.layers, bucket_mb=1)
+        self.input = torch.ones(1, 2) * (1.0 + world.rank)
+
+    def output(self, *numbers: int) -> Any:
+        return sum(self.layers[number](self.input) for number in numbers).sum()
+
+    def updates(self) -> list[float]:
+        return [-weight for layer in self.layers for weight in layer.weight.detach().reshape(-1).tolist()]
+
+
+@on_ranks("torch", n=2)
+def test_a_gradient_that_is_missing_on_a_rank_travels_in_its_bucket(hk, world):
+    net = Bucketed(hk, world)
+    for trained in ((0, 1), (0, 1) if world.is_root else (0,)):
+        net.optimizer.zero_grad()
+        net.output(*trained).backward()
+        net.optimizer.step()
+    assert net.updates() == [3.0, 3.0, 2.0, 2.0, 0.0, 0.0]
+
+
+@on_ranks("torch", n=2)
+def test_gradients_in_buckets_can_be_clipped(hk, world):
+    import torch
+
+    net = Bucketed(hk, world)
+    for _ in range(2):
+        net.optimizer.zero_grad()
+        net.output(0, 1, 2).backward()
+        for parameter in (one for one in net.layers.parameters() if one.grad is not None):
+            parameter.grad = parameter.grad.clone()  # as those do that replace gradients after backward
+        net.layers[0].weight.grad = net.layers[0].weight.grad * 2
+        net.optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(net.layers.parameters(), 1.0)
+        with net.optimizer.skip_synchronize():
+            net.optimizer.step()
+    assert sum(part**2 for part in net.updates()) == pytest.approx(4.0)
+
+
+@on_ranks("torch", n=2)
+def test_gradients_in_buckets_can_be_zeroed_in_place(hk, world):
+    from torch import nn
+
+    net = Bucketed(hk, world)
+    for _ in range(2):
+        nn.Module.zero_grad(net.layers, set_to_none=False)
+        net.output(0, 1, 2).backward()
+        net.optimizer.step()
+    assert net.updates() == [3.0, 3.0, 3.0, 3.0, 0.0, 0.0]
+
+
+@on_ranks("torch", n=2)
+def test_state_can_be_loaded_while_buckets_are_under_way(hk, world):
+    net = Bucketed(hk, world)
+    net.output(0).backward()
+    net.optimizer.load_state_dict(net.optimizer.state_dict())
+    net.optimizer.zero_grad()
+    net.output(0, 1).backward()
+    net.optimizer.step()
+    assert net.updates() == [1.5, 1.5, 1.5, 1.5, 0.0, 0.0]
+
+
+@on_ranks("torch", n=2, mpi=True)
+def test_what_cannot_travel_in_buckets_is_refused(hk, world):
+    import torch
+
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    sparse = hk.distribute(sgd(table, 1.0), table, bucket_mb=1)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="bucket"):
+        table(torch.tensor([1])).sum().backward()
+        sparse.step()
+    for options in ({"op": "adasum"}, {"groups": 1}, {"bucket_mb": 0}):
+        model = make_model()
+        with pytest.raises(hvdkit.InvalidArgumentError, match="bucket"):
+            hk.distribute(sgd(model), model, **{"bucket_mb": 1, **options})

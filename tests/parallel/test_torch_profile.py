@@ -1,8 +1,9 @@
-"""PyTorch's profiler on every rank, in a script and around one as it is."""
+"""PyTorch's profiler on every rank: ``hvdkit launch --torch-profile`` around scripts as they are."""
 
 import gzip
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ pytestmark = [
     pytest.mark.parallel,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
-SCRIPT = """
+HOROVOD = """
 import sys
 import torch
 import hvdkit.torch as hk
@@ -27,60 +28,100 @@ for step in range(int(sys.argv[1])):
     optimizer.step()
 print("arguments", sys.argv[1:], __name__)
 """
+DDP = """
+import os, sys
+for name in ("horovod", "hvdkit"):
+    sys.modules[name] = None  # cannot be imported
+import torch
+import torch.distributed as dist
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return int(sys.argv[1])
+    def __getitem__(self, index):
+        return torch.ones(8)
+
+if __name__ == "__main__":
+    rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meeting", rank=rank, world_size=size)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in torch.utils.data.DataLoader(Samples(), num_workers=1, multiprocessing_context="spawn"):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
 
 
-def profiled(ranks_command, tmp_path, n, *words):
-    script = tmp_path / "train it.py"
-    script.write_text(SCRIPT)
-    start, environment = ranks_command(n, "mpi")
-    command = [
-        *start,
-        sys.executable,
-        "-m",
-        "hvdkit.torch.profiler",
-        "--directory",
-        str(tmp_path / "profile"),
-        *words[:-1],
-    ]
-    return subprocess.run(
-        [*command, str(script), words[-1]], env=environment, capture_output=True, text=True, timeout=240
-    )
+def launched(tmp_path, n, script, *options, launcher="mpirun", command=(), steps="9"):
+    """The end of a job that profiles ``script``, which is started with ``steps`` as its argument."""
+    (tmp_path / "train it.py").write_text(script)
+    ours = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    start = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", str(n), "--launcher", launcher, *options]
+    words = [*start, "--torch-profile", "profile", "--", *command, "train it.py", steps]
+    return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def test_every_rank_leaves_the_steps_that_were_asked_for(ranks_command, tmp_path):
-    done = profiled(ranks_command, tmp_path, 2, "--wait", "3", "--warmup", "1", "--active", "2", "9")
+def names_in(file):
+    with gzip.open(file) as opened:
+        return [event.get("name", "") for event in json.load(opened)["traceEvents"]]
+
+
+def files_of(size):
+    ranks = [f"{rank}-of-{size}" for rank in range(size)]
+    return sorted([f"trace-{rank}.json.gz" for rank in ranks] + [f"operators-{rank}.txt" for rank in ranks])
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_every_rank_leaves_the_steps_that_were_asked_for(tmp_path, launcher):
+    done = launched(tmp_path, 2, HOROVOD, "--torch-profile-steps", "3,1,2", launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("arguments ['9'] __main__\n") == 2
-    found = sorted(path.name for path in (tmp_path / "profile").iterdir())
-    ranks = [f"{rank}-of-2" for rank in range(2)]
-    assert found == sorted([f"trace-{rank}.json.gz" for rank in ranks] + [f"operators-{rank}.txt" for rank in ranks])
-    for rank in ranks:
-        with gzip.open(tmp_path / "profile" / f"trace-{rank}.json.gz") as file:
-            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-        assert sorted({name for name in names if name.startswith("ProfilerStep#")}) == [
-            "ProfilerStep#4",
-            "ProfilerStep#5",
-        ]
+    assert f"PyTorch profile of 2 ranks; look at it with 'hvdkit trace summary {tmp_path / 'profile'}'." in done.stderr
+    profile = tmp_path / "profile"
+    assert sorted(path.name for path in profile.iterdir()) == files_of(2)
+    for rank in range(2):
+        names = names_in(profile / f"trace-{rank}-of-2.json.gz")
+        steps = sorted({name for name in names if name.startswith("ProfilerStep#")})
+        assert steps == ["ProfilerStep#4", "ProfilerStep#5"]
         assert sum(name == "aten::addmm" for name in names) == 2, "one forward pass in each step"
-        assert "aten::addmm" in (tmp_path / "profile" / f"operators-{rank}.txt").read_text()
+        assert sum(name == "hvdkit:allreduce_wait" for name in names) == 2
+        assert "aten::addmm" in (profile / f"operators-{rank}-of-2.txt").read_text()
 
 
-def test_a_loop_that_ends_before_is_told(ranks_command, tmp_path):
-    done = profiled(ranks_command, tmp_path, 1, "--wait", "3", "--warmup", "1", "3")
-    assert done.returncode == 0
-    assert "no profile was written: the loop ended after 3 steps, and step 5 is the first to be recorded" in done.stderr
-    assert list((tmp_path / "profile").iterdir()) == []
+def test_a_ddp_script_needs_neither_horovod_nor_hvdkit(tmp_path):
+    """Its loop ends within the steps to record, after its process group: what was recorded is written nevertheless."""
+    done = launched(tmp_path, 2, DDP, "--torch-profile-steps", "1,1,5", "--stall-timeout", "60", steps="4")
+    assert done.returncode == 0, done.stderr
+    profile = tmp_path / "profile"
+    assert sorted(path.name for path in profile.iterdir()) == files_of(2), "and none of the loader's workers"
+    for rank in range(2):
+        names = names_in(profile / f"trace-{rank}-of-2.json.gz")
+        assert sum(name == "aten::addmm" for name in names) == 2
+        assert "gloo:all_reduce" in names
+
+
+def test_ranks_that_torchrun_starts_are_profiled(tmp_path):
+    """``hvdkit launch`` starts torchrun, and that the ranks."""
+    script = DDP.replace("OMPI_COMM_WORLD_RANK", "RANK").replace("OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    done = launched(tmp_path, 1, script, "--torch-profile-steps", "0,1,2", command=torchrun, steps="5")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == files_of(2)
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("steps", "said"),
     [
-        (["--active", "0", "9"], 2, "active is a number of steps from 1 on, got 0"),
-        (["--wait", "-1", "9"], 2, "wait is a number of steps from 0 on, got -1"),
-        (["--wait", "soon", "9"], 2, "soon"),
+        ("3", "no profile was written: the loop ended after 3 steps, and step 13 is the first to be recorded"),
+        ("0", None),
     ],
 )
-def test_bad_counts_are_one_sentence(ranks_command, tmp_path, words, status, said):
-    done = profiled(ranks_command, tmp_path, 1, *words)
-    assert done.returncode == status
-    assert said in done.stderr and "Traceback" not in done.stderr
+def test_a_loop_that_ends_before_is_told(tmp_path, steps, said):
+    done = launched(tmp_path, 1, HOROVOD, steps=steps)
+    assert done.returncode == 0
+    assert "hvdkit launch: no rank wrote a profile: none took enough steps of a PyTorch optimizer" in done.stderr
+    assert said is None or said in done.stderr
+    assert list((tmp_path / "profile").iterdir()) == []

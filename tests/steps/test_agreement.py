@@ -9,12 +9,13 @@ from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.agreement import (
     EveryFewSteps,
     agree,
+    array_digests,
     digest,
     digest_table,
     first_difference,
     join_chunks,
+    masked_shift,
     salted,
-    salts,
     value_table,
 )
 from hvdkit.steps.ranks import name_ranks
@@ -34,6 +35,16 @@ def test_any_changed_bit_changes_the_digest(values, data):
 def test_dtype_and_shape_count():
     zeros = np.zeros(4, dtype=np.float32)
     assert len({digest(zeros), digest(zeros.reshape(2, 2)), digest(zeros.view(np.int32)), digest(zeros[:3])}) == 4
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_padding_does_not_count(dtype):
+    values = (np.arange(1, 5) / 3).astype(dtype)
+    padded = np.frombuffer(b"\xff" * values.nbytes, dtype=dtype).copy()
+    for position, value in enumerate(values):
+        padded[position] = value
+    assert (padded == values).all() and digest(padded) == digest(values)
+    assert digest(values * (1 + np.finfo(dtype).eps)) != digest(values)
 
 
 def test_memory_order_does_not_count():
@@ -71,21 +82,65 @@ def test_ranks_are_named_in_runs(ranks, text):
     assert name_ranks(ranks) == text
 
 
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=20), st.data())
-def test_salted_words_tell_every_change_and_every_exchange(words, data):
-    before = np.array(words, dtype=np.int64)
-    first, second = (data.draw(st.integers(0, len(words) - 1)) for _ in range(2))
-    changed, exchanged = before.copy(), before.copy()
-    changed[first] ^= np.int64(1 << data.draw(st.integers(0, 62)))
-    exchanged[[first, second]] = exchanged[[second, first]]
-    digests = [int(salted(array, salts(len(words))).sum()) for array in (before, changed, exchanged)]
-    assert digests[1] != digests[0]
-    assert (digests[2] != digests[0]) == (words[first] != words[second])
+TOP, BOTH = 1 << 63, 1 << 63 | 1 << 31  # the signs of a float64, and of two float32
+MASKS = st.sampled_from([TOP, 1 << 31, BOTH, sum(1 << bit for bit in range(15, 64, 16))])
+MASKS |= st.integers(0, 63).map(lambda bit: 1 << bit)
+WORDS = st.just(0) | MASKS | st.integers(0, 2**64 - 1)
 
 
-def test_bits_that_move_change_the_digest():
-    digests = {int(salted(np.array(bits, dtype=np.int64), salts(4)).sum()) for bits in ([1, 0, 0, 1], [0, 1, 1, 0])}
-    assert len(digests) == 2
+def flipped(words, data):
+    """The same bits of one word or more."""
+    places = data.draw(st.sets(st.integers(0, len(words) - 1), min_size=1), "places")
+    changed = words.copy()
+    changed[list(places)] ^= np.uint64(data.draw(MASKS, "bits"))
+    return words, changed
+
+
+def exchanged(words, data):
+    """Two words that differ in these bits."""
+    places = [data.draw(st.integers(0, len(words) - 1), "place") for _ in range(2)]
+    words[places[1]] = words[places[0]] ^ np.uint64(data.draw(MASKS, "bits"))
+    changed = words.copy()
+    changed[places] = words[places[::-1]]
+    return words, changed
+
+
+def rotated(words, data):
+    return words, np.roll(words, data.draw(st.integers(1, len(words) - 1), "by"))
+
+
+def all_equal(words, data):
+    words[:] = words[0]
+    return words, words ^ np.uint64(data.draw(MASKS, "bits"))
+
+
+@pytest.mark.parametrize("change", [flipped, exchanged, rotated, all_equal])
+@pytest.mark.parametrize("chunk", [64, 3], ids=["one chunk", "chunks"])
+@given(words=st.lists(WORDS, min_size=4, max_size=16), data=st.data())
+def test_no_structured_change_is_missed(words, data, change, chunk):
+    """Among the words of one tensor, and of two, between which they move."""
+    before, after = change(np.array(words, dtype=np.uint64), data)
+    split = data.draw(st.integers(0, len(words)), "first word of the second tensor")
+    digests = [array_digests(np.split(one, [split]), chunk).tolist() for one in (before, after)]
+    assert (digests[0] != digests[1]) == (before != after).any()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "complex128"])
+def test_changed_signs_change_the_digest(dtype):
+    """Of all elements, of every second and of every fourth one."""
+    arrays = [np.ones(8, dtype=dtype) for _ in range(8)]
+    for array, (first, step) in zip(arrays, [(0, 1), (0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)], strict=False):
+        array[first::step] *= -1
+    assert len(set(array_digests(arrays).tolist())) == 8
+
+
+@pytest.mark.parametrize("shift", [masked_shift, lambda words, by: (words.view(np.uint64) >> by).view(np.int64)])
+def test_words_are_mixed_as_splitmix64_mixes_them(shift):
+    """The first two numbers of Vigna's splitmix64.c from the seed 1234567."""
+    gamma = 0x9E3779B97F4A7C15
+    states = np.array([1234567 + gamma, 1234567 + 2 * gamma - 2**64], dtype=np.uint64).view(np.int64)
+    mixed = salted(states, np.zeros(2, dtype=np.int64), shift).view(np.uint64)
+    assert mixed.tolist() == [6457827717110365317, 3203168211198807973]
 
 
 def test_the_order_of_chunks_counts():

@@ -1,26 +1,115 @@
 """When a rank counts as waiting for others, and that a forked process is no rank; the rest needs real ranks."""
 
+import re
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
+import array_ranks
+import numpy as np
 import pytest
 from array_ranks import Meeting, Ranks
 
-from hvdkit.arrays import data, farewell, mpi, optimizer
-from hvdkit.arrays.exchange import buffers
+from hvdkit.arrays import farewell, mpi
+from hvdkit.arrays.optimizer import Reduce
+from hvdkit.steps.collectives import end_the_job_with_the_process
+from hvdkit.steps.gradients import GradientOptions
 
 
-@pytest.mark.parametrize(("module", "waits"), [(optimizer, True), (buffers, True), (mpi, True), (data, False)])
-def test_a_loader_that_reads_a_slow_disk_does_not_wait_for_other_ranks(module, waits):
-    stands, inside = threading.Lock(), threading.Event()
-    stands.acquire()
-    code = compile("inside.set(); still()", module.__file__, "exec")  # still() has no frame of its own, as in MPI
-    thread = threading.Thread(target=exec, args=(code, {"inside": inside, "still": stands.acquire}), daemon=True)
-    thread.start()
-    assert inside.wait(20)
-    assert bool(farewell._waiting()) == waits
-    stands.release()
-    thread.join()
+@pytest.fixture
+def comm(monkeypatch):
+    """A marked communicator; ``comm.seen`` are the marks that a second thread sees during each call that waits."""
+    monkeypatch.setattr(mpi, "library", lambda: array_ranks.MPI)
+    monkeypatch.setattr(mpi, "message", lambda array: array)
+    seen = []
+
+    class Watched(Ranks):
+        def Get_size(self):  # noqa: N802
+            return 2
+
+        def Allreduce(self, source, target, op=None):  # noqa: N802
+            seen.append(dict(farewell._waits))
+            target[...] = target if source is array_ranks.MPI.IN_PLACE else source
+
+        def Iallreduce(self, source, target):  # noqa: N802
+            return SimpleNamespace(Test=lambda: False, Wait=lambda: seen.append(dict(farewell._waits)))
+
+        def bcast(self, value, root=0):
+            seen.append(dict(farewell._waits))
+            return value
+
+        def allgather(self, value):
+            seen.append(dict(farewell._waits))
+            return [value, None]
+
+    comm = farewell.Marked(Watched(Meeting(1), 0))
+    comm.seen = seen
+    return comm
+
+
+@pytest.mark.parametrize("way", ["short", "long", "start", "minimum", "root", "together"])
+def test_who_waits_for_other_ranks_is_marked_and_each_wait_is_another(comm, way):
+    values = np.zeros(4 if way == "short" else 2**16, np.float32)
+    reduce = Reduce(values, GradientOptions(), comm, "calls")
+    comm.seen.clear()
+    busy = []  # the marks while the root writes, and while ranks do the same: neither waits
+    ways = {
+        "start": lambda: reduce.start(values).wait(),
+        "minimum": lambda: mpi.ranks(comm).minimum(np.zeros(2, np.int64), "name"),
+        "root": lambda: mpi.ranks(comm).on_root(lambda: busy.append(dict(farewell._waits))),
+        "together": lambda: mpi.together(comm, lambda: busy.append(dict(farewell._waits))),
+    }
+    for _ in range(2):
+        ways.get(way, lambda: reduce(values))()
+        assert not farewell._waits
+    assert busy in ([], [{}, {}])
+    assert [list(seen) for seen in comm.seen] == [[threading.get_ident()]] * len(comm.seen)
+    numbers = [number for seen in comm.seen for number in seen.values()]
+    assert len(set(numbers)) == len(numbers) >= 2
+
+
+@pytest.mark.parametrize(("looks", "ends"), [([3, 3], True), ([3, 4], False), ([3, None], False)])
+def test_the_job_ends_only_when_one_wait_lasts_over_two_looks(monkeypatch, capsys, looks, ends):
+    aborted = []
+    watch = farewell.Farewell.__new__(farewell.Farewell)
+    watch._comm = SimpleNamespace(Get_rank=lambda: 0, Abort=aborted.append)
+    watch._gone = lambda: 1
+    marks = [{7: number} if number else {} for number in looks]
+
+    def look(seconds):
+        if not marks:
+            return True
+        farewell._waits.clear()
+        farewell._waits.update(marks.pop(0))
+        return False
+
+    watch._ends = SimpleNamespace(wait=look)
+    try:
+        watch._listen()
+    finally:
+        farewell._waits.clear()
+    assert aborted == [1] * ends
+    assert ("rank 1 ended, and rank 0 waits for it" in capsys.readouterr().err) == ends
+
+
+def test_a_mark_goes_when_the_wait_fails():
+    def fail():
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        farewell.waits(fail)()
+    assert not farewell._waits
+
+
+def test_no_call_of_hvdkit_that_waits_is_without_a_mark():
+    """The calls of communicators are marked by name; a request's by who waits for it."""
+    sources = [path.read_text() for path in Path(farewell.__file__).parent.rglob("*.py")]
+    called = {name for text in sources for name in re.findall(r"comm\.([A-Za-z_]+)", text)}
+    quick = {"Abort", "Get_rank", "Get_size", "Iallgather", "Iallreduce", "Ialltoall", "Ibarrier", "Iprobe", "Isend"}
+    assert called - quick == set(farewell._WAIT)
+    waited = [line.strip() for text in sources for line in text.splitlines() if ".Wait" in line]
+    assert len(waited) > 2 and [line for line in waited if not re.search(r"waits\([\w.]*\.Wait\)\(\)", line)] == []
 
 
 def test_a_forked_process_says_no_farewell_and_ends_no_job(monkeypatch, capsys):
@@ -39,7 +128,7 @@ def test_a_forked_process_says_no_farewell_and_ends_no_job(monkeypatch, capsys):
     monkeypatch.setattr(farewell.atexit, "register", registered.append)
     monkeypatch.setattr("sys.excepthook", lambda *error: None)
     farewell.Farewell(comm, listens=False)
-    mpi._end_the_job_with_the_process(comm)
+    end_the_job_with_the_process(comm)
 
     def end():
         registered[0]()

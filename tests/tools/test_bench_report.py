@@ -153,7 +153,7 @@ def test_every_style_of_the_plots_can_be_painted(measured):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["show", "results.json", "--plot", "scaling.pdf"], 2, "ends in .svg or .png"),
+        (["show", "results.json", "--plot", "scaling.pdf"], 2, "expected .svg or .png"),
         (["show", "results.json", "--plot", "no/such/scaling.svg"], 1, "cannot write"),
         (["report", "results.json"], 2, "-o"),
         (["report", "results.json", "-o", "results.json"], 2, "is the input"),

@@ -13,7 +13,8 @@ from bench_machine import run_bench as bench
 
 from hvdkit import cli
 from hvdkit.common.intervals import Estimate
-from hvdkit.measure.bench import results, tables
+from hvdkit.common.units import interval_text
+from hvdkit.measure.bench import results
 from hvdkit.measure.bench.scaling import order
 from hvdkit.measure.bench.subject import Asked, commit
 from hvdkit.run.trials.jobs import Job
@@ -296,7 +297,7 @@ def test_the_commit_is_that_of_the_scripts_repository_however_it_is_started(tmp_
         subprocess.run([*git, *words], cwd=tmp_path / "code", check=True)
     monkeypatch.chdir(tmp_path)
     found = commit(command)
-    assert found is not None and len(found["id"]) == 40 and not found["changed"]
+    assert found is not None and len(found.id) == 40 and not found.changed
     assert commit(["python", "-m", "json.tool"]) is None and commit(["ls"]) is None
 
 
@@ -304,7 +305,7 @@ def test_the_commit_is_that_of_the_scripts_repository_however_it_is_started(tmp_
     ("value", "shown"), [(999.7, "1000"), (999.4, "999"), (0.5, "0.5"), (0.0001234, "1.23e-04")], ids=str
 )
 def test_numbers_of_a_thousand_have_no_exponent(value, shown):
-    assert tables.interval(Estimate(value)) == shown
+    assert interval_text(Estimate(value)) == shown
 
 
 def test_long_steps_and_long_titles_are_shown_as_they_are(start, capsys):

@@ -193,9 +193,9 @@ def test_a_reader_that_has_enough_is_no_error():
             "report",
         ),
         ("jinja2", ["timeline", "report", "a.json", "-o", "report.html"], "report"),
-        ("scipy", ["timeline", "diff", "a.json", "b.json"], "timeline"),
-        ("scipy", ["tune", "-n", "1", "-o", "tuned.json", *JOB], "tune"),
-        ("scipy", ["bench", "scaling", "-n", "1", "-o", "r.json", *JOB], "bench"),
+        ("scipy", ["timeline", "diff", "a.json", "b.json"], "analysis"),
+        ("scipy", ["tune", "-n", "1", "-o", "tuned.json", *JOB], "analysis"),
+        ("scipy", ["bench", "scaling", "-n", "1", "-o", "r.json", *JOB], "analysis"),
     ],
 )
 def test_a_package_of_an_extra_that_is_missing_is_one_sentence(tmp_path, package, words, extra):

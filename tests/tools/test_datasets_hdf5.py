@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import random
 import subprocess
 import sys
 
@@ -71,6 +72,133 @@ def test_chunks_that_were_never_written_hold_the_fill_value(tmp_path):
     with h5py.File(tmp_path / "d.h5", "w") as file:
         file.create_dataset("x", shape=(20, 2), dtype="f4", chunks=(4, 2), fillvalue=3)[5] = 1
     assert HDF5Dataset(tmp_path / "d.h5", "x").batch([5, 6, 0, 19])[0][:, 1].tolist() == [1, 3, 3, 3]
+
+
+def linked_outside(file):
+    file["pad"] = np.zeros(5000)  # the place of x in the other file holds something else here
+    file["x"] = h5py.ExternalLink("source.h5", "x")
+
+
+def group_linked_outside(file):
+    file["pad"] = np.zeros(5000)
+    file["x"] = h5py.ExternalLink("source.h5", "/")
+
+
+def linked_softly(file):
+    file["group/y"] = X
+    file["x"] = h5py.SoftLink("/group/y")
+
+
+def linked_softly_outside(file):
+    linked_outside(file)
+    file["x"].file.close()
+    file["y"], file["soft"] = X, h5py.SoftLink("x")
+
+
+def virtual(file):
+    layout = h5py.VirtualLayout(X.shape, X.dtype)
+    layout[:20] = h5py.VirtualSource("source.h5", "x", X.shape)[:20]
+    layout[20:] = h5py.VirtualSource(".", "own", X.shape)[20:]
+    file["own"] = X
+    file.create_virtual_dataset("x", layout, fillvalue=-1)
+
+
+def raw_outside(file):
+    X.tofile("raw.bin")
+    file.create_dataset("x", X.shape, X.dtype, external=[("raw.bin", 0, X.nbytes)])
+
+
+def of_twelve_bits(file):
+    stored = h5py.h5t.STD_I16LE.copy()
+    stored.set_precision(12)
+    stored.set_offset(4)
+    low = h5py.h5d.create(file.id, b"x", stored, h5py.h5s.create_simple(X.shape))
+    low.write(h5py.h5s.ALL, h5py.h5s.ALL, X.astype("i2"))
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (linked_outside, "x"), (group_linked_outside, "x/x"), (linked_softly, "x"), (linked_softly, "/group/./y"),
+        (linked_softly_outside, "soft"), (virtual, "x"), (raw_outside, "x"), (of_twelve_bits, "x"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_samples_that_lie_elsewhere_or_otherwise_are_left_to_the_library(
+    tmp_path, write, name, memory_map, monkeypatch
+):
+    """A look at this file's own bytes at their place would give other values, and say nothing."""
+    monkeypatch.chdir(tmp_path)
+    with h5py.File("source.h5", "w") as file:
+        file["x"] = X
+    with h5py.File("d.h5", "w") as file:
+        write(file)
+    monkeypatch.chdir(tmp_path if write is raw_outside else tmp_path.parent)
+    found = HDF5Dataset(tmp_path / "d.h5", name, memory_map=memory_map)
+    for indices in INDICES:
+        assert np.array_equal(found.batch(indices)[0], X[indices])
+
+
+@pytest.mark.parametrize("missing", ["file", "array", "own array"])
+def test_a_virtual_array_without_its_source_is_refused(tmp_path, missing):
+    """HDF5 itself gives the fill value for each sample of it."""
+    layout = h5py.VirtualLayout(X.shape, X.dtype)
+    layout[:] = h5py.VirtualSource("." if missing == "own array" else "source.h5", "x/y", X.shape)
+    if missing == "array":
+        with h5py.File(tmp_path / "source.h5", "w") as file:
+            file["z"] = X
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    refused(DataError, "'/x' takes samples from 'x/y' in '.*', which is not there", tmp_path / "d.h5", "x")
+
+
+def test_a_virtual_array_of_numbered_blocks_ends_where_they_end(tmp_path):
+    for block in range(2):
+        write_hdf5(tmp_path / f"source-{block}.h5", {"x": X[:10] + block})
+    blocks = h5py.h5s.create_simple((10, 2, 3), (h5py.h5s.UNLIMITED, 2, 3))
+    blocks.select_hyperslab((0, 0, 0), (h5py.h5s.UNLIMITED, 1, 1), (10, 2, 3), (10, 2, 3))
+    made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    made.set_virtual(blocks, b"source-%b.h5", b"x", h5py.h5s.create_simple((10, 2, 3)))
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        whole = h5py.h5s.create_simple((10, 2, 3), (h5py.h5s.UNLIMITED, 2, 3))
+        h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32LE, whole, made)
+    found = HDF5Dataset(tmp_path / "d.h5", "x")
+    assert len(found) == 20 and np.array_equal(found[13], X[3] + 1)
+
+
+DAMAGED = [
+    (libver, options) for libver in ("earliest", "latest")
+    for options in ({}, {"chunks": (7, 2, 3)}, {"chunks": (16, 1, 2), "compression": "gzip"})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("libver", "options"), DAMAGED)
+def test_a_damaged_file_is_one_sentence_or_the_same_samples_both_ways(tmp_path, libver, options):
+    """h5py raises nearly anything: RuntimeError, KeyError, OSError, ValueError."""
+    with h5py.File(tmp_path / "d.h5", "w", libver=libver) as file:
+        file.attrs["made"] = 3.0  # no text: for a damaged one the HDF5 library itself can loop for ever
+        file.create_dataset("x", data=X, **options)
+        file["group/y"] = Y
+    whole = (tmp_path / "d.h5").read_bytes()
+    chance = random.Random(7)  # noqa: S311
+    errors = 0
+    for number in range(60):
+        damaged = bytearray(whole)
+        for _ in range(chance.choice([1, 2, 4, 16])):
+            damaged[chance.randrange(len(whole))] = chance.randrange(256)
+        path = tmp_path / f"{number}.h5"  # a new one each: HDF5 keeps what it could not close
+        path.write_bytes(damaged[: chance.choice([len(whole)] * 9 + [chance.randrange(len(whole))])])
+        read = []
+        for memory_map in (True, False):
+            try:
+                found = HDF5Dataset(path, ("x", "group/y"), memory_map=memory_map)
+                read.append(found.batch([0, 8, -1]))
+            except DataError as error:
+                assert "\n" not in str(error)
+                errors += 1
+        if len(read) == 2:
+            assert all(np.array_equal(one, other, equal_nan=True) for one, other in zip(*read, strict=True))
+    assert errors > 10
 
 
 @pytest.mark.parametrize("options", [{"compression": "gzip"}, {"shuffle": True}, {"fletcher32": True}])

@@ -1,76 +1,143 @@
-"""The table of source adjustments: exact matches, every row or none."""
+"""The patches of Horovod's source: exact matches, every hunk or none."""
 
 from __future__ import annotations
 
+import configparser
+import itertools
+import re
 from pathlib import Path
 
 import pytest
 
+import hvdkit
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.adjust import apply, describe
-from hvdkit.prepare.install.adjustments import ADJUSTMENTS, ALWAYS, Adjustment, Target, applying, digest
+from hvdkit.prepare.install import adjust, source
+from hvdkit.prepare.install.adjust import CONDITIONS, Patch, Target, apply, applying, describe, digest, parse, patches
+from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.here import cache_directory
 
 BOTH = Target(frozenset({"torch", "tensorflow"}), "none")
+TARGETS = [
+    Target(frozenset(frameworks), gpu, plain)
+    for frameworks in ({"torch"}, {"tensorflow"}, {"torch", "tensorflow"})
+    for gpu, plain in itertools.product(("none", "nccl", "mpi"), (False, True))
+]
+RELEASED = Cache(cache_directory()).sources / source.FILE_NAME
+HUNK = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@")
 
 
-def row(**changes: object) -> Adjustment:
-    fields = {"name": "row", "file": "a.txt", "old": "one", "new": "1", "when": ALWAYS, "why": "because"}
-    return Adjustment(**{**fields, **changes})  # type: ignore[arg-type]
+def patch(
+    name: str = "row", *, file: str = "a.txt", old: str = "one", new: str = "1", when: str = "always", why: str = "why"
+) -> Patch:
+    """One that changes a line between two others."""
+    diff = f"--- a/{file}\n+++ b/{file}\n@@ -1,3 +1,3 @@\n x\n-{old}\n+{new}\n y\n"
+    return parse(name, f"When: {when}\n\n{why}\n\n{diff}")
 
 
-def source_for(tree: Path, rows: tuple[Adjustment, ...]) -> None:
-    """Files in which every old text of the rows occurs as often as the row says."""
-    for adjustment in rows:
-        file = tree / adjustment.file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        before = file.read_text() if file.exists() else ""
-        missing = adjustment.count - before.count(adjustment.old)
-        file.write_text(before + "".join(f"x\n{adjustment.old}\ny\n" for _ in range(missing)))
+def released(tree: Path) -> None:
+    """Files that have, at the lines which the patches state, what the patches say that the released source has."""
+    files: dict[str, dict[int, str]] = {}
+    for name, diff in [(one.name, one.diff) for one in patches()]:
+        number, lines = 0, {}
+        for line in diff.splitlines():
+            if line.startswith("--- a/"):
+                lines = files.setdefault(line.removeprefix("--- a/"), {})
+            elif found := HUNK.match(line):
+                number = int(found[1])
+            elif not line.startswith("+"):
+                assert lines.setdefault(number, line[1:]) == line[1:], f"{name} and another differ on line {number}"
+                number += 1
+    for file, known in files.items():
+        text = "".join(f"{known.get(number, f'line {number}')}\n" for number in range(1, max(known) + 1))
+        (tree / file).parent.mkdir(parents=True, exist_ok=True)
+        (tree / file).write_text(text)
 
 
-def test_every_row_replaces_its_text_as_often_as_it_says(tmp_path: Path) -> None:
-    source_for(tmp_path, ADJUSTMENTS)
-    apply(tmp_path, ADJUSTMENTS)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_the_patches_of_every_build_apply_to_one_source(tmp_path: Path, target: Target) -> None:
+    """No patch stands on another, nor on a line that another takes away."""
+    released(tmp_path)
+    apply(tmp_path, applying(target))
     top = (tmp_path / "CMakeLists.txt").read_text()
     assert "CMAKE_CXX_STANDARD 20" in top
     assert "CMAKE_CXX_STANDARD 14" not in top
     assert "resize(size_)" in (tmp_path / "horovod/common/gloo/gloo_controller.cc").read_text()
     assert "iface = global_context.gloo_iface_;" in (tmp_path / "horovod/common/gloo/gloo_context.cc").read_text()
-    assert "xla_mpi_ops" not in (tmp_path / "horovod/tensorflow/CMakeLists.txt").read_text()
     assert "distutils" not in (tmp_path / "horovod/runner/js_run.py").read_text()
-    assert "distutils" not in (tmp_path / "horovod/torch/CMakeLists.txt").read_text()
+    has = {"torch": "distutils", "tensorflow": "xla_mpi_ops"}
+    for framework, gone in has.items():
+        text = (tmp_path / f"horovod/{framework}/CMakeLists.txt").read_text()
+        assert (gone in text) == (framework not in target.frameworks)
+        assert ("UNITY_BUILD ON" in text) == (framework in target.frameworks and target.gpu == "none")
 
 
-@pytest.mark.parametrize(("text", "found"), [("nothing", "0 times"), ("one and one", "2 times")])
-def test_a_wrong_number_of_matches_is_an_error_that_says_both_numbers(tmp_path: Path, text: str, found: str) -> None:
+@pytest.mark.skipif(not source.is_released(RELEASED), reason="the cache has no source of Horovod: hvdkit install")
+def test_every_hunk_is_where_it_says_in_the_released_source(tmp_path: Path) -> None:
+    tree = source.unpack(RELEASED, tmp_path)
+    for one in patches():
+        for (line, _, _, _), hunk in zip(HUNK.findall(one.diff), one.hunks, strict=True):
+            lines = (tree / hunk.file).read_text().splitlines(keepends=True)[int(line) - 1 :]
+            assert "".join(lines).startswith(hunk.old), f"{one.name}, line {line}"
+
+
+def test_the_lines_that_hunks_state_are_those_that_they_have() -> None:
+    """So that ``patch`` and ``git apply`` can read them, too."""
+    for one in patches():
+        heads = [tuple(map(int, found)) for found in HUNK.findall(one.diff)]
+        assert len(heads) == len(one.hunks) > 0
+        for (_, before, _, after), hunk in zip(heads, one.hunks, strict=True):
+            assert (before, after) == (hunk.old.count("\n"), hunk.new.count("\n")), one.name
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("nothing\n", "0 times"),
+        ("x\none\nz\n", "0 times"),
+        ("x\n one\ny\n", "0 times"),
+        ("ax\none\ny\n", "0 times"),
+        ("x\none\ny\nx\none\ny\n", "2 times"),
+    ],
+    ids=["absent", "another line after it", "indented", "part of a line", "twice"],
+)
+def test_anything_but_one_match_is_an_error_that_says_how_many(tmp_path: Path, text: str, found: str) -> None:
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(InstallError, match=rf"a\.txt .*'row' expects its text once and found it {found}"):
-        apply(tmp_path, [row()])
+        apply(tmp_path, [patch()])
 
 
-def test_a_failing_row_leaves_every_file_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
+def test_a_failing_patch_leaves_every_file_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\none\ny\n")
     (tmp_path / "b.txt").write_text("nothing")
     with pytest.raises(InstallError):
-        apply(tmp_path, [row(), row(name="second", file="b.txt")])
-    assert (tmp_path / "a.txt").read_text() == "one"
+        apply(tmp_path, [patch(), patch("second", file="b.txt")])
+    assert (tmp_path / "a.txt").read_text() == "x\none\ny\n"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InstallError, match=r"a\.txt is missing"):
-        apply(tmp_path, [row()])
+        apply(tmp_path, [patch()])
 
 
-def test_several_matches_can_be_asked_for_and_line_ends_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"one\r\none\r\n")
-    apply(tmp_path, [row(count=2)])
-    assert (tmp_path / "a.txt").read_bytes() == b"1\r\n1\r\n"
+def test_line_ends_of_the_other_lines_are_kept_and_those_of_its_own_must_match(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"before\r\nx\none\ny\nafter\r\n")
+    apply(tmp_path, [patch()])
+    assert (tmp_path / "a.txt").read_bytes() == b"before\r\nx\n1\ny\nafter\r\n"
+    (tmp_path / "a.txt").write_bytes(b"x\r\none\r\ny\r\n")
+    with pytest.raises(InstallError, match="0 times"):
+        apply(tmp_path, [patch()])
 
 
-def test_two_rows_on_one_file_see_each_other(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    apply(tmp_path, [row(), row(name="second", old="1", new="uno")])
-    assert (tmp_path / "a.txt").read_text() == "uno"
+def test_the_new_text_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\n(one|\ny\n")
+    apply(tmp_path, [patch(old="(one|", new=r"\1 \g<0> $&")])
+    assert (tmp_path / "a.txt").read_text() == "x\n\\1 \\g<0> $&\ny\n"
+
+
+def test_two_patches_of_one_file_see_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\none\ny\n")
+    apply(tmp_path, [patch(), patch("second", old="1", new="uno")])
+    assert (tmp_path / "a.txt").read_text() == "x\nuno\ny\n"
 
 
 @pytest.mark.parametrize(
@@ -81,33 +148,43 @@ def test_two_rows_on_one_file_see_each_other(tmp_path: Path) -> None:
         ({"torch", "tensorflow"}, "nccl", {"cxx20-torch", "no-xla-ops"}, {"no-cuda-search", "no-cuda-torch"}),
     ],
 )
-def test_rows_apply_to_what_is_built(frameworks: set[str], gpu: str, has: set[str], lacks: set[str]) -> None:
-    names = {adjustment.name for adjustment in applying(Target(frozenset(frameworks), gpu))}
+def test_patches_apply_to_what_is_built(frameworks: set[str], gpu: str, has: set[str], lacks: set[str]) -> None:
+    names = {one.name for one in applying(Target(frozenset(frameworks), gpu))}
     assert has <= names
     assert not lacks & names
 
 
 def test_plain_leaves_out_what_only_makes_it_faster() -> None:
     frameworks = frozenset({"torch", "tensorflow"})
-    faster = {row.name for row in applying(Target(frameworks, "none"))}
-    plain = {row.name for row in applying(Target(frameworks, "none", plain=True))}
+    faster = {one.name for one in applying(Target(frameworks, "none"))}
+    plain = {one.name for one in applying(Target(frameworks, "none", plain=True))}
+    assert faster - plain == {"cycle-on-request", "torch-sleeping-wait"}
     assert plain < faster
-    assert {name.split("-")[0] for name in faster - plain} == {"cycle", "torch"}
-    assert "gloo-stall-inspector" in plain
 
 
 def test_the_digest_changes_with_what_is_changed_and_not_with_the_reason() -> None:
-    assert digest([row()]) == digest([row(why="another reason")])
-    assert len({digest([row()]), digest([row(new="2")]), digest([row(old="two")]), digest([row(count=2)])}) == 4
+    assert digest([patch()]) == digest([patch(why="another reason")])
+    assert len({digest([one]) for one in (patch(), patch(new="2"), patch(old="two"), patch(file="b.txt"))}) == 4
 
 
-def test_the_table_as_text_gives_every_row_its_reason() -> None:
+def test_the_patches_as_text_give_every_one_its_reason_and_its_lines() -> None:
     text = describe(BOTH)
-    for adjustment in ADJUSTMENTS:
-        assert adjustment.name in text
-        assert adjustment.why in text
-        assert adjustment.file in text
+    for one in patches():
+        assert one.name in text
+        assert one.why in text
+        for line in one.diff.splitlines():
+            assert f"      {line}".rstrip() in text
 
 
-def test_names_are_unique() -> None:
-    assert len({adjustment.name for adjustment in ADJUSTMENTS}) == len(ADJUSTMENTS)
+def test_every_patch_says_when_and_why() -> None:
+    assert len({one.name for one in patches()}) == len(patches()) > 10
+    for one in patches():
+        assert len(one.why) > 30
+        assert set(one.when.split(", ")) <= CONDITIONS.keys()
+
+
+def test_the_patches_are_part_of_the_package() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(Path(hvdkit.__file__).parent.parent / "setup.cfg")
+    assert "patches/*" in settings["options.package_data"]["hvdkit.prepare.install"]
+    assert {file.suffix for file in (Path(adjust.__file__).parent / "patches").iterdir()} == {".patch"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.prepare.install.adjustments import ADJUSTMENTS
+from hvdkit.prepare.install.adjust import patches
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,9 +98,9 @@ def test_bad_usage_comes_before_explaining(home: Path) -> None:
 def test_explain_prints_the_table_with_reasons_even_without_a_compiler(home: Path) -> None:
     done = install(home, "--explain", "--frameworks", "torch")
     assert done.returncode == 0, done.stderr
-    for adjustment in ADJUSTMENTS:
-        assert adjustment.name in done.stdout
-        assert adjustment.why in done.stdout
+    for patch in patches():
+        assert patch.name in done.stdout
+        assert patch.why in done.stdout
     assert "No C++ compiler" in done.stdout
     assert not (home / "cache").exists()
 

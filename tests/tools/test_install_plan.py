@@ -159,7 +159,7 @@ def test_the_key_changes_with_the_options_and_the_table(monkeypatch: pytest.Monk
         make_plan(facts, options).key for options in (Options(), Options(mpi=False), Options("nccl"), Options("mpi"))
     }
     assert len(keys) == 4
-    monkeypatch.setattr("hvdkit.prepare.install.adjustments.ADJUSTMENTS", ())
+    monkeypatch.setattr("hvdkit.prepare.install.adjust.patches", tuple)
     assert make_plan(facts, Options()).key not in keys
 
 

@@ -18,43 +18,43 @@ from hvdkit.prepare.install import build, cli, environment, source, wheel
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import PythonFacts
 from hvdkit.prepare.install.progress import Progress, parse_progress
-from hvdkit.prepare.install.runner import Log, run, session_members
+from hvdkit.prepare.install.runner import run, session_members
 
 # --- runner ----------------------------------------------------------------------------------------------------------
 
 
-def run_python(code: str, log: Log, **options: object) -> list[str]:
+def run_python(code: str, log: Path, **options: object) -> list[str]:
     return run(
-        [sys.executable, "-c", code], what="The step", environ=dict(os.environ), cwd=log.path.parent, log=log, **options
+        [sys.executable, "-c", code], what="The step", environ=dict(os.environ), cwd=log.parent, log=log, **options
     )  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Log:
-    return Log(tmp_path / "step.log")
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "step.log"
 
 
-def test_every_line_goes_to_the_log_and_to_the_listener(log: Log) -> None:
+def test_every_line_goes_to_the_log_and_to_the_listener(log: Path) -> None:
     seen: list[str] = []
     lines = run_python("import sys; print('one'); print('two', file=sys.stderr)", log, on_line=seen.append)
     assert sorted(lines) == sorted(seen) == ["one\n", "two\n"]
-    assert "one\n" in log.path.read_text()
+    assert "one\n" in log.read_text()
 
 
-def test_a_failing_step_shows_its_first_error_and_the_log(log: Log) -> None:
+def test_a_failing_step_shows_its_first_error_and_the_log(log: Path) -> None:
     code = "import sys; print('a.cc:1:2: error: no such thing'); print('b.cc:1:1: error: later'); sys.exit(3)"
     with pytest.raises(InstallError) as caught:
         run_python(code, log)
-    assert str(caught.value) == f"The step failed: a.cc:1:2: error: no such thing; the full log is {log.path}"
-    assert "later" in log.path.read_text()
+    assert str(caught.value) == f"The step failed: a.cc:1:2: error: no such thing; the full log is {log}"
+    assert "later" in log.read_text()
 
 
-def test_a_killed_compiler_is_said_to_be_want_of_memory(log: Log) -> None:
+def test_a_killed_compiler_is_said_to_be_want_of_memory(log: Path) -> None:
     with pytest.raises(InstallError, match="MAX_JOBS=1"):
         run_python("import sys; print('c++: fatal error: Killed signal terminated program cc1plus'); sys.exit(1)", log)
 
 
-def test_a_program_that_is_not_there_is_one_sentence(tmp_path: Path, log: Log) -> None:
+def test_a_program_that_is_not_there_is_one_sentence(tmp_path: Path, log: Path) -> None:
     with pytest.raises(InstallError, match="cannot be run"):
         run([str(tmp_path / "gone")], what="x", environ={}, cwd=tmp_path, log=log)
 
@@ -63,7 +63,7 @@ class Stop(BaseException):
     """Stands for Ctrl-C."""
 
 
-def test_ctrl_c_ends_every_process_that_was_started(log: Log) -> None:
+def test_ctrl_c_ends_every_process_that_was_started(log: Path) -> None:
     # A grandchild in a process group of its own, as Ninja makes for its compilers.
     code = (
         "import subprocess, sys, time, os\n"
@@ -368,6 +368,6 @@ def test_a_new_build_that_cannot_be_imported_is_taken_out_and_forgotten(
     plan, facts = SimpleNamespace(key="key"), SimpleNamespace(python=installed, environ={})
     before = tree(installed.prefix)
     with pytest.raises(InstallError, match="cannot be imported"):
-        cli._put_in_place(cached, plan, facts, kept, True, Progress(io.StringIO()), Log(tmp_path / "log"))  # type: ignore[arg-type]
+        cli._put_in_place(cached, plan, facts, kept, True, Progress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
     assert tree(installed.prefix) == before
     assert kept.get("key") is None

@@ -69,6 +69,12 @@ def launch(capsys, *words):
         ["-n", "2", "--stall-timeout", "soon", "train.py"],
         ["-n", "2", "--stall-dir", "stacks", "train.py"],
         ["-n", "2", "--stall-timeout", "9", "--env", "HOROVOD_STALL_CHECK_TIME_SECONDS=3", "train.py"],
+        ["-n", "2", "--torch-profile-steps", "3,1,2", "train.py"],
+        ["-n", "2", "--torch-profile", "train.py", "train.py"],
+        *(
+            ["-n", "2", "--torch-profile", "profile", "--torch-profile-steps", steps, "train.py"]
+            for steps in ("", "3", "3,1", "3,1,2,4", "3,1,soon", "3,,1,2", "-1,1,2", "1,1,0", "0,0,1", "1.5,1,1")
+        ),
         ["-n", "2", "--nosuch", "train.py"],
     ],
 )
@@ -125,6 +131,43 @@ def test_a_limit_for_collectives_reaches_horovod_and_the_job(capsys, monkeypatch
     assert short.stall_dir.parent == Path.cwd() and short.stall_dir.name.startswith("hvdkit-stall-")
     assert (plain.stall_timeout, names[0] in plain.environment) == (None, False)
     assert not list(Path.cwd().glob("hvdkit-stall*"))
+
+
+def profile_variables(job):
+    return job.environment["HVDKIT_TORCH_PROFILE"], job.environment["PYTHONPATH"].split(os.pathsep)
+
+
+def test_a_profile_reaches_every_python_of_the_ranks_beside_the_users_own_path(capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine:/yours")
+    jobs = []
+
+    def run(job, tagged):
+        jobs.append(job)
+        if len(jobs) == 1:
+            (Path("profile") / "trace-0-of-2.json.gz").touch()
+        return ended(0)
+
+    monkeypatch.setattr(supervise, "run", run)
+    _, _, err = launch(capsys, "-n", "2", "--torch-profile", "profile", "train.py")
+    assert err == (
+        f"hvdkit launch: PyTorch profile of 1 rank; look at it with 'hvdkit trace summary {Path.cwd() / 'profile'}'.\n"
+    )
+    options = ["--torch-profile-steps", "3,0,2", "--env", "PYTHONPATH=/given"]
+    _, _, err = launch(capsys, "-n", "2", "--torch-profile", "profile", *options, "train.py")
+    assert "no rank wrote a profile" in err, "that of the job before does not count"
+    (asked, path), (_, given) = map(profile_variables, jobs)
+    assert asked == f"10,2,5:{Path.cwd() / 'profile'}"
+    assert profile_variables(jobs[1])[0] == f"3,0,2:{Path.cwd() / 'profile'}"
+    assert (path[1:], given[1:]) == (["/mine", "/yours"], ["/given"])
+    assert path[0] == given[0] and (Path(path[0]) / "sitecustomize.py").is_file()
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpiexec", "aprun", "jsrun", "mpirun", "horovodrun"])
+def test_a_profile_can_be_planned_with_every_launcher(capsys, launcher):
+    words = ["-n", "2", "--launcher", launcher, "--dry-run", "--torch-profile", "profile", "train.py"]
+    status, out, _ = launch(capsys, *words)
+    assert status == 0 and not Path("profile").exists()
+    assert f"HVDKIT_TORCH_PROFILE=10,2,5:{Path.cwd() / 'profile'}" in out
 
 
 def test_help_teaches(capsys):

@@ -139,7 +139,7 @@ def test_json_and_text_say_the_same():
     assert not parsed["ok"] and [one["check"] for one in parsed["findings"]] == ["missing-ranks"]
     assert [rank["device"] for rank in parsed["ranks"]] == ["GPU-1", "GPU-2", "GPU-1"]
     written = StringIO()
-    show.print_text(reports, found, Console(file=written, width=100))
+    show.page(reports, found).show(Console(file=written, width=100))
     assert "error [missing-ranks]" in written.getvalue() and "2 of 4" in written.getvalue()
     assert "The job would not train as it is: 3 of 4 ranks, 1 findings." in written.getvalue()
     assert "[red]" not in show.as_json(changed(job(), 0, host="[red]x"), []).replace("[red]x", "")

@@ -390,7 +390,9 @@ def test_the_templates_are_part_of_the_package():
     settings_ = configparser.ConfigParser()
     settings_.read(ROOT / "setup.cfg")
     patterns = settings_["options.package_data"]["hvdkit.read.timeline"].split(",")
-    files = [path for path in (ROOT / "hvdkit" / "read" / "timeline").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    files = [
+        path for path in (ROOT / "hvdkit" / "read" / "timeline").rglob("*") if path.is_file() and path.suffix != ".pyc"
+    ]
     data = [str(path.relative_to(ROOT / "hvdkit" / "read" / "timeline")) for path in files if path.suffix != ".py"]
     assert len(data) == 3
     assert all(any(fnmatch(name, pattern.strip()) for pattern in patterns) for name in data)

@@ -308,7 +308,8 @@ def test_a_terminal_without_unicode_shows_escapes(tmp_path):
     assert r"gr\xf6\xdfe" in done.stdout
 
 
-def test_what_is_not_a_terminal_gets_all_phases_in_one_line(capsys):
+def test_what_is_not_a_terminal_gets_all_phases_in_one_line(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     assert run(["timeline", "summary", str(REAL / "tf-gloo-2ranks-cycles.json")]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "hvk.grads_" in line]
     assert len(lines) == 4
@@ -352,7 +353,7 @@ def test_no_events_make_the_summary_fail(events, threshold):
         summary = summarize(file.name, fusion_threshold=threshold)
     findings = diagnose(summary)
     json.loads(json_files.encode(show.found_as(summary, findings, 2)))
-    show.print_text(summary, findings, 5, Console(file=io.StringIO(), width=100))
+    show.page(summary, findings, 5).show(Console(file=io.StringIO(), width=100))
     assert summary.communication <= summary.busy + 1e-6 * summary.until
 
 

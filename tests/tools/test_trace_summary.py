@@ -118,7 +118,7 @@ def test_a_range_that_outlasts_what_it_began_in_holds_nothing(tmp_path):
 
 
 def test_an_optimizer_step_may_end_in_the_next_step(tmp_path):
-    """As ``python -m hvdkit.torch.profiler`` has it, which begins a step within ``step()``."""
+    """As ``hvdkit launch --torch-profile`` has it, which begins a step within ``step()``."""
     found = times(
         tmp_path / "t.json", step(0, 0, 50), step(1, 50, 50),
         event("Optimizer.step#SGD.step", 20, 31, "user_annotation"), wait(21, 20), event("aten::add", 42, 5),

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="`make test` installs it")
 
 from hvdkit.read.trace import summarize  # noqa: E402
-from hvdkit.torch.profiler import profile  # noqa: E402
+from hvdkit.steps.torch_profile import profile  # noqa: E402
 
 
 @pytest.fixture

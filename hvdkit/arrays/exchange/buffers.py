@@ -14,6 +14,7 @@ from hvdkit.arrays import mpi, tree
 from hvdkit.arrays.exchange import shared
 from hvdkit.arrays.exchange.half import HalfExchange
 from hvdkit.arrays.exchange.shared import SharedSum
+from hvdkit.arrays.farewell import waits
 from hvdkit.errors import InvalidArgumentError
 
 Array = npt.NDArray[Any]
@@ -177,7 +178,7 @@ class HostBuffer:
         """
         if self._half is not None:
             for request in self._half.requests(own * factor):
-                request.Wait()
+                waits(request.Wait)()
         elif self._shared is not None:
             self._shared.add_up(factor)
             self._comm.Barrier()

@@ -15,6 +15,7 @@ import numpy as np
 from hvdkit.arrays import mpi
 from hvdkit.arrays.exchange import plan
 from hvdkit.arrays.exchange.buffers import Leaf, Ranks
+from hvdkit.arrays.farewell import waits
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 
 
@@ -54,7 +55,7 @@ def nccl_communicator(comm: Any) -> Any:
     """
     nccl = cupy().cuda.nccl
     identity = comm.bcast(nccl.get_unique_id() if comm.Get_rank() == 0 else None, root=0)
-    return nccl.NcclCommunicator(comm.Get_size(), identity, comm.Get_rank())
+    return waits(nccl.NcclCommunicator)(comm.Get_size(), identity, comm.Get_rank())
 
 
 class CudaBuffer:

@@ -13,7 +13,6 @@ Every failure is one error, raised on all ranks that are still there to raise it
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import os
@@ -28,8 +27,9 @@ import numpy as np
 from hvdkit.common.keras_optimizer import is_distributed, move_to_loss_scale, require_keras_3, taking_part
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
-from hvdkit.keras import random_state, state
+from hvdkit.keras import state
 from hvdkit.keras.data import ShardedData, set_trained_on
+from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.metrics import States
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
@@ -42,13 +42,14 @@ def install() -> None:
     """Guard ``keras.Model.fit`` in this process, once, and where Keras 2 (tf_keras) is in use its ``fit`` too."""
     legacy = "tf_keras" in sys.modules or os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
     if legacy and importlib.util.find_spec("tf_keras") is not None:
-        _refuse_legacy(importlib.import_module("tf_keras").Model)
-    plain = keras.Model.fit
-    if hasattr(plain, "_hvdkit_plain"):
-        return
+        private.replace(private.LEGACY_FIT, _refusing)
+    private.replace(private.FIT, _guarded)
+    private.replace(private.REST, private.go_on_in_mid_epoch)
+
+
+def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
-    @functools.wraps(plain)
     def fit(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
@@ -74,48 +75,17 @@ def install() -> None:
             set_trained_on(model, None)
         return history
 
-    fit._hvdkit_plain = plain  # type: ignore[attr-defined]
-    keras.Model.fit = fit
-    _go_on_in_mid_epoch()
+    return fit
 
 
-def _go_on_in_mid_epoch() -> None:
-    """Let the first epoch of a ``fit`` that goes on be the rest of one, its batches numbered as in the whole."""
-    iterators = importlib.import_module("keras.src.trainers.epoch_iterator").EpochIterator
-    plain = iterators._enumerate_iterator
-
-    @functools.wraps(plain)
-    def enumerate_rest(self: Any) -> Any:
-        data = getattr(self.data_adapter, "py_dataset", None)
-        if not isinstance(data, ShardedData) or self.steps_per_epoch:
-            yield from plain(self)
-            return
-        done, self._num_batches = data.steps_done, len(data)
-        drawn = random_state.backend_state() if done else None
-        for begin, end, batches in plain(self):
-            if drawn is not None:  # PyTorch's loaders draw a number when they begin; this one began long ago
-                random_state.set_backend_state(drawn)
-                drawn = None
-            if begin < len(data) - done:
-                yield begin + done, end + done, batches
-
-    iterators._enumerate_iterator = enumerate_rest
-
-
-def _refuse_legacy(model_class: Any) -> None:
-    plain = model_class.fit
-    if hasattr(plain, "_hvdkit_plain"):
-        return
-
-    @functools.wraps(plain)
+def _refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         by_horovod = type(getattr(self, "optimizer", None)).__module__.startswith("horovod")
         if state.world().size > 1 and not by_horovod:
             require_keras_3(self, keras.Model, "fit")
         return plain(self, *args, **kwargs)
 
-    fit._hvdkit_plain = plain  # type: ignore[attr-defined]
-    model_class.fit = fit
+    return fit
 
 
 def _prepare(model: Any) -> None:

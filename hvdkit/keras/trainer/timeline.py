@@ -10,7 +10,7 @@ import keras
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.keras.transport.over_horovod import OverHorovod
+from hvdkit.keras.transport.over_horovod import HorovodTransport
 from hvdkit.steps.recording import TimelineSteps
 
 
@@ -31,7 +31,7 @@ class RecordTimeline(Callback):
 
     def __init__(self, path: str | os.PathLike[str], steps: range | None = None, *, mark_cycles: bool = False) -> None:
         super().__init__()
-        if not isinstance(TRANSPORT, OverHorovod):
+        if not isinstance(TRANSPORT, HorovodTransport):
             raise InvalidArgumentError(
                 f"a timeline is recorded on the Keras backends tensorflow and torch, got {keras.backend.backend()}; "
                 "set HOROVOD_TIMELINE to a file name to record the whole run."

@@ -12,48 +12,14 @@ jax         host buffers in ``io_callback``, over ``horovod.torch`` or, where th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Protocol
 
 import keras
-import numpy as np
-import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import MissingFrameworkError
-from hvdkit.keras.transport.over_horovod import OverTensorflow, OverTorch, Ranks
+from hvdkit.keras.transport.interface import Transport
+from hvdkit.keras.transport.over_horovod import OverTensorflow, OverTorch
 from hvdkit.keras.transport.over_mpi import HostBuffersOverMpi, HostBuffersOverTorch
-from hvdkit.steps.gradients import GradientOptions
-from hvdkit.steps.topology import Topology
-
-
-class Transport(Protocol):
-    """What the rest of ``hvdkit.keras`` needs of a communication library; collective but ``reducer``, ``digests``."""
-
-    def start(self) -> Topology:
-        """Start the library and say who this process is."""
-
-    def gather(self, rows: npt.NDArray[np.int64], name: str) -> list[npt.NDArray[np.int64]]:
-        """Every rank's ``rows``, in rank order; the first axes may differ."""
-
-    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
-        """The sum over all ranks, the same bits on each; the same shape everywhere."""
-
-    def minimum(self, values: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        """The element-wise minimum over all ranks; the same shape everywhere."""
-
-    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
-        """A digest of each variable's bits, int64 (len(variables),), made where they are; not collective."""
-
-    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:
-        """The root's bytes; the same length everywhere."""
-
-    def broadcast_object(self, value: Any, name: str) -> Any:
-        """Rank 0's ``value``."""
-
-    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
-        """What combines gradients, and over which ranks (None: all)."""
 
 
 def choose() -> Transport:

@@ -13,12 +13,13 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import digests as keras_digests
+from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import step_times, topology
+from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
 Array = npt.NDArray[Any]
-Ranks = tuple[int, ...] | None
 
 _SENT = ("float16", "float32", "float64")  # what Horovod adds up in every framework
 _reductions = count()
@@ -29,21 +30,11 @@ def next_name() -> str:
     return f"hvdkit.gradients.{next(_reductions)}"
 
 
-class OverHorovod:
-    """What does not depend on the framework.
-
-    Args:
-        hvd: ``horovod.tensorflow`` or ``horovod.torch``.
-    """
-
-    def __init__(self, hvd: Any) -> None:
-        self.hvd = hvd
+class HorovodTransport(OverHorovod, Transport):
+    """What does not depend on the framework."""
 
     def start(self) -> Topology:
         return topology.start(self.hvd, os.environ)
-
-    def broadcast_object(self, value: Any, name: str) -> Any:
-        return self.hvd.broadcast_object(value, root_rank=0, name=name)
 
     def ranks(self, process_set: Any) -> Ranks:
         """The ranks that a gradient of this process is combined over; a rank outside the set is alone."""
@@ -57,33 +48,18 @@ class OverHorovod:
         return tuple(process_set.ranks) if process_set.included() else (self.hvd.rank(),)
 
 
-class OverTensorflow(OverHorovod):
+class OverTensorflow(HorovodTransport):
     """The transport of the tensorflow backend."""
 
-    def gather(self, rows: npt.NDArray[np.int64], name: str) -> list[npt.NDArray[np.int64]]:
-        lengths = self.hvd.allgather(np.array([len(rows)], dtype=np.int64), name=f"{name}.lengths").numpy()
-        return np.split(self.hvd.allgather(rows, name=name).numpy(), np.cumsum(lengths)[:-1])
-
-    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
+    def __init__(self, hvd: Any) -> None:
         import tensorflow as tf
 
-        total: npt.NDArray[np.float64] = self.hvd.allreduce(tf.constant(values), op=self.hvd.Sum, name=name).numpy()
-        return total
-
-    def minimum(self, values: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        import tensorflow as tf
-
-        lowest: npt.NDArray[np.int64] = self.hvd.allreduce(tf.constant(values), op=self.hvd.Min, name=name).numpy()
-        return lowest
+        super().__init__(hvd, tf.constant)
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         import tensorflow as tf
 
         return keras_digests.of_tensorflow([tf.convert_to_tensor(variable.value) for variable in variables])
-
-    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:
-        received: npt.NDArray[np.uint8] = self.hvd.broadcast(flat, root, name=name).numpy()
-        return received
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import tensorflow as tf
@@ -105,38 +81,16 @@ class OverTensorflow(OverHorovod):
         return reduce, ranks
 
 
-class OverTorch(OverHorovod):
+class OverTorch(HorovodTransport):
     """The transport of the torch backend."""
 
-    def gather(self, rows: npt.NDArray[np.int64], name: str) -> list[npt.NDArray[np.int64]]:
+    def __init__(self, hvd: Any) -> None:
         import torch
 
-        lengths = self.hvd.allgather(torch.tensor([len(rows)], dtype=torch.int64), name=f"{name}.lengths").tolist()
-        everyone = self.hvd.allgather(torch.from_numpy(rows), name=name).numpy()
-        return np.split(everyone, np.cumsum(lengths)[:-1])
-
-    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
-        import torch
-
-        total: npt.NDArray[np.float64] = self.hvd.allreduce(
-            torch.from_numpy(values), op=self.hvd.Sum, name=name
-        ).numpy()
-        return total
-
-    def minimum(self, values: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-        import torch
-
-        lowest: npt.NDArray[np.int64] = self.hvd.allreduce(torch.from_numpy(values), op=self.hvd.Min, name=name).numpy()
-        return lowest
+        super().__init__(hvd, torch.from_numpy)
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         return keras_digests.of_torch([variable.value.detach() for variable in variables])
-
-    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:
-        import torch
-
-        received: npt.NDArray[np.uint8] = self.hvd.broadcast(torch.from_numpy(flat), root, name=name).numpy()
-        return received
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import torch

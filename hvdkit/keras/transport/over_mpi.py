@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +13,16 @@ import numpy.typing as npt
 
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.keras import digests as keras_digests
-from hvdkit.keras.transport.over_horovod import Array, OverTorch, Ranks, by_sent_type, is_alone, next_name
-from hvdkit.steps import launchers, step_times, topology
+from hvdkit.keras.transport.interface import Ranks, Transport
+from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, next_name
+from hvdkit.steps import agreement, launchers, step_times, topology
+from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
 
-class HostBuffers(ABC):
+class HostBuffers(Transport):
     """JAX: all gradients of one type in one flat buffer on the host, from inside ``jax.jit``."""
-
-    @abstractmethod
-    def size(self) -> int:
-        """The number of ranks."""
 
     @abstractmethod
     def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
@@ -39,7 +34,7 @@ class HostBuffers(ABC):
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         """On the host as well, where the gradients pass, too."""
-        return keras_digests.of_arrays([np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables])
+        return agreement.array_digests(np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables)
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import jax
@@ -80,9 +75,6 @@ class HostBuffers(ABC):
 class HostBuffersOverTorch(HostBuffers, OverTorch):
     """The transport of the jax backend where Horovod is built for PyTorch."""
 
-    def size(self) -> int:
-        return int(self.hvd.size())
-
     def host_ranks(self, process_set: Any) -> Ranks:
         return self.ranks(process_set)
 
@@ -93,15 +85,18 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
         return flat
 
 
-class HostBuffersOverMpi(HostBuffers):
+class HostBuffersOverMpi(HostBuffers, OverMpi):
     """mpi4py. Its calls pair up in order, not by name: JAX's own step is awaited before any other of them."""
+
+    def __init__(self) -> None:
+        """MPI itself starts with ``start``."""
 
     def start(self) -> Topology:
         from mpi4py import MPI
 
         if not hasattr(self, "_comm"):
-            self._comm = MPI.COMM_WORLD
-            _end_the_job_with_the_process(self._comm)
+            OverMpi.__init__(self, MPI.COMM_WORLD, MPI)
+            end_the_job_with_the_process(self._comm)
         launched = launchers.detect(os.environ)
         host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         across = self._comm.Split(host.Get_rank(), self._comm.Get_rank())
@@ -119,37 +114,11 @@ class HostBuffersOverMpi(HostBuffers):
         library = MPI.Get_library_version().split(",")[0]
         return topology.confirm(world, launched.rank, launched.size, launched.launcher, library)
 
-    def gather(self, rows: npt.NDArray[np.int64], name: str) -> list[npt.NDArray[np.int64]]:  # noqa: ARG002
-        return list(self._in_order().allgather(rows))
-
-    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:  # noqa: ARG002
-        total = np.empty_like(values)
-        self._in_order().Allreduce(values, total)
-        return total
-
-    def minimum(self, values: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:  # noqa: ARG002
-        from mpi4py import MPI
-
-        lowest = np.empty_like(values)
-        self._in_order().Allreduce(values, lowest, op=MPI.MIN)
-        return lowest
-
-    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:  # noqa: ARG002
-        received = flat.copy()
-        self._in_order().Bcast(received, root=root)
-        return received
-
-    def broadcast_object(self, value: Any, name: str) -> Any:  # noqa: ARG002
-        return self._in_order().bcast(value, root=0)
-
     def _in_order(self) -> Any:
         import jax
 
         jax.effects_barrier()
         return self._comm
-
-    def size(self) -> int:
-        return int(self._comm.Get_size())
 
     def host_ranks(self, process_set: Any) -> Ranks:
         if process_set is not None:
@@ -173,15 +142,3 @@ class HostBuffersOverMpi(HostBuffers):
         self._comm.Allreduce(MPI.IN_PLACE, flat)
         flat *= options.gradient_predivide_factor / (self.size() if options.op == "average" else 1)
         return flat.astype(kept)
-
-
-def _end_the_job_with_the_process(comm: Any) -> None:
-    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
-    report = sys.excepthook
-
-    def abort(*error: Any) -> None:
-        report(*error)
-        sys.stderr.flush()
-        comm.Abort(1)
-
-    sys.excepthook = functools.wraps(report)(abort)

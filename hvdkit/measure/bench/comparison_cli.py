@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
+from hvdkit.common.table import Page
+from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import comparison, results, side_by_side
 from hvdkit.measure.bench.analysis import ranks_text
-from hvdkit.measure.bench.tables import interval, readable
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,15 +43,13 @@ def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> 
         return status
     lines = [
         side_by_side.Line(
-            (str(one.ranks), interval(one.before), interval(one.after), interval(one.speed)),
+            (str(one.ranks), interval_text(one.before), interval_text(one.after), interval_text(one.speed)),
             f"On {ranks_text(one.ranks)}",
             one.speed.value,
             one in slower,
         )
         for one in compared
     ]
-    console = Console(highlight=False, markup=False)
-    side_by_side.show(console, ("ranks", "A, seconds", "B, seconds"), lines, limit, [readable(note) for note in notes])
-    for n in gone:
-        console.print(f"On {ranks_text(n)}: no job of B counts, failed.", soft_wrap=True)
+    shown = side_by_side.page(("ranks", "A, seconds", "B, seconds"), lines, limit, notes)
+    Page([*shown.parts, *(f"On {ranks_text(n)}: no job of B counts, failed." for n in gone)]).print()
     return status

@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from hvdkit.common.drawing import Figure, Line, Mark, Path, Rect, Text, Upright, number, ticks
 from hvdkit.common.intervals import Estimate
+from hvdkit.common.units import interval_text
 from hvdkit.measure.bench.analysis import Analysis, Row, ranks_text
-from hvdkit.measure.bench.tables import interval
 
 WIDTH = 560.0
 HEIGHT = 330.0
@@ -131,7 +131,7 @@ def _figure(
 ) -> Figure:
     """The axes, the ideal and the legend."""
     attribute = "speedup" if name == "speedup" else "efficiency"
-    said = ", ".join(f"{interval(getattr(row, attribute))} on {ranks_text(row.ranks)}" for row in rows)
+    said = ", ".join(f"{interval_text(getattr(row, attribute))} on {ranks_text(row.ranks)}" for row in rows)
     figure = Figure(name, title, f"{title}: {said}.", WIDTH, HEIGHT)
     add = figure.marks.append
     for value in marks:
@@ -170,5 +170,5 @@ def _points(figure: Figure, rows: Sequence[Row], scale: _Scale, value: Callable[
     for row, (x, y) in zip(rows, places, strict=True):
         style = "crowded" if row.oversubscribed else "point"
         found = value(row)
-        tip = "" if found is None else f"{ranks_text(row.ranks)}: {interval(found)}"
+        tip = "" if found is None else f"{ranks_text(row.ranks)}: {interval_text(found)}"
         figure.marks.append(Rect(x - 3.5, y - 3.5, 7, 7, style, tip))

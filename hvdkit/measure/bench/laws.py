@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.intervals import RESAMPLES, Estimate, estimate, resampled_medians
+from hvdkit.common.intervals import Estimate, estimate, resampled_medians
 
 _FITS = 1000
-"""Resamples that are fitted, of ``RESAMPLES``."""
+"""Resamples that are fitted."""
 STRONG, WEAK = "strong", "weak"
 _Array = NDArray[np.float64]
 
@@ -142,7 +142,7 @@ def fit(law: Law, samples: Mapping[int, Sequence[float]], rng: np.random.Generat
         return np.asarray(nnls(*law.rows(ranks, seconds))[0])
 
     best = solved(medians)
-    draws = np.column_stack([resampled_medians(samples[n], rng) for n in sorted(samples)])[: min(_FITS, RESAMPLES)]
+    draws = np.column_stack([resampled_medians(samples[n], rng, _FITS) for n in sorted(samples)])
     resampled = [law.parameters(solved(draw)) for draw in draws]
     alone = min(map(len, samples.values())) < 2
     parameters = {

@@ -6,13 +6,15 @@ import io
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common import plot
 from hvdkit.common.drawing import Figure, Line, Mark, Rect, Text, Upright
 from hvdkit.common.extras import of_extra
 from hvdkit.common.files import replacing
-from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.errors import DataError
 from hvdkit.measure.bench import figures
 from hvdkit.measure.bench.analysis import Analysis
 
+FORMATS = (".svg", ".png")
 _INK = "#1a1a1a"
 _LINES: dict[str, dict[str, Any]] = {
     "grid": {"color": "#e6e6e6", "linewidth": 0.8},
@@ -38,15 +40,13 @@ def write(analysis: Analysis, path: Path, *sources: Path) -> None:
         InvalidArgumentError: another ending, or jinja2 is missing, which SVG needs.
         MissingFrameworkError: matplotlib is missing, which PNG needs.
     """
+    plot.check(path, FORMATS)
     found = [figures.speedup(analysis), figures.efficiency(analysis)]
     drawn = [figure for figure in found if figure is not None]
     if not drawn:
         raise DataError("nothing can be drawn: no job counts; measure with `hvdkit bench scaling` first.")
     whole = figures.stacked(drawn, f"{analysis.mode.capitalize()} scaling")
-    painters = {".svg": svg, ".png": png}
-    if path.suffix.lower() not in painters:
-        raise InvalidArgumentError(f"a plot is .svg or .png, got {str(path)!r}; give a name that ends so.")
-    content = painters[path.suffix.lower()](whole)
+    content = svg(whole) if path.suffix.lower() == ".svg" else png(whole)
     with replacing(path, *sources) as file:
         file.write(content)
 

@@ -6,16 +6,15 @@ the one style sheet by its hash and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hvdkit
 from hvdkit.common import render
 from hvdkit.common.drawing import shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.intervals import Estimate
-from hvdkit.common.units import printable
+from hvdkit.common.render import Fact
+from hvdkit.common.units import interval_text, printable
 from hvdkit.measure.bench import figures, tables
 from hvdkit.measure.bench.analysis import Analysis, Row, analyse, ranks_text
 from hvdkit.measure.bench.results import Results, read
@@ -23,15 +22,6 @@ from hvdkit.measure.bench.subject import Launch
 
 _JOBS = 200
 """How many jobs are listed."""
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One number of the summary."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 def write_report(source: Path, output: Path) -> Path:
@@ -60,28 +50,22 @@ def render_report(results: Results, name: str) -> str:
     analysis = analyse(results)
     own = [render.resource("hvdkit.measure.bench", name) for name in ("figures.css", "page.css")]
     style = "".join([render.resource("hvdkit.read.timeline", "report.css"), *own])
-    return (
-        render.environment("hvdkit.measure.bench")
-        .get_template("report.html.j2")
-        .render(
-            title=f"Scaling of {_command(results)}",
-            subtitle=f"{analysis.mode.capitalize()} scaling, measured by hvdkit bench; from {shown_name(name)}.",
-            version=hvdkit.__version__,
-            style=style,
-            style_hash=render.content_hash(style),
-            facts=_facts(results, analysis),
-            notes=[printable(note) for note in analysis.notes],
-            curves=[one for one in (figures.speedup(analysis), figures.efficiency(analysis)) if one is not None],
-            parts=figures.parts(analysis),
-            part_colours=[(colour[1:], part) for part, colour in figures.PARTS],
-            tables=tables.tables(analysis),
-            left=tables.LEFT,
-            sources=[(fit.name, fit.source) for fit in analysis.fits],
-            jobs=[_job_row(results, number) for number in range(min(len(results.jobs), _JOBS))],
-            jobs_left_out=max(0, len(results.jobs) - _JOBS),
-            launches=[_launch(launch) for launch in results.subject.launches],
-            environment=_environment(results),
-        )
+    return render.page(
+        "hvdkit.measure.bench",
+        style,
+        title=f"Scaling of {_command(results)}",
+        subtitle=f"{analysis.mode.capitalize()} scaling, measured by hvdkit bench; from {shown_name(name)}.",
+        facts=_facts(results, analysis),
+        notes=[printable(note) for note in analysis.notes],
+        curves=[one for one in (figures.speedup(analysis), figures.efficiency(analysis)) if one is not None],
+        parts=figures.parts(analysis),
+        part_colours=[(colour[1:], part) for part, colour in figures.PARTS],
+        tables=tables.tables(analysis),
+        sources=[(fit.name, fit.source) for fit in analysis.fits],
+        jobs=[_job_row(results, number) for number in range(min(len(results.jobs), _JOBS))],
+        jobs_left_out=max(0, len(results.jobs) - _JOBS),
+        launches=[_launch(launch) for launch in results.subject.launches],
+        environment=_environment(results),
     )
 
 
@@ -99,7 +83,7 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
         Fact("Measured", analysis.measure or "nothing", f"without the first {asked.warmup_steps} steps of each job"),
     ]
     for name, best, found in _best(measured):
-        facts.append(Fact(f"{name} on {best.ranks}", tables.interval(found), _crowded(best)))
+        facts.append(Fact(f"{name} on {best.ranks}", interval_text(found), _crowded(best)))
     commit = environment.commit
     if commit is not None:
         note = "files were changed since" if commit.changed else "of the script's repository, unchanged"

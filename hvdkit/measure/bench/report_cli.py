@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hvdkit.common.extras import require_scipy
 from hvdkit.measure.bench import show_cli
 
 
@@ -23,7 +24,7 @@ def report(file: Path, output: Path) -> int:
 
     Exit status: 0 success, 1 FILE is something else or the page cannot be written, 2 for bad usage.
     """
-    show_cli.require_scipy()
+    require_scipy(show_cli.NEEDS_SCIPY)
     from hvdkit.measure.bench.report import write_report
 
     page = write_report(file, output)

@@ -12,12 +12,13 @@ import click
 from rich.console import Console
 
 from hvdkit.common.commands import numbers_of_ranks, output_file, seconds_above_0
+from hvdkit.common.extras import require_scipy
+from hvdkit.common.table import readable
 from hvdkit.measure.bench import laws, results, show_cli
 from hvdkit.measure.bench.analysis import analyse, ranks_text
 from hvdkit.measure.bench.results import Results
 from hvdkit.measure.bench.scaling import Jobs, Watcher, go, record
 from hvdkit.measure.bench.subject import Asked, describe
-from hvdkit.measure.bench.tables import readable
 from hvdkit.run.launch import plan
 from hvdkit.run.launch.options import environment_variables
 from hvdkit.run.trials import here
@@ -98,6 +99,7 @@ class _Shown(Watcher):
 @show_cli.FORMS[2]
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def scaling(
+    *,
     ranks: tuple[int, ...],
     output: Path,
     mode: str,
@@ -130,7 +132,7 @@ def scaling(
       hvdkit bench scaling -n 1,2,4 --weak --threads 1 -o weak.json -- python train.py
       hvdkit bench scaling -n 1,2 --weak --timeline -o r.json -- hvdkit bench synthetic --model mlp
     """
-    show_cli.require_scipy()
+    require_scipy(show_cli.NEEDS_SCIPY)
     wish = here.Wish(1, command, launcher, ppn, depth, hosts, hostfile, variables, threads)
     asked = Asked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
     subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
@@ -139,7 +141,7 @@ def scaling(
     status = _run(asked, jobs, found, output, timeline)
     analysis = analyse(found)
     results.write(output, found, analysis)
-    click.echo(show_cli.text(analysis, form), nl=False)
+    show_cli.show_analysis(analysis, form)
     if status != 0:
         click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)
         return status

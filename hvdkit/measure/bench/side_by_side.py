@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+
+from hvdkit.common.table import Page, Table
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 SPEED = "speed of B / A"
@@ -27,7 +27,7 @@ class Line:
         failed: whether it is below the limit with its whole interval.
     """
 
-    cells: tuple[str, str, str, str]
+    cells: Sequence[str]
     subject: str
     speed: float
     failed: bool
@@ -63,26 +63,20 @@ def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None
     return value
 
 
-def show(
-    console: Console, names: tuple[str, str, str], lines: Sequence[Line], limit: float | None, notes: Sequence[str]
-) -> None:
-    """Print it for a reader: the table, the notes and what is below the limit.
+def page(names: tuple[str, str, str], lines: Sequence[Line], limit: float | None, notes: Sequence[str]) -> Page:
+    """The table, the notes and what is below the limit.
 
     Args:
         names: of the first three columns.
         limit: of ``--fail-below``.
-        notes: full sentences, nothing in them that a terminal would obey.
+        notes: full sentences.
     """
-    table = Table()
-    for name in (*names, SPEED):
-        table.add_column(name, justify="right")
-    for line in lines:
-        table.add_row(*line.cells)
-    console.print(table)
-    for note in notes:
-        console.print(f"- {note}", soft_wrap=True)
-    if limit is None:
-        return
+    table = Table("", (*names, SPEED), [line.cells for line in lines])
+    return Page([table, *(f"- {note}" for note in notes), *([] if limit is None else _verdicts(lines, limit))])
+
+
+def _verdicts(lines: Sequence[Line], limit: float) -> list[str]:
+    found = []
     for line in lines:
         if line.failed:
             verdict = f"below {limit:g}, failed"
@@ -90,6 +84,5 @@ def show(
             verdict = f"below {limit:g}, but its interval reaches above: not sure enough to fail"
         else:
             continue
-        console.print(f"{line.subject}: speed {line.cells[-1]} is {verdict}.", soft_wrap=True)
-    if not any(line.failed for line in lines):
-        console.print(f"No speed is below {limit:g} beyond noise.")
+        found.append(f"{line.subject}: speed {line.cells[-1]} is {verdict}.")
+    return found if any(line.failed for line in lines) else [*found, f"No speed is below {limit:g} beyond noise."]

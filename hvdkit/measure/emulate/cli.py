@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,6 @@ SUBCOMMANDS = {
         "Say whether a second result is slower than a first.",
     ),
 }
-
-
-_WIDTH = 140
 
 
 def _file(option: str, what: str) -> Callable[..., Any]:
@@ -225,18 +221,13 @@ def _show(found: Results, json_file: Path | None, files: dict[str, Path | None])
             kept.write(json_file, found)
         _say("nothing was measured by all ranks.")
         return
-    from rich.console import Console
-
     from hvdkit.measure.emulate import outputs, tables
     from hvdkit.measure.emulate.analysis import analyse
 
     analysis = analyse(found)
     if json_file is not None:
         kept.write(json_file, found, analysis)
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDTH  # a file or a pipe is as wide as the table
-    tables.text(analysis, console)
+    tables.page(analysis).print()
     outputs.write_all(found, **files, analysis=analysis)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdkit.common import intervals
 from hvdkit.common.intervals import CONFIDENCE, Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.emulate import spread
 from hvdkit.measure.emulate.analysis import of_steps
 from hvdkit.measure.emulate.facts import flat
 from hvdkit.measure.emulate.results import Results
@@ -78,7 +78,9 @@ def _compared(nbytes: int | None, before: Floats, after: Floats, rng: np.random.
         raise DataError(
             f"The median time of {what} is 0 in one of the results, so that there is no ratio; use --by slowest."
         )
-    return Compared(nbytes, spread.median(before, rng), spread.median(after, rng), spread.ratio(before, after, rng))
+    return Compared(
+        nbytes, intervals.median(before, rng), intervals.median(after, rng), intervals.ratio(before, after, rng)
+    )
 
 
 def _seconds(results: Results, by: str) -> Floats:

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
-from hvdkit.common.units import printable
+from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import side_by_side
 from hvdkit.measure.emulate import compare as comparing
 from hvdkit.measure.emulate import results
 from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, Compared
-from hvdkit.measure.emulate.tables import WIDTH, with_interval
+from hvdkit.measure.emulate.tables import DIGITS
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,17 +49,12 @@ def compare(before: Path, after: Path, by: str, limit: float | None, want_json: 
         found = comparing.Comparison(by, tuple(compared), tuple(notes), limit, below)
         click.echo(json_files.encode(found), nl=False)
         return 1 if slower else 0
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
     lines = [_line(one, slower) for one in compared]
-    side_by_side.show(console, ("bytes", "A, ms", "B, ms"), lines, limit, [printable(note) for note in notes])
+    side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print()
     return 1 if slower else 0
 
 
 def _line(one: Compared, slower: Sequence[Compared]) -> side_by_side.Line:
-    before, after = (with_interval(estimate.scaled(1000)) for estimate in (one.before, one.after))
+    cells = [interval_text(each, DIGITS) for each in (one.before.scaled(1000), one.after.scaled(1000), one.speed)]
     subject = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
-    return side_by_side.Line(
-        (one.name, before, after, with_interval(one.speed)), subject, one.speed.value, one in slower
-    )
+    return side_by_side.Line((one.name, *cells), subject, one.speed.value, one in slower)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from hvdkit.common import plot as drawing
 from hvdkit.common.files import is_directory
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.emulate import plots
 from hvdkit.measure.emulate.analysis import Analysis, analyse
 from hvdkit.measure.emulate.results import Results
 
@@ -41,12 +44,10 @@ def check(
             raise InvalidArgumentError(
                 f"The directory of the output {str(path)!r} does not exist; make it, or give another path."
             )
-        if path is not report and path.suffix.lower() not in PLOT_FORMATS:
-            raise InvalidArgumentError(
-                f"The plot {str(path)!r} ends in {path.suffix!r}; expected {' or '.join(PLOT_FORMATS)}."
-            )
-    if plot is not None or size_plot is not None:
-        import hvdkit.measure.emulate.plots
+        if path is not report:
+            drawing.check(path, PLOT_FORMATS)
+    if plot or size_plot or report:
+        drawing.require()
     if report is not None:
         import hvdkit.measure.emulate.report  # noqa: F401
 
@@ -84,13 +85,9 @@ def write_all(
     if plot is None and size_plot is None and report is None:
         return
     found = analyse(results) if analysis is None else analysis
-    if plot is not None or size_plot is not None:
-        from hvdkit.measure.emulate import plots
-
-        if plot is not None:
-            plots.write_cdf(plot, results, found)
-        if size_plot is not None:
-            plots.write_delays(size_plot, results, found)
+    for path, draw in ((plot, plots.cdf), (size_plot, plots.delays)):
+        if path is not None:
+            drawing.write(path, partial(draw, results=results, analysis=found))
     if report is not None:
         from hvdkit.measure.emulate.report import write_report
 

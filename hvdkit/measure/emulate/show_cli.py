@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.measure.emulate import outputs, results, tables
@@ -44,8 +43,6 @@ def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None
         click.echo(tables.comma_separated(analysis), nl=False)
     elif form == "samples":
         click.echo(tables.samples_csv(found), nl=False)
-    elif form == "markdown":
-        click.echo(tables.markdown(analysis))
     else:
-        tables.text(analysis, Console(highlight=False, markup=False))
+        tables.page(analysis).print(form)
     return 0

@@ -129,11 +129,9 @@ def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
     if want_json:
         click.echo(json_files.encode(plan), nl=False)
         return 0
-    from rich.console import Console
+    from hvdkit.measure.emulate.tables import plan_page
 
-    from hvdkit.measure.emulate.tables import show_plan
-
-    show_plan(plan, Console(highlight=False, markup=False))
+    plan_page(plan).print()
     if output is not None:
         click.echo(f"Saved as {output}.")
     return 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.intervals import CONFIDENCE, RESAMPLES, Estimate, estimate
+from hvdkit.common.intervals import CONFIDENCE, Estimate, median
 
 Floats = NDArray[np.float64]
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
@@ -62,46 +62,6 @@ def times(values: Floats, rng: np.random.Generator, independent: int | None = No
         found["p99"],
         found["p99.9"],
     )
-
-
-def median(values: Floats, rng: np.random.Generator) -> Estimate:
-    """The median with its bootstrap interval."""
-    return estimate(float(np.median(values)), resampled_medians(values, rng), alone=len(values) < 2)
-
-
-def ratio(numerator: Floats, denominator: Floats, rng: np.random.Generator) -> Estimate:
-    """The ratio of two medians, with its bootstrap interval; the samples are independent.
-
-    Both medians are above 0; resampled ratios that are not finite are left out.
-    """
-    value = float(np.median(numerator) / np.median(denominator))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        resampled = resampled_medians(numerator, rng) / resampled_medians(denominator, rng)
-    return estimate(value, resampled, alone=min(len(numerator), len(denominator)) < 2)
-
-
-def resampled_medians(values: Floats, rng: np.random.Generator) -> Floats:
-    """Medians of ``RESAMPLES`` samples drawn from these with replacement, in memory that does not grow with them.
-
-    It has the distribution of ``hvdkit.common.intervals.resampled_medians`` without drawing every sample: the m-th
-    smallest of n draws is the value at place floor(n * U), U the m-th smallest of n uniform numbers, which has a Beta
-    distribution; the next one is the smallest of the n - m that are above it.
-
-    Source: H. A. David and H. N. Nagaraja, Order Statistics (2003), sections 2.1 and 2.5.
-    """
-    ordered = np.sort(values)
-    n = len(ordered)
-    m = (n + 1) // 2
-    first = rng.beta(m, n - m + 1, RESAMPLES)
-    lower = ordered[_places(first, n)]
-    if n % 2:
-        return np.asarray(lower)
-    second = first + (1 - first) * (1 - rng.random(RESAMPLES) ** (1 / (n - m)))
-    return np.asarray((lower + ordered[_places(second, n)]) / 2)
-
-
-def _places(uniform: Floats, n: int) -> NDArray[np.intp]:
-    return np.minimum((uniform * n).astype(np.intp), n - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import is_count, numbers_of_ranks, shortened
@@ -139,7 +138,5 @@ def _print(need: Need, rows: Sequence[PerRank], notes: Sequence[str], said: dict
     if form == "json":
         shown = terms.Memory(need, said.get("measured_peak"), tuple(rows), tuple(notes))
         click.echo(json_files.encode(shown), nl=False)
-    elif form == "markdown":
-        click.echo(tables.markdown(need, rows, notes))
     else:
-        tables.show(need, rows, notes, Console(highlight=False, markup=False))
+        tables.page(need, rows, notes).print(form)

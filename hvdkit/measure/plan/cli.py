@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import numbers_of_ranks, output_file
@@ -92,6 +91,7 @@ def _some_epochs(_ctx: click.Context, _parameter: click.Parameter, value: float)
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 def plan(
+    *,
     samples: int,
     batch_size: int,
     lr: float,
@@ -183,7 +183,5 @@ def _predict(
 def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[str], form: str | None) -> None:
     if form == "json":
         click.echo(json_files.encode(model.Planned(training, tuple(rows), tuple(notes))), nl=False)
-    elif form == "markdown":
-        click.echo(tables.markdown(training, rows, notes))
     else:
-        tables.show(training, rows, notes, Console(highlight=False, markup=False))
+        tables.page(training, rows, notes).print(form)

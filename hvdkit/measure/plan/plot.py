@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hvdkit.common.extras import of_extra
-from hvdkit.common.files import replacing
+from hvdkit.common import plot
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.plan.model import Row, Training, curve
 
-with of_extra("report", "--plot draws with Matplotlib"):
-    from matplotlib.figure import Figure
-
-FORMATS = (".svg", ".png", ".pdf")
 _POINTS = 1000
 
 
@@ -21,26 +17,24 @@ def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
     """Draw the learning rate over the epochs; x in epochs, so that numbers of ranks can be compared.
 
     Raises:
-        InvalidArgumentError: a file name that does not end in one of ``FORMATS``, or no number of ranks has a step.
+        InvalidArgumentError: a file name that ends in another format, or no number of ranks has a step.
+        MissingFrameworkError: Matplotlib is not installed.
         DataError: the file cannot be written.
     """
-    if path.suffix.lower() not in FORMATS:
-        raise InvalidArgumentError(f"--plot expects a file name that ends in {', '.join(FORMATS)}, got {str(path)!r}.")
     drawn = [row for row in rows if row.steps is not None]
     if not drawn:
         raise InvalidArgumentError("at no number of ranks is a step left, so there is no learning rate to plot.")
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for row in drawn:
+    plot.write(path, lambda axes: _rates(axes, training, drawn), size=(7, 4))
+
+
+def _rates(axes: Any, training: Training, rows: Sequence[Row]) -> None:
+    for row in rows:
         steps = _shown(row.steps or 1, row.warmup_steps)
         epochs = [step / (row.steps_per_epoch or 1) for step in steps]
         axes.plot(epochs, curve(training, row, steps), label=str(row.ranks))
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("learning rate")
+    axes.set(xlabel="epoch", ylabel="learning rate")
     axes.set_ylim(bottom=0)
     axes.legend(title="ranks")
-    with replacing(path) as file:
-        figure.savefig(file, format=path.suffix[1:].lower())
 
 
 def _shown(steps: int, warmup: int) -> list[int]:

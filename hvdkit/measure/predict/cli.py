@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
+from hvdkit.common import plot as drawing
 from hvdkit.common.commands import numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
@@ -26,7 +25,6 @@ from hvdkit.measure.predict.stragglers import Delays
 
 _DOUBLING = tuple(2**power for power in range(11))
 _MIB = 2**20
-_WIDTH = 160
 
 
 def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -170,7 +168,7 @@ def predict(**given: Any) -> int:
     if given["figure"] is not None and given["step_ms"] is None:
         raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
     if given["figure"] is not None:
-        plot.check(given["figure"])
+        drawing.check(given["figure"])
     files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
     costs = _model(files, given)
     grads = _plan(files, given["plan"])
@@ -190,7 +188,7 @@ def predict(**given: Any) -> int:
     shown = tables.Prediction(costs, tuple(rows), asked, tuple(notes))
     if given["figure"] is not None:
         plot.draw(given["figure"], rows)
-    click.echo(_text(shown, given["form"]), nl=False)
+    _print(shown, given["form"])
     return 0
 
 
@@ -265,16 +263,10 @@ def _notes(
     return notes
 
 
-def _text(shown: tables.Prediction, form: str | None) -> str:
+def _print(shown: tables.Prediction, form: str | None) -> None:
     if form == "json":
-        return json_files.encode(tables.predicted(shown))
-    if form == "csv":
-        return tables.comma_separated(shown)
-    if form == "markdown":
-        return tables.markdown(shown) + "\n"
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDTH  # a file or a pipe is as wide as the table
-    with console.capture() as captured:
-        tables.show(shown, console)
-    return captured.get()
+        click.echo(json_files.encode(tables.predicted(shown)), nl=False)
+    elif form == "csv":
+        click.echo(tables.comma_separated(shown), nl=False)
+    else:
+        tables.page(shown).print(form)

@@ -1,20 +1,16 @@
-"""What was predicted, as a table for a terminal, as Markdown, as CSV and as JSON."""
+"""What was predicted, as a table, as CSV and as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from hvdkit.common import json_files
+from hvdkit.common import json_files, table
 from hvdkit.common.intervals import CONFIDENCE, Estimate
 from hvdkit.common.json_files import Document
-from hvdkit.measure.bench.tables import interval
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import interval_text
 from hvdkit.measure.predict.link import Link
 from hvdkit.measure.predict.model import HOST, NETWORK, CostModel
 from hvdkit.measure.predict.prediction import Row
@@ -75,41 +71,26 @@ def predicted(prediction: Prediction) -> Predicted:
     return Predicted(prediction.model.as_json(), assumed, prediction.rows, prediction.notes)
 
 
-def show(prediction: Prediction, console: Console) -> None:
-    """Print it for a reader."""
-    for level, link in ((HOST, prediction.model.host), (NETWORK, prediction.model.network)):
-        if link is not None:
-            console.print(f"{_WHERE[level]}: {_parameters(link)}", soft_wrap=True)
-    table = Table(title="Prediction with 95 % intervals", title_justify="left", title_style="bold")
-    for name in _NAMES:
-        table.add_column(name, justify="right", overflow="fold")
-    for row in prediction.rows:
-        table.add_row(*_words(row))
-    console.print(table)
-    for note in prediction.notes:
-        console.print(f"- {note}", soft_wrap=True)
-
-
-def markdown(prediction: Prediction) -> str:
-    """The same in Markdown."""
-    lines = [_line(_NAMES), _line(["---:"] * len(_NAMES)), *(_line(_words(row)) for row in prediction.rows)]
-    notes = [f"- {note.replace('*', chr(92) + '*')}" for note in prediction.notes]
-    return "\n\n".join(["\n".join(lines), *(["\n".join(notes)] if notes else [])])
+def page(prediction: Prediction) -> Page:
+    """The parameters of the model and a line for each number of ranks."""
+    found: list[Table | str] = [
+        f"{_WHERE[level]}: {_parameters(link)}"
+        for level, link in ((HOST, prediction.model.host), (NETWORK, prediction.model.network))
+        if link is not None
+    ]
+    found.append(Table("Prediction with 95 % intervals", _NAMES, [_words(row) for row in prediction.rows]))
+    return Page(found, prediction.notes)
 
 
 def comma_separated(prediction: Prediction) -> str:
     """One line for each number of ranks, in seconds; empty where something is not known."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     columns = [name if name == "efficiency" else f"{name}_s" for name in _TIMES]
     ends = [f"{name}{end}" for name in columns for end in ("", "_low", "_high")]
-    writer.writerow(["ranks", "hosts", "buckets", *ends, "extrapolated"])
-    for row in prediction.rows:
-        words: list[object] = [row.ranks, row.hosts, row.buckets]
-        for one in _estimates(row):
-            words += [None] * 3 if one is None else [one.value, one.low, one.high]
-        writer.writerow([*words, int(row.extrapolated)])
-    return text.getvalue()
+    rows = (
+        [row.ranks, row.hosts, row.buckets, *chain(*map(table.ends, _estimates(row))), int(row.extrapolated)]
+        for row in prediction.rows
+    )
+    return table.comma_separated(["ranks", "hosts", "buckets", *ends, "extrapolated"], rows)
 
 
 _WHERE = {HOST: "Within a host", NETWORK: "Between hosts"}
@@ -123,7 +104,7 @@ _SHOWN = {
 
 def _parameters(link: Link) -> str:
     told = link.parameters()
-    words = [f"{name} {interval(told[key].scaled(factor))} {unit}"
+    words = [f"{name} {interval_text(told[key].scaled(factor))} {unit}"
              for key, (name, factor, unit) in _SHOWN.items() if key in told]  # fmt: skip
     return f"{link.algorithm}, {', '.join(words)}"
 
@@ -132,13 +113,9 @@ def _estimates(row: Row) -> tuple[Estimate | None, ...]:
     return (row.communication, row.exposed, row.straggler, row.step, row.efficiency)
 
 
-def _words(row: Row) -> list[str]:
+def _words(row: Row) -> list[object]:
     *times, efficiency = _estimates(row)
-    words = ["-" if one is None else interval(one.scaled(1000)) for one in times]
+    words = [None if one is None else interval_text(one.scaled(1000)) for one in times]
     if row.extrapolated:
-        words[2] += "*"
-    return [str(row.ranks), str(row.hosts), *words, "-" if efficiency is None else interval(efficiency)]
-
-
-def _line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(words)} |"
+        words[2] = f"{words[2] or '-'}*"
+    return [row.ranks, row.hosts, *words, None if efficiency is None else interval_text(efficiency)]

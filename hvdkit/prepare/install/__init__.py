@@ -7,9 +7,9 @@
      ├── plan          facts and options in; settings, run paths and cache key out; or, from requirements,
      │                 one sentence that says what is missing
      ├── cache         one wheel for each key: locked, whole, verified
-     ├── build         source -> adjust (the table: adjustments) -> compiler -> wheel, through runner, shown by progress
+     ├── build         source -> adjust (by patches/) -> compiler -> wheel, through runner, shown by progress
      ├── environment   the one step that changes the environment, undone when it fails
      └── record        what a build was made of: written into the wheel, read by doctor and launcher
 
-``plan``, ``requirements`` and ``adjustments`` do nothing but compute. Nothing here imports a framework.
+``plan`` and ``requirements`` do nothing but compute. Nothing here imports a framework.
 """

@@ -1,71 +1,152 @@
-"""Changes the released source by the rows of a table (``adjustments``), and shows the table."""
+"""Changes the released source of Horovod 0.28.1 where today's compilers and frameworks need it: ``patches/``.
+
+One file a reason: its head says when it applies and why, the rest is a unified diff against the released source.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.adjustments import ADJUSTMENTS, Adjustment, Target, applying
+
+_PATCHES = Path(__file__).parent / "patches"
+_FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/.+\n", re.MULTILINE)
+_HUNK = re.compile(r"^@@ .*\n", re.MULTILINE)
 
 
-def apply(tree: Path, adjustments: Iterable[Adjustment]) -> None:
-    """Change the source below ``tree``; every row or none.
+@dataclass(frozen=True)
+class Target:
+    """What a build is for: the names of its frameworks and its GPU operations ("none", "nccl", "mpi").
+
+    ``plain``: only what it needs to compile and to work, nothing that makes it faster.
+    """
+
+    frameworks: frozenset[str]
+    gpu: str
+    plain: bool = False
+
+
+CONDITIONS: dict[str, Callable[[Target], bool]] = {
+    "always": lambda target: True,  # noqa: ARG005
+    "built for PyTorch": lambda target: "torch" in target.frameworks,
+    "built for TensorFlow": lambda target: "tensorflow" in target.frameworks,
+    "--gpu none": lambda target: target.gpu == "none",
+    "without --plain": lambda target: not target.plain,
+}
+"""What the head of a patch says after ``When:``, with commas between several that all must hold."""
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """In ``file``, the lines ``old`` occur exactly once and become ``new``; both hold the lines around the change."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One file of ``patches/``.
+
+    Attributes:
+        name: of the file, without its number.
+        when: names of ``CONDITIONS``, with commas.
+        why: the reason.
+        diff: all hunks as text.
+        hunks: the same to apply.
+    """
+
+    name: str
+    when: str
+    why: str
+    diff: str
+    hunks: tuple[Hunk, ...]
+
+    def applies(self, target: Target) -> bool:
+        """Whether a build needs it."""
+        return all(CONDITIONS[words](target) for words in self.when.split(", "))
+
+
+def parse(name: str, text: str) -> Patch:
+    """A patch from the text of its file."""
+    when, _, rest = text.partition("\n")
+    why, _, diff = rest.partition("\n--- ")
+    diff = f"--- {diff}"
+    parts = _FILE.split(diff)[1:]
+    hunks = [
+        Hunk(file, _side(hunk, " -"), _side(hunk, " +"))
+        for file, body in zip(parts[::2], parts[1::2], strict=True)
+        for hunk in _HUNK.split(body)[1:]
+    ]
+    return Patch(name, when.removeprefix("When: "), " ".join(why.split()), diff, tuple(hunks))
+
+
+@cache
+def patches() -> tuple[Patch, ...]:
+    """All patches, in the order of their numbers."""
+    files = sorted(_PATCHES.glob("*.patch"))
+    return tuple(parse(file.stem.partition("-")[2], file.read_text(encoding="utf-8")) for file in files)
+
+
+def applying(target: Target) -> tuple[Patch, ...]:
+    """The patches that apply to a build, in order."""
+    return tuple(patch for patch in patches() if patch.applies(target))
+
+
+def digest(chosen: Iterable[Patch]) -> str:
+    """SHA-256 over what patches change, for the cache key; their reasons do not count."""
+    hunks = [[patch.name, hunk.file, hunk.old, hunk.new] for patch in chosen for hunk in patch.hunks]
+    return hashlib.sha256(json.dumps(hunks).encode()).hexdigest()
+
+
+def apply(tree: Path, chosen: Iterable[Patch]) -> None:
+    """Change the source below ``tree``; every hunk exactly as it is written, or none of all.
 
     Raises:
-        InstallError: a file is missing or an old text does not occur the stated number of times; nothing is written.
+        InstallError: a file is missing or the lines of a hunk do not occur once; nothing is written.
     """
     changed: dict[str, str] = {}
-    for adjustment in adjustments:
-        text = changed.get(adjustment.file)
-        if text is None:
-            text = _read(tree, adjustment)
-        found = text.count(adjustment.old)
-        if found != adjustment.count:
+    for name, hunk in [(patch.name, hunk) for patch in chosen for hunk in patch.hunks]:
+        text = changed[hunk.file] if hunk.file in changed else _read(tree, name, hunk.file)
+        found = [match.span() for match in re.finditer(f"^{re.escape(hunk.old)}", text, re.MULTILINE)]
+        if len(found) != 1:
             raise InstallError(
-                f"{adjustment.file} is not the released one: adjustment '{adjustment.name}' expects its text "
-                f"{_times(adjustment.count)} and found it {_times(found)}: {_first_line(adjustment.old)!r}."
+                f"{hunk.file} is not the released one: adjustment '{name}' expects its text once and found it "
+                f"{len(found)} times: {hunk.old.strip().splitlines()[0]!r}."
             )
-        changed[adjustment.file] = text.replace(adjustment.old, adjustment.new)
+        ((start, end),) = found
+        changed[hunk.file] = text[:start] + hunk.new + text[end:]
     for file, text in changed.items():
         (tree / file).write_text(text, encoding="utf-8", newline="")
 
 
 def describe(target: Target) -> str:
-    """The table as text, one paragraph a row, saying which rows apply to ``target``."""
-    chosen = applying(target)
-    return "\n\n".join(_paragraph(row, row in chosen) for row in ADJUSTMENTS)
-
-
-def _paragraph(row: Adjustment, applies: bool) -> str:
-    old, new = _indented(row.old, "-"), _indented(row.new, "+")
-    return (
-        f"  {row.name}\n"
-        f"    applies: {'yes' if applies else 'no'} (when: {row.when.words})\n"
-        f"    why:     {row.why}\n"
-        f"    file:    {row.file}, {_times(row.count)}\n"
-        f"{old}{new}".rstrip("\n")
+    """The patches as text, one paragraph each, saying which apply to ``target``."""
+    return "\n\n".join(
+        f"  {patch.name}\n"
+        f"    applies: {'yes' if patch.applies(target) else 'no'} (when: {patch.when})\n"
+        f"    why:     {patch.why}\n" + "\n".join(f"      {line}".rstrip() for line in patch.diff.splitlines())
+        for patch in patches()
     )
 
 
-def _indented(text: str, sign: str) -> str:
-    return "".join(f"      {sign} {line}\n" for line in text.splitlines())
+def _side(hunk: str, signs: str) -> str:
+    """The lines of a hunk that begin with one of the signs, without them."""
+    return "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in signs)
 
 
-def _read(tree: Path, adjustment: Adjustment) -> str:
+def _read(tree: Path, name: str, file: str) -> str:
     try:
-        with (tree / adjustment.file).open(encoding="utf-8", newline="") as file:
-            return file.read()
+        with (tree / file).open(encoding="utf-8", newline="") as opened:
+            return opened.read()
     except FileNotFoundError as error:
         raise InstallError(
-            f"{adjustment.file} is missing from the source of Horovod: adjustment '{adjustment.name}' expects its "
-            f"text {_times(adjustment.count)}."
+            f"{file} is missing from the source of Horovod: adjustment '{name}' expects its text once."
         ) from error
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0]

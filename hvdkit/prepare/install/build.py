@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from hvdkit.prepare.install.facts import TITLES, Facts
 from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_VERSION
 from hvdkit.prepare.install.plan import Plan, build_environ
 from hvdkit.prepare.install.progress import Progress
-from hvdkit.prepare.install.runner import Log, run
+from hvdkit.prepare.install.runner import run
 
 JOB_BYTES = 3 << 30
 """Memory that the largest source file takes to compile, in bytes."""
@@ -35,7 +35,7 @@ class Workshop:
 
     directory: Path
     facts: Facts
-    log: Log
+    log: Path
     progress: Progress
     environ: Mapping[str, str]
 
@@ -48,18 +48,19 @@ class Workshop:
         """Run a build tool and return its lines."""
         return run(argv, what=f"'{argv[0]}'", environ=self.environ, cwd=self.directory, log=self.log)
 
+    def python(self, arguments: list[str], what: str, cwd: Path, on_line: Callable[[str], None] | None = None) -> None:
+        """Run the environment's interpreter, with the build tools in reach."""
+        argv = [str(self.facts.python.executable), *arguments]
+        run(argv, what=what, environ=self.environ, cwd=cwd, log=self.log, on_line=on_line)
+
     def pip(self, arguments: list[str]) -> None:
         """Run the environment's pip, with the build tools in reach."""
-        run(
-            [*pip_command(self.facts.python), *arguments],
-            what=f"pip {arguments[0]}",
-            environ=pip_environ(self.environ),
-            cwd=self.directory,
-            log=self.log,
-        )
+        argv = [*pip_command(self.facts.python), *arguments]
+        environ = pip_environ(self.environ)
+        run(argv, what=f"pip {arguments[0]}", environ=environ, cwd=self.directory, log=self.log)
 
 
-def build_wheel(plan: Plan, facts: Facts, cache: Cache, progress: Progress, log: Log) -> Path:
+def build_wheel(plan: Plan, facts: Facts, cache: Cache, progress: Progress, log: Path) -> Path:
     """Build the wheel of a plan and keep it in the cache; the caller holds the lock of its key.
 
     Returns:
@@ -69,7 +70,7 @@ def build_wheel(plan: Plan, facts: Facts, cache: Cache, progress: Progress, log:
     """
     with build_directory(facts.build_directory) as directory:
         shop = Workshop(directory, facts, log, progress, _environ(plan, facts, directory))
-        progress.say(f"Full output: {log.path}")
+        progress.say(f"Full output: {log}")
         _check_frameworks(plan, shop)
         progress.say("Fetching the build tools")
         shop.pip(
@@ -167,13 +168,7 @@ def _check_frameworks(plan: Plan, shop: Workshop) -> None:
         title = f"{TITLES[framework.name]} {framework.version}"
         shop.progress.say(f"Importing {title}")
         try:
-            run(
-                [str(shop.facts.python.executable), "-P", "-c", f"import {framework.name}"],
-                what=f"Importing {title}",
-                environ=shop.environ,
-                cwd=shop.directory,
-                log=shop.log,
-            )
+            shop.python(["-P", "-c", f"import {framework.name}"], f"Importing {title}", shop.directory)
         except InstallError as error:
             raise InstallError(
                 f"{error}; 'pip install --force-reinstall {framework.name}' repairs it, or leave it out with "
@@ -188,14 +183,7 @@ def _compile(plan: Plan, shop: Workshop, tree: Path) -> Path:
     )
     # The options stand before the command: so Horovod's setup.py takes this for no build action and does not want
     # its run-time needs installed first; and --quiet keeps it from passing make's VERBOSE=1 to Ninja.
-    argv = [str(shop.facts.python.executable), "setup.py", "--no-user-cfg", "--quiet", "bdist_wheel"]
-    run(
-        [*argv, "--dist-dir", str(shop.directory / "compiled")],
-        what="Compiling Horovod",
-        environ=shop.environ,
-        cwd=tree,
-        log=shop.log,
-        on_line=shop.progress.compiling,
-    )
+    setup = ["setup.py", "--no-user-cfg", "--quiet", "bdist_wheel", "--dist-dir", str(shop.directory / "compiled")]
+    shop.python(setup, "Compiling Horovod", tree, shop.progress.compiling)
     shop.progress.clear()
     return next((shop.directory / "compiled").glob("*.whl"))

@@ -14,7 +14,7 @@ import click
 
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.install import adjust, environment
-from hvdkit.prepare.install.adjustments import Target
+from hvdkit.prepare.install.adjust import Target
 from hvdkit.prepare.install.build import build_wheel
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import TITLES, Facts
@@ -23,7 +23,6 @@ from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
 from hvdkit.prepare.install.plan import Plan, make_plan
 from hvdkit.prepare.install.progress import Progress
 from hvdkit.prepare.install.requirements import GPU_OPERATIONS, Options, check_options, parse_frameworks
-from hvdkit.prepare.install.runner import Log
 
 
 @click.command()
@@ -109,7 +108,7 @@ def _install(facts: Facts, options: Options, force: bool, progress: Progress) ->
             return
         with cache.locked(plan.key, waiting("builds the same wheel")):
             wheel = None if force else _cached(cache, plan, progress)
-            log = Log(cache.new_log(plan.key))
+            log = cache.new_log(plan.key)
             built = wheel is None
             if wheel is None:
                 wheel = build_wheel(plan, facts, cache, progress, log)
@@ -132,7 +131,7 @@ def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
 
 
 def _put_in_place(
-    wheel: Path, plan: Plan, facts: Facts, cache: Cache, built: bool, progress: Progress, log: Log
+    wheel: Path, plan: Plan, facts: Facts, cache: Cache, built: bool, progress: Progress, log: Path
 ) -> None:
     progress.say(f"Installing into {facts.python.prefix}")
     with environment.restored_on_failure(facts.python):

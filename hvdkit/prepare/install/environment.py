@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import importlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -15,10 +14,11 @@ from pathlib import Path
 
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import PythonFacts
+from hvdkit.prepare.install.find_frameworks import distribution
 from hvdkit.prepare.install.pins import RUNTIME_NEEDS
 from hvdkit.prepare.install.plan import Plan
 from hvdkit.prepare.install.record import horovod_directory, read_record
-from hvdkit.prepare.install.runner import Log, run
+from hvdkit.prepare.install.runner import run
 
 _REDIRECTING = ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PIP_DRY_RUN")
 """Settings of pip that would put packages elsewhere, or other ones."""
@@ -50,13 +50,7 @@ def pip_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 def missing_needs() -> list[str]:
     """Names of the packages that Horovod imports when it runs and that are not installed."""
-    missing = []
-    for name in RUNTIME_NEEDS:
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    return missing
+    return [name for name in RUNTIME_NEEDS if distribution(name) is None]
 
 
 def is_installed(plan: Plan) -> bool:
@@ -71,7 +65,7 @@ def is_installed(plan: Plan) -> bool:
     return all(_is_whole(directory, package) for package in plan.run_paths)
 
 
-def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Log) -> None:
+def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
     """Install the wheel and what it lacks at run time, in one pip install that touches nothing else.
 
     Raises:
@@ -91,12 +85,10 @@ def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, 
     )
     importlib.invalidate_caches()
     if not is_installed(plan):
-        raise InstallError(
-            f"pip installed the wheel and {python.site_packages} does not have it; the log is {log.path}"
-        )
+        raise InstallError(f"pip installed the wheel and {python.site_packages} does not have it; the log is {log}")
 
 
-def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Log) -> None:
+def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
     """Import the installed Horovod in a process of its own and compare what it has with the plan.
 
     Raises:
@@ -114,8 +106,7 @@ def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], lo
     for package, built in found.items():
         if built != expected:
             raise InstallError(
-                f"The new Horovod for {package} has MPI, Gloo, NCCL = {built}, expected {expected}; the log is "
-                f"{log.path}"
+                f"The new Horovod for {package} has MPI, Gloo, NCCL = {built}, expected {expected}; the log is {log}"
             )
 
 
@@ -177,15 +168,16 @@ def _delete(entry: Path) -> None:
 
 def _is_whole(horovod: Path, package: str) -> bool:
     """Whether a framework's library is there with the size that was installed."""
-    try:
-        files = importlib.metadata.distribution("horovod").files or ()
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    directory = os.path.realpath(horovod / package)
-    libraries = [file for file in files if file.name.endswith(".so") and file.parent.name == package]
+    found = distribution("horovod")
+    files = (found.files if found else None) or ()
+    libraries = [
+        (Path(str(file.locate())), file.size)
+        for file in files
+        if file.name.endswith(".so") and file.parent.name == package
+    ]
     return bool(libraries) and all(
-        os.path.realpath(os.path.dirname(str(file.locate()))) == directory  # noqa: PTH120
-        and Path(str(file.locate())).is_file()
-        and file.size == Path(str(file.locate())).stat().st_size
-        for file in libraries
+        library.parent.resolve() == (horovod / package).resolve()
+        and library.is_file()
+        and library.stat().st_size == size
+        for library, size in libraries
     )

@@ -34,9 +34,10 @@ def find_torch() -> FrameworkFacts | None:
     if location is None:
         return None
     facts = literals(location / "version.py")
+    package = distribution("torch")
     return FrameworkFacts(
         name="torch",
-        version=str(facts.get("__version__") or _distribution_version("torch")),
+        version=str(facts.get("__version__") or (package.version if package else "")),
         location=location,
         build=f"{facts.get('git_version', '')} cxx11abi={_torch_cxx11_abi(location)}",
         cuda=facts.get("cuda"),
@@ -49,13 +50,13 @@ def find_tensorflow() -> FrameworkFacts | None:
     location = package_directory("tensorflow")
     if location is None:
         return None
-    distribution = _tensorflow_distribution(location)
+    package = _tensorflow_distribution(location)
     info = _build_info(location / "python" / "platform" / "build_info.py")
     return FrameworkFacts(
         name="tensorflow",
-        version=distribution.version if distribution else "",
+        version=package.version if package else "",
         location=location,
-        build=distribution.metadata["Name"] if distribution else "",
+        build=package.metadata["Name"] if package else "",
         cuda=str(info.get("cuda_version", "")) if info.get("is_cuda_build") else None,
         rocm=str(info.get("rocm_version", "")) if info.get("is_rocm_build") else None,
     )
@@ -68,6 +69,14 @@ def package_directory(name: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent
+
+
+def distribution(name: str) -> importlib.metadata.Distribution | None:
+    """What pip knows of an installed package, None when it is not installed."""
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def literals(file: Path) -> dict[str, Any]:
@@ -109,18 +118,6 @@ def _torch_cxx11_abi(location: Path) -> str:
 
 
 def _tensorflow_distribution(location: Path) -> importlib.metadata.Distribution | None:
-    candidates = []
-    for name in TENSORFLOW_DISTRIBUTIONS:
-        try:
-            candidates.append(importlib.metadata.distribution(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    candidates = [found for name in TENSORFLOW_DISTRIBUTIONS if (found := distribution(name)) is not None]
     beside = [found for found in candidates if Path(str(found.locate_file(""))) == location.parent]
     return next(iter(beside or candidates), None)
-
-
-def _distribution_version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

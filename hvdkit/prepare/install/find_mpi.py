@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from hvdkit.prepare.install.ask import ask
 from hvdkit.prepare.install.facts import MpiFacts
+from hvdkit.prepare.install.find_frameworks import distribution
 
 UNKNOWN = "unknown MPI"
 CXX_WRAPPERS = ("mpicxx", "mpic++", "mpiCC")
@@ -48,7 +48,7 @@ def find_mpi(environ: Mapping[str, str], prefix: Path) -> tuple[MpiFacts | None,
             version=version,
             bin=mpicc.parent,
             cxx=next((mpicc.parent / name for name in CXX_WRAPPERS if (mpicc.parent / name).exists()), None),
-            wheel=mpicc.parent == prefix / "bin" and _wheel_installed(),
+            wheel=mpicc.parent == prefix / "bin" and any(map(distribution, MPI_WHEELS)),
         )
     return chosen, tuple(passed_over)
 
@@ -110,13 +110,3 @@ def _family(name: str, environ: Mapping[str, str]) -> str:
     if "mpich" in name.lower():
         return "Cray MPICH" if environ.get("CRAY_MPICH_DIR") else "MPICH"
     return name.strip()
-
-
-def _wheel_installed() -> bool:
-    for name in MPI_WHEELS:
-        try:
-            importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return True
-    return False

@@ -38,7 +38,7 @@ def find_cxx(environ: Mapping[str, str]) -> CompilerFacts | None:
     if command is None:
         return None
     test = ask([*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"], stdin=CXX20_PROGRAM)
-    return _describe(command, "" if test.ok else _first_problem(test.text))
+    return _describe(command, "" if test.ok else test.problem)
 
 
 def find_cc(environ: Mapping[str, str]) -> CompilerFacts | None:
@@ -93,8 +93,3 @@ def _describe(command: tuple[str, ...], problem: str) -> CompilerFacts:
     name = f"{family} {version[0]}" if family and version else answer.first_line
     target = ask([*command, "-dumpmachine"]).first_line
     return CompilerFacts(command, name, " ".join([family, banner, target, *command[1:]]), problem)
-
-
-def _first_problem(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")

@@ -14,7 +14,6 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import hvdkit
 from hvdkit.errors import LaunchError
+from hvdkit.prepare.install.ask import ask
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.find_mpi import find_mpi, identify
 
@@ -29,7 +29,6 @@ NAME = "libhvdkit-mpi-profile.so"
 _SOURCES = Path(__file__).parent / "interposer"
 _OPTIONS = ("-std=gnu11", "-O2", "-Wall", "-fPIC", "-shared", f'-DHVDKIT_VERSION="{hvdkit.__version__}"')
 _LIBRARIES = ("-ldl", "-lpthread")
-_TIMEOUT_S = 120
 
 
 def find_mpicc(mpi_bin: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -121,24 +120,9 @@ def _compile(mpicc: Path, environ: Mapping[str, str], library: Path) -> None:
 def _run(argv: list[str], environ: Mapping[str, str], what: str) -> None:
     own = str(Path(argv[0]).parent)  # the wrapper of a wheel looks for its parts on PATH
     path = os.pathsep.join([environ.get("PATH", os.defpath), own])
-    try:
-        done = subprocess.run(
-            argv,
-            env={**environ, "PATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        status, lines = done.returncode, done.stdout.strip().splitlines()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        status, lines = 1, [str(error)]
-    if status != 0:
-        wrong = next((line for line in lines if "error" in line.lower()), lines[-1] if lines else f"status {status}")
+    answer = ask(argv, environ={**environ, "PATH": path})
+    if not answer.ok:
         raise LaunchError(
-            f"The recorder of MPI calls cannot be {what} with {argv[0]} ({wrong.strip()[:300]}); install a C compiler "
+            f"The recorder of MPI calls cannot be {what} with {argv[0]} ({answer.problem[:300]}); install a C compiler "
             "and the development files of this MPI, or leave --mpi-profile out."
         )

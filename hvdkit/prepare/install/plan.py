@@ -7,19 +7,18 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdkit.prepare.install import adjustments, requirements
-from hvdkit.prepare.install.adjustments import Adjustment, Target
+from hvdkit.prepare.install import adjust, requirements
+from hvdkit.prepare.install.adjust import Patch, Target
 from hvdkit.prepare.install.facts import (
     CompilerFacts,
     CudaFacts,
     Facts,
     FrameworkFacts,
     MpiFacts,
-    NcclFacts,
     PythonFacts,
 )
 from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
@@ -80,7 +79,7 @@ class Plan:
         target: frameworks and GPU operations, which choose the adjustments.
         frameworks: what it is built against.
         mpi: None for Gloo alone.
-        adjustments: rows that are applied to the source.
+        adjustments: patches that are applied to the source.
         settings: environment variables that are set for the build.
         path_first: directories put first on the build's PATH.
         run_paths: for the library of each framework, where it looks for others besides what the linker notes.
@@ -93,7 +92,7 @@ class Plan:
     target: Target
     frameworks: tuple[FrameworkFacts, ...]
     mpi: MpiFacts | None
-    adjustments: tuple[Adjustment, ...]
+    adjustments: tuple[Patch, ...]
     settings: Mapping[str, str]
     path_first: tuple[Path, ...]
     run_paths: Mapping[str, tuple[str, ...]]
@@ -123,31 +122,30 @@ def make_plan(facts: Facts, options: Options) -> Plan:
     requirements.check_gpu(facts, options, frameworks)
     requirements.check_space(facts)
 
-    parts = _Parts(
-        target=Target(frozenset(framework.name for framework in frameworks), options.gpu, options.plain),
+    target = Target(frozenset(framework.name for framework in frameworks), options.gpu, options.plain)
+    used = replace(
+        facts,
         frameworks=frameworks,
         mpi=facts.mpi if options.mpi else None,
         cuda=facts.cuda if options.gpu != "none" else None,
         nccl=facts.nccl if options.gpu == "nccl" else None,
-        cxx=cxx,
-        cc=cc,
     )
-    rows = adjustments.applying(parts.target)
-    settings = _settings(facts, parts)
-    run_paths = _run_paths(facts.python, parts)
-    fields = _key_fields(facts, parts, settings, run_paths, rows)
+    patches = adjust.applying(target)
+    settings = _settings(used, target, cxx, cc)
+    run_paths = _run_paths(used)
+    fields = _key_fields(used, [cxx.identity, cc.identity], settings, run_paths, patches)
     key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return Plan(
-        target=parts.target,
+        target=target,
         frameworks=frameworks,
-        mpi=parts.mpi,
-        adjustments=rows,
+        mpi=used.mpi,
+        adjustments=patches,
         settings=settings,
-        path_first=_path_first(parts),
+        path_first=_path_first(used),
         run_paths=run_paths,
-        nccl_link=parts.nccl.library if parts.nccl and parts.nccl.library.name == "libnccl.so.2" else None,
+        nccl_link=used.nccl.library if used.nccl and used.nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
-        record=_record(facts, parts, rows, key),
+        record=_record(used, target.gpu, cxx.name, patches, key),
         notes=tuple(_notes(facts, options, frameworks)),
     )
 
@@ -184,23 +182,10 @@ def relative_to_environment(path: Path, python: PythonFacts) -> str:
     return os.path.relpath(path, python.prefix) if _inside(path, python.prefix) else str(path)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The facts that this build uses, all checked."""
-
-    target: Target
-    frameworks: tuple[FrameworkFacts, ...]
-    mpi: MpiFacts | None
-    cuda: CudaFacts | None
-    nccl: NcclFacts | None
-    cxx: CompilerFacts
-    cc: CompilerFacts
-
-
-def _settings(facts: Facts, parts: _Parts) -> dict[str, str]:
+def _settings(used: Facts, target: Target, cxx: CompilerFacts, cc: CompilerFacts) -> dict[str, str]:
     settings = {
-        "CXX": shlex.join(parts.cxx.command),
-        "CC": shlex.join(parts.cc.command),
+        "CXX": shlex.join(cxx.command),
+        "CC": shlex.join(cc.command),
         "CMAKE_GENERATOR": "Ninja",
         # Gloo's own CMake file asks for a policy version that CMake 4 no longer has.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
@@ -208,22 +193,22 @@ def _settings(facts: Facts, parts: _Parts) -> dict[str, str]:
         "LC_ALL": "C",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
-        f"HOROVOD_{'WITH' if parts.mpi else 'WITHOUT'}_MPI": "1",
+        f"HOROVOD_{'WITH' if used.mpi else 'WITHOUT'}_MPI": "1",
     }
     for name, switch in _SWITCHES.items():
-        settings[f"HOROVOD_{'WITH' if name in parts.target.frameworks else 'WITHOUT'}_{switch}"] = "1"
-    if facts.system.arch_flags:
-        settings["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(facts.system.arch_flags)
-    if parts.mpi is not None:
-        settings["MPI_HOME"] = str(parts.mpi.bin.parent)
-    if parts.cuda is not None:
-        settings |= _cuda_settings(parts.cuda, parts.target.gpu, facts.environ)
+        settings[f"HOROVOD_{'WITH' if name in target.frameworks else 'WITHOUT'}_{switch}"] = "1"
+    if used.system.arch_flags:
+        settings["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(used.system.arch_flags)
+    if used.mpi is not None:
+        settings["MPI_HOME"] = str(used.mpi.bin.parent)
+    if used.cuda is not None:
+        settings |= _cuda_settings(used.cuda, target.gpu, used.environ)
     else:
         settings["HOROVOD_WITHOUT_NVTX"] = "1"
-    if parts.nccl is not None:
-        settings["HOROVOD_NCCL_INCLUDE"] = str(parts.nccl.include)
-        settings["HOROVOD_NCCL_LIB"] = str(parts.nccl.library.parent)
-        settings["HOROVOD_NCCL_LINK"] = "STATIC" if parts.nccl.library.suffix == ".a" else "SHARED"
+    if used.nccl is not None:
+        settings["HOROVOD_NCCL_INCLUDE"] = str(used.nccl.include)
+        settings["HOROVOD_NCCL_LIB"] = str(used.nccl.library.parent)
+        settings["HOROVOD_NCCL_LINK"] = "STATIC" if used.nccl.library.suffix == ".a" else "SHARED"
     return settings
 
 
@@ -243,70 +228,70 @@ def _cuda_settings(cuda: CudaFacts, gpu: str, environ: Mapping[str, str]) -> dic
     return settings
 
 
-def _path_first(parts: _Parts) -> tuple[Path, ...]:
-    directories = [parts.mpi.bin] if parts.mpi else []
-    return (*directories, parts.cuda.home / "bin") if parts.cuda else tuple(directories)
+def _path_first(used: Facts) -> tuple[Path, ...]:
+    directories = [used.mpi.bin] if used.mpi else []
+    return (*directories, used.cuda.home / "bin") if used.cuda else tuple(directories)
 
 
-def _run_paths(python: PythonFacts, parts: _Parts) -> dict[str, tuple[str, ...]]:
+def _run_paths(used: Facts) -> dict[str, tuple[str, ...]]:
     libraries = {"torch": "lib", "tensorflow": "."}
     found = {}
-    for framework in parts.frameworks:
+    for framework in used.frameworks:
         directories = [framework.location / libraries[framework.name]]
-        if parts.nccl is not None and parts.nccl.library.suffix != ".a":
-            directories.append(parts.nccl.library.parent)
-        found[framework.name] = tuple(run_path(directory, framework.name, python) for directory in directories)
+        if used.nccl is not None and used.nccl.library.suffix != ".a":
+            directories.append(used.nccl.library.parent)
+        found[framework.name] = tuple(run_path(directory, framework.name, used.python) for directory in directories)
     return found
 
 
 def _key_fields(
-    facts: Facts,
-    parts: _Parts,
+    used: Facts,
+    compilers: list[str],
     settings: Mapping[str, str],
     run_paths: Mapping[str, tuple[str, ...]],
-    rows: Iterable[Adjustment],
+    patches: Iterable[Patch],
 ) -> dict[str, Any]:
     def place(path: Path) -> str:
-        return relative_to_environment(path, facts.python)
+        return relative_to_environment(path, used.python)
 
     # Settings that name places are told by the fields below, as far as their place matters.
     places = {"CXX", "CC", "MPI_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NVTX_INCLUDE"}
     places |= {"HOROVOD_CUDA_HOME", "CUDA_HOME"}
-    mpi, cuda, nccl = parts.mpi, parts.cuda, parts.nccl
+    mpi, cuda, nccl = used.mpi, used.cuda, used.nccl
     return {
         "horovod": [HOROVOD_VERSION, HOROVOD_SHA256],
-        "adjustments": adjustments.digest(rows),
+        "adjustments": adjust.digest(patches),
         "tools": list(BUILD_TOOLS),
-        "python": facts.python.tag,
-        "system": [facts.system.os, facts.system.machine, facts.system.libc],
-        "layout": place(facts.python.site_packages),
-        "frameworks": {row.name: [row.version, row.build, row.cuda, row.rocm] for row in parts.frameworks},
+        "python": used.python.tag,
+        "system": [used.system.os, used.system.machine, used.system.libc],
+        "layout": place(used.python.site_packages),
+        "frameworks": {row.name: [row.version, row.build, row.cuda, row.rocm] for row in used.frameworks},
         "run_paths": {name: list(paths) for name, paths in run_paths.items()},
         "mpi": mpi and [mpi.implementation, mpi.version, place(mpi.bin), mpi.wheel],
         "cuda": cuda and [cuda.version, place(cuda.home), cuda.nvtx],
         "nccl": nccl and [nccl.version, place(nccl.library)],
-        "compilers": [parts.cxx.identity, parts.cc.identity],
+        "compilers": compilers,
         "settings": {name: value for name, value in settings.items() if name not in places},
-        "variables": {name: facts.environ[name] for name in KEYED_VARIABLES if facts.environ.get(name)},
+        "variables": {name: used.environ[name] for name in KEYED_VARIABLES if used.environ.get(name)},
     }
 
 
-def _record(facts: Facts, parts: _Parts, rows: Iterable[Adjustment], key: str) -> BuildRecord:
-    versions = {framework.name: framework.version for framework in parts.frameworks}
+def _record(used: Facts, gpu: str, compiler: str, patches: Iterable[Patch], key: str) -> BuildRecord:
+    versions = {framework.name: framework.version for framework in used.frameworks}
     mpi = None
-    if parts.mpi is not None:
-        place = relative_to_environment(parts.mpi.bin, facts.python)
-        mpi = MpiRecord(parts.mpi.implementation, parts.mpi.version, place, parts.mpi.wheel)
+    if used.mpi is not None:
+        place = relative_to_environment(used.mpi.bin, used.python)
+        mpi = MpiRecord(used.mpi.implementation, used.mpi.version, place, used.mpi.wheel)
     return BuildRecord(
         horovod=HOROVOD_VERSION,
-        python=facts.python.tag,
+        python=used.python.tag,
         torch=versions.get("torch"),
         tensorflow=versions.get("tensorflow"),
         mpi=mpi,
         gloo=True,
-        gpu=parts.target.gpu,
-        compiler=parts.cxx.name,
-        adjustments=tuple(row.name for row in rows),
+        gpu=gpu,
+        compiler=compiler,
+        adjustments=tuple(patch.name for patch in patches),
         key=key,
     )
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import InstallError
@@ -18,25 +17,13 @@ PATIENCE_SECONDS = 5.0
 """How long processes get to end by themselves before they are killed."""
 
 
-@dataclass(frozen=True)
-class Log:
-    """The file that holds the full output of all steps."""
-
-    path: Path
-
-    def write(self, text: str) -> None:
-        """Append a text."""
-        with self.path.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-
-
 def run(
     argv: Sequence[str],
     *,
     what: str,
     environ: Mapping[str, str],
     cwd: Path,
-    log: Log,
+    log: Path,
     on_line: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Run a program to its end and return its lines.
@@ -46,14 +33,14 @@ def run(
         what: the step in words, for the error: "Compiling Horovod".
         environ: its whole environment.
         cwd: its working directory.
-        log: gets the command and every line.
+        log: file that gets the command and every line after what it has.
         on_line: called with each line as it comes.
     Raises:
         InstallError: it did not succeed; the message holds its first error and the path of the log.
     """
-    log.write(f"\n$ {' '.join(argv)}\n")
     lines: list[str] = []
-    with _process(argv, environ, cwd) as process, log.path.open("a", encoding="utf-8", errors="replace") as file:
+    with log.open("a", encoding="utf-8", errors="replace") as file, _process(argv, environ, cwd) as process:
+        file.write(f"\n$ {' '.join(argv)}\n")
         if process.stdout is None:
             raise ValueError("the process has no output to read")
         for line in process.stdout:
@@ -127,11 +114,11 @@ def session_members(session: int) -> list[int]:
     return found
 
 
-def _message(what: str, status: int, lines: Sequence[str], log: Log) -> str:
+def _message(what: str, status: int, lines: Sequence[str], log: Path) -> str:
     error = first_error(lines)
     if status == -signal.SIGKILL and not is_out_of_memory(error):
         error = "the process was killed"
     fix = ""
     if is_out_of_memory(error):
         fix = " (usually for want of memory: 'MAX_JOBS=1 hvdkit install' compiles one file at a time)"
-    return f"{what} failed: {error}{fix}; the full log is {log.path}"
+    return f"{what} failed: {error}{fix}; the full log is {log}"

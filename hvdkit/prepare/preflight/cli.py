@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.common.commands import seconds_above_0
 from hvdkit.prepare.preflight import exchange, findings, show
@@ -65,7 +64,7 @@ def preflight(json_: bool, timeout: float, report: Path | None) -> int:
     if own.rank == 0 and json_:
         click.echo(show.as_json(reports, found), nl=False)
     elif own.rank == 0:
-        show.print_text(reports, found, Console())
+        show.page(reports, found).print()
     return 1 if show.has_errors(found) else 0
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document
+from hvdkit.common.table import Page, Table
 from hvdkit.prepare.doctor.finding import Finding, Found, found_as
 from hvdkit.prepare.preflight.report import Place, Report
 
@@ -45,31 +44,31 @@ def as_json(reports: Sequence[Report], findings: Findings) -> str:
     return json_files.encode(Seen(not has_errors(findings), found_as(findings), tuple(reports)))
 
 
-def print_text(reports: Sequence[Report], findings: Findings, console: Console) -> None:
+def page(reports: Sequence[Report], findings: Findings) -> Page:
     """A table of the ranks, the findings, and a verdict."""
     ways = sorted({f"{report.launcher} starts the ranks, Horovod over {report.library or '?'}" for report in reports})
-    console.print(Text("; ".join(ways)), soft_wrap=True)
-    table = Table("rank", "host", "launcher", "Horovod", "MPI", "GPU", "cores", "threads")
-    for report in reports:
-        table.add_row(
-            str(report.rank),
-            Text(report.host),
+    rows = [
+        [
+            report.rank,
+            report.host,
             _place(report.launched),
             _place(report.horovod),
             _place(report.mpi),
-            Text(report.device or ("none" if not report.devices else "none left")),
-            str(len(report.cores)),
-            str(report.threads),
-        )
-    console.print(table)
+            report.device or ("none left" if report.devices else "none"),
+            len(report.cores),
+            report.threads,
+        ]
+        for report in reports
+    ]
+    names = ("rank", "host", "launcher", "Horovod", "MPI", "GPU", "cores", "threads")
+    found: list[Table | str | Text] = ["; ".join(ways), Table("", names, rows, left=names[1:6])]
     for name, finding in findings:
-        console.print(Text(f"{finding.level} [{name}]", style=_COLOURS[finding.level]))
-        for label in ("what", "why", "fix"):
-            console.print(Text(f"  {label}: {getattr(finding, label)}"), soft_wrap=True)
+        found.append(Text(f"{finding.level} [{name}]", style=_COLOURS[finding.level]))
+        found += [f"  {label}: {getattr(finding, label)}" for label in ("what", "why", "fix")]
     size = max(report.size for report in reports)
     verdict = "The job would not train as it is" if has_errors(findings) else "The job can train"
-    console.print(Text(f"{verdict}: {len(reports)} of {size} ranks, {len(findings)} findings."), soft_wrap=True)
+    return Page([*found, f"{verdict}: {len(reports)} of {size} ranks, {len(findings)} findings."])
 
 
-def _place(place: Place) -> str:
-    return "-" if place.rank is None else f"{place.rank} of {place.size}"
+def _place(place: Place) -> str | None:
+    return None if place.rank is None else f"{place.rank} of {place.size}"

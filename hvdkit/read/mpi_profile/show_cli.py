@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
@@ -17,8 +16,6 @@ from hvdkit.read.mpi_profile.traffic import Traffic
 
 PATH = click.Path(path_type=Path, exists=True)
 _HELP = {"help_option_names": ["-h", "--help"]}
-_WIDE = 120
-"""Columns where the output is no terminal: a table that is cut says nothing."""
 
 
 @click.command(context_settings=_HELP)
@@ -50,7 +47,7 @@ def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
     if want_json:
         click.echo(json_files.encode(results.shown_as(profile, traffic, shown)), nl=False)
     else:
-        tables.show(profile, shown, _console())
+        tables.page(profile, shown).print()
     return 0
 
 
@@ -74,7 +71,7 @@ def compare(a: Path, b: Path, want_json: bool) -> int:
     if want_json:
         click.echo(json_files.encode(results.Comparison(tuple(compared), tuple(remarks))), nl=False)
     else:
-        tables.show_compared(compared, remarks, _console())
+        tables.compared_page(compared, remarks).print()
     return 0
 
 
@@ -86,8 +83,3 @@ def _shown(profile: Profile, traffic: tuple[Traffic, ...], number: int | None) -
             return one
     there = ", ".join(str(rank.rank) for rank in profile.ranks[:16]) + (", ..." if len(profile.ranks) > 16 else "")
     raise InvalidArgumentError(f"--rank {number} left no record; there are those of {there} of {profile.size} ranks.")
-
-
-def _console() -> Console:
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDE)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.extras import of_extra
+from hvdkit.common.extras import require_scipy
 from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.columns import Columns, collect
@@ -158,8 +158,7 @@ def compare(a: str | Path, b: str | Path) -> Difference:
     Source: Mann and Whitney, Annals of Mathematical Statistics 18 (1947); Benjamini and Yekutieli, Annals of Statistics
         29 (2001), theorem 1.3.
     """
-    with of_extra("timeline", "comparing two timelines needs SciPy"):
-        import scipy.stats  # noqa: F401  said before anything is read
+    require_scipy("two timelines are compared")
     columns_a, columns_b = _collect(a), _collect(b)
     rows_a, rows_b = _rows(columns_a), _rows(columns_b)
     changes = [

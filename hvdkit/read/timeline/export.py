@@ -136,7 +136,7 @@ def _number(value: float) -> str:
 
 class _PerfettoWriter:
     def __init__(self, file: IO[bytes]) -> None:
-        with of_extra("timeline", "a .pftrace file is written with the package perfetto", ", or export to .csv"):
+        with of_extra("analysis", "a .pftrace file is written with the package perfetto", ", or export to .csv"):
             from perfetto.protos.perfetto.trace import perfetto_trace_pb2
         self._protos: Any = perfetto_trace_pb2
         self._packets: Any = perfetto_trace_pb2.Trace()

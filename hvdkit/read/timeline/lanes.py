@@ -18,6 +18,8 @@ from hvdkit.read.timeline.results import Summary
 
 OPERATIONS = 3000
 """How many operations a page holds when nothing else is said: about 450 kB."""
+TENSORS = 20
+"""How many tensors it lists when nothing else is said."""
 STEPS = 3
 """How many steps are drawn when no part is chosen."""
 CYCLES = 4000

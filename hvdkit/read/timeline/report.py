@@ -7,21 +7,20 @@ any character that HTML could read, and a Content-Security-Policy allows the one
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import hvdkit
 from hvdkit.common import render
 from hvdkit.common.drawing import Figure, number, shown_name
 from hvdkit.common.files import replacing
+from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable, share_text
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import figures
 from hvdkit.read.timeline.diagnosis import Finding, diagnose
 from hvdkit.read.timeline.exchanges import CountedRecording, Exchanges
-from hvdkit.read.timeline.lanes import OPERATIONS, Lanes, choose_window, collect_lanes, lane_data
+from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS, group_of
 from hvdkit.read.timeline.reader import Recording, read
@@ -29,19 +28,8 @@ from hvdkit.read.timeline.results import TOGETHER, Skew, Summary, TensorSummary
 from hvdkit.read.timeline.show import NO_SKEW
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, summarize
 
-TENSORS = 20
-"""How many tensors are listed when nothing else is said."""
 RANKS = 32
 """How many ranks are listed."""
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One number of the summary."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 def write_report(
@@ -132,41 +120,36 @@ def render_report(
 
 
 def _render(summary: Summary, findings: list[Finding], exchanges: Exchanges, lanes: Lanes, top: int) -> str:
-    texts = {name: render.resource("hvdkit.read.timeline", name) for name in ("report.css", "report.js")}
+    script = render.resource("hvdkit.read.timeline", "report.js")
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
     steps = summary.steps
-    return (
-        render.environment("hvdkit.read.timeline")
-        .get_template("report.html.j2")
-        .render(
-            file=shown_name(Path(summary.path).name),
-            subtitle=_subtitle(summary),
-            version=hvdkit.__version__,
-            style=texts["report.css"],
-            style_hash=render.content_hash(texts["report.css"]),
-            script=texts["report.js"],
-            script_hash=render.content_hash(texts["report.js"]),
-            facts=_facts(summary, exchanges),
-            notes=_notes(summary),
-            findings=[{"sentence": printable(one.sentence), "advice": printable(one.advice)} for one in findings],
-            step_figure=None if steps is None else figures.step_times(steps),
-            step_bands=_steps_per_point(summary),
-            tensor_figure=figures.tensor_bars(tensors),
-            tensor_groups=[(index, GROUPS[index]) for index in groups],
-            tensor_count=len(summary.tensors),
-            tensors=[_tensor_row(one, groups) for one in tensors],
-            histograms=_histograms(exchanges),
-            exchange_note=_exchange_note(exchanges),
-            skew=None if summary.skew is None else _skew_rows(summary.skew),
-            no_skew=NO_SKEW,
-            lane_note=_lane_note(lanes),
-            lane_left_out=_lane_left_out(lanes),
-            lane_figure=figures.printed_lanes(lanes),
-            lane_groups=_lane_groups(lanes),
-            lane_data=lane_data(lanes),
-            printed_left_out=max(0, len(lanes.names) - figures.PRINTED_LANES),
-        )
+    return render.page(
+        "hvdkit.read.timeline",
+        render.resource("hvdkit.read.timeline", "report.css"),
+        title=f"Timeline of {shown_name(Path(summary.path).name)}",
+        subtitle=_subtitle(summary),
+        script=script,
+        script_hash=render.content_hash(script),
+        facts=_facts(summary, exchanges),
+        notes=_notes(summary),
+        findings=[{"sentence": printable(one.sentence), "advice": printable(one.advice)} for one in findings],
+        step_figure=None if steps is None else figures.step_times(steps),
+        step_bands=_steps_per_point(summary),
+        tensor_figure=figures.tensor_bars(tensors),
+        tensor_groups=[(index, GROUPS[index]) for index in groups],
+        tensor_count=len(summary.tensors),
+        tensors=[_tensor_row(one, groups) for one in tensors],
+        histograms=_histograms(exchanges),
+        exchange_note=_exchange_note(exchanges),
+        skew=None if summary.skew is None else _skew_rows(summary.skew),
+        no_skew=NO_SKEW,
+        lane_note=_lane_note(lanes),
+        lane_left_out=_lane_left_out(lanes),
+        lane_figure=figures.printed_lanes(lanes),
+        lane_groups=_lane_groups(lanes),
+        lane_data=lane_data(lanes),
+        printed_left_out=max(0, len(lanes.names) - figures.PRINTED_LANES),
     )
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from hvdkit.read.timeline.lanes import OPERATIONS
+from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS
 from hvdkit.read.timeline.options import of_the_job
-from hvdkit.read.timeline.report import TENSORS, write_report
 
 
 @click.command()
@@ -32,6 +31,7 @@ from hvdkit.read.timeline.report import TENSORS, write_report
 )
 @of_the_job
 def report(
+    *,
     file: Path,
     output: Path,
     since: float | None,
@@ -55,6 +55,8 @@ def report(
 
     Exit status: 0 success, 1 no such file or no operation of Horovod in it, 2 for bad usage.
     """
+    from hvdkit.read.timeline.report import write_report
+
     page = write_report(
         file,
         output,

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from hvdkit.common.json_files import Document
-from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.diagnosis import Finding
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.results import Bandwidth, Batches, Skew, Steps, Summary, TensorSummary
 
-_WIDE = 120
-_NARROW = ("negotiate", "memcpy in", "collective", "memcpy out", "whole")
+_NAME = 40
 NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
 """What is said about ranks where nothing in the recording says which one was late."""
 
@@ -57,31 +53,24 @@ def found_as(summary: Summary, findings: Sequence[Finding], top: int | None) -> 
     return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(findings))
 
 
-def print_text(summary: Summary, findings: Sequence[Finding], top: int, console: Console) -> None:
+def page(summary: Summary, findings: Sequence[Finding], top: int) -> Page:
     """The summary for people.
 
     Args:
         summary, findings: as in ``found_as``.
         top: number of tensors to list.
-        console: where to.
     """
-    for label, text in _lines(summary):
-        console.print(Text(f"{label:<16}{text}"), soft_wrap=True)
-    console.print()
-    wide = console.width >= _WIDE
-    console.print(_table("kind", summary.kinds, [kind.kind for kind in summary.kinds], wide=wide))
+    found: list[Table | str] = [f"{label:<16}{text}" for label, text in _lines(summary)]
+    found.append(_table("kind", summary.kinds, [kind.kind for kind in summary.kinds]))
     if top:
         tensors = summary.tensors[:top]
         title = f"tensor ({len(tensors)} of {len(summary.tensors)})"
-        names = [shortened(printable(tensor.tensor), 40 if wide else 16) for tensor in tensors]
-        console.print(_table(title, tensors, names, wide=wide))
-    console.print(
-        Text(f"each phase: median {'/ 99th percentile ' if wide else ''}in ms; bytes: of the largest operation")
-    )
-    console.print(Text(f"\n{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "\nNo finding."))
+        found.append(_table(title, tensors, [shortened(tensor.tensor, _NAME) for tensor in tensors]))
+    found.append("each phase: median / 99th percentile in ms; bytes: of the largest operation")
+    found.append(f"\n{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "\nNo finding.")
     for finding in findings:
-        console.print(Text(f"[{finding.rule}] {printable(finding.sentence)}"), soft_wrap=True)
-        console.print(Text(f"  try: {printable(finding.advice)}"), soft_wrap=True)
+        found += [f"[{finding.rule}] {finding.sentence}", f"  try: {finding.advice}"]
+    return Page(found)
 
 
 def _lines(summary: Summary) -> list[tuple[str, str]]:
@@ -163,20 +152,15 @@ def _three(part: Distribution) -> str:
     )
 
 
-def _table(title: str, rows: Sequence[TensorSummary], names: Sequence[str], *, wide: bool) -> Table:
+def _table(title: str, rows: Sequence[TensorSummary], names: Sequence[str]) -> Table:
     groups = [group for group in (*GROUPS, "whole") if any(group in row.phases for row in rows)]
-    groups = [group for group in groups if wide or group in _NARROW]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(title, no_wrap=True)
-    for heading in ("count", "bytes", *groups):
-        table.add_column(heading, justify="right")
-    for row, name in zip(rows, names, strict=True):
-        cells = [_cell(row.phases.get(group), wide=wide) for group in groups]
-        table.add_row(Text(name), str(row.count), bytes_text(row.bytes) if row.bytes is not None else "?", *cells)
-    return table
+    lines = [
+        [name, row.count, "?" if row.bytes is None else bytes_text(row.bytes), *(_cell(row, group) for group in groups)]
+        for row, name in zip(rows, names, strict=True)
+    ]
+    return Table("", (title, "count", "bytes", *groups), lines, left=(title,))
 
 
-def _cell(part: Distribution | None, *, wide: bool) -> str:
-    if part is None:
-        return ""
-    return f"{part.p50 / 1000:.3g}" + (f" / {part.p99 / 1000:.3g}" if wide else "")
+def _cell(row: TensorSummary, group: str) -> str:
+    part = row.phases.get(group)
+    return "" if part is None else f"{part.p50 / 1000:.3g} / {part.p99 / 1000:.3g}"

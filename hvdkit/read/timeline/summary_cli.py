@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.errors import CorruptDataError, DataError
@@ -14,9 +12,6 @@ from hvdkit.read.timeline import show
 from hvdkit.read.timeline.diagnosis import diagnose
 from hvdkit.read.timeline.options import of_the_job
 from hvdkit.read.timeline.summary import summarize
-
-WIDTH = 200
-"""Columns of what is not printed to a terminal: enough for all phases in one line."""
 
 
 @click.command()
@@ -28,6 +23,7 @@ WIDTH = 200
 @of_the_job
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
 def summary(
+    *,
     file: Path,
     since: float | None,
     until: float | None,
@@ -63,8 +59,7 @@ def summary(
     if json_:
         click.echo(json_files.encode(show.found_as(found, findings, top)), nl=False)
     else:
-        width = None if sys.stdout.isatty() else WIDTH
-        show.print_text(found, findings, 10 if top is None else top, Console(width=width))
+        show.page(found, findings, 10 if top is None else top).print()
     return 0
 
 

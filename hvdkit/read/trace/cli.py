@@ -22,7 +22,7 @@ def trace() -> None:
     Reads what torch.profiler exports with export_chrome_trace, with or without GPUs, also compressed with gzip.
 
     \b
-      hvdkit launch -n 2 -- python -m hvdkit.torch.profiler --directory profile train.py
+      hvdkit launch -n 2 --torch-profile profile -- python train.py
       hvdkit trace summary profile
 
     Each subcommand has its own --help with an example.

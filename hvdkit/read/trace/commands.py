@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.read.trace import show
@@ -15,8 +13,6 @@ from hvdkit.read.trace.results import SummaryFound
 from hvdkit.read.trace.summary import summarize
 
 FILE = click.Path(path_type=Path)
-WIDTH = 200
-"""Columns of what is not printed to a terminal."""
 
 
 @click.command()
@@ -43,7 +39,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     if json_:
         click.echo(json_files.encode(SummaryFound(found)), nl=False)
     else:
-        show.print_summary(found, top, _console())
+        show.summary_page(found, top).print()
     return 0
 
 
@@ -67,9 +63,5 @@ def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     if json_:
         click.echo(json_files.encode(DifferenceFound(found)), nl=False)
     else:
-        show.print_difference(found, top, _console())
+        show.difference_page(found, top).print()
     return 0
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)

@@ -42,7 +42,7 @@ def nest(columns: Columns) -> Calls:
     count = len(columns.start)
     calls = Calls(columns.end - columns.start, np.ones(count, bool), np.zeros(count), np.zeros(count), np.zeros(count))
     _add_kernels(columns, calls)
-    # A step holds nothing either: `python -m hvdkit.torch.profiler` begins the next one within the optimizer's step().
+    # A step holds nothing either: `hvdkit launch --torch-profile` begins the next one within the optimizer's step().
     on_cpu = np.isin(columns.source, (Source.CPU_OPERATOR, Source.CPU_RANGE)) & ~np.isin(
         columns.kind, (Kind.BACKGROUND, Kind.STEP)
     )

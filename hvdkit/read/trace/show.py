@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, printable, share_text, shortened
 from hvdkit.read.trace.difference import ENOUGH, Change, Difference
 from hvdkit.read.trace.results import Operator, Rank, Skew, Summary
@@ -26,32 +23,23 @@ _ROWS = (
 )
 
 
-def print_summary(summary: Summary, top: int, console: Console) -> None:
-    """Tables for a terminal.
+def summary_page(summary: Summary, top: int) -> Page:
+    """What is said of a summary.
 
     Args:
         summary: of one trace or several.
         top: how many operators.
-        console: where to.
     """
     ranks = summary.ranks
-    for rank in ranks:
-        console.print(Text(_headline(rank)), soft_wrap=True)
-    console.print(_times(ranks))
-    console.print(Text(f"computation: {_same([rank.computed_by for rank in ranks])}"), soft_wrap=True)
-    for note in dict.fromkeys(note for rank in ranks for note in rank.notes):
-        console.print(Text(f"note: {note}"), soft_wrap=True)
-    console.print()
-    if any(rank.communications for rank in ranks):
-        console.print(_communications(ranks))
-    else:
-        console.print(Text("no communication in the trace"))
+    found: list[Table | str] = [*map(_headline, ranks), _times(ranks)]
+    found.append(f"computation: {_same([rank.computed_by for rank in ranks])}")
+    found += [f"note: {note}" for note in dict.fromkeys(note for rank in ranks for note in rank.notes)]
+    communicates = any(rank.communications for rank in ranks)
+    found.append(_communications(ranks) if communicates else "no communication in the trace")
     if any(rank.memory for rank in ranks):
-        console.print(_memory(ranks))
-    console.print(Text(f"\nskew between ranks: {_skew(summary.skew, summary.skew_note)}"), soft_wrap=True)
-    if top:
-        console.print()
-        console.print(_operators(ranks, top))
+        found.append(_memory(ranks))
+    found.append(f"skew between ranks: {_skew(summary.skew, summary.skew_note)}")
+    return Page([*found, *([_operators(ranks, top)] if top else [])])
 
 
 def _headline(rank: Rank) -> str:
@@ -81,19 +69,11 @@ def _same(texts: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _plain_table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
-    return table
-
-
 def _times(ranks: Sequence[Rank]) -> Table:
     stepped = all(rank.steps for rank in ranks)
-    table = _plain_table("ms per step" if stepped else "ms", *(label(rank) for rank in ranks))
     counts = [len(rank.steps) if stepped else 1 for rank in ranks]
     windows = [f"{rank.times.window / count:.3f}" for rank, count in zip(ranks, counts, strict=True)]
-    table.add_row("step" if stepped else "whole trace", *windows)
+    rows = [["step" if stepped else "whole trace", *windows]]
     for name, title in _ROWS:
         values = [float(getattr(rank.times, name)) for rank in ranks]
         if name == "copies" and not any(values):
@@ -102,28 +82,38 @@ def _times(ranks: Sequence[Rank]) -> Table:
             f"{value / count:.3f} {share_text(value / (rank.times.window or 1)):>5}"
             for rank, value, count in zip(ranks, values, counts, strict=True)
         ]
-        table.add_row(title, *cells)
-    return table
+        rows.append([title, *cells])
+    return _table(["ms per step" if stepped else "ms", *map(label, ranks)], rows)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    return Table("", names, rows, left=names[:1])
+
+
+def _who(rank: Rank) -> object:
+    return "?" if rank.rank is None else rank.rank
 
 
 def _communications(ranks: Sequence[Rank]) -> Table:
-    table = _plain_table("communication", "rank", "calls", "ms in all", "exposed ms")
-    for rank in ranks:
-        for one in rank.communications:
-            name = Text(shortened(printable(one.name), _NAME_WIDTH))
-            who = "?" if rank.rank is None else str(rank.rank)
-            table.add_row(name, who, str(one.calls), f"{one.covered_ms:.3f}", f"{one.exposed_ms:.3f}")
-    return table
+    rows = [
+        [shortened(one.name, _NAME_WIDTH), _who(rank), one.calls, f"{one.covered_ms:.3f}", f"{one.exposed_ms:.3f}"]
+        for rank in ranks
+        for one in rank.communications
+    ]
+    return _table(("communication", "rank", "calls", "ms in all", "exposed ms"), rows)
 
 
 def _memory(ranks: Sequence[Rank]) -> Table:
-    table = _plain_table("memory", "rank", "peak", "growth", "allocated in all")
-    for rank in ranks:
-        for one in rank.memory:
-            who = "?" if rank.rank is None else str(rank.rank)
-            growth = ("-" if one.growth < 0 else "") + bytes_text(abs(one.growth))
-            table.add_row(Text(one.device), who, bytes_text(one.peak), growth, bytes_text(one.allocated))
-    return table
+    rows = [
+        [one.device, _who(rank), bytes_text(one.peak), _signed_bytes(one.growth), bytes_text(one.allocated)]
+        for rank in ranks
+        for one in rank.memory
+    ]
+    return _table(("memory", "rank", "peak", "growth", "allocated in all"), rows)
+
+
+def _signed_bytes(size: float) -> str:
+    return ("-" if size < 0 else "") + bytes_text(abs(size))
 
 
 def _skew(skew: Skew | None, note: str) -> str:
@@ -151,7 +141,7 @@ def _operators(ranks: Sequence[Rank], top: int) -> Table:
     titles = ["calls", "self ms", *(["self ms of ranks"] if len(ranks) > 1 else []), "total ms"]
     titles += (["GPU self ms", "GPU total ms"] if gpu else []) + (["memory"] if memory else [])
     shown = sorted(by_name.items(), key=lambda item: (-max(_values(item[1], "gpu_self_ms", "self_ms")), item[0]))
-    table = _plain_table(f"operator ({min(top, len(shown))} of {len(shown)})", "kind", *titles)
+    rows = []
     for (name, kind), calls in shown[:top]:
         own = _values(calls, "self_ms")
         cells = [f"{_mean(_values(calls, 'calls')):.4g}", f"{_mean(own):.3f}"]
@@ -161,10 +151,9 @@ def _operators(ranks: Sequence[Rank], top: int) -> Table:
         if gpu:
             cells += [f"{_mean(_values(calls, field)):.3f}" for field in ("gpu_self_ms", "gpu_total_ms")]
         if memory:
-            size = _mean(_values(calls, "bytes"))
-            cells.append(("-" if size < 0 else "") + bytes_text(abs(size)))
-        table.add_row(Text(shortened(printable(name), _NAME_WIDTH)), kind, *cells)
-    return table
+            cells.append(_signed_bytes(_mean(_values(calls, "bytes"))))
+        rows.append([shortened(name, _NAME_WIDTH), kind, *cells])
+    return _table((f"operator ({min(top, len(shown))} of {len(shown)})", "kind", *titles), rows)
 
 
 def _values(calls: Sequence[Operator | None], *fields: str) -> list[float]:
@@ -176,31 +165,26 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def print_difference(found: Difference, top: int, console: Console) -> None:
-    """Tables for a terminal."""
-    for name, rank in (("A", found.a), ("B", found.b)):
-        console.print(Text(f"{name}  {_headline(rank)}"), soft_wrap=True)
-    console.print(_changes("ms per step", found.parts))
+def difference_page(found: Difference, top: int) -> Page:
+    """What is said of a difference; of the operators, the ``top`` first."""
+    parts: list[Table | str] = [f"{name}  {_headline(rank)}" for name, rank in (("A", found.a), ("B", found.b))]
+    parts.append(_changes("ms per step", found.parts))
     shown = [change for change in found.operators if change.explains][:top]
     if shown:
-        console.print()
-        console.print(_changes(f"self time ({len(shown)} of {len(found.operators)})", shown))
-    if not found.operators:
-        return
-    unclear = sum(not change.clear for change in found.operators)
-    few = min(found.steps_a, found.steps_b) < ENOUGH
-    why = f"fewer than {ENOUGH} steps on a side" if few else "the steps of A and B overlap"
-    console.print(
-        Text(f"\n{unclear} of {len(found.operators)} names without a clear change (?): {why}"), soft_wrap=True
-    )
+        parts.append(_changes(f"self time ({len(shown)} of {len(found.operators)})", shown))
+    if found.operators:
+        unclear = sum(not change.clear for change in found.operators)
+        few = min(found.steps_a, found.steps_b) < ENOUGH
+        why = f"fewer than {ENOUGH} steps on a side" if few else "the steps of A and B overlap"
+        parts.append(f"{unclear} of {len(found.operators)} names without a clear change (?): {why}")
+    return Page(parts)
 
 
 def _changes(title: str, changes: Sequence[Change]) -> Table:
-    table = _plain_table(title, "kind", "calls A", "calls B", "A ms", "B ms", "B - A", "")
+    rows = []
     for change in changes:
         calls = ["" if count is None else f"{count:.4g}" for count in (change.calls_a, change.calls_b)]
         times = [f"{change.mean_a:.3f}", f"{change.mean_b:.3f}", f"{change.explains:+.3f}"]
-        name = Text(shortened(printable(change.name), _NAME_WIDTH))
         kind = "" if change.kind == "part" else change.kind
-        table.add_row(name, kind, *calls, *times, "" if change.clear else "?")
-    return table
+        rows.append([shortened(change.name, _NAME_WIDTH), kind, *calls, *times, "" if change.clear else "?"])
+    return _table((title, "kind", "calls A", "calls B", "A ms", "B ms", "B - A", ""), rows)

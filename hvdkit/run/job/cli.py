@@ -34,6 +34,7 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def job(
+    *,
     system: str | None,
     site_name: str | None,
     nodes: int,

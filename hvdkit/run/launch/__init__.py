@@ -7,8 +7,8 @@
              │      pals, aprun, srun, jsrun)
              ├── show                             the plan as text: --dry-run, --explain
              ├── direct                           a launcher that goes to other hosts, run by itself
-             └── supervise ── (signals, output,   one process that watches the job
-                     ⇅       peer, outcome, tracebacks, stall)
+             └── supervise ── (signals, peer,     one process that watches the job
+                     ⇅       outcome, stall, shown)
                    rank ── (stacks)               one process beside each rank
 
 ``plan`` is pure: facts in, command line and environment out, through one small module per launcher (``open_mpi``,
@@ -18,7 +18,8 @@ reports are not used because they lose information: Open MPI glues the unfinishe
 Hydra mixes ranks within a line, horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever the status of the
 rank was.
 
-``tracebacks`` sorts what the ranks write as they fail, so that the cause is read last; ``stall`` reads Horovod's
-reports of collectives that wait, and ``stacks`` is what makes each Python of a rank ready to show where it stands.
+``shown`` is all that is seen of the job: ``output`` tags lines, and ``tracebacks`` sorts what the ranks write as they
+fail, so that the cause is read last. ``stall`` reads Horovod's reports of collectives that wait, and ``stacks`` is what
+makes each Python of a rank ready to show where it stands, or to profile itself.
 ``start`` starts the launcher itself, for ``direct`` and ``supervise``.
 """

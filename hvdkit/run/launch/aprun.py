@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch import pals, remote
 from hvdkit.run.launch.model import LauncherLine, Request, Setting
 
 _BINDINGS = {"core": "cpu", "numa": "numa_node"}
@@ -23,24 +23,15 @@ def line(request: Request, program: Path) -> LauncherLine:
     settings = [Setting("one process per rank", ("-n", str(request.n)))]
     if request.ppn is not None:
         settings.append(Setting("--ppn: ranks on each host", ("-N", str(request.ppn))))
-    settings.append(_binding(request))
+    if request.bind == "socket":
+        raise InvalidArgumentError("--bind socket: aprun ties ranks to cores or NUMA domains; use core or numa.")
+    settings.append(pals.binding(request, "--cc", _BINDINGS))
     if request.depth is not None:
         settings.append(Setting("--depth: cores of each rank", ("-d", str(request.depth))))
     if request.hosts_chosen and request.hosts:
         nodes = ",".join(_node_id(host.name) for host in request.hosts)
         settings.append(Setting("the hosts that you named, by their node ids", ("-L", nodes)))
-    return LauncherLine(program, tuple(settings), "", pass_on=_pass_on)
-
-
-def _binding(request: Request) -> Setting:
-    if request.bind == "none" and request.depth is not None:
-        return Setting("each rank is tied to the cores of its --depth, all of them", ("--cc", "depth"))
-    if request.bind == "none":
-        why = "tied to one core, Horovod's background thread would fight the training thread; give --depth to tie"
-        return Setting(why, ("--cc", "none"))
-    if request.bind not in _BINDINGS:
-        raise InvalidArgumentError("--bind socket: aprun ties ranks to cores or NUMA domains; use core or numa.")
-    return Setting(f"--bind {request.bind}", ("--cc", _BINDINGS[request.bind]))
+    return LauncherLine(program, tuple(settings), "", pass_on=remote.told("-e", values=True))
 
 
 def _node_id(host: str) -> str:
@@ -48,8 +39,3 @@ def _node_id(host: str) -> str:
     if match is None:
         raise InvalidArgumentError(f"host {host!r}: aprun takes node ids, such as 12 or nid00012.")
     return match[1]
-
-
-def _pass_on(added: Mapping[str, str], _environ: Mapping[str, str]) -> Setting:
-    words = tuple(word for name, value in added.items() for word in ("-e", f"{name}={value}"))
-    return Setting("variables for the ranks on every host", words)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from rich.console import Console
 
+from hvdkit.common.table import console
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.run.launch import direct, supervise
 from hvdkit.run.launch.model import Plan
@@ -31,12 +31,11 @@ def preflight(plan: Plan, python: Path) -> bool:
         environment = {name: value for name, value in plan.environment.items() if name != "HOROVOD_TIMELINE"}
         supervise.run(replace(plan, command=command, environment=environment, stall_timeout=None))
         reports = exchange.read(Path(directory))
-    console = Console(stderr=True)
     if not reports:
         click.echo("hvdkit launch: no rank left a report; the preflight's errors are above.", err=True)
         return False
     found = findings.examine(reports)
-    show.print_text(reports, found, console)
+    show.page(reports, found).show(console(stderr=True))
     return not show.has_errors(found)
 
 

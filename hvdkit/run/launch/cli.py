@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from hvdkit.run.launch import (
     placement,
     plan,
     show,
+    torch_profile,
     tuned,
 )
 from hvdkit.run.launch.command import resolve
@@ -33,6 +36,7 @@ from hvdkit.run.launch.model import Plan, Request
 @options.add
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def launch(
+    *,
     command: tuple[str, ...],
     first: bool,
     restarts: int,
@@ -63,6 +67,7 @@ def launch(
       hvdkit launch -n 4 --preflight --restarts 3 -- python train.py --resume
       hvdkit launch -n 4 --tuned tuned.json -- python train.py
       hvdkit launch -n 4 --mpi-profile profile -- python train.py
+      hvdkit launch -n 4 --torch-profile profile -- python train.py
       hvdkit launch -n 8 --hosts h1:4,h2:4 -- python train.py
       hvdkit launch -n 8 --ppn 4 --depth 16 -- python train.py      (in a batch job)
       hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
@@ -80,7 +85,8 @@ def launch(
         click.echo(show.command_line(job))
         return 0
     if growing is not None:
-        return direct.run([*job.launcher, *job.command], job.environment).status
+        with _recorded(request):
+            return direct.run([*job.launcher, *job.command], job.environment).status
     if first and job.direct:
         raise InvalidArgumentError(
             f"--preflight works on one machine, and {job.launcher_name} starts ranks on other hosts; start 'hvdkit "
@@ -89,7 +95,8 @@ def launch(
     if first and not attempts.preflight(job, facts.own_python()):
         click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
         return 1
-    return _run(request, job, restarts, tagged=tag)
+    with _recorded(request):
+        return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag)
 
 
 def _request(
@@ -121,6 +128,8 @@ def _request(
         chosen, given = replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
     if rest["mpi_profile_wait"] and rest["mpi_profile"] is None:
         raise InvalidArgumentError("--mpi-profile-wait needs --mpi-profile, the directory that it is written to.")
+    if rest["torch_profile_steps"] and rest["torch_profile"] is None:
+        raise InvalidArgumentError("--torch-profile-steps needs --torch-profile, the directory that it is about.")
     placed = _place(n, ppn, hosts, hostfile, anywhere=launcher in batch.PROGRAMS)
     return Request(
         n=n,
@@ -159,14 +168,14 @@ def _check_elastic(request: Request, *, alone: bool) -> None:
         )
 
 
-def _run(request: Request, job: Plan, restarts: int, *, tagged: bool) -> int:
-    """The job, with what its MPI profile came to; its exit status."""
-    directory = request.mpi_profile
-    before = {} if directory is None else mpi_recording.prepare(directory)
-    status = attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tagged)
-    if directory is not None:
-        click.echo(f"hvdkit launch: {mpi_recording.outcome(directory, before)}", err=True)
-    return status
+@contextlib.contextmanager
+def _recorded(request: Request) -> Iterator[None]:
+    """Around a job: the directories of its profiles are there before it, and what came to be in them is said after."""
+    recorders = ((mpi_recording, request.mpi_profile), (torch_profile, request.torch_profile))
+    before = [(one, directory, one.prepare(directory)) for one, directory in recorders if directory is not None]
+    yield
+    for recorder, directory, found in before:
+        click.echo(f"hvdkit launch: {recorder.outcome(directory, found)}", err=True)
 
 
 def _attempt(request: Request, job: Plan, attempt: int) -> Plan:

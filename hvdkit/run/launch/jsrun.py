@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch import remote
 from hvdkit.run.launch.model import LauncherLine, Request, Setting
 
 
@@ -36,7 +36,7 @@ def line(request: Request, program: Path) -> LauncherLine:
     if request.depth is not None:
         why = "each rank may use all its cores; otherwise jsrun ties it to the first of them"
         settings.append(Setting(why, ("-b", f"packed:{request.depth}")))
-    return LauncherLine(program, tuple(settings), "", pass_on=_pass_on, notes=notes)
+    return LauncherLine(program, tuple(settings), "", pass_on=remote.told("-E", values=False), notes=notes)
 
 
 def _gpus_of_a_rank(request: Request) -> int | None:
@@ -49,8 +49,3 @@ def _gpus_of_a_rank(request: Request) -> int | None:
             f"got {got}; or use --gpus-per-task."
         )
     return request.gpus_per_node // request.ppn
-
-
-def _pass_on(added: Mapping[str, str], _environ: Mapping[str, str]) -> Setting:
-    words = tuple(word for name in added for word in ("-E", name))
-    return Setting("variables for the ranks on every host", words)

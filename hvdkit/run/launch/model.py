@@ -47,6 +47,8 @@ class Request:
         options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned.source``.
         mpi_profile: absolute path of the directory for the MPI profile, None for none.
         mpi_profile_wait: it also measures how long a rank waits for the others.
+        torch_profile: absolute path of the directory for PyTorch's profiles, None for none.
+        torch_profile_steps: steps that they leave out, trace and throw away, record.
         dry_run: the command line is only to be shown; the launcher may be missing.
     """
 
@@ -71,6 +73,8 @@ class Request:
     options: Mapping[str, str] = field(default_factory=dict)
     mpi_profile: Path | None = None
     mpi_profile_wait: bool = False
+    torch_profile: Path | None = None
+    torch_profile_steps: tuple[int, int, int] | None = None
     dry_run: bool = False
 
 

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hvdkit.errors import HvdkitError, InvalidArgumentError, LaunchError
+from hvdkit.errors import HvdkitError, LaunchError
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
+from hvdkit.run.launch import recordings
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer reads."""
+_PROFILES = "mpi_profile.*.json"
 
 
 def recorder(mpi_bin: Path | None, environ: Mapping[str, str], say: Callable[[str], None], *, dry: bool) -> Path:
@@ -58,22 +60,8 @@ def variables(directory: Path, *, wait: bool) -> dict[str, str]:
 
 
 def prepare(directory: Path) -> dict[Path, int]:
-    """Make the directory, unless it is there; the profiles that it holds before the job, with their times.
-
-    Raises:
-        InvalidArgumentError: it cannot be made.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"--mpi-profile {directory} cannot be made a directory: {error.strerror}; give another path."
-        ) from error
-    return _files(directory)
-
-
-def _files(directory: Path) -> dict[Path, int]:
-    return {file: file.stat().st_mtime_ns for file in directory.glob("mpi_profile.*.json")}
+    """Make the directory, unless it is there; the profiles that it holds before the job, with their times."""
+    return recordings.prepare("--mpi-profile", directory, _PROFILES)
 
 
 def outcome(directory: Path, before: Mapping[Path, int]) -> str:
@@ -82,7 +70,7 @@ def outcome(directory: Path, before: Mapping[Path, int]) -> str:
     Args:
         before: what ``prepare`` found; files that are still the same are not of this job.
     """
-    files = [file for file, time in _files(directory).items() if before.get(file) != time]
+    files = recordings.new(directory, _PROFILES, before)
     if not files:
         return (
             "no rank wrote an MPI profile: none started MPI, as under Gloo, or the program is linked with another MPI "

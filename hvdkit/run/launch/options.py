@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hvdkit.common.commands import not_below_0, require_possible, seconds_above_0
+from hvdkit.common.commands import not_below_0, require_possible, seconds_above_0, shortened
 from hvdkit.run.launch import plan
 from hvdkit.run.launch.model import BINDINGS
 
@@ -41,6 +41,20 @@ def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | 
 
 def _absolute(_ctx: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
+
+
+def _profiled_steps(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    counts = tuple(int(word) for word in text.split(",") if word.isascii() and word.isdigit())
+    if len(counts) != 3 or len(text.split(",")) != 3:
+        raise click.BadParameter(f"expected WAIT,WARMUP,ACTIVE, numbers of steps such as 10,2,5, got {shortened(text)}")
+    if counts[0] + counts[1] == 0 or counts[2] == 0:
+        raise click.BadParameter(
+            f"expected a step to leave out or to throw away and one to record, got {text!r}: profiling begins at the "
+            "end of the first step"
+        )
+    return counts
 
 
 OPTIONS = (
@@ -113,6 +127,19 @@ OPTIONS = (
         "--mpi-profile-wait",
         is_flag=True,
         help="Also measure how long each rank waits in collectives for the others, by a barrier before each one.",
+    ),
+    click.option(
+        "--torch-profile",
+        type=click.Path(path_type=Path, file_okay=False),
+        callback=_absolute,
+        metavar="DIR",
+        help="Have PyTorch's profiler record some steps of every rank in DIR, for `hvdkit trace summary DIR`.",
+    ),
+    click.option(
+        "--torch-profile-steps",
+        callback=_profiled_steps,
+        metavar="WAIT,WARMUP,ACTIVE",
+        help="Optimizer steps to leave out, to trace and throw away, to record  [default: 10,2,5]",
     ),
     click.option(
         "--autotune-log",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.run.launch.model import LauncherLine, Request, Setting
-
-_BINDINGS = {"none": "none", "core": "core", "socket": "socket", "numa": "numa"}
+from hvdkit.run.launch import remote
+from hvdkit.run.launch.model import BINDINGS, LauncherLine, Request, Setting
 
 
 def line(request: Request, program: Path) -> LauncherLine:
@@ -20,22 +19,18 @@ def line(request: Request, program: Path) -> LauncherLine:
         settings.append(Setting("--ppn: ranks on each host", ("--ppn", str(request.ppn))))
     if request.depth is not None:
         settings.append(Setting("--depth: cores of each rank", (f"--depth={request.depth}",)))
-    settings.append(_binding(request))
+    settings.append(binding(request, "--cpu-bind", {name: name for name in BINDINGS}))
     if request.hosts_chosen and request.hosts:
         names = ",".join(host.name for host in request.hosts)
         settings.append(Setting("the hosts that you named", ("--hosts", names)))
-    return LauncherLine(program, tuple(settings), "", pass_on=_pass_on)
+    return LauncherLine(program, tuple(settings), "", pass_on=remote.told("--env", values=True))
 
 
-def _binding(request: Request) -> Setting:
+def binding(request: Request, option: str, names: Mapping[str, str]) -> Setting:
+    """What each rank is tied to, said with an option of PALS or of ALPS, its predecessor, in its own names."""
     if request.bind == "none" and request.depth is not None:
-        return Setting("each rank is tied to the cores of its --depth, all of them", ("--cpu-bind", "depth"))
+        return Setting("each rank is tied to the cores of its --depth, all of them", (option, "depth"))
     if request.bind == "none":
         why = "tied to one core, Horovod's background thread would fight the training thread; give --depth to tie"
-        return Setting(why, ("--cpu-bind", "none"))
-    return Setting(f"--bind {request.bind}", ("--cpu-bind", _BINDINGS[request.bind]))
-
-
-def _pass_on(added: Mapping[str, str], _environ: Mapping[str, str]) -> Setting:
-    words = tuple(word for name, value in added.items() for word in ("--env", f"{name}={value}"))
-    return Setting("variables for the ranks on every host", words)
+        return Setting(why, (option, "none"))
+    return Setting(f"--bind {request.bind}", (option, names[request.bind]))

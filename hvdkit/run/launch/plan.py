@@ -8,7 +8,20 @@ from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.prepare.install import mpi_recorder
-from hvdkit.run.launch import aprun, batch, horovodrun, hydra, jsrun, mpi_recording, open_mpi, pals, speed, srun, stall
+from hvdkit.run.launch import (
+    aprun,
+    batch,
+    horovodrun,
+    hydra,
+    jsrun,
+    mpi_recording,
+    open_mpi,
+    pals,
+    speed,
+    srun,
+    stall,
+    torch_profile,
+)
 from hvdkit.run.launch.command import Command, through_mpi4py
 from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
 
@@ -224,6 +237,11 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         settings += recorded
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
+    if request.torch_profile is not None:
+        before = request.variables.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
+        steps = request.torch_profile_steps or torch_profile.STEPS
+        variables = torch_profile.variables(request.torch_profile, steps, before)
+        settings.append(Setting("--torch-profile: each rank profiles itself and writes there", variables=variables))
     added: dict[str, str] = {}
     for setting in settings:
         added.update(setting.variables)

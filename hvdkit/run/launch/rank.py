@@ -41,7 +41,8 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 _STACKS_SIGNAL = signal.SIGRTMAX - 2
 """Asks a process for its Python stacks: one that programs and batch systems leave alone."""
-_STACKS_DIRECTORY = Path(__file__).parent / "stacks"
+STACKS_DIRECTORY = Path(__file__).parent / "stacks"
+"""Of the ``sitecustomize`` that gets a rank's Pythons ready for what ``hvdkit launch`` asks."""
 
 
 def main(arguments: list[str]) -> int:
@@ -207,7 +208,7 @@ def _open_stacks_pipe() -> tuple[int, int]:
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     os.environ["HVDKIT_STACKS"] = f"{writer}:{os.fstat(writer).st_ino}:{int(_STACKS_SIGNAL)}"
-    paths = [str(_STACKS_DIRECTORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(STACKS_DIRECTORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     return reader, writer
 

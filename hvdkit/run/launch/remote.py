@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+from hvdkit.run.launch.model import Setting
 
 _NAMES = (
     "PATH",
@@ -27,3 +29,13 @@ def names(environ: Iterable[str], added: Mapping[str, str]) -> list[str]:
     inherited = [name for name in environ if name in _NAMES or name.startswith(_PREFIXES)]
     wanted = [name for name in (*added, *sorted(inherited)) if not name.startswith(_NOT_MEANT_FOR_RANKS)]
     return list(dict.fromkeys(wanted))
+
+
+def told(option: str, *, values: bool) -> Callable[[Mapping[str, str], Mapping[str, str]], Setting]:
+    """A ``LauncherLine.pass_on``: an option for each variable, with its value or only its name."""
+
+    def pass_on(added: Mapping[str, str], _environ: Mapping[str, str]) -> Setting:
+        told = [f"{name}={value}" if values else name for name, value in added.items()]
+        return Setting("variables for the ranks on every host", tuple(word for one in told for word in (option, one)))
+
+    return pass_on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sched
 import selectors
 import signal
 import socket
@@ -12,17 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.model import Plan
 from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, signal_name
-from hvdkit.run.launch.output import TaggedOutput
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
+from hvdkit.run.launch.shown import STDERR, STDOUT, Shown
 from hvdkit.run.launch.signals import Signals, listener, watched_signals
 from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.run.launch.start import pipe, start
-from hvdkit.run.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S, last_words
+from hvdkit.run.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
 from hvdkit.steps.stalls import STALLED_STATUS
 
 SETTLE_S = 2.0
@@ -37,7 +39,6 @@ LEAVE_S = 1.5
 _REPORT_S = 0.3
 """Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
 
-_STDOUT, _STDERR = 1, 2
 _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -52,36 +53,39 @@ def run(plan: Plan, *, tagged: bool = True) -> Ended:
         LaunchError: the launcher cannot be started.
     """
     with watched_signals() as signals, contextlib.closing(listener()) as server:
-        output = TaggedOutput(tagged, give_up=lambda: signals.interrupted)
-        job = _Job(plan, output, signals, server, tagged)
-        status = job.run()
-        return Ended(status, job.interrupted)
+        return _Job(plan, signals, server, tagged=tagged).run()
+
+
+class Phase(Enum):
+    """How far a job is; it never goes back."""
+
+    RUNNING = "nothing failed yet"
+    SETTLING = "a rank failed, and the one that caused it has time to end too"
+    STOPPING = "every rank was told to end"
 
 
 class _Job:
-    def __init__(
-        self, plan: Plan, output: TaggedOutput, signals: Signals, listener: socket.socket, tagged: bool
-    ) -> None:
+    """A job from its start to the sentence on its end: first what happens to it, then what is done about it."""
+
+    def __init__(self, plan: Plan, signals: Signals, listener: socket.socket, *, tagged: bool) -> None:
         self._plan = plan
-        self._tagged = tagged
-        self._output: TaggedOutput | None = output  # None when nobody reads it any more
         self._signals = signals
         self._listener = listener
+        self._shown = Shown(
+            plan.launcher_name, tagged=tagged, give_up=lambda: signals.interrupted, on_unread=self._stop
+        )
         self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._timers = sched.scheduler(time.monotonic)
+        self._phase = Phase.RUNNING
         self._peers: list[Peer] = []
         self._ranks: list[Peer] = []  # all that said hello, gone or not
-        self._started: set[int] = set()
         self._ends: list[RankEnd] = []
         self._lost: list[RankEnd] = []
-        self._held = bytearray()
-        self._settling = False
-        self._stopping = False
         self._signal: int | None = None
         self._stall: Stall | None = None
-        self._last_writer: tuple[str, int] | None = None  # source, descriptor
 
-    def run(self) -> int:
+    def run(self) -> Ended:
+        """Start it, and see to it until the launcher and all ranks are gone."""
         self._launcher = self._start()
         self._report_fd = pipe(self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
@@ -89,12 +93,12 @@ class _Job:
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)
         self._selector.register(self._signals.wakeup, selectors.EVENT_READ, self._on_signals)
         while self._launcher.returncode is None or self._peers:
-            for key, _ in self._selector.select(self._time_left()):
+            for key, _ in self._selector.select(self._timers.run(blocking=False)):
                 key.data()
-            self._run_timers()
         while self._on_report():
             pass
-        return self._conclude()
+        status = self._conclude()
+        return Ended(status, interrupted=self._signal is not None or self._shown.unread)
 
     def _start(self) -> subprocess.Popen[bytes]:
         address = self._listener.getsockname()[1:].decode()
@@ -103,7 +107,11 @@ class _Job:
         argv = (*self._plan.launcher, *wrapper, *self._plan.command)
         return start(argv, self._plan.environment, stderr=subprocess.STDOUT)
 
-    # What happens
+    @property
+    def _all_started(self) -> bool:
+        return len({peer.rank for peer in self._ranks}) == self._plan.n
+
+    # What happens: ranks come, write and go
 
     def _on_connections(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -120,7 +128,7 @@ class _Job:
         peer = Peer(connection, pid)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
-        if self._stopping:
+        if self._phase is Phase.STOPPING:
             peer.order(wire.STOP)
 
     def _on_peer(self, peer: Peer) -> None:
@@ -134,14 +142,13 @@ class _Job:
     def _on_frame(self, peer: Peer, kind: bytes, payload: bytes) -> None:
         if kind == wire.HELLO:
             (peer.rank,) = wire.HELLO_PAYLOAD.unpack(payload)
-            self._started.add(peer.rank)
             self._ranks.append(peer)
             if self._plan.stall_timeout is not None:
                 peer.reports = StallReports(self._plan.stall_timeout)
-            if len(self._started) == self._plan.n and self._plan.noisy_start:
-                self._held.clear()
+            if self._all_started and self._plan.noisy_start:
+                self._shown.held.clear()
         elif kind == wire.STDOUT:
-            self._show(str(peer.rank), _STDOUT, payload)
+            self._shown.show(peer.rank, STDOUT, payload)
         elif kind == wire.STDERR:
             self._on_errors(peer, payload)
         elif kind == wire.STACKS:
@@ -152,22 +159,33 @@ class _Job:
     def _on_errors(self, peer: Peer, data: bytes) -> None:
         """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
         was_holding = peer.errors.holding
-        for line in peer.errors.feed(data):
-            self._show(str(peer.rank), _STDERR, line)
+        self._shown.errors(peer, peer.errors.feed(data))
         if peer.errors.holding and not was_holding:
-            self._after(HOLD_S, lambda: self._release(peer))
+            self._after(HOLD_S, self._release, peer)
         if peer.reports is not None and peer.reports.feed(data):
             self._after(_REPORT_S, self._end_if_stalled)
 
     def _release(self, peer: Peer) -> None:
         """Show a traceback by which the rank did not end."""
-        if self._settling or self._stopping:
+        if self._phase is not Phase.RUNNING:
             return
         failing = any(other.errors.holding and other.errors.knock_on for other in self._peers)
         if failing and peer.errors.held_s < KNOCK_ON_HOLD_S:
-            self._after(HOLD_S, lambda: self._release(peer))
+            self._after(HOLD_S, self._release, peer)
         else:
-            self._show(str(peer.rank), _STDERR, peer.errors.release())
+            self._shown.show(peer.rank, STDERR, peer.errors.release())
+
+    def _on_rank_end(self, peer: Peer, status: int, told: bool, pid: int) -> None:
+        if peer.rank is None:
+            return
+        self._shown.errors(peer, peer.errors.close())
+        peer.end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid)
+        self._ends.append(peer.end)
+        if status == 0:
+            self._shown.show(peer.rank, STDERR, peer.errors.release())
+        self._shown.end_of(peer.rank)
+        if first_failure(self._ends) is not None:
+            self._stop_soon()
 
     def _on_peer_gone(self, peer: Peer) -> None:
         if peer.end is None and peer.rank is not None:
@@ -177,30 +195,13 @@ class _Job:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._peers.remove(peer)
-        if self._stopping and not self._peers:
+        if self._phase is Phase.STOPPING and not self._peers:
             self._leave_launcher()
 
-    def _on_rank_end(self, peer: Peer, status: int, told: bool, pid: int) -> None:
-        if peer.rank is None:
-            return
-        source = str(peer.rank)
-        for line in peer.errors.close():
-            self._show(source, _STDERR, line)
-        peer.end = RankEnd(peer.rank, status, told, peer.errors.knock_on, pid)
-        self._ends.append(peer.end)
-        if status == 0:
-            self._show(source, _STDERR, peer.errors.release())
-        for fd in (_STDOUT, _STDERR):
-            self._show(source, fd, None)
-        if first_failure(self._ends) is not None:
-            self._stop_soon()
+    # What happens: the launcher writes, signals come
 
     def _on_report(self) -> bool:
-        """Take what the launcher itself writes; False when there is nothing now or no more.
-
-        It is held back for a while: after a failure it only repeats at length what the last line of this program
-        says, and some launchers chatter before the ranks run.
-        """
+        """Take what the launcher itself writes, to be shown later; False when there is nothing now or no more."""
         try:
             data = os.read(self._report_fd, RECEIVE_BYTES)
         except BlockingIOError:
@@ -209,22 +210,20 @@ class _Job:
             if self._report_fd in self._selector.get_map():
                 self._selector.unregister(self._report_fd)
             return False
-        self._held += data
+        self._shown.held += data
         self._after(SETTLE_S, self._release_report)
         return True
 
     def _release_report(self) -> None:
-        starting = self._plan.noisy_start and len(self._started) < self._plan.n
-        if not (starting or self._settling or self._stopping):
-            self._show(self._plan.launcher_name, _STDERR, bytes(self._held))
-            self._held.clear()
+        if self._phase is Phase.RUNNING and (self._all_started or not self._plan.noisy_start):
+            self._shown.release_launcher()
 
     def _on_signals(self) -> None:
         self._signals.wakeup.recv(64)
         while self._signals.received:
             number = self._signals.received.popleft()
             if number == signal.SIGCHLD:
-                if self._launcher.poll() is not None and self._peers and not self._stopping:
+                if self._launcher.poll() is not None and self._peers:
                     self._stop()
             elif self._signal is None:
                 self._signal = number
@@ -232,7 +231,7 @@ class _Job:
             else:
                 self._kill()
 
-    # Ending the job
+    # What is done: the job is ended
 
     def _end_if_stalled(self) -> None:
         """End the job when a collective has waited longer than the limit, after the ranks have said where they are."""
@@ -240,43 +239,42 @@ class _Job:
         for peer in self._peers:
             if peer.reports is not None:
                 overdue.update(peer.reports.overdue())
-        if overdue and not (self._settling or self._stopping or self._stall):
+        if overdue and self._phase is Phase.RUNNING and self._stall is None:
             self._stall = Stall(overdue)
-            for peer in self._peers:
-                peer.order(wire.DUMP)
+            self._order(wire.DUMP)
             self._after(DUMP_S, self._stop)
 
     def _stop_soon(self) -> None:
         """End the job when the rank that caused a failure has had the time to end too."""
         if len(self._ends) == self._plan.n:
             self._stop()
+        if self._phase is Phase.STOPPING:
             return
         failure = first_failure((*self._ends, *self._lost))
         if failure is not None and not failure.knock_on:
             self._after(SETTLE_S, self._stop)
-        elif not self._settling:
+        elif self._phase is Phase.RUNNING:
             self._after(KNOCK_ON_SETTLE_S, self._stop)
-        self._settling = True
+        self._phase = Phase.SETTLING
 
     def _stop(self) -> None:
-        if self._stopping:
+        """Tell every rank to end, and see to it that they do."""
+        if self._phase is Phase.STOPPING:
             return
-        self._stopping = True
-        for peer in self._peers:
-            peer.order(wire.STOP)
+        self._phase = Phase.STOPPING
+        self._order(wire.STOP)
         self._after(STOP_S, self._kill)
-        if len(self._started) < self._plan.n:
+        if not self._all_started:
             self._signal_launcher(signal.SIGTERM)
         if not self._peers:
             self._leave_launcher()
 
     def _leave_launcher(self) -> None:
-        self._after(LEAVE_S, lambda: self._signal_launcher(signal.SIGTERM))
-        self._after(2 * LEAVE_S, lambda: self._signal_launcher(signal.SIGKILL))
+        self._after(LEAVE_S, self._signal_launcher, signal.SIGTERM)
+        self._after(2 * LEAVE_S, self._signal_launcher, signal.SIGKILL)
 
     def _kill(self) -> None:
-        for peer in self._peers:
-            peer.order(wire.KILL)
+        self._order(wire.KILL)
         self._after(1.0, self._kill_outright)
 
     def _kill_outright(self) -> None:
@@ -285,85 +283,47 @@ class _Job:
                 os.kill(peer.pid, signal.SIGKILL)
         self._signal_launcher(signal.SIGKILL)
 
+    def _order(self, order: bytes) -> None:
+        for peer in self._peers:
+            peer.order(order)
+
     def _signal_launcher(self, number: int) -> None:
         if self._launcher.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, number)
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether it was ended from outside."""
-        return self._signal is not None or self._output is None
+    def _after(self, seconds: float, action: Callable[..., None], *arguments: object) -> None:
+        self._timers.enter(seconds, 0, action, arguments)
+
+    # What is said at the end
 
     def _conclude(self) -> int:
+        """The exit status, and the sentence that explains it."""
         if self._signal is not None:
-            self._show_tracebacks(None)
-            self._say(f"interrupted by {signal_name(self._signal)}; every process was ended.")
+            self._shown.tracebacks(self._ranks, None)
+            self._shown.say(f"interrupted by {signal_name(self._signal)}; every process was ended.")
             return 128 + self._signal
-        if self._output is None:
+        if self._shown.unread:
             return _BROKEN_PIPE_STATUS
         status = self._launcher.returncode
         failure = first_failure(self._ends) or (first_failure(self._lost) if status == 0 else None)
-        self._show_tracebacks(failure)
+        self._shown.tracebacks(self._ranks, failure)
         if self._stall is not None:
             return self._conclude_stall(self._stall)
         if failure is not None:
-            self._say(f"{failure}; the job was ended.")
+            self._shown.say(f"{failure}; the job was ended.")
             return failure.exit_status
         if status == 0:
             return 0
-        self._show(self._plan.launcher_name, _STDERR, bytes(self._held))
-        self._show(self._plan.launcher_name, _STDERR, None)
-        when = "" if self._started else " before any rank started"
+        self._shown.launcher_at_end()
+        when = "" if self._ranks else " before any rank started"
         how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
-        self._say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
+        self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
         return status if status > 0 else 128 - status
 
     def _conclude_stall(self, stall: Stall) -> int:
         stacks = {peer.rank: bytes(peer.stacks) for peer in self._ranks if peer.rank is not None}
         where = write_stacks(self._plan.stall_dir or Path.cwd(), stall, stacks)
         waited = f"a collective waited longer than {self._plan.stall_timeout:g} s"
-        self._say(f"{waited}: {stall}; {where}; the job was ended.")
+        self._shown.say(f"{waited}: {stall}; {where}; the job was ended.")
         return STALLED_STATUS
-
-    def _show_tracebacks(self, failure: RankEnd | None) -> None:
-        errors = {peer.rank: peer.errors for peer in self._ranks if peer.rank is not None}
-        culprit = None if failure is None else failure.rank
-        for rank, text in last_words(errors, culprit, self._last_writer, self._tagged):
-            self._show(str(rank), _STDERR, text)
-
-    # Output and time
-
-    def _show(self, source: str, fd: int, data: bytes | None) -> None:
-        """Write the next bytes of a source, or with None what is left of it."""
-        if self._output is None:
-            return
-        try:
-            if data is None:
-                self._output.close(source, fd)
-            else:
-                self._output.feed(source, fd, data)
-                self._last_writer = (source, fd) if data else self._last_writer
-        except BrokenPipeError:
-            self._output = None
-            self._stop()
-
-    def _say(self, sentence: str) -> None:
-        if self._output is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._output.say(_STDERR, f"hvdkit launch: {sentence}")
-
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        self._timers.append((time.monotonic() + seconds, action))
-
-    def _time_left(self) -> float | None:
-        if not self._timers:
-            return None
-        return max(0.0, min(when for when, _ in self._timers) - time.monotonic())
-
-    def _run_timers(self) -> None:
-        now = time.monotonic()
-        due = [action for when, action in self._timers if when <= now]
-        self._timers = [timer for timer in self._timers if timer[0] > now]
-        for action in due:
-            action()

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import output_file, seconds_above_0
+from hvdkit.common.extras import require_scipy
 from hvdkit.errors import HvdkitError
 from hvdkit.run.launch import plan
 from hvdkit.run.launch.options import environment_variables
@@ -25,7 +26,6 @@ from hvdkit.run.trials.space import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Spa
 from hvdkit.run.tune import report
 from hvdkit.run.tune.progress import Shown
 from hvdkit.run.tune.search import Effort, Search
-from hvdkit.run.tune.statistics import require_scipy
 
 
 def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[..., tuple[float, ...] | None]:
@@ -120,6 +120,7 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
 @click.option("--json", "want_json", is_flag=True, help="Print the outcome as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def tune(
+    *,
     n: int,
     command: tuple[str, ...],
     output: Path | None,
@@ -151,7 +152,7 @@ def tune(
       hvdkit launch -n 2 --tuned tuned.json -- python examples/pytorch/cnn.py
       hvdkit tune -n 4 --launcher mpirun --threads 1,2,4 --fusion-thresholds-mb '' --budget 600 -- python train.py
     """
-    require_scipy()
+    require_scipy("hvdkit tune computes confidence intervals")
     wish = here.Wish(n, command, **where)
     found = here.look(wish)
     rng = np.random.default_rng(seed)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdkit.common.extras import of_extra
 from hvdkit.errors import InvalidArgumentError
 
 
@@ -28,16 +27,6 @@ class Speedup:
     high: float
     confidence: float
     pairs: int
-
-
-def require_scipy() -> None:
-    """Find out before anything is measured whether intervals can be computed.
-
-    Raises:
-        MissingFrameworkError: SciPy is not installed.
-    """
-    with of_extra("tune", "hvdkit tune computes confidence intervals with SciPy"):
-        import scipy.special  # noqa: F401
 
 
 def speedup(pairs: Sequence[tuple[float, float]], confidence: float) -> Speedup:

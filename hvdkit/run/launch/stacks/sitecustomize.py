@@ -1,23 +1,30 @@
-"""Loaded by every Python of a rank at its start: makes it ready to hand in its stacks, then runs the user's own one.
+"""Loaded by every Python of a rank at its start: gets it ready for what is asked, then runs the user's own one.
 
-A signal handler has to be registered inside the process, and a script on plain Horovod does not call hvdkit.
+A signal handler for stacks has to be registered inside the process, a profiler to be started there, and a script on
+plain Horovod does not call hvdkit.
 """
 
 import importlib.util
+import os
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+_ASKED = {
+    "HVDKIT_STACKS": ("stalls", "hand_in_stacks_when_asked"),
+    "HVDKIT_TORCH_PROFILE": ("torch_profile", "profile_when_asked"),
+}
+"""What a variable asks for: a file of hvdkit/steps and a function in it."""
 
 
-def _run(path: Path) -> None:
-    """Run a file of hvdkit by its path: hvdkit itself need not be installed for this Python."""
-    spec = importlib.util.spec_from_file_location("_hvdkit_stalls", path)
+def _run(file: str, function: str) -> None:
+    """Run a function of hvdkit by its file's path: hvdkit itself need not be installed for this Python."""
+    spec = importlib.util.spec_from_file_location(f"_hvdkit_{file}", _HERE.parents[2] / "steps" / f"{file}.py")
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        module.hand_in_stacks_when_asked()
+        getattr(module, function)()
 
 
 def _run_the_one_behind() -> None:
@@ -31,5 +38,7 @@ def _run_the_one_behind() -> None:
 
 # Only as sitecustomize: not when it is imported by its full name, to be looked at.
 if __name__ == "sitecustomize":
-    _run(_HERE.parents[1] / "steps" / "stalls.py")
+    for variable, where in _ASKED.items():
+        if variable in os.environ:
+            _run(*where)
     _run_the_one_behind()

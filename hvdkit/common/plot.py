@@ -1,0 +1,77 @@
+"""Plots that Matplotlib draws, as files or as images of a page. The same numbers give the same bytes.
+
+Why this room exists: the tools' plots are written in one way, and what is missing or cannot be is said in one way.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdkit.common.extras import of_extra
+from hvdkit.common.files import replacing
+from hvdkit.errors import InvalidArgumentError
+
+FORMATS = (".svg", ".png", ".pdf")
+SIZE = (7.2, 4.4)
+"""Inches of a plot."""
+_STYLE: Any = {"svg.hashsalt": "hvdkit", "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+
+def check(path: Path, formats: Sequence[str] = FORMATS) -> None:
+    """Find out before anything is computed whether there is such a plot.
+
+    Raises:
+        InvalidArgumentError: the path ends with none of the formats.
+    """
+    if path.suffix.lower() not in formats:
+        expected = f"{', '.join(formats[:-1])} or {formats[-1]}"
+        raise InvalidArgumentError(f"The plot {str(path)!r} ends in {path.suffix!r}; expected {expected}.")
+
+
+def require() -> None:
+    """Raises MissingFrameworkError where Matplotlib is not installed."""
+    with of_extra("report", "plots are drawn with Matplotlib"):
+        import matplotlib.figure  # noqa: F401
+
+
+def picture(draw: Callable[[Any], None], form: str, size: tuple[float, float] = SIZE) -> bytes:
+    """A plot as the content of a file.
+
+    Args:
+        draw: puts it on Matplotlib's axes.
+        form: one of ``FORMATS``.
+        size: in inches.
+    Raises:
+        MissingFrameworkError: Matplotlib is not installed.
+    """
+    require()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    content = io.BytesIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.subplots())
+        figure.savefig(content, format=form[1:], dpi=150, metadata=_UNDATED.get(form))
+    return content.getvalue()
+
+
+def write(path: Path, draw: Callable[[Any], None], size: tuple[float, float] = SIZE) -> None:
+    """Write a plot to a file, completely or not at all.
+
+    Args:
+        path: ends in one of ``FORMATS``.
+        draw, size: as in ``picture``.
+    Raises:
+        InvalidArgumentError: another ending, or the path is a directory.
+        MissingFrameworkError: Matplotlib is not installed.
+        DataError: it cannot be written.
+    """
+    check(path)
+    content = picture(draw, path.suffix.lower(), size)
+    with replacing(path) as file:
+        file.write(content)

@@ -1,0 +1,188 @@
+"""Tables and sentences for people: on a terminal, as Markdown; and numbers for programs, as CSV.
+
+Why this room exists: what a tool found is said once, and every tool shows it in the same forms.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import click
+import rich.table
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from hvdkit.common.units import printable
+
+if TYPE_CHECKING:
+    from hvdkit.common.intervals import Estimate
+
+WIDE = 200
+"""Columns of what is not printed to a terminal, where COLUMNS does not say: a file or a pipe is as wide as a table."""
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table. Where it is wider than the terminal, text wraps at words; columns that do not fit follow below, under
+    the first column again, so that neither a word nor a number is split and none is lost.
+
+    Attributes:
+        title: what it is; "" for none.
+        names: of the columns, the most important ones first.
+        rows: a cell for each column; None for what is not known.
+        left: names of the columns of text, which are aligned to the left; the others hold numbers.
+        note: a sentence below; "" for none.
+    """
+
+    title: str
+    names: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    left: Collection[str] = ()
+    note: str = ""
+
+    def words(self) -> list[list[str]]:
+        """The rows as text that neither a terminal nor a browser obeys."""
+        return [["-" if cell is None else printable(str(cell)) for cell in row] for row in self.rows]
+
+    def show(self, console: Console) -> None:
+        """Print it."""
+        if self.title:
+            # as the grid's own title it would be folded to its width
+            console.print(Text(printable(self.title), "bold"), soft_wrap=True)
+        lines = [[printable(name) for name in self.names], *self.words()]
+        natural = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
+        least = [self._least(cells) for cells in zip(*lines, strict=True)]
+        for number, block in enumerate(_blocks(least, console.width)):
+            if number:
+                console.print()
+            widths = _widths([least[at] for at in block], [natural[at] for at in block], console.width)
+            grid = rich.table.Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+            for at, width in zip(block, widths, strict=True):
+                align = "left" if self.names[at] in self.left else "right"
+                grid.add_column(Text(lines[0][at]), justify=align, width=width, overflow="fold")  # type: ignore[arg-type]
+            for line in lines[1:]:
+                grid.add_row(*(Text(line[at]) for at in block))
+            console.print(grid)
+        if self.note:
+            console.print(Text(printable(self.note)), soft_wrap=True)
+
+    def _least(self, cells: Sequence[str]) -> int:
+        """Columns that a column of the table needs: numbers with their units stay in one line, headings may wrap."""
+        wrapped = cells if cells[0] in self.left else cells[:1]
+        whole = [word for cell in wrapped for word in cell.split()]
+        return max([1, *map(cell_len, whole), *map(cell_len, cells[len(wrapped) :])])
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        rule = "|".join(" --- " if name in self.left else " ---: " for name in self.names)
+        lines = [f"**{escaped(self.title)}**", ""] if self.title else []
+        lines += [_line(self.names), f"|{rule}|", *map(_line, self.words())]
+        return "\n".join([*lines, *(["", escaped(self.note)] if self.note else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a command says.
+
+    Attributes:
+        parts: tables and sentences in their order.
+        notes: sentences at the end, what a reader should know.
+    """
+
+    parts: Sequence[Table | str | Text]
+    notes: Sequence[str] = ()
+
+    def print(self, form: str | None = None) -> None:
+        """Print it to standard output: with "markdown" in Markdown, else as a terminal shows it."""
+        if form == "markdown":
+            click.echo(self.markdown())
+        else:
+            self.show(console())
+
+    def show(self, console: Console) -> None:
+        """Print it as a terminal shows it; a line is empty before and after each table."""
+        parts = [*self.parts, *(f"- {note}" for note in self.notes)]
+        for before, part in pairwise([None, *parts]):
+            if before is not None and (isinstance(before, Table) or isinstance(part, Table)):
+                console.print()
+            if isinstance(part, Table):
+                part.show(console)
+            else:
+                console.print(part if isinstance(part, Text) else Text(readable(part or "")), soft_wrap=True)
+
+    def markdown(self) -> str:
+        """The same in Markdown."""
+        blocks = [part.markdown() if isinstance(part, Table) else escaped(str(part)) for part in self.parts]
+        notes = [f"- {escaped(note)}" for note in self.notes]
+        return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])])
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Standard output or error; where it is no terminal, wide enough for whole tables unless COLUMNS is set."""
+    made = Console(stderr=stderr, highlight=False, markup=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = WIDE
+    return made
+
+
+def comma_separated(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """CSV with a heading (RFC 4180, but lines end as text does); empty where a value is None."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def ends(estimate: Estimate | None) -> list[float | None]:
+    """Three cells of a CSV file: the value and the ends of its interval."""
+    return [None] * 3 if estimate is None else [estimate.value, estimate.low, estimate.high]
+
+
+def readable(text: str) -> str:
+    """Lines that a job printed, or that a file holds, without anything that a terminal would obey."""
+    return "\n".join(map(printable, text.splitlines()))
+
+
+def escaped(text: str) -> str:
+    """A text that Markdown shows as it is, in one line."""
+    for sign in "\\`*_[]<>|":
+        text = text.replace(sign, f"\\{sign}")
+    return printable(" ".join(text.split()))
+
+
+def _line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(map(escaped, words))} |"
+
+
+def _blocks(least: Sequence[int], width: int) -> list[list[int]]:
+    """Which columns stand beside each other: as many as fit, the first one in every block."""
+    blocks = [[0]]
+    used = least[0]
+    for at in range(1, len(least)):
+        if len(blocks[-1]) > 1 and used + _GAP + least[at] > width:
+            blocks.append([0])
+            used = least[0]
+        blocks[-1].append(at)
+        used += _GAP + least[at]
+    return blocks
+
+
+def _widths(least: Sequence[int], natural: Sequence[int], width: int) -> list[int]:
+    """The least widths, and what room is left shared among the columns that want more, the most modest first."""
+    widths = list(least)
+    wants = [most - few for most, few in zip(natural, least, strict=True)]
+    room = width - sum(least) - _GAP * (len(least) - 1)
+    for served, at in enumerate(sorted(range(len(least)), key=wants.__getitem__)):
+        more = max(0, min(wants[at], room // (len(least) - served)))
+        widths[at] += more
+        room -= more
+    return widths

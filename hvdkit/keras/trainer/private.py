@@ -1,0 +1,148 @@
+"""What hvdkit replaces in Keras, and what else it needs of its inside: checked at import, undone when the process ends.
+
+Nothing of Keras is replaced elsewhere. A version of Keras that was not tested gets one warning; one that lacks a name
+cannot be used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from hvdkit.errors import MissingFrameworkError
+from hvdkit.keras import random_state
+from hvdkit.keras.data import ShardedData
+
+TESTED = ("3.15", "3.15")
+"""The first and the last version of Keras that the tests ran with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """An attribute of Keras.
+
+    Attributes:
+        module: where it is.
+        owner: the class that has it; empty: the module itself.
+        name: its name.
+        why: what hvdkit needs it for.
+    """
+
+    module: str
+    owner: str
+    name: str
+    why: str
+
+    def holder(self) -> Any:
+        """The class or module that has it."""
+        module = importlib.import_module(self.module)
+        return getattr(module, self.owner) if self.owner else module
+
+    def __str__(self) -> str:
+        return ".".join(filter(None, (self.module, self.owner, self.name)))
+
+
+FIT = Inside("keras", "Model", "fit", "every fit must be guarded, and Keras has no hook that every fit passes")
+REST = Inside(
+    "keras.src.trainers.epoch_iterator",
+    "EpochIterator",
+    "_enumerate_iterator",
+    "the first epoch of a fit that goes on is the rest of one, its batches numbered as in the whole",
+)
+LEGACY_FIT = Inside("tf_keras", "Model", "fit", "no model of Keras 2 may train on several ranks unsynchronised")
+NEEDED = (
+    FIT,
+    REST,
+    Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
+    Inside("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
+    Inside("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),
+)
+"""What there must be; of Keras 2, which may not be installed, nothing."""
+
+_replaced: dict[Inside, tuple[Any, Any, Any]] = {}  # the holder, what is there now, and what was, None: a base class's
+
+
+def check(version: str) -> None:
+    """Warn of a version of Keras that was not tested.
+
+    Raises:
+        MissingFrameworkError: something that hvdkit needs is not there.
+    """
+    install = f"pip install 'keras=={TESTED[1]}.*'"
+    for one in NEEDED:
+        try:
+            found = hasattr(one.holder(), one.name)
+        except (ImportError, AttributeError):
+            found = False
+        if not found:
+            raise MissingFrameworkError(
+                f"hvdkit.keras needs {one} ({one.why}), and Keras {version} has none; run `{install}`."
+            )
+    first, last, mine = (tuple(map(int, text.split(".")[:2])) for text in (*TESTED, version))
+    if not first <= mine <= last:
+        tested = " to ".join(dict.fromkeys(TESTED))
+        warnings.warn(
+            f"hvdkit.keras was tested with Keras {tested}, found {version}, whose inside it changes ({FIT}, {REST}); "
+            f"should fit fail in it, run `{install}`.",
+            stacklevel=2,
+        )
+
+
+def replace(what: Inside, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put another function in the place of one of Keras', until ``undo``; nothing happens the second time.
+
+    Args:
+        make: gets Keras' function and returns the one that takes its place.
+    """
+    if what in _replaced:
+        return
+    holder = what.holder()
+    plain = getattr(holder, what.name)
+    own = vars(holder).get(what.name)
+    new: Any = functools.wraps(plain)(make(plain))
+    new._hvdkit_plain = plain
+    setattr(holder, what.name, new)
+    _replaced[what] = holder, new, own
+
+
+def undo() -> None:
+    """Give Keras its own functions back, but for those that somebody else has replaced since."""
+    for what, (holder, new, own) in _replaced.items():
+        if vars(holder).get(what.name) is not new:
+            continue
+        if own is None:
+            delattr(holder, what.name)
+        else:
+            setattr(holder, what.name, own)
+    _replaced.clear()
+
+
+def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``REST``."""
+
+    def enumerate_rest(self: Any) -> Any:
+        data = getattr(self.data_adapter, "py_dataset", None)
+        if not isinstance(data, ShardedData) or self.steps_per_epoch:
+            yield from plain(self)
+            return
+        done, self._num_batches = data.steps_done, len(data)
+        drawn = random_state.backend_state() if done else None
+        for begin, end, batches in plain(self):
+            if drawn is not None:  # PyTorch's loaders draw a number when they begin; this one began long ago
+                random_state.set_backend_state(drawn)
+                drawn = None
+            if begin < len(data) - done:
+                yield begin + done, end + done, batches
+
+    return enumerate_rest
+
+
+check(keras.__version__)
+atexit.register(undo)

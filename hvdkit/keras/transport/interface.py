@@ -1,0 +1,33 @@
+"""What ``hvdkit.keras`` needs of a communication library, beside what every adapter needs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.common.keras_optimizer import Reduce
+from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.topology import Topology
+
+Ranks = tuple[int, ...] | None
+
+
+class Transport(Collectives):
+    """How a process of one Keras backend reaches the other ranks."""
+
+    @abstractmethod
+    def start(self) -> Topology:
+        """Start the library and say who this process is; a collective."""
+
+    @abstractmethod
+    def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+        """A digest of each variable's bits, int64 (len(variables),), made where they are; not collective."""
+
+    @abstractmethod
+    def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
+        """What combines gradients, and over which ranks (None: all)."""

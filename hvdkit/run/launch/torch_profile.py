@@ -1,0 +1,46 @@
+"""What a job of ``hvdkit launch --torch-profile`` gets, and what it left. The ranks' part: ``steps/torch_profile``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdkit.run.launch import recordings
+from hvdkit.run.launch.rank import STACKS_DIRECTORY
+from hvdkit.steps.torch_profile import VARIABLE
+
+STEPS = (10, 2, 5)
+"""Steps that are left out, traced and thrown away, recorded: as ``hvdkit.torch.profile`` has them."""
+_TRACES = "trace-*-of-*.json.gz"
+
+
+def variables(directory: Path, steps: tuple[int, int, int], python_path: str) -> dict[str, str]:
+    """The environment variables of the ranks: every Python of theirs then starts with hvdkit's ``sitecustomize``.
+
+    Args:
+        python_path: PYTHONPATH as it would be otherwise, "" for nothing.
+    """
+    path = os.pathsep.join([str(STACKS_DIRECTORY), *filter(None, [python_path])])
+    return {VARIABLE: f"{','.join(map(str, steps))}:{directory}", "PYTHONPATH": path}
+
+
+def prepare(directory: Path) -> dict[Path, int]:
+    """Make the directory, unless it is there; the traces that it holds before the job, with their times."""
+    return recordings.prepare("--torch-profile", directory, _TRACES)
+
+
+def outcome(directory: Path, before: Mapping[Path, int]) -> str:
+    """A sentence on what a job left.
+
+    Args:
+        before: what ``prepare`` found; files that are still the same are not of this job.
+    """
+    count = len(recordings.new(directory, _TRACES, before))
+    if not count:
+        return (
+            "no rank wrote a profile: none took enough steps of a PyTorch optimizer (--torch-profile-steps), or its "
+            "Python ignores PYTHONPATH (python -I and -S)."
+        )
+    ranks = "1 rank" if count == 1 else f"{count} ranks"
+    return f"PyTorch profile of {ranks}; look at it with 'hvdkit trace summary {directory}'."

@@ -1,0 +1,230 @@
+"""Step 6 in every framework: what is saved beside the state, and how a training goes on, also on other ranks.
+
+An adapter's ``Checkpoints`` says how its framework's state is written, read and broadcast; all else is here.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
+from hvdkit.steps.collectives import Collectives
+
+Written = TypeVar("Written")
+Write = Callable[[Path], None]
+
+
+class CheckpointsBase(ABC):
+    """The part of an adapter's ``Checkpoints`` that knows no framework, and not what a state is made of.
+
+    Args:
+        directory, keep, keep_best: see ``CheckpointDirectory``.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
+        self._directory = CheckpointDirectory(directory, keep, keep_best)
+
+    @abstractmethod
+    def _ranks(self) -> Collectives:
+        """Between whom the checkpoints are."""
+
+    @abstractmethod
+    def _facts(self, optimizer: Any) -> dict[str, Any]:
+        """Versions, the seed, and of an optimizer, where there is one, its learning rates."""
+
+    @abstractmethod
+    def _require_loader(self, loader: Any) -> Any:
+        """The loader of ``shard``, or an InvalidArgumentError."""
+
+    @abstractmethod
+    def _random_states(self, model: Any) -> Any:
+        """The states of all ranks' generators, by rank; a collective."""
+
+    @abstractmethod
+    def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
+        """On the root: write the state into files."""
+
+    @abstractmethod
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:
+        """On the root: make the state what ``_write`` wrote, or raise CheckpointError."""
+
+    @abstractmethod
+    def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:
+        """Draw the numbers that this rank would have drawn."""
+
+    @abstractmethod
+    def _branch(self, model: Any, step: int) -> None:
+        """Draw other numbers than the training drew that was saved at ``step`` on another number of ranks."""
+
+    def _write_random(self, directory: Path, states: Any) -> None:
+        np.save(directory / "random.npy", states, allow_pickle=False)
+
+    def _read_random(self, directory: Path) -> Any:
+        """By rank; None where there is no file."""
+        file = directory / "random.npy"
+        try:
+            return np.load(file, allow_pickle=False) if file.exists() else None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+    def _position(self, loader: Any) -> dict[str, Any]:
+        return {} if loader is None else {"data": self._require_loader(loader).state()}
+
+    def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any) -> Any:
+        """On the root: have the state written."""
+        return on_disk(partial(self._write, model=model, optimizer=optimizer))
+
+    def _save(
+        self, model: Any, optimizer: Any, step: int, loader: Any, score: float | None, metadata: dict[str, Any]
+    ) -> Any:
+        ranks = self._ranks()
+        facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
+        states = self._random_states(model)
+
+        def on_disk(write: Write) -> Saved:
+            def write_all(directory: Path) -> None:
+                self._write_random(directory, states)
+                write(directory)
+
+            return self._directory.save(step, write_all, facts, score)
+
+        def on_root() -> Any:
+            checked(step, facts, score)
+            return self._put(on_disk, model, optimizer)
+
+        return ranks.on_root(on_root)
+
+    def _load(self, model: Any, optimizer: Any, which: str) -> tuple[Saved | None, Any]:
+        """On the root: read the files; on all ranks: what was found, and the ranks' random states."""
+        if which not in ("latest", "best"):
+            raise InvalidArgumentError(f"which must be latest or best, got {which!r}.")
+
+        def on_root() -> tuple[Saved | None, Any]:
+            saved = self._directory.latest() if which == "latest" else self._directory.best()
+            if saved is None:
+                return None, None
+            states = self._read_random(saved.path)
+            self._read(saved.path, model, optimizer)
+            return saved, states
+
+        found: tuple[Saved | None, Any] = self._ranks().on_root(on_root)
+        return found
+
+    def _has_this_size(self, saved: Saved) -> bool:
+        return bool(saved.metadata.get("size") == self._ranks().size())
+
+    def _go_on_in_data(self, saved: Saved, loader: Any) -> None:
+        if loader is None:
+            return
+        data = saved.metadata.get("data")
+        if data is None:
+            raise CheckpointError(f"{saved.path} holds no position in the data; save with loader=, or restore without.")
+        self._require_loader(loader).load_state(data)
+
+    def _go_on_drawing(self, saved: Saved, states: Any, model: Any) -> None:
+        if not self._has_this_size(saved):
+            self._branch(model, saved.step)
+        elif states is not None:
+            self._set_random_state(saved, model, states[self._ranks().rank()])
+
+
+class ModelCheckpoints(CheckpointsBase, Generic[Written]):
+    """What ``Checkpoints`` is where a training is a model and an optimizer. ``Written`` is what ``save`` returns."""
+
+    _warmup: Any
+    """The class of what ``warmup`` returns."""
+
+    @abstractmethod
+    def _rates(self, optimizer: Any) -> list[float]:
+        """An optimizer's learning rates, those that can be set."""
+
+    @abstractmethod
+    def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
+        """Set what ``_rates`` returned."""
+
+    @abstractmethod
+    def _broadcast(self, model: Any, optimizer: Any) -> None:
+        """Give every rank the root's state; a collective."""
+
+    def save(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        step: int,
+        loader: Any = None,
+        score: float | None = None,
+        **metadata: Any,
+    ) -> Written:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
+
+        Args:
+            model, optimizer: as for ``broadcast_state``.
+            step: optimizer steps completed.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk; None when it is written asynchronously.
+        Raises:
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, or a model that is not built; with
+                TensorFlow also a call inside ``tf.function``, or a loader whose position is unknown because it was
+                iterated there or behind ``.map()``.
+            CheckpointError: it, or the asynchronous one before, could not be written; earlier ones are intact.
+        """
+        written: Written = self._save(model, optimizer, step, loader, score, metadata)
+        return written
+
+    def restore(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+    ) -> Saved | None:
+        """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+
+        The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
+        same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rates that it
+        was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included;
+        only TensorFlow's ``tf.random`` operations inside a ``tf.function``, whose count cannot be read, begin anew.
+
+        Args:
+            loader: from ``shard``, over the same data with the same seed; goes on where it was. In Keras that is the
+                next ``fit``, with ``initial_epoch=loader.epoch``, or the next loop over it.
+            schedule: from ``warmup``; needs the loader. In Keras only for loops of your own: ``fit`` sees to it.
+            which: "latest" or "best" (the highest score).
+        Returns:
+            Where it was, its step and metadata, and which newer ones were skipped and why.
+        Raises:
+            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or with TensorFlow a
+                call inside ``tf.function``.
+        """
+        rates = [] if optimizer is None else self._rates(optimizer)  # those for this number of ranks
+        saved, states = self._load(model, optimizer, which)
+        if saved is None:
+            return None
+        self._broadcast(model, optimizer)
+        if optimizer is not None and not self._has_this_size(saved):
+            self._set_rates(optimizer, rates)
+        self._go_on_in_data(saved, loader)
+        if schedule is not None:
+            if not isinstance(schedule, self._warmup) or loader is None:
+                raise InvalidArgumentError(
+                    "schedule must be from warmup, and needs the loader, which says how far it is."
+                )
+            schedule.go_to(loader.position.steps(loader.share))
+        if optimizer is not None:
+            self._go_on_drawing(saved, states, model)
+        return saved

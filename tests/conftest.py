@@ -1,0 +1,28 @@
+"""What all tests find, and how they are shared out to pytest-xdist's workers with ``--dist loadfile``."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Another environment's mpirun is no match for this one's Horovod.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+ON_RANKS = re.compile(r"[\[-](torch|tensorflow|keras(-torch|-jax)?)-\d+-(gloo|mpi)\b")
+"""The name of a test on ranks that stay alive (parallel/ranks.py)."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes all tests of a file; but those on ranks of one framework, whichever files they are in."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFrameworkOrFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            found = ON_RANKS.search(nodeid)
+            return found[1] if found else nodeid.partition("::")[0]
+
+    return ByFrameworkOrFile(config, log) if config.getvalue("dist") == "loadfile" else None

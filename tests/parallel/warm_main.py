@@ -1,0 +1,121 @@
+"""A process that has imported a framework and forks ranks: importing TensorFlow takes longer than most of their tests.
+
+Whoever wants a rank connects and sends what a process of its own would have: environment, directory, arguments and open
+files (``rank_stub.py`` does so for a launcher, ``ranks.py`` itself for ranks over Gloo). The fork runs ``main`` of a
+module beside this file; its exit status comes back when it ends, and where the connection ends first, the fork is
+killed. Nothing of hvdkit is imported here: each rank imports it itself.
+
+Usage: python warm_main.py DESCRIPTOR MODULE ...   DESCRIPTOR: of a listening socket; ends with standard input
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+from lean_imports import lean_imports
+
+LONGEST_REQUEST = 1 << 20
+
+
+class Forks:
+    """The forks that have not ended, by process id, each with the connection of who asked for it."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._connections: dict[int, socket.socket] = {}
+        self._events = selectors.DefaultSelector()
+        self._ended, self._noted = socket.socketpair()
+        self._noted.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Fork what is asked for, until standard input ends."""
+        handlers = {sys.stdin.fileno(): None, self._listener: self._accept, self._ended: self._reap}
+        for file, handler in handlers.items():
+            self._events.register(file, selectors.EVENT_READ, handler)
+        while True:
+            for key, _ in self._events.select():
+                if key.data is None:
+                    for process in self._connections:
+                        os.kill(process, signal.SIGKILL)
+                    return
+                if isinstance(key.data, int):
+                    self._kill(key.data)
+                else:
+                    key.data()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        data, files, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+        while data and not data.endswith(b"\n"):
+            more = connection.recv(LONGEST_REQUEST)
+            data = data + more if more else b""
+        if not data:
+            connection.close()
+            return
+        process = os.fork()
+        if not process:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._events.close()
+            for one in (connection, self._listener, self._ended, self._noted, *self._connections.values()):
+                one.close()
+            be_rank(json.loads(data), files)
+        for file in files:
+            os.close(file)
+        self._connections[process] = connection
+        self._events.register(connection, selectors.EVENT_READ, process)
+
+    def _kill(self, process: int) -> None:
+        """Who asked for it is gone."""
+        if process in self._connections:
+            os.kill(process, signal.SIGKILL)
+            self._events.unregister(self._connections[process])
+
+    def _reap(self) -> None:
+        self._ended.recv(4096)
+        while self._connections:
+            process, status = os.waitpid(-1, os.WNOHANG)
+            if not process:
+                return
+            connection = self._connections.pop(process)
+            with contextlib.suppress(KeyError):
+                self._events.unregister(connection)
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def be_rank(request: dict[str, Any], files: list[int]) -> None:
+    """In the fork: does not return, but ends as a program of its own does, with all that is registered for the end."""
+    status: Any = 1
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["directory"])
+        random.seed()  # as in a process that has just begun
+        np.random.seed()
+        module, *sys.argv[1:] = request["words"]
+        status = importlib.import_module(module).main()
+    except Exception:
+        traceback.print_exc()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    with lean_imports():
+        for name in sys.argv[2:]:
+            importlib.import_module(name)
+    Forks(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -30,6 +30,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document
 from hvdkit.errors import HvdkitError, InvalidArgumentError
 from hvdkit.steps.topology import Topology
 
@@ -165,6 +167,34 @@ def projected(channels: int, inner: int, stride: int) -> bool:
     return stride != 1 or channels != EXPANSION * inner
 
 
+class Speed(Document, frozen=True):
+    """How many images a second; rank 0 speaks for all ranks.
+
+    Attributes:
+        found: what was run.
+        device: "CPU" or "GPU".
+        ranks: how many.
+        tensors, parameters: of the model.
+        img_per_second: of a rank, the mean of the iterations.
+        spread: 1.96 standard deviations of them.
+        total_img_per_second: of all ranks.
+        iterations: images a second of each.
+    """
+
+    kind = "bench-synthetic"
+    written_by = "hvdkit bench synthetic --json"
+
+    found: Settings
+    device: str
+    ranks: int
+    tensors: int
+    parameters: int
+    img_per_second: float
+    spread: float
+    total_img_per_second: float
+    iterations: tuple[float, ...]
+
+
 class Stopwatch:
     """Times iterations of several batches each, as they pass; rank 0 prints.
 
@@ -217,10 +247,19 @@ class Stopwatch:
         self._say(f"Img/sec per {device}: {mean:.1f} +-{spread:.1f}")
         self._say(f"Total img/sec on {size} {device}(s): {size * mean:.1f} +-{size * spread:.1f}")
         if self._settings.as_json and self._world.is_root:
-            settings = {name: value for name, value in asdict(self._settings).items() if name != "as_json"}
-            found = {"img_per_second": mean, "spread": spread, "total_img_per_second": size * mean}
-            content = {"hvdkit": "bench synthetic", "version": 1, **settings, "device": device, "ranks": size}
-            _write(json.dumps({**content, **self._sizes, **found, "iterations": self.speeds}, indent=1))
+            speeds = tuple(self.speeds)
+            found = Speed(
+                self._settings,
+                device,
+                size,
+                self._sizes["tensors"],
+                self._sizes["parameters"],
+                mean,
+                spread,
+                size * mean,
+                speeds,
+            )
+            _write(json_files.encode(found).rstrip())
 
     def _say(self, line: str) -> None:
         if self._world.is_root and not self._settings.as_json:

@@ -29,7 +29,7 @@ BELOW = {
     "keras": {"top", "errors", "steps", "common", "tensorflow"},
     "datasets": {"top", "errors", "steps", "common"},
     "flags": {"top", "errors", "steps", "datasets"},
-    "synthetic": {"top", "errors", "steps", "torch", "tensorflow", "keras"},
+    "synthetic": {"top", "errors", "steps", "common", "torch", "tensorflow", "keras"},
     "prepare": {"top", "errors", "steps", "common"},
     "read": {"top", "errors", "steps", "common"},
     "run": {"top", "errors", "steps", "common", "prepare", "read"},

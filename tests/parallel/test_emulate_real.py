@@ -124,7 +124,7 @@ def test_the_tutorial_s_list_over_the_ring(tmp_path, environment):
     assert done.returncode == 0, done.stderr
     found = results.read(tmp_path / "r.json")
     assert found.plan.trials == 8
-    assert (found.asked["hosts"], found.asked["ppn"]) == (1, 4)
+    assert (found.asked.hosts, found.asked.ppn) == (1, 4)
     assert [one.nbytes for one in found.samples] == [2600, 33024, 131584, 803840] * 8
     assert "803840" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json"]
@@ -242,7 +242,7 @@ def test_the_ring_over_four_hosts_is_right_and_never_beats_the_bandwidth_bound(h
     hosts.clear()
     assert done.returncode == 0, done.stderr
     found = results.read(tmp_path / "r.json")
-    assert (found.asked["hosts"], found.asked["ppn"], len(found.samples)) == (4, 1, 2)
+    assert (found.asked.hosts, found.asked.ppn, len(found.samples)) == (4, 1, 2)
     moved = 2 * 3 / 4 * size
     for one in found.samples:
         # Before the last rank arrives, others may have begun; a burst passes at once.

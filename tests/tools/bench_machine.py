@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 from timeline_files import metadata, write
 
-import hvdkit.measure.bench
-from hvdkit import cli
+from hvdkit import DataError, cli
+from hvdkit.common import json_files
+from hvdkit.measure.bench import results
+from hvdkit.measure.bench.analysis import Analysis
 from hvdkit.run.launch import facts
 from hvdkit.run.launch.model import Facts, Horovod, Mpi
 from hvdkit.run.trials.jobs import Job, Launch
 from hvdkit.steps.step_times import VARIABLE
-
-SCHEMA = json.loads((Path(hvdkit.measure.bench.__file__).parent / "schema.json").read_text())
 
 
 class Machine:
@@ -145,28 +145,13 @@ def saved(path="results.json"):
     return json.loads(Path(path).read_text())
 
 
-def fitting(value, schema=SCHEMA):
-    """Whether a value is as the JSON schema of the results says; knows the words that it uses."""
-    if "$ref" in schema:
-        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
-    if "const" in schema:
-        return value == schema["const"]
-    if "enum" in schema:
-        return value in schema["enum"]
-    kinds = {
-        "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
-        "null": type(None),
-    }  # fmt: skip
-    allowed = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if not any(
-        isinstance(value, kinds[kind]) and (kind == "boolean" or not isinstance(value, bool)) for kind in allowed
-    ):
+def fitting(value):
+    """Whether a value is as the classes of the results and of their summary say."""
+    try:
+        json_files.decode(json.dumps(value), results.File, "it")
+        if value["summary"] is not None:
+            head = {"hvdkit": "1", "kind": Analysis.kind, "schema": Analysis.schema}
+            json_files.decode(json.dumps({**value["summary"], **head}), Analysis, "its summary")
+    except DataError:
         return False
-    if isinstance(value, dict):
-        known, others = schema.get("properties", {}), schema.get("additionalProperties")
-        if not set(schema.get("required", ())) <= set(value) or (others is False and set(value) - set(known)):
-            return False
-        return all(fitting(inner, known.get(name, others)) for name, inner in value.items())
-    if isinstance(value, list):
-        return all(fitting(inner, schema["items"]) for inner in value)
-    return not (isinstance(value, int | float) and value < schema.get("minimum", value))
+    return True

@@ -2,23 +2,16 @@
 
 import numpy as np
 
+from hvdkit.measure.bench.subject import Launch
 from hvdkit.measure.emulate import plan
-from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.results import Asked, Results, Sample, WithLaunch
 
-ENVIRONMENT = {"hvdkit": "1", "python": "3.11", "packages": {"mpi4py": "4"}, "cores": 4}
+ENVIRONMENT = WithLaunch("1", "3.11", "Linux", {"mpi4py": "4"}, 4, Launch(4, "mpirun", 1, False, ()))
 
 
 def asked(**changes):
-    return {
-        "engine": "ring",
-        "collective": "allreduce",
-        "algorithm": "ring",
-        "ranks": 4,
-        "hosts": 1,
-        "ppn": 4,
-        "check": True,
-        **changes,
-    }
+    told = {"engine": "ring", "collective": "allreduce", "algorithm": "ring", "ranks": 4, "hosts": 1, "ppn": 4}
+    return Asked(**{**told, "check": True, **changes})
 
 
 def sample(trial, index, nbytes, own, skew=0.0, transfer=None):
@@ -44,5 +37,5 @@ def made(seconds, trials=8, noise=0.0, seed=0, ranks=4, environment=ENVIRONMENT,
 
 def results(steps, samples, environment=ENVIRONMENT, notes=(), **changes):
     return Results(
-        asked=asked(**changes), environment=dict(environment), plan=steps, samples=list(samples), notes=list(notes)
+        asked=asked(**changes), environment=environment, plan=steps, samples=list(samples), notes=list(notes)
     )

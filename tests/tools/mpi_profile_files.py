@@ -52,7 +52,7 @@ HOROVOD = (
 def record(rank, size=4, calls=HOROVOD, **changes):
     """The content of one of our files."""
     content = {
-        "hvdkit": "mpi profile", "version": 1, "job": "00000000000000aa", "rank": rank, "size": size,
+        "hvdkit": "1", "kind": "mpi-profile-rank", "schema": 1, "job": "00000000000000aa", "rank": rank, "size": size,
         "state": "finalized", "seconds": 10.0, "library": "Open MPI v5.0.11", "threads": "multiple",
         "wait_measured": False, "lost": 0, "calls": list(calls),
     }  # fmt: skip

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from hvdkit import cli
 from hvdkit.common import intervals
 from hvdkit.measure.bench import results
 from hvdkit.measure.bench.results import Measured, Results
-from hvdkit.measure.bench.subject import Asked, Subject
+from hvdkit.measure.bench.subject import Asked, Subject, WithCommit
 
-ENVIRONMENT = {"hvdkit": "1", "python": "3.11", "system": "Linux", "packages": {}, "cores": 4, "commit": None}
+ENVIRONMENT = WithCommit("1", "3.11", "Linux", {}, 4, None)
 
 
 def write(name, seconds, noise=0.01, repeats=5, mode="strong", environment=ENVIRONMENT, seed=0):
@@ -23,7 +24,7 @@ def write(name, seconds, noise=0.01, repeats=5, mode="strong", environment=ENVIR
         for n, mean in seconds.items()
         for repeat in range(repeats)
     ]
-    results.write(Path(name), Results(Subject(asked.as_json(), environment, ()), jobs))
+    results.write(Path(name), Results(Subject(asked, environment, ()), jobs))
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +99,7 @@ def test_a_number_of_ranks_that_the_second_does_not_have_is_said_and_fails_where
 
 def test_what_else_is_different_is_said(capsys):
     write("a.json", {2: 2.0})
-    write("b2.json", {2: 2.0}, environment={**ENVIRONMENT, "cores": 8, "packages": {"torch": "9"}})
+    write("b2.json", {2: 2.0}, environment=replace(ENVIRONMENT, cores=8, packages={"torch": "9"}))
     assert compared() == 0
     out = capsys.readouterr().out
     assert "Different cores: 4 before, 8 after." in out and "torch" in out

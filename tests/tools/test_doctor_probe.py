@@ -21,7 +21,7 @@ from hvdkit.prepare.doctor.children import Children, without_host_name
 from hvdkit.prepare.doctor.facts import Facts
 from hvdkit.prepare.doctor.finding import Finding
 from hvdkit.prepare.doctor.probe import gather
-from hvdkit.prepare.install.record import SCHEMA, BuildRecord, MpiRecord
+from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
 HOROVOD_TORCH = """
 import os
@@ -307,7 +307,6 @@ def test_the_build_record_is_read_with_the_mpirun_it_names(
     mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
     mpirun.chmod(0o755)
     record = BuildRecord(
-        schema=SCHEMA,
         horovod="0.28.1",
         python="cp311",
         torch="2.8.0",

@@ -2,17 +2,21 @@
 
 import json
 
+import msgspec
 import pytest
+from emulate_results import ENVIRONMENT
 
 from hvdkit import DataError, cli
 from hvdkit.measure.emulate import results, run_join
+from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.clock import Reading
 from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.results import Asked, Results, Sample
+from hvdkit.measure.emulate.run_job import Delay
 from hvdkit.measure.emulate.worker_files import Writer, file_of, head_of, read
 
 PLAN = Plan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
-ASKED = {"engine": "mpi", "collective": "allreduce", "algorithm": "ring", "ranks": 2, "hosts": 1, "check": True}
+ASKED = Asked("mpi", "allreduce", "ring", ranks=2, hosts=1, check=True)
 
 
 def sample(trial=0, index=0, **changed):
@@ -119,28 +123,54 @@ def test_a_folder_that_hosts_do_not_share_is_said(tmp_path):
 
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "r.json"
-    found = Results(dict(ASKED), {"cores": 2}, PLAN, [sample(), sample(1, 1)], ["A note."])
+    found = Results(ASKED, ENVIRONMENT, PLAN, [sample(), sample(1, 1)], ["A note."])
     results.write(path, found)
     assert results.read(path) == found
     assert json.loads(path.read_text())["summary"] is None
-    results.write(path, Results(dict(ASKED), {}, PLAN))
+    results.write(path, Results(ASKED, ENVIRONMENT, PLAN))
     assert results.read(path).samples == []
 
 
 def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
     path = tmp_path / "r.json"
-    results.write(path, Results(dict(ASKED), {}, PLAN, [sample()]), {"rows": [{"size": 40, "busbw": 1.0}]})
-    assert json.loads(path.read_text())["summary"]["rows"] == [{"redop": "sum", "wrong": 0, "size": 40, "busbw": 1.0}]
-    asked = {**ASKED, "check": False, "collective": "broadcast"}
-    results.write(path, Results(asked, {}, PLAN, [sample()]), {"rows": [{}]})
-    assert json.loads(path.read_text())["summary"]["rows"] == [{"redop": "none", "wrong": None}]
+    unchecked = msgspec.structs.replace(ASKED, check=False, collective="broadcast")
+    for asked, redop, wrong in ((ASKED, "sum", 0), (unchecked, "none", None)):
+        found = Results(asked, ENVIRONMENT, PLAN, [sample()])
+        results.write(path, found, analyse(found))
+        (row,) = json.loads(path.read_text())["summary"]["rows"]
+        assert (row["size"], row["count"], row["type"], row["redop"], row["wrong"]) == (40, 10, "float32", redop, wrong)
+
+
+def test_a_line_for_each_sample(tmp_path):
+    path = tmp_path / "r.json"
+    results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample(trial) for trial in range(5)]))
+    lines = [line for line in path.read_text().splitlines() if '"ranks_s"' in line]
+    assert len(lines) == 5 and json.loads(lines[-1])["trial"] == 4
+
+
+def test_a_file_from_before_kinds_is_read_and_its_milliseconds_are_seconds(tmp_path):
+    path = tmp_path / "r.json"
+    asked = msgspec.structs.replace(ASKED, straggler_s={1: 0.05}, delay=Delay(0.02, None, 0.5))
+    found = Results(asked, ENVIRONMENT, PLAN, [sample(), sample(1, 1)], ["A note."])
+    results.write(path, found)
+    old = json.loads(path.read_text())
+    del old["kind"], old["schema"], old["asked"]["straggler_s"]
+    old.update(hvdkit="emulate results", version=1, summary={"rows": []})
+    old["plan"].update(hvdkit="emulate plan", version=1)
+    old["asked"].update(straggler={"1": 50.0}, delay={"mean_ms": 20.0, "rank": None, "probability": 0.5})
+    path.write_text(json.dumps(old))
+    assert results.read(path) == found
+    for change in ({"plan": 7}, {"asked": None}, {"asked": {"straggler": {"1": "x"}}}):
+        path.write_text(json.dumps({**old, **change}))
+        with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate'"):
+            results.read(path)
 
 
 def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):
     path = tmp_path / "r.json"
-    results.write(path, Results(dict(ASKED), {}, PLAN, [sample()]))
-    with pytest.raises(ValueError, match="Out of range float values"):
-        results.write(path, Results(dict(ASKED), {}, PLAN, [sample(skew_s=float("nan"))]))
+    results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample()]))
+    with pytest.raises(DataError, match=r"samples\[0\]\.skew_s is null: expected `float`"):
+        results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample(skew_s=float("nan"))]))
     assert len(results.read(path).samples) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
@@ -160,8 +190,8 @@ def changed(change):
         lambda content: "[]",
         lambda content: "[" * 100_000,
         lambda content: json.dumps(content)[:200],
-        changed(lambda content: content.update(hvdkit="bench scaling")),
-        changed(lambda content: content.update(version=2)),
+        changed(lambda content: content.update(kind="bench-scaling")),
+        changed(lambda content: content.update(schema=2)),
         changed(lambda content: content.pop("plan")),
         changed(lambda content: content["asked"].pop("ranks")),
         changed(lambda content: content["asked"].update(ranks=3)),
@@ -179,14 +209,14 @@ def changed(change):
 )
 def test_another_file_is_refused(tmp_path, broken):
     path = tmp_path / "r.json"
-    results.write(path, Results(dict(ASKED), {}, PLAN, [sample()]))
+    results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample()]))
     path.write_text(broken(json.loads(path.read_text())))
-    with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(version 1\)"):
+    with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(emulate-results, schema 1\)"):
         results.read(path)
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(DataError, match="No results at"):
+    with pytest.raises(DataError, match=r"No file at .* expected one that 'hvdkit emulate' wrote"):
         results.read(tmp_path / "r.json")
 
 
@@ -196,4 +226,4 @@ def test_what_is_no_object_is_said_in_words(tmp_path, capsys, command, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     assert cli.run([*command, str(path)]) == 1
-    assert "it is no JSON object." in capsys.readouterr().err
+    assert "it is no JSON object;" in capsys.readouterr().err

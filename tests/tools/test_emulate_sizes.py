@@ -9,6 +9,7 @@ from timeline_files import ATPESC, allreduce, metadata
 from timeline_files import write as write_timeline
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import model_process
 from hvdkit.measure.emulate import plan as plans
@@ -115,7 +116,7 @@ def sizes(capsys, *words, status=0):
     """The plan that the command prints, or what it says on standard error."""
     assert cli.run(["emulate", "sizes", *words, *(["--json"] if status == 0 else [])]) == status
     captured = capsys.readouterr()
-    return plans.from_json(json.loads(captured.out)) if status == 0 else captured.err
+    return json_files.decode(captured.out, Plan, "the output") if status == 0 else captured.err
 
 
 def gradients(factory, **wanted):
@@ -247,7 +248,7 @@ def test_a_bad_csv_says_where(capsys, content, said):
 
 def test_a_missing_file_is_said(capsys):
     assert "No file at 'b.csv'" in sizes(capsys, "--csv", "b.csv", status=1)
-    assert "No plan at 'b.json'" in sizes(capsys, "--plan", "b.json", status=1)
+    assert "No file at 'b.json'" in sizes(capsys, "--plan", "b.json", status=1)
 
 
 # Plans
@@ -268,26 +269,34 @@ def test_a_plan_is_saved_and_comes_back(capsys):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hvdkit": "tune"}, "something else"),
+        ({"kind": "tuned"}, "it says that it is 'tuned'"),
         ({"collectives": []}, "no collective"),
         ({"trials": 0}, "trials is 0"),
-        ({"trials": True}, "trials is True"),
+        ({"trials": True}, "trials is true: expected `int`"),
         ({"trials": 5}, "batch_count"),
         ({"collectives": [{"name": "a", "elements": 2, "dtype": "float32", "bytes": 9}]}, "are 8 bytes, not 9"),
-        ({"collectives": [{"name": "a", "elements": 2.5, "dtype": "float32"}]}, "2.5 elements"),
-        ({"collectives": [{"name": "a", "elements": 2, "dtype": "float32", "gap_s": float("nan")}]}, "gap"),
+        (
+            {"collectives": [{"name": "a", "elements": 2.5, "dtype": "float32"}]},
+            "elements is 2.5: expected `int`",
+        ),
+        ({"collectives": [{"name": "a", "elements": 2, "dtype": "float32", "gap_s": float("nan")}]}, "malformed"),
         ({"collectives": [{"name": "a", "dtype": "float32"}]}, "elements"),
         ({"collectives": 3}, "plan"),
     ],
     ids=str,
 )
 def test_a_plan_that_cannot_be_right_is_refused(capsys, change, said):
-    value = {**Plan((Collective("a", 2),), 4, "", 100, 32, 1, 4).as_json(), **change}
-    with pytest.raises(DataError, match="Not a plan"):
-        plans.from_json(value)
-    Path("plan.json").write_text(json.dumps(value))
+    plan = Plan((Collective("a", 2),), 4, "", 100, 32, 1, 4)
+    plans.write(Path("plan.json"), plan)
+    value = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**value, **change}))
+    with pytest.raises(DataError, match="not a file of 'hvdkit emulate sizes'"):
+        plans.read(Path("plan.json"))
     err = sizes(capsys, "--plan", "plan.json", status=1)
     assert said in err and "plan.json" in err
+    old = {name: inner for name, inner in value.items() if name not in ("kind", "schema")}
+    Path("plan.json").write_text(json.dumps({**old, "hvdkit": "emulate plan", "version": 1}))
+    assert plans.read(Path("plan.json")) == plan, "a plan from before kinds is read"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", "{", "[" * 100000], ids=lambda text: text[:5])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.record import FILE_NAME, BuildRecord, MpiRecord, mpi_bin, read_record
 
 RECORD = BuildRecord(
-    schema=1,
     horovod="0.28.1",
     python="cp311",
     torch="2.13.0+cpu",
@@ -55,13 +54,14 @@ def test_a_horovod_of_other_origin_has_no_record(fake_horovod: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "not JSON"),
-        ("[1]", "schema is 'list'"),
-        (json.dumps({"schema": 2}), "schema is 2"),
-        (json.dumps({"schema": 1}), "'horovod' is missing"),
-        (RECORD.to_json().replace('"cp311"', "311"), "'python' is 311"),
-        (RECORD.to_json().replace('"bin": "bin"', '"bin": null'), "'mpi.bin' is None"),
-        (RECORD.to_json().replace('"cxx20"', "20"), "'adjustments'"),
+        ("{", "Input data was truncated"),
+        ("[1]", "it is no JSON object"),
+        (json.dumps({"schema": 2}), "it does not say what it is"),
+        (json.dumps({"schema": 1}), "object missing required field `horovod`"),
+        (RECORD.to_json().replace('"schema": 1', '"schema": 2'), "wrote it with schema 2"),
+        (RECORD.to_json().replace('"cp311"', "311"), "python is 311: expected `str`"),
+        (RECORD.to_json().replace('"bin": "bin"', '"bin": null'), "mpi.bin is null: expected `str`"),
+        (RECORD.to_json().replace('"cxx20"', "20"), "adjustments[0] is 20: expected `str`"),
     ],
 )
 def test_what_is_no_record_is_refused_with_the_reason_and_the_fix(fake_horovod: Path, text: str, reason: str) -> None:
@@ -75,6 +75,11 @@ def test_what_is_no_record_is_refused_with_the_reason_and_the_fix(fake_horovod: 
 def test_fields_of_later_versions_are_passed_over() -> None:
     fields = {**json.loads(RECORD.to_json()), "later": 1}
     fields["mpi"]["later"] = 2
+    assert BuildRecord.from_json(json.dumps(fields)) == RECORD
+
+
+def test_a_record_from_before_kinds_is_read() -> None:
+    fields = {name: value for name, value in json.loads(RECORD.to_json()).items() if name not in ("hvdkit", "kind")}
     assert BuildRecord.from_json(json.dumps(fields)) == RECORD
 
 

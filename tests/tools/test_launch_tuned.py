@@ -89,6 +89,15 @@ def test_a_bad_log_is_named_by_its_line(capsys, tmp_path, rows, end, named):
         "{",
         "{}",
         '{"hvdkit": "tuned settings", "version": 2, "settings": {}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 2, "settings": {}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_ms": 1}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_s": 1e999}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_s": "fast"}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"cycle_time_s": -1}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"fusion_threshold_bytes": 4.9}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"launcher": "rm"}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"threads": 0}}',
+        '{"hvdkit": "1", "kind": "tuned", "schema": 1, "settings": {"LD_PRELOAD": "x"}}',
         '{"hvdkit": "tuned settings", "version": 1, "settings": {"cycle_time_ms": "fast"}}',
         '{"hvdkit": "tuned settings", "version": 1, "settings": {"cycle_time_ms": -1}}',
         '{"hvdkit": "tuned settings", "version": 1, "settings": {"fusion_threshold_bytes": 4.9}}',
@@ -120,17 +129,24 @@ def test_a_file_that_is_no_tuned_file_is_refused(capsys, tmp_path, content):
 )
 def test_what_is_written_is_read(tmp_path_factory, settings):
     path = tmp_path_factory.mktemp("tuned") / "tuned.json"
-    tuned.write(path, settings, {"ratio": 1.1})
+    tuned.write(path, settings)
     read = tuned.read(path)
     assert read.variables() == settings.variables()
     assert (read.launcher, read.threads) == (settings.launcher, settings.threads)
     assert [entry.name for entry in path.parent.iterdir()] == ["tuned.json"]
-    assert json.loads(path.read_text())["measured"] == {"ratio": 1.1}
+    assert set(json.loads(path.read_text())["settings"]) <= {*tuned.Settings.__struct_fields__}
+
+
+def test_a_file_from_before_kinds_is_read_in_milliseconds(tmp_path):
+    path = tmp_path / "tuned.json"
+    old = {"hvdkit": "tuned settings", "version": 1, "settings": {"threads": 2, "cycle_time_ms": 2.5}, "measured": {}}
+    path.write_text(json.dumps(old))
+    assert tuned.read(path) == Tuned(threads=2, cycle_time_ms=2.5, source=str(path))
 
 
 def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(capsys, tmp_path):
     path = tmp_path / "tuned.json"
-    tuned.write(path, Tuned(launcher="horovodrun", threads=3, cycle_time_ms=0.5), {})
+    tuned.write(path, Tuned(launcher="horovodrun", threads=3, cycle_time_ms=0.5))
     _, variables, words, _ = dry_run(capsys, "--tuned", str(path))
     assert {"OMP_NUM_THREADS=3", "HOROVOD_CYCLE_TIME=0.5"} <= set(variables)
     assert "/venv/bin/horovodrun" in words
@@ -141,7 +157,7 @@ def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(caps
 def test_the_threads_of_a_tuned_file_win_over_the_environment(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "tuned.json"
-    tuned.write(path, Tuned(threads=3), {})
+    tuned.write(path, Tuned(threads=3))
     _, variables, _, _ = dry_run(capsys, "--tuned", str(path))
     assert "OMP_NUM_THREADS=3" in variables
 

@@ -206,7 +206,7 @@ def test_one_of_our_files_that_is_cut_off(tmp_path, share):
     "change",
     [
         {"rank": -1}, {"rank": True}, {"rank": "0"}, {"size": 0}, {"seconds": -1}, {"seconds": None}, {"calls": {}},
-        {"state": "asleep"}, {"version": 2}, {"hvdkit": "bench scaling"}, {"calls": [1]}, {"lost": 1.5},
+        {"state": "asleep"}, {"schema": 2}, {"kind": "bench-scaling"}, {"calls": [1]}, {"lost": 1.5},
         {"calls": [{**HOROVOD[0], "routine": "rm -rf"}]}, {"calls": [{**HOROVOD[0], "bins": [{}]}]},
         {"calls": [{**HOROVOD[0], "bins": [{**HOROVOD[0]["bins"][0], "calls": 0}]}]},
         {"calls": [{**HOROVOD[0], "bins": [{**HOROVOD[0]["bins"][0], "bytes": 1}]}]},
@@ -224,8 +224,14 @@ def test_our_files_with_what_cannot_be(tmp_path, change):
 @pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"calls": %s}' % ("9" * 5000)], ids=["nested", "digits"])
 def test_json_that_no_program_can_read(tmp_path, text):
     (tmp_path / "mpi_profile.0.json").write_text(text)
-    with pytest.raises(CorruptDataError, match="no MPI profile"):
+    with pytest.raises(CorruptDataError, match="not a file of 'hvdkit launch --mpi-profile'"):
         reading.read([tmp_path])
+
+
+def test_our_files_from_before_kinds_are_read(tmp_path):
+    new = reading.read([write(tmp_path / "new", record(0, 1))])
+    old = {name: value for name, value in record(0, 1).items() if name not in ("kind", "schema")}
+    assert reading.read([write(tmp_path / "old", {**old, "hvdkit": "mpi profile", "version": 1})]) == new
 
 
 def test_a_rank_that_is_in_two_files(tmp_path):

@@ -60,7 +60,10 @@ def test_a_table_says_model_rows_and_remarks(capsys):
 def test_json_has_estimates_in_seconds(capsys):
     found = answer(capsys, *NET, *WORK, "--at", "1,4,512")
     assert [row["ranks"] for row in found["rows"]] == [1, 4, 512]
-    assert found["rows"][0]["efficiency"]["value"] == 1 and found["rows"][0]["step"]["value"] == 0.3
+    assert (
+        found["rows"][0]["efficiency"]["value"] == 1
+        and found["rows"][0]["step_s"]["value"] == 0.3 == found["assumed"]["step_s"]
+    )
     last = found["rows"][-1]
     assert last["efficiency"]["low"] < last["efficiency"]["value"] < last["efficiency"]["high"] < 1
     assert last["hosts"] == 512 and last["extrapolated"]
@@ -85,7 +88,7 @@ def test_csv_and_markdown(capsys):
 
 def test_without_a_step_only_communication(capsys):
     found = answer(capsys, *NET, "--at", "4")
-    assert found["rows"][0]["communication"]["value"] > 0 and found["rows"][0]["efficiency"] is None
+    assert found["rows"][0]["communication_s"]["value"] > 0 and found["rows"][0]["efficiency"] is None
     assert any("--step-ms" in note for note in found["notes"])
 
 
@@ -115,7 +118,7 @@ def test_a_network_alone_is_enough(capsys):
         capsys, "--alpha-us", "10", "--bandwidth-gbit", "8", "--ppn", "4", *WORK, "--at", "512", "--no-overlap"
     )
     bytes_s = 2 * 511 / 512 * 100_000_000 / 1e9
-    assert found["rows"][0]["communication"]["value"] == pytest.approx(bytes_s + 1022 * 10e-6)
+    assert found["rows"][0]["communication_s"]["value"] == pytest.approx(bytes_s + 1022 * 10e-6)
     assert found["rows"][0]["hosts"] == 128
 
 

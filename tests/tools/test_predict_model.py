@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from predict_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
 
 from hvdkit.errors import DataError, InvalidArgumentError
@@ -75,9 +76,7 @@ def test_a_size_that_was_disturbed_throughout_does_not_move_it(factor):
     disturbed = results(3)
     for index, sample in enumerate(disturbed.samples):
         if sample.nbytes == 2**19:
-            disturbed.samples[index] = type(sample)(*[
-                getattr(sample, name) * (factor if name == "transfer_s" else 1) for name in sample.__slots__
-            ])  # fmt: skip
+            disturbed.samples[index] = replace(sample, transfer_s=factor * sample.transfer_s)
     costs = model.fit([results(2), disturbed, results(4)])
     assert costs.allreduce_s(2**24, 8).value == pytest.approx(seconds("ring", 2**24, 8), rel=0.05)
     assert costs.allreduce_s(2**19, 8).value == pytest.approx(seconds("ring", 2**19, 8), rel=0.15)

@@ -119,6 +119,8 @@ def test_the_command_fails_only_when_asked_to(tmp_path, capsys):
     assert run(["timeline", "diff", str(a), str(b), "--fail-above", "1.5", "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
     assert values["changes"][0]["significant"] is True
+    assert values["changes"][0]["median_a_s"] == pytest.approx(1e-3, rel=0.2), "seconds"
+    assert (values["kind"], values["only_a"]) == ("timeline-diff", [])
     assert values["slower"][0]["phase"] == "collective"
     assert run(["timeline", "diff", str(b), str(a), "--fail-above", "1.5"]) == 0
     assert run(["timeline", "diff", str(a), str(b), "--fail-above", "0.5"]) == 2

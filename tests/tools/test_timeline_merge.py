@@ -152,6 +152,6 @@ def test_the_command(files, capsys):
     assert run(arguments) == 0
     assert "exposed communication       15.000 ms  37.5%" in capsys.readouterr().out
     assert run([*arguments, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["exposed"] == pytest.approx(15)
+    assert json.loads(capsys.readouterr().out)["exposed_s"] == pytest.approx(0.015)
     assert run([*arguments, "--offset-us", "1e10"]) == 1
     assert "apart" in capsys.readouterr().err

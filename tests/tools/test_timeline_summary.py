@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hvdkit.cli import run
+from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import diagnose, measures, show, summarize
 from hvdkit.read.timeline.exchanges import CountedRecording
@@ -271,7 +272,13 @@ def test_the_command_prints_text_and_json(capsys):
     assert run(["timeline", "summary", str(ATPESC), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert len(values["tensors"]) == 58
-    assert values["steps"]["count"] == 154
+    assert values["steps"]["count"] == 154 and "begins" not in values["steps"]
+    whole = values["kinds"][0]["phases_s"]["whole"]
+    found = summarize(ATPESC)
+    assert values["duration_s"] == pytest.approx(1e-6 * found.duration) and values["kind"] == "timeline-summary"
+    assert values["steps"]["duration_s"]["p50"] == pytest.approx(1e-6 * found.steps.duration.p50)
+    assert whole["count"] == found.kinds[0].phases["whole"].count, "a number, no time"
+    assert whole["total"] == pytest.approx(1e-6 * found.kinds[0].phases["whole"].total)
     assert {finding["rule"] for finding in values["diagnosis"]} >= {"one-large-tensor", "first-step"}
     assert run(["timeline", "summary", str(ATPESC), "--json", "--top", "1", "--step", "20"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 1
@@ -345,7 +352,7 @@ def test_no_events_make_the_summary_fail(events, threshold):
         file.flush()
         summary = summarize(file.name, fusion_threshold=threshold)
     findings = diagnose(summary)
-    json.dumps(show.as_json(summary, findings, 2), allow_nan=False)
+    json.loads(json_files.encode(show.found_as(summary, findings, 2)))
     show.page(summary, findings, 5).show(Console(file=io.StringIO(), width=100))
     assert summary.communication <= summary.busy + 1e-6 * summary.until
 

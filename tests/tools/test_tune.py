@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch import facts, tuned
 from hvdkit.run.launch.model import Facts, Horovod, Mpi
@@ -247,7 +248,7 @@ def test_ctrl_c_keeps_what_was_measured():
     assert setting == FAST
     assert ratio == pytest.approx(2.0, rel=0.1)
     assert "Best so far, unconfirmed: cycle 0.5 ms" in report.verdict(found, interrupted=True)
-    json.dumps(report.as_json(found, SUBJECT, interrupted=True))
+    assert json.loads(json_files.encode(report.outcome(found, SUBJECT, interrupted=True)))["interrupted"]
 
 
 @pytest.mark.parametrize("interrupt_at", [1, 2, 3])
@@ -319,7 +320,7 @@ def test_candidates_differ_from_one_another_and_from_the_default(limit, threads,
     assert len(set(found)) == len(found)
     assert DEFAULT not in found
     alone = 1 + len(set(threads)) + len(set(cycles)) + len(set(sizes))
-    assert sum(len(report._settings(setting)) == 1 for setting in found) == min(limit, alone)
+    assert sum(len(json_files.plain(tuned.settings_of(setting))) == 1 for setting in found) == min(limit, alone)
 
 
 def test_a_setting_becomes_options_of_launch_in_the_units_of_horovod():
@@ -353,7 +354,7 @@ def test_the_file_is_one_that_launch_takes(tmp_path, launcher):
     report.save(file, found, replace(SUBJECT, launcher=launcher))
     assert tuned.read(file) == replace(FAST, launcher=launcher, source=str(file))
     confirmed = json.loads(file.read_text())["measured"]["confirmed"][0]
-    assert confirmed["settings"] == {"cycle_time_ms": 0.5}
+    assert confirmed["settings"] == {"cycle_time_s": 0.0005}
     assert 1 < confirmed["low"] < confirmed["speedup"] < confirmed["high"]
 
 
@@ -449,8 +450,9 @@ def test_tune_adopts_and_writes(machine, capsys):
 def test_json_is_for_programs(machine, capsys):
     assert cli.run(["tune", "-n", "2", "--json", "--seed", "3", "train.py"]) == 0
     answer = json.loads(capsys.readouterr().out)
+    assert list(answer)[:3] == ["hvdkit", "kind", "schema"] and answer["kind"] == "tune"
     assert answer["adopted"] is None
-    assert answer["seed"] == 3
+    assert answer["seed"] == 3 and answer["ranks"] == 2 and answer["settings"][0]["settings"] == {}
     assert answer["measure"] == CLOSING_LINE
     assert len(answer["settings"]) == 9
 

@@ -9,7 +9,7 @@ scaling. Here whole jobs are repeated in random order, every number has an inter
     measurement ─ one job: seconds per step and where they go, from the steps that its ranks recorded
     accounting ── one more job: what Horovod did meanwhile, from its timeline
        └── scaling   which job runs next; goes on where an earlier call was interrupted
-             └── results   the file that keeps what was measured; schema_check: refuses any other
+             └── results   the file that keeps what was measured
     intervals ─── medians and their bootstrap intervals
     laws ──────── Amdahl, Gustafson and the Universal Scalability Law, fitted
        └── analysis  speed-up, efficiency, fits and remarks
@@ -20,5 +20,5 @@ scaling. Here whole jobs are repeated in random order, every number has an inter
     synthetic_cli   starts the synthetic benchmark of a framework, a program to measure (``steps.synthetic``)
 
 ``scaling`` takes whatever runs a job as a callable, so that it can be tested without processes. The form of the file
-is published in ``schema.json``.
+is in docs/json.md.
 """

@@ -7,13 +7,14 @@ Both clocks count from 1970 on rank 0's host, so nothing is fitted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.json_files import Part, Seconds
 from hvdkit.errors import DataError
 from hvdkit.measure.bench.measurement import Parts
 from hvdkit.read.timeline import columns, measures, summary
@@ -29,13 +30,13 @@ ACTIVITIES = (NEGOTIATION, COPY_IN, TRANSFER, COPY_OUT, OTHER, NOTHING)
 _FIRST_COUNTS = (TRANSFER, COPY_IN, COPY_OUT, OTHER, NEGOTIATION)
 """Of several at the same time, for different tensors, the first of these counts."""
 WORKING, WAITING, EXPOSED, WHOLE = "working", "waiting", "exposed", "step"
+_AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 TOLERANCE = 0.05
 """How far the parts may be off the time of a step, as a share of it."""
 _Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Part, frozen=True):
     """A part of rank 0's steps and what Horovod did in it.
 
     Attributes:
@@ -45,13 +46,16 @@ class Window:
         activities: the same seconds by what Horovod did; they add up to ``seconds``.
     """
 
-    name: str
-    seconds: float
-    activities: dict[str, float]
+    name: Annotated[str, msgspec.Meta(pattern="^(working|waiting|exposed|step)$")]
+    seconds: Seconds
+    activities: dict[str, Seconds]
+
+    def __post_init__(self) -> None:
+        if self.activities.keys() != set(ACTIVITIES):
+            raise ValueError(f"activities are {', '.join(self.activities)}, expected {', '.join(ACTIVITIES)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Accounting:
+class Accounting(Part, frozen=True):
     """Where the steps of rank 0 went, without the warm-up; seconds of a step, means.
 
     Attributes:
@@ -64,8 +68,8 @@ class Accounting:
     """
 
     steps: int
-    step_s: float
-    timeline_step_s: float | None
+    step_s: _AboveZero
+    timeline_step_s: _AboveZero | None
     parts: Parts
     windows: tuple[Window, ...]
 
@@ -183,9 +187,3 @@ def _timeline_step(recording: Recording, first: _Floats, last: _Floats) -> float
     between = measures.covered((last[:-1], first[1:]), begins[:1], begins[-1:])
     seconds = float((begins[-1] - begins[0] - between[0]) / (len(begins) - 1))
     return seconds if seconds > 0 else None
-
-
-def from_json(value: dict[str, Any]) -> Accounting:
-    """The inverse of ``dataclasses.asdict``."""
-    windows = tuple(Window(**window) for window in value["windows"])
-    return Accounting(**{**value, "parts": Parts(**value["parts"]), "windows": windows})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from hvdkit.common import intervals
 from hvdkit.common.intervals import Estimate
+from hvdkit.common.json_files import Document, Part
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
 from hvdkit.measure.bench.measurement import Parts, Slowest
@@ -23,8 +24,7 @@ _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Part, frozen=True):
     """One number of ranks.
 
     Attributes:
@@ -56,9 +56,8 @@ class Row:
     recorded: Accounting | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """What was found.
+class Analysis(Document, frozen=True):
+    """What follows from the results.
 
     Attributes:
         mode: "strong" or "weak".
@@ -66,42 +65,33 @@ class Analysis:
         rows: by number of ranks.
         fits: the laws, without oversubscribed points.
         notes: full sentences: what a reader should know.
+        confidence: of the intervals.
     """
+
+    kind = "bench-summary"
+    written_by = "hvdkit bench show --json"
 
     mode: str
     measure: str
     rows: tuple[Row, ...]
     fits: tuple[laws.Fit, ...]
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, object]:
-        """For a program."""
-        return {
-            "mode": self.mode,
-            "measure": self.measure,
-            "confidence": intervals.CONFIDENCE,
-            "rows": [asdict(row) for row in self.rows],
-            "fits": [
-                {**asdict(fit), "residuals": [{"ranks": n, "relative": r} for n, r in fit.residuals.items()]}
-                for fit in self.fits
-            ],
-            "notes": list(self.notes),
-        }
+    confidence: float = intervals.CONFIDENCE
 
 
 def analyse(results: Results) -> Analysis:
     """Everything that follows from the results so far; the intervals are the same for the same results."""
-    rng = np.random.default_rng(results.subject.asked["seed"])
+    rng = np.random.default_rng(results.subject.asked.seed)
     samples = results.samples()
-    crowded = {launch["ranks"] for launch in results.subject.launches if launch["oversubscribed"]}
-    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.subject.asked["ranks"])
+    crowded = {launch.ranks for launch in results.subject.launches if launch.oversubscribed}
+    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.subject.asked.ranks)
     fitted = {n: seconds for n, seconds in samples.items() if n not in crowded}
     fits = tuple(laws.fits(results.mode, fitted, rng))
     notes = [
         *results.subject.notes,
         *_notes_of_failures(results),
         *_notes_of_base(results, samples),
-        *_notes_of_crowding(rows, results.subject.environment["cores"]),
+        *_notes_of_crowding(rows, results.subject.environment.cores),
         *_notes_of_noise(results.mode, samples, rng),
         *_notes_of_fits(fits),
         *_notes_of_waits(rows),
@@ -155,7 +145,7 @@ def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[st
     notes = []
     if samples and min(samples) > 1:
         base = min(samples)
-        why = "no job counts on fewer" if results.subject.asked["ranks"][0] < base else "the fewest that were asked for"
+        why = "no job counts on fewer" if results.subject.asked.ranks[0] < base else "the fewest that were asked for"
         notes.append(f"Speed-up and efficiency are compared with {base} ranks, not with one: {why}.")
     left = len(results.counted()) - sum(map(len, samples.values()))
     if left and results.measure == CLOSING_LINE:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from hvdkit.common import intervals
 from hvdkit.common.intervals import Estimate
+from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ranks_text
 from hvdkit.measure.bench.results import Results
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Part, frozen=True, rename={"before": "before_s", "after": "after_s"}):
     """One number of ranks.
 
     Attributes:
@@ -63,7 +63,7 @@ def compare(before: Results, after: Results) -> list[Compared]:
 def unmeasured(before: Results, after: Results) -> list[int]:
     """Numbers of ranks that both were asked for, and at which the first has jobs that count and the second none."""
     gone = before.samples().keys() - after.samples().keys()
-    return sorted(gone & set(after.subject.asked["ranks"]))
+    return sorted(gone & set(after.subject.asked.ranks))
 
 
 def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
@@ -82,28 +82,32 @@ def differences(before: Results, after: Results) -> list[str]:
         "counts."
         for n in sorted(first_ranks ^ second_ranks)
     ]
-    for first, second in (
-        (before.subject.asked, after.subject.asked),
-        (before.subject.environment, after.subject.environment),
-    ):
-        for name in first:
-            if name not in ("ranks", "repeats", "seed") and first[name] != second.get(name):
-                notes.append(f"Different {name}: {first[name]} before, {second.get(name)} after.")
+    notes += [
+        f"Different {name}: {first} before, {second} after."
+        for name, first, second in results.differences(before.subject, after.subject)
+        if name not in ("ranks", "repeats", "seed")
+    ]
     return notes
 
 
-def as_json(
-    compared: Sequence[Compared], limit: float | None, notes: Sequence[str], gone: Sequence[int] = ()
-) -> dict[str, object]:
-    """For a program; ``gone`` is what ``unmeasured`` found."""
-    slower = [] if limit is None else [one.ranks for one in below(compared, limit)]
-    return {
-        "hvdkit": "bench compare",
-        "version": 1,
-        "confidence": intervals.CONFIDENCE,
-        "fail_below": limit,
-        "below": slower,
-        "unmeasured": list(gone),
-        "rows": [asdict(one) for one in compared],
-        "notes": list(notes),
-    }
+class Comparison(Document, frozen=True):
+    """Two results of the same training, side by side.
+
+    Attributes:
+        rows: by number of ranks.
+        notes: what else is different, full sentences.
+        fail_below: the limit that was given; None without one.
+        below: numbers of ranks at which the speed is below it, see ``below``.
+        unmeasured: see ``unmeasured``; empty without a limit.
+        confidence: of the intervals.
+    """
+
+    kind = "bench-comparison"
+    written_by = "hvdkit bench compare --json"
+
+    rows: tuple[Compared, ...]
+    notes: tuple[str, ...]
+    fail_below: float | None
+    below: tuple[int, ...]
+    unmeasured: tuple[int, ...]
+    confidence: float = intervals.CONFIDENCE

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.table import Page
 from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import comparison, results, side_by_side
@@ -37,7 +37,9 @@ def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> 
     status = 1 if slower or gone else 0
     notes = comparison.differences(first, second)
     if want_json:
-        click.echo(json.dumps(comparison.as_json(compared, limit, notes, gone), indent=2))
+        below = tuple(one.ranks for one in slower)
+        found = comparison.Comparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
+        click.echo(json_files.encode(found), nl=False)
         return status
     lines = [
         side_by_side.Line(

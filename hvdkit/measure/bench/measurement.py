@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
 from hvdkit.steps.step_times import RankTimes
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(Part, frozen=True):
     """Where a step goes: seconds per step, the mean over steps and ranks; the parts add up to the step.
 
     Attributes:
@@ -31,8 +31,7 @@ class Parts:
     wait: float
 
 
-@dataclass(frozen=True, slots=True)
-class Slowest:
+class Slowest(Part, frozen=True):
     """The rank that was most often the last of a step.
 
     Attributes:
@@ -44,8 +43,7 @@ class Slowest:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(Part, frozen=True):
     """The steps of one job, without the warm-up.
 
     Attributes:
@@ -59,12 +57,12 @@ class Steps:
             so that its length does not tell which of them was late.
     """
 
-    count: int
-    step_s: float
-    median_s: float
-    p95_s: float
-    startup_s: float
-    first_step_s: float
+    count: Positive
+    step_s: Annotated[float, msgspec.Meta(gt=0)]
+    median_s: Seconds
+    p95_s: Seconds
+    startup_s: Seconds
+    first_step_s: Seconds
     parts: Parts
     slowest: Slowest | None
 
@@ -138,10 +136,3 @@ def _slowest(table: NDArray[np.float64]) -> Slowest | None:
         return None
     times = np.bincount((ready - asked).argmax(axis=0), minlength=len(table))
     return Slowest(int(times.argmax()), float(times.max() / times.sum()))
-
-
-def from_json(value: dict[str, Any]) -> Steps:
-    """The inverse of ``dataclasses.asdict``."""
-    slowest = value["slowest"]
-    parts = Parts(**value["parts"])
-    return Steps(**{**value, "parts": parts, "slowest": None if slowest is None else Slowest(**slowest)})

@@ -18,6 +18,7 @@ from hvdkit.common.units import interval_text, printable
 from hvdkit.measure.bench import figures, tables
 from hvdkit.measure.bench.analysis import Analysis, Row, analyse, ranks_text
 from hvdkit.measure.bench.results import Results, read
+from hvdkit.measure.bench.subject import Launch
 
 _JOBS = 200
 """How many jobs are listed."""
@@ -69,7 +70,7 @@ def render_report(results: Results, name: str) -> str:
 
 
 def _command(results: Results) -> str:
-    return shown_name(" ".join(map(str, results.subject.asked["command"])))
+    return shown_name(" ".join(map(str, results.subject.asked.command)))
 
 
 def _facts(results: Results, analysis: Analysis) -> list[Fact]:
@@ -77,16 +78,16 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
     failed = sum(job.failure is not None for job in results.jobs)
     measured = [row for row in analysis.rows if row.speedup is not None]
     facts = [
-        Fact("Ranks", ", ".join(map(str, asked["ranks"])), f"{environment['cores']} usable cores"),
-        Fact("Jobs", str(len(results.jobs)), f"{failed} failed; {asked['repeats']} repeats at each number of ranks"),
-        Fact("Measured", analysis.measure or "nothing", f"without the first {asked['warmup_steps']} steps of each job"),
+        Fact("Ranks", ", ".join(map(str, asked.ranks)), f"{environment.cores} usable cores"),
+        Fact("Jobs", str(len(results.jobs)), f"{failed} failed; {asked.repeats} repeats at each number of ranks"),
+        Fact("Measured", analysis.measure or "nothing", f"without the first {asked.warmup_steps} steps of each job"),
     ]
     for name, best, found in _best(measured):
         facts.append(Fact(f"{name} on {best.ranks}", interval_text(found), _crowded(best)))
-    commit = environment["commit"]
+    commit = environment.commit
     if commit is not None:
-        note = "files were changed since" if commit["changed"] else "of the script's repository, unchanged"
-        facts.append(Fact("Commit", printable(str(commit["id"]))[:12], note))
+        note = "files were changed since" if commit.changed else "of the script's repository, unchanged"
+        facts.append(Fact("Commit", printable(commit.id)[:12], note))
     return facts
 
 
@@ -103,19 +104,19 @@ def _crowded(row: Row) -> str:
 
 def _environment(results: Results) -> list[tuple[str, str]]:
     environment = results.subject.environment
-    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
-    rows = [(name, environment[name]) for name in ("hvdkit", "python", "system", "cores")]
-    rows += [("packages", packages), ("options of hvdkit launch", " ".join(results.subject.asked["options"]) or "none")]
+    packages = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
+    rows = [(name, getattr(environment, name)) for name in ("hvdkit", "python", "system", "cores")]
+    rows += [("packages", packages), ("options of hvdkit launch", " ".join(results.subject.asked.options) or "none")]
     return [(name, printable(str(value))) for name, value in rows]
 
 
-def _launch(launch: dict[str, Any]) -> dict[str, Any]:
+def _launch(launch: Launch) -> dict[str, Any]:
     settings = []
-    for setting in launch["settings"]:
-        words = [*setting["words"], *(f"{name}={value}" for name, value in setting["variables"].items())]
-        settings.append((shown_name(" ".join(map(str, words))), shown_name(str(setting["why"]))))
-    threads = "" if launch["threads"] is None else f", OMP_NUM_THREADS={launch['threads']}"
-    title = f"{ranks_text(launch['ranks'])}: {launch['launcher']}{threads}"
+    for setting in launch.settings:
+        words = [*setting.words, *(f"{name}={value}" for name, value in setting.variables.items())]
+        settings.append((shown_name(" ".join(map(str, words))), shown_name(str(setting.why))))
+    threads = "" if launch.threads is None else f", OMP_NUM_THREADS={launch.threads}"
+    title = f"{ranks_text(launch.ranks)}: {launch.launcher}{threads}"
     return {"title": printable(title), "settings": settings}
 
 

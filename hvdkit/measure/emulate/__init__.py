@@ -13,7 +13,7 @@ network is seen before a model is trained on it.
              ├── run_setup    from options to a job
              ├── run_job      what every rank is told
              ├── run_join     what the ranks wrote, as one sample per collective
-             └── results      the file that keeps it (``schema.json``)
+             └── results      the file that keeps it
     worker ─────── what each rank runs
        ├── worker_replay      trial after trial: gap, arrival, collective, completion, check
        ├── worker_files       what a rank writes

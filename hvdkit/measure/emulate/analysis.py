@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import spread
-from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
+from hvdkit.measure.emulate.results import Asked, Results, Sample
 from hvdkit.measure.emulate.spread import Distribution, Floats, Times
 
 RULE = (
@@ -26,8 +26,20 @@ _MUCH_SKEW = 0.5
 """Share of the median delay from which on the wait for late ranks is said aloud."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+_IN_SECONDS = {"slowest": "slowest_s", "skew": "skew_s", "transfer": "transfer_s"}
+
+
+class Row(
+    Part,
+    frozen=True,
+    rename={
+        "nbytes": "size",
+        "dtype": "type",
+        "algbw": "algbw_bytes_per_s",
+        "busbw": "busbw_bytes_per_s",
+        **_IN_SECONDS,
+    },
+):
     """One size, or all of them.
 
     Attributes:
@@ -39,6 +51,8 @@ class Row:
         transfer: from the last rank's arrival until the last rank is done.
         algbw, busbw: bytes per second, of the median transfer (all together: all bytes by all transfers, or by
             those of whole steps where they overlap); None where that is 0.
+        redop: the operation, as nccl-tests names it: "sum" or "none".
+        wrong: elements that were not what they must be; None where they were not checked.
     """
 
     nbytes: int | None
@@ -50,10 +64,11 @@ class Row:
     transfer: Times
     algbw: Estimate | None
     busbw: Estimate | None
+    redop: str
+    wrong: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
+class RankRow(Part, frozen=True, rename={"own": "own_s"}):
     """One rank.
 
     Attributes:
@@ -69,8 +84,7 @@ class RankRow:
     latest: float
 
 
-@dataclass(frozen=True, slots=True)
-class Outlier:
+class Outlier(Part, frozen=True, rename={"nbytes": "size"}):
     """A collective that took much longer than others of its size: see ``RULE``.
 
     Attributes:
@@ -93,9 +107,8 @@ class Outlier:
     times_median: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """What was found.
+class Analysis(Document, frozen=True, rename={"factor": "busbw_factor", "step": "step_s"}):
+    """What follows from the samples.
 
     Attributes:
         asked: engine, collective, algorithm, ranks, hosts, ...
@@ -106,12 +119,17 @@ class Analysis:
         step: what a complete step takes, see ``of_steps``; None without one.
         step_is: in words, how that follows from its collectives.
         ranks: by number; empty where ranks' own times were not kept.
-        cdf: of the delays, all sizes together.
+        cdf_band: half the height of the band around the distribution of all delays, see ``cdf``.
         outliers: the longest first.
         notes: full sentences: what a reader should know.
+        outlier_rule: from when on a collective is one.
+        confidence: of the intervals.
     """
 
-    asked: dict[str, Any]
+    kind = "emulate-summary"
+    written_by = "hvdkit emulate show --json"
+
+    asked: Asked
     factor: float
     trials: int
     rows: tuple[Row, ...]
@@ -119,46 +137,11 @@ class Analysis:
     step: Times | None
     step_is: str
     ranks: tuple[RankRow, ...]
-    cdf: Distribution
+    cdf_band: float
     outliers: tuple[Outlier, ...]
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For a program: names as in nccl-tests (time in us, bandwidth in GB/s); names that end in _s are seconds."""
-        return {
-            "confidence": CONFIDENCE,
-            "busbw_factor": self.factor,
-            "trials": self.trials,
-            "rows": [_row_json(row) for row in self.rows],
-            "overall": _row_json(self.overall),
-            "step_s": None if self.step is None else asdict(self.step),
-            "step_is": self.step_is,
-            "ranks": [
-                {"rank": one.rank, "own_s": asdict(one.own), "slowest": one.slowest, "latest": one.latest}
-                for one in self.ranks
-            ],
-            "cdf_band": self.cdf.band,
-            "outlier_rule": RULE,
-            "outliers": [asdict(one) for one in self.outliers],
-            "notes": list(self.notes),
-        }
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    giga = [None if one is None else one.scaled(1e-9).value for one in (row.algbw, row.busbw)]
-    return {
-        "size": row.nbytes,
-        "count": row.count,
-        "type": row.dtype,
-        "per_step": row.per_step,
-        "samples": row.slowest.count,
-        "time": row.slowest.p50.value * 1e6,
-        "algbw": giga[0],
-        "busbw": giga[1],
-        "slowest_s": asdict(row.slowest),
-        "skew_s": asdict(row.skew),
-        "transfer_s": asdict(row.transfer),
-    }
+    outlier_rule: str = RULE
+    confidence: float = CONFIDENCE
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -202,7 +185,7 @@ def analyse(results: Results) -> Analysis:
     samples = results.samples
     if not samples:
         raise DataError("Nothing was measured: there is no sample to analyse; run more trials.")
-    factor = bus_factor(str(results.asked["collective"]), int(results.asked["ranks"]))
+    factor = bus_factor(results.asked.collective, results.asked.ranks)
     rng = np.random.default_rng(0)
     columns = _Columns(samples)
     rows = tuple(
@@ -213,7 +196,7 @@ def analyse(results: Results) -> Analysis:
     ranks = _ranks(samples, rng)
     steps = of_steps(results, columns.slowest)
     return Analysis(
-        dict(results.asked),
+        results.asked,
         factor,
         len(set(columns.trial.tolist())),
         rows,
@@ -221,10 +204,16 @@ def analyse(results: Results) -> Analysis:
         spread.times(steps, rng) if len(steps) else None,
         STEP_OVERLAPS if overlap(results) else STEP_IN_TURN,
         ranks,
-        spread.distribution(columns.slowest, len(steps) if overlap(results) else None),
+        cdf(results).band,
         outliers,
         (*map(str, results.notes), *_notes(rows, overall, ranks, results)),
     )
+
+
+def cdf(results: Results) -> Distribution:
+    """The distribution of the delays, all sizes together."""
+    slowest = np.array([one.slowest_s for one in results.samples], dtype=float)
+    return spread.distribution(slowest, len(of_steps(results, slowest)) if overlap(results) else None)
 
 
 class _Columns:
@@ -257,7 +246,13 @@ def _row(results: Results, columns: _Columns, keep: NDArray[np.bool_], factor: f
         transfer,
         algbw,
         _scaled(algbw, factor),
+        *_checked(results.asked),
     )
+
+
+def _checked(asked: Asked) -> tuple[str, int | None]:
+    """nccl-tests' two other columns: the operation, and how many elements were wrong."""
+    return "sum" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none", 0 if asked.check else None
 
 
 def _overall(results: Results, columns: _Columns, factor: float, rng: np.random.Generator) -> Row:
@@ -270,7 +265,8 @@ def _overall(results: Results, columns: _Columns, factor: float, rng: np.random.
         spread.times(values, rng, independent) for values in (columns.slowest, columns.skew, columns.transfer)
     )
     count = len(results.plan.collectives)
-    return Row(None, None, None, count, slowest, skew, transfer, algbw, _scaled(algbw, factor))
+    busbw = _scaled(algbw, factor)
+    return Row(None, None, None, count, slowest, skew, transfer, algbw, busbw, *_checked(results.asked))
 
 
 def _rate(nbytes: int, seconds: Estimate) -> Estimate | None:
@@ -305,7 +301,7 @@ def of_steps(results: Results, seconds: Floats) -> Floats:
 
 def overlap(results: Results) -> bool:
     """Whether all collectives of a step are under way at the same time (Horovod with fusion)."""
-    return bool(results.asked.get("fusion"))
+    return results.asked.fusion
 
 
 def _ranks(samples: Sequence[Sample], rng: np.random.Generator) -> tuple[RankRow, ...]:
@@ -364,6 +360,6 @@ def _notes(rows: Sequence[Row], overall: Row, ranks: Sequence[RankRow], results:
             f"The ranks arrive {1000 * overall.skew.p50.value:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
             f"most of the delay is waiting for late ranks, not transfer{who}."
         )
-    if results.asked.get("check") is False:
+    if not results.asked.check:
         notes.append("The results of the collectives were not checked (--no-check).")
     return notes

@@ -98,7 +98,7 @@ _OPTIONS = (
         help="Check every element of every result on every rank, outside of the time that is measured.",
     ),
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random delays."),
-    _file("--json", "Write all samples and the summary (hvdkit/measure/emulate/schema.json)."),
+    _file("--json", "Write all samples and the summary (docs/json.md)."),
     _file("--plot", "Draw the distribution of the delays, .svg or .png."),
     _file("--size-plot", "Draw the delays by size."),
     _file("--report", "Write an HTML report."),
@@ -226,7 +226,7 @@ def _show(found: Results, json_file: Path | None, files: dict[str, Path | None])
 
     analysis = analyse(found)
     if json_file is not None:
-        kept.write(json_file, found, analysis.as_json())
+        kept.write(json_file, found, analysis)
     tables.page(analysis).print()
     outputs.write_all(found, **files, analysis=analysis)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
 from hvdkit.common import intervals
 from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate.analysis import of_steps
 from hvdkit.measure.emulate.facts import flat
@@ -20,8 +19,7 @@ SLOWEST, TRANSFER = "slowest", "transfer"
 STEP = "step"
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Part, frozen=True, rename={"nbytes": "size", "before": "before_s", "after": "after_s"}):
     """One size, or whole steps.
 
     Attributes:
@@ -54,7 +52,7 @@ def compare(before: Results, after: Results, by: str = SLOWEST) -> list[Compared
     for what, results in (("first", before), ("second", after)):
         if not results.samples:
             raise DataError(f"The {what} result holds no sample; compare results of runs that measured something.")
-    kinds = [str(results.asked["collective"]) for results in (before, after)]
+    kinds = [results.asked.collective for results in (before, after)]
     if kinds[0] != kinds[1]:
         raise InvalidArgumentError(
             f"The first result is of {kinds[0]} and the second of {kinds[1]}; compare two of the same collective."
@@ -132,18 +130,24 @@ def differences(before: Results, after: Results) -> list[str]:
     return notes
 
 
-def as_json(compared: Sequence[Compared], by: str, limit: float | None, notes: Sequence[str]) -> dict[str, Any]:
-    """For a program; times in seconds."""
-    return {
-        "hvdkit": "emulate compare",
-        "version": 1,
-        "by": by,
-        "confidence": CONFIDENCE,
-        "fail_below": limit,
-        "below": [] if limit is None else [one.name for one in below(compared, limit)],
-        "rows": [
-            {"size": one.nbytes, **{key: value for key, value in asdict(one).items() if key != "nbytes"}}
-            for one in compared
-        ],
-        "notes": list(notes),
-    }
+class Comparison(Document, frozen=True):
+    """Two results of the same collectives, side by side.
+
+    Attributes:
+        by: what was compared, "slowest" or "transfer".
+        rows: by size, then whole steps.
+        notes: what else is different, full sentences.
+        fail_below: the limit that was given; None without one.
+        below: sizes, or "step", whose speed is below it, see ``below``.
+        confidence: of the intervals.
+    """
+
+    kind = "emulate-comparison"
+    written_by = "hvdkit emulate compare --json"
+
+    by: str
+    rows: tuple[Compared, ...]
+    notes: tuple[str, ...]
+    fail_below: float | None
+    below: tuple[str, ...]
+    confidence: float = CONFIDENCE

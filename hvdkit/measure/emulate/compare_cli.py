@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import side_by_side
 from hvdkit.measure.emulate import compare as comparing
@@ -45,7 +45,9 @@ def compare(before: Path, after: Path, by: str, limit: float | None, want_json: 
     slower = [] if limit is None else comparing.below(compared, limit)
     notes = comparing.differences(first, second)
     if want_json:
-        click.echo(json.dumps(comparing.as_json(compared, by, limit, notes), indent=2))
+        below = tuple(one.name for one in slower)
+        found = comparing.Comparison(by, tuple(compared), tuple(notes), limit, below)
+        click.echo(json_files.encode(found), nl=False)
         return 1 if slower else 0
     lines = [_line(one, slower) for one in compared]
     side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print()

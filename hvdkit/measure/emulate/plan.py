@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hvdkit.errors import DataError, DataNotFoundError, InvalidArgumentError
+from msgspec.structs import force_setattr
 
-_MARK = "emulate plan"
-VERSION = 1
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part
+from hvdkit.errors import InvalidArgumentError
+
 DTYPES = {
     "float32": 4,
     "float16": 2,
@@ -31,8 +30,7 @@ TRIALS = 20
 _MOST_BYTES = 1 << 50
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
     """One collective.
 
     Attributes:
@@ -40,6 +38,7 @@ class Collective:
         elements: how many numbers it holds, >= 1.
         dtype: their type, a key of ``DTYPES``.
         gap_s: seconds of computation before it, >= 0.
+        nbytes: its size, which follows from the others; 0 where it is not given.
     Raises:
         InvalidArgumentError: a value that cannot be right.
     """
@@ -48,29 +47,31 @@ class Collective:
     elements: int
     dtype: str = "float32"
     gap_s: float = 0.0
+    nbytes: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InvalidArgumentError(
                 f"The type of {self.name!r} is {self.dtype!r}; expected one of {', '.join(DTYPES)}."
             )
-        if not _whole(self.elements) or not 1 <= self.elements * DTYPES[self.dtype] <= _MOST_BYTES:
+        found = self.elements * DTYPES[self.dtype]
+        if not 1 <= found <= _MOST_BYTES:
             raise InvalidArgumentError(
                 f"{self.name!r} has {self.elements!r} elements; expected a whole number from 1 to what memory holds."
             )
-        if isinstance(self.gap_s, bool) or not isinstance(self.gap_s, int | float) or not 0 <= self.gap_s < math.inf:
+        if not 0 <= self.gap_s < math.inf:
             raise InvalidArgumentError(
                 f"The gap before {self.name!r} is {self.gap_s!r} s; expected a finite number of at least 0."
             )
+        if self.nbytes not in (0, found):
+            raise InvalidArgumentError(
+                f"{self.name!r} has {self.elements} elements of {self.dtype}, which are {found} bytes, not "
+                f"{self.nbytes}."
+            )
+        force_setattr(self, "nbytes", found)
 
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.elements * DTYPES[self.dtype]
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Document, frozen=True, rename={"nbytes": "bytes"}):
     """What is replayed.
 
     Attributes:
@@ -79,9 +80,14 @@ class Plan:
         source: where the sizes and their order are from, in words.
         samples, batch_size, epochs, batch_count: how ``trials`` was found; None where it was given as a number.
             ``batch_count`` is samples / batch_size, rounded up, and ``trials`` is batch_count * epochs.
+        nbytes: of one step, which follows from the collectives.
     Raises:
-        InvalidArgumentError: no collective, or a value that cannot be right.
+        InvalidArgumentError: no collective, or values that cannot be right, or not together.
     """
+
+    kind = "emulate-plan"
+    written_by = "hvdkit emulate sizes"
+    mark = "emulate plan"
 
     collectives: tuple[Collective, ...]
     trials: int = TRIALS
@@ -90,94 +96,23 @@ class Plan:
     batch_size: int | None = None
     epochs: int | None = None
     batch_count: int | None = None
+    nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.collectives:
             raise InvalidArgumentError("The plan has no collective; expected at least one size above 0 bytes.")
         for name in ("trials", "samples", "batch_size", "epochs", "batch_count"):
             value = getattr(self, name)
-            if not (value is None and name != "trials") and not (_whole(value) and value >= 1):
+            if value is not None and value < 1:
                 raise InvalidArgumentError(f"{name} is {value!r}; expected a whole number of at least 1.")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one step."""
-        return sum(one.nbytes for one in self.collectives)
-
-    def as_json(self) -> dict[str, Any]:
-        """For a file or a program; sizes in bytes, gaps in seconds."""
-        return {
-            "hvdkit": _MARK,
-            "version": VERSION,
-            "source": self.source,
-            "samples": self.samples,
-            "batch_size": self.batch_size,
-            "epochs": self.epochs,
-            "batch_count": self.batch_count,
-            "trials": self.trials,
-            "bytes": self.nbytes,
-            "collectives": [
-                {
-                    "name": one.name,
-                    "elements": one.elements,
-                    "dtype": one.dtype,
-                    "bytes": one.nbytes,
-                    "gap_s": one.gap_s,
-                }
-                for one in self.collectives
-            ],
-        }
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def from_json(value: Any) -> Plan:
-    """The plan that ``Plan.as_json`` wrote.
-
-    Raises:
-        DataError: it is something else, or one of its numbers cannot be right.
-    """
-    try:
-        if not isinstance(value, dict):
-            raise ValueError("it is no JSON object.")
-        if value["hvdkit"] != _MARK or value["version"] != VERSION:
-            raise ValueError("it says that it is something else")
-        plan = Plan(
-            tuple(_collective(one) for one in value["collectives"]),
-            value["trials"],
-            str(value.get("source", "")),
-            *(value.get(name) for name in ("samples", "batch_size", "epochs", "batch_count")),
-        )
-        _check_trials(plan)
-    except KeyError as error:
-        raise DataError(f"Not a plan of 'hvdkit emulate sizes' (version {VERSION}): {error} is missing.") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"Not a plan of 'hvdkit emulate sizes' (version {VERSION}): {error}") from error
-    return plan
-
-
-def _collective(value: Mapping[str, Any]) -> Collective:
-    found = Collective(str(value["name"]), value["elements"], value["dtype"], value.get("gap_s", 0.0))
-    if value.get("bytes", found.nbytes) != found.nbytes:
-        raise ValueError(
-            f"{found.name!r} has {found.elements} elements of {found.dtype}, which are {found.nbytes} bytes, not "
-            f"{value['bytes']!r}."
-        )
-    return found
-
-
-def _check_trials(plan: Plan) -> None:
-    """A file that was edited by hand in one place only is refused."""
-    if plan.samples is None or plan.batch_size is None or plan.epochs is None:
-        return
-    found = batches(plan.samples, plan.batch_size)
-    if plan.batch_count != found or plan.trials != found * plan.epochs:
-        raise ValueError(
-            f"{plan.samples} samples in batches of {plan.batch_size} are {found} batches, {plan.epochs} times; it says "
-            f"batch_count {plan.batch_count} and trials {plan.trials}."
-        )
+        if self.samples is not None and self.batch_size is not None and self.epochs is not None:
+            found = batches(self.samples, self.batch_size)
+            if self.batch_count != found or self.trials != found * self.epochs:
+                raise InvalidArgumentError(
+                    f"{self.samples} samples in batches of {self.batch_size} are {found} batches, {self.epochs} times; "
+                    f"it says batch_count {self.batch_count} and trials {self.trials}."
+                )
+        force_setattr(self, "nbytes", sum(one.nbytes for one in self.collectives))
 
 
 def read(path: Path) -> Plan:
@@ -187,18 +122,7 @@ def read(path: Path) -> Plan:
         DataNotFoundError: there is none.
         DataError: it cannot be read, or is something else.
     """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataNotFoundError(
-            f"No plan at {str(path)!r}; expected a file that 'hvdkit emulate sizes -o' wrote."
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"Cannot read the plan {str(path)!r}: {error}.") from error
-    try:
-        return from_json(value)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+    return json_files.read(path, Plan)
 
 
 def write(path: Path, plan: Plan) -> None:
@@ -207,10 +131,7 @@ def write(path: Path, plan: Plan) -> None:
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    from hvdkit.common.files import replacing
-
-    with replacing(Path(path)) as file:
-        file.write((json.dumps(plan.as_json(), indent=1, allow_nan=False) + "\n").encode())
+    json_files.write(Path(path), plan)
 
 
 def from_sizes(

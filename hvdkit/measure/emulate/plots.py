@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.common.units import bytes_text
+from hvdkit.measure.emulate import analysis as analyses
 from hvdkit.measure.emulate.analysis import Analysis
 from hvdkit.measure.emulate.results import Results
 from hvdkit.measure.emulate.spread import distribution
@@ -18,7 +19,7 @@ _BLUE, _BAND, _RED = "#0072b2", "#56b4e9", "#d55e00"
 
 def cdf(axes: Any, results: Results, analysis: Analysis) -> None:
     """Draw the share of collectives that took at most so long, with its 95 % band."""
-    found = analysis.cdf
+    found = analyses.cdf(results)
     x = _visible(found.values) * 1000
     axes.fill_between(
         x, found.low, found.high, step="post", color=_BAND, alpha=0.3, linewidth=0, label="95 % band (DKW)"
@@ -72,7 +73,7 @@ def _visible(values: Any) -> Any:
 
 def _finish(axes: Any, analysis: Analysis) -> None:
     asked = analysis.asked
-    title = f"{asked['collective']}, engine {asked['engine']}, {asked['ranks']} ranks"
+    title = f"{asked.collective}, engine {asked.engine}, {asked.ranks} ranks"
     axes.set_title(f"{title}, {analysis.overall.slowest.count} collectives", fontsize=10)
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(fontsize=8)

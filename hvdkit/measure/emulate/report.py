@@ -35,13 +35,13 @@ def render_report(results: Results, analysis: Analysis) -> str:
     return render.page(
         "hvdkit.measure.emulate",
         style,
-        title=f"{analysis.asked['collective']} on {analysis.asked['ranks']} ranks",
+        title=f"{analysis.asked.collective} on {analysis.asked.ranks} ranks",
         subtitle=f"Replayed without the model: {printable(results.plan.source)}; {tables.trials_text(results.plan)}.",
         facts=_facts(results, analysis),
         notes=[printable(note) for note in analysis.notes],
         cdf=_image(plots.cdf, results, analysis),
         delays=_image(plots.delays, results, analysis),
-        band=f"{100 * analysis.cdf.band:.2g}",
+        band=f"{100 * analysis.cdf_band:.2g}",
         tables=tables.tables(analysis),
         plan=tables.plan_table(
             results.plan.collectives[:_PLAN_ROWS],

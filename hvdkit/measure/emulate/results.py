@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common.files import replacing
-from hvdkit.errors import DataError, DataNotFoundError
-from hvdkit.measure.emulate import plan as plans
-from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
+import msgspec
+
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
+from hvdkit.measure.bench.subject import Environment, Launch
 from hvdkit.measure.emulate.plan import Plan
-
-_MARK = "emulate results"
-VERSION = 1
-_ASKED = {"engine": str, "collective": str, "algorithm": str, "ranks": int, "hosts": int, "check": bool}
-"""What readers of a file rely on; the rest of ``asked`` is for people."""
+from hvdkit.measure.emulate.run_job import Delay
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Asked(Part, frozen=True):
+    """What was to be measured; no names of hosts.
+
+    Attributes:
+        engine: "horovod", "mpi" or "torch".
+        collective: one of ``check.COLLECTIVES``.
+        algorithm: "library", or "ring" for hvdkit's own over MPI messages.
+        ranks: how many.
+        hosts: on how many the ranks ran.
+        check: every element of every result was compared with what it must be.
+        ppn: ranks on each host; None where hosts had different numbers.
+        backend: of engine "torch", as it was asked for; None for what there is.
+        fusion: Horovod was given all tensors of a step before the first was waited for.
+        warmup_trials: steps that were not kept.
+        straggler_s: seconds by which a rank came late, by rank.
+        delay: random delays.
+        seed: of the random delays.
+        compute: what ranks did in gaps, "busy" or "sleep".
+        settings: variables of Horovod that were set.
+    """
+
+    engine: str
+    collective: str
+    algorithm: str
+    ranks: Positive
+    hosts: Positive
+    check: bool
+    ppn: Positive | None = None
+    backend: str | None = None
+    fusion: bool = False
+    warmup_trials: Whole = 0
+    straggler_s: dict[int, Seconds] = msgspec.field(default_factory=dict)
+    delay: Delay | None = None
+    seed: Whole = 0
+    compute: str = "busy"
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class WithLaunch(Environment, frozen=True):
+    """Where it was measured.
+
+    Attributes:
+        launch: how the ranks were launched.
+    """
+
+    launch: Launch
+
+
+class Sample(Part, frozen=True, rename={"nbytes": "size"}):
     """One collective of one trial; times in seconds.
 
     Attributes:
@@ -35,27 +77,64 @@ class Sample:
         ranks_s: every rank's own duration, by rank. The rank that came last has the shortest.
     """
 
-    trial: int
-    index: int
-    nbytes: int
-    skew_s: float
-    transfer_s: float
-    slowest_s: float
-    slowest_rank: int
-    ranks_s: tuple[float, ...]
+    trial: Whole
+    index: Whole
+    nbytes: Whole
+    skew_s: Seconds
+    transfer_s: Seconds
+    slowest_s: Seconds
+    slowest_rank: Whole
+    ranks_s: tuple[Seconds, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """For the file."""
-        return {
-            "trial": self.trial,
-            "index": self.index,
-            "size": self.nbytes,
-            "skew_s": self.skew_s,
-            "transfer_s": self.transfer_s,
-            "slowest_s": self.slowest_s,
-            "slowest_rank": self.slowest_rank,
-            "ranks_s": list(self.ranks_s),
-        }
+
+class File(Document, frozen=True):
+    """Every collective of every trial.
+
+    Attributes:
+        asked: what was to be measured.
+        environment: where it was measured.
+        notes: what a reader of the numbers should know, full sentences.
+        plan: what was replayed, as "emulate-plan" without its head.
+        samples: in the order of trials and of the plan.
+        summary: what follows from them, as "emulate-summary" without its head; None where nothing was measured. Nobody
+            reads it.
+    """
+
+    kind = "emulate-results"
+    written_by = "hvdkit emulate"
+    mark = "emulate results"
+
+    asked: Asked
+    environment: WithLaunch
+    notes: tuple[str, ...]
+    plan: Plan
+    summary: Any
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        collectives, ranks = self.plan.collectives, self.asked.ranks
+        for place, sample in enumerate(self.samples):
+            if (
+                len(sample.ranks_s) != ranks
+                or sample.slowest_rank >= ranks
+                or sample.index >= len(collectives)
+                or sample.nbytes != collectives[sample.index].nbytes
+            ):
+                raise ValueError(
+                    f"samples[{place}] is {sample}, with {ranks} ranks and {len(collectives)} collectives a step"
+                )
+
+    @classmethod
+    def from_before(cls, content: dict[str, Any]) -> bool:
+        """Bring a file from before there was a ``kind`` to the fields of today: late ranks were in milliseconds."""
+        if not super().from_before(content):
+            return False
+        Plan.from_before(content["plan"])
+        asked = content["asked"]
+        asked["straggler_s"] = {rank: late / 1000 for rank, late in asked.pop("straggler", {}).items()}
+        if asked.get("delay"):
+            asked["delay"]["mean_s"] = asked["delay"].pop("mean_ms") / 1000
+        return True
 
 
 @dataclass
@@ -63,50 +142,39 @@ class Results:
     """What was measured.
 
     Attributes:
-        asked: engine, collective, algorithm, ranks, hosts (a number), check, ...: see ``schema.json``.
+        asked: engine, collective, algorithm, ranks, ...
         environment: versions, cores and how it was launched.
         plan: what was replayed.
         samples: in the order of trials and of the plan.
         notes: what a reader of the numbers should know, full sentences.
     """
 
-    asked: dict[str, Any]
-    environment: dict[str, Any]
+    asked: Asked
+    environment: WithLaunch
     plan: Plan
     samples: list[Sample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def write(path: Path, results: Results, summary: dict[str, Any] | None = None) -> None:
+def write(path: Path, results: Results, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
 
     Args:
         path: the file.
         results: what was measured.
-        summary: what follows from it (``analysis.analyse(results).as_json()``), None where nothing was measured.
+        summary: what follows from it (``analysis.analyse(results)``), None where nothing was measured.
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    head = {
-        "hvdkit": _MARK,
-        "version": VERSION,
-        "asked": results.asked,
-        "environment": results.environment,
-        "notes": results.notes,
-        "plan": results.plan.as_json(),
-        "summary": None if summary is None else _completed(summary, results),
-    }
-    text = json.dumps(head, indent=1, allow_nan=False)
-    lines = ",\n".join(f"  {json.dumps(one.as_json(), allow_nan=False)}" for one in results.samples)
-    with replacing(path) as file:  # a line for each sample, so that a long file can be read and compared
-        file.write(f'{text[:-2]},\n "samples": [\n{lines}\n ]\n}}\n'.encode())
+    known = results.asked, results.environment, tuple(results.notes), results.plan
+    json_files.write(path, File(*known, summary, tuple(results.samples)), _in_lines)
 
 
-def _completed(summary: dict[str, Any], results: Results) -> dict[str, Any]:
-    """The summary with nccl-tests' two other columns: the operation, and how many elements were wrong."""
-    adds = results.asked.get("collective") in (ALLREDUCE, REDUCE_SCATTER)
-    more = {"redop": "sum" if adds else "none", "wrong": 0 if results.asked.get("check") else None}
-    return {**summary, "rows": [{**more, **row} for row in summary["rows"]]}
+def _in_lines(file: File) -> str:
+    """A line for each sample, so that a long file can be read and compared."""
+    text = json_files.encode(msgspec.structs.replace(file, samples=()), indent=1)
+    lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in file.samples)
+    return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
 
 
 def read(path: Path) -> Results:
@@ -116,45 +184,5 @@ def read(path: Path) -> Results:
         DataNotFoundError: there is none.
         DataError: it cannot be read, is something else, or holds what cannot be.
     """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
-        if content["hvdkit"] != _MARK or content["version"] != VERSION:
-            raise ValueError("it says that it is something else")
-        asked = dict(content["asked"])
-        for name, kind in _ASKED.items():
-            if not isinstance(asked[name], kind) or (kind is int and asked[name] < 1):
-                raise ValueError(f"its {name} is {asked[name]!r}")
-        plan = plans.from_json(content["plan"])
-        samples = [_sample(value, plan, asked["ranks"]) for value in content["samples"]]
-        return Results(asked, dict(content["environment"]), plan, samples, [str(note) for note in content["notes"]])
-    except FileNotFoundError as error:
-        raise DataNotFoundError(
-            f"No results at {str(path)!r}; expected a file that 'hvdkit emulate --json' wrote."
-        ) from error
-    except KeyError as error:
-        raise DataError(f"{path} is not a file of 'hvdkit emulate' (version {VERSION}): {error} is missing.") from error
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, DataError) as error:
-        raise DataError(f"{path} is not a file of 'hvdkit emulate' (version {VERSION}): {error}.") from error
-
-
-def _sample(value: dict[str, Any], plan: Plan, ranks: int) -> Sample:
-    times_of = ("skew_s", "transfer_s", "slowest_s")
-    skew_s, transfer_s, slowest_s = (value[name] for name in times_of)
-    own = tuple(value["ranks_s"])
-    sample = Sample(
-        value["trial"], value["index"], value["size"], skew_s, transfer_s, slowest_s, value["slowest_rank"], own
-    )
-    whole = (sample.trial, sample.index, sample.nbytes, sample.slowest_rank)
-    times = (sample.skew_s, sample.transfer_s, sample.slowest_s, *sample.ranks_s)
-    if (
-        any(isinstance(number, bool) or not isinstance(number, int) or number < 0 for number in whole)
-        or any(isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf for at in times)
-        or len(sample.ranks_s) != ranks
-        or sample.slowest_rank >= ranks
-        or sample.index >= len(plan.collectives)
-        or sample.nbytes != plan.collectives[sample.index].nbytes
-    ):
-        raise ValueError(f"a sample is {value!r}, with {ranks} ranks and {len(plan.collectives)} collectives a step")
-    return sample
+    found = json_files.read(path, File)
+    return Results(found.asked, found.environment, found.plan, list(found.samples), list(found.notes))

@@ -9,8 +9,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.measure.emulate import run_job, worker_files

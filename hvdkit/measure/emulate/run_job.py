@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
+
+from hvdkit.common.json_files import Part
 from hvdkit.errors import DataError
-from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate.plan import Plan
 
 _FILE = "job.json"
 BUSY, SLEEP = COMPUTE = ("busy", "sleep")
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
+class Delay(Part, frozen=True):
     """Random delays that are injected before collectives.
 
     Attributes:
@@ -31,8 +29,7 @@ class Delay:
     probability: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Part, frozen=True):
     """What the ranks do.
 
     Attributes:
@@ -69,30 +66,11 @@ class Job:
     compute: str = BUSY
     apart: bool = False
 
-    def as_json(self) -> dict[str, Any]:
-        """For ``write``; without the folder, which is where the file is."""
-        delay = self.delay
-        return {
-            "plan": self.plan.as_json(),
-            "ranks": self.ranks,
-            "engine": self.engine,
-            "backend": self.backend,
-            "collective": self.collective,
-            "algorithm": self.algorithm,
-            "fusion": self.fusion,
-            "check": self.check,
-            "warmup_trials": self.warmup_trials,
-            "stragglers": {str(rank): seconds for rank, seconds in (self.stragglers or {}).items()},
-            "delay": None if delay is None else [delay.mean_s, delay.rank, delay.probability],
-            "seed": self.seed,
-            "compute": self.compute,
-            "apart": self.apart,
-        }
-
 
 def write(job: Job) -> None:
     """Leave the job in its folder for the ranks."""
-    (job.folder / _FILE).write_text(json.dumps(job.as_json()), encoding="utf-8")
+    known = {**msgspec.structs.asdict(job), "folder": None}
+    (job.folder / _FILE).write_bytes(msgspec.json.encode(known))
 
 
 def read(folder: Path) -> Job:
@@ -102,18 +80,12 @@ def read(folder: Path) -> Job:
         DataError: the folder is not to be seen from this host, or holds no job.
     """
     try:
-        value = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        delay, stragglers = value.pop("delay"), value.pop("stragglers")
-        job = Job(folder, plans.from_json(value.pop("plan")), **value)
-        return replace(
-            job,
-            delay=None if delay is None else Delay(*delay),
-            stragglers={int(rank): seconds for rank, seconds in stragglers.items()},
-        )
+        content = msgspec.json.decode((folder / _FILE).read_bytes())
+        return msgspec.convert({**content, "folder": folder}, Job, str_keys=True)
     except FileNotFoundError as error:
         raise DataError(
             f"{folder} is not there on this host: start hvdkit emulate in a directory that all hosts share, or give "
             "--json a file in one."
         ) from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{folder} holds no job of hvdkit emulate: {error}.") from error

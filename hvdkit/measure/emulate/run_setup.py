@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.bench import subject
+from hvdkit.measure.bench import subject as bench
 from hvdkit.measure.emulate.plan import Plan
+from hvdkit.measure.emulate.results import Asked, WithLaunch
 from hvdkit.measure.emulate.run import WORKER, check
 from hvdkit.measure.emulate.run_job import Delay, Job
 from hvdkit.measure.emulate.run_join import Joined
@@ -48,39 +49,36 @@ class Setup:
     here: Here
     beside: Path | None
 
-    def asked(self, joined: Joined) -> dict[str, Any]:
+    def asked(self, joined: Joined) -> Asked:
         """For the file of results; without names of hosts. Where the ranks ran and whether they overlapped they say.
 
         What is asked for may come otherwise: a launcher fills one host before the next, or a binding cannot fuse.
         """
-        job, delay = self.job, self.job.delay
-        placed = joined.placed
-        return {
-            "engine": job.engine,
-            "backend": job.backend or None,
-            "collective": job.collective,
-            "algorithm": job.algorithm,
-            "ranks": job.ranks,
-            "hosts": len(placed) or max(1, len(self.here.plan.hosts)),
-            "ppn": placed[0] if len(set(placed)) == 1 else None if placed else self.here.request.ppn,
-            "check": job.check,
-            "fusion": job.fusion and joined.overlapped is not False,
-            "warmup_trials": job.warmup_trials,
-            "straggler": {str(rank): 1000 * seconds for rank, seconds in (job.stragglers or {}).items()},
-            "delay": None
-            if delay is None
-            else {"mean_ms": 1000 * delay.mean_s, "rank": delay.rank, "probability": delay.probability},
-            "seed": job.seed,
-            "compute": job.compute,
-            "settings": self.tuned.variables(),
-        }
+        job, placed = self.job, joined.placed
+        return Asked(
+            job.engine,
+            job.collective,
+            job.algorithm,
+            job.ranks,
+            hosts=len(placed) or max(1, len(self.here.plan.hosts)),
+            check=job.check,
+            ppn=placed[0] if len(set(placed)) == 1 else None if placed else self.here.request.ppn,
+            backend=job.backend or None,
+            fusion=job.fusion and joined.overlapped is not False,
+            warmup_trials=job.warmup_trials,
+            straggler_s=dict(job.stragglers or {}),
+            delay=job.delay,
+            seed=job.seed,
+            compute=job.compute,
+            settings=self.tuned.variables(),
+        )
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> WithLaunch:
         """For the file of results: versions, cores, and how the ranks are launched; without names of hosts."""
-        asked = subject.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.ranks,))
-        found = subject.describe(asked, [self.here])
-        known = {name: value for name, value in found.environment.items() if name != "commit"}
-        return {**known, "launch": found.launches[0]}
+        asked = bench.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.ranks,))
+        found = bench.describe(asked, [self.here])
+        where = found.environment
+        return WithLaunch(where.hvdkit, where.python, where.system, where.packages, where.cores, found.launches[0])
 
     def notes(self, joined: Joined) -> list[str]:
         """What a reader of the numbers should know, full sentences."""

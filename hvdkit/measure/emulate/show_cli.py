@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
 
@@ -38,7 +38,7 @@ def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None
     analysis = analyse(found)
     outputs.write_all(found, plot=plot, size_plot=size_plot, report=report, analysis=analysis)
     if form == "json":
-        click.echo(json.dumps(analysis.as_json(), indent=2, allow_nan=False))
+        click.echo(json_files.encode(analysis), nl=False)
     elif form == "csv":
         click.echo(tables.comma_separated(analysis), nl=False)
     elif form == "samples":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plan as plans

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
@@ -127,7 +127,7 @@ def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
     if output is not None:
         plans.write(output, plan)
     if want_json:
-        click.echo(json.dumps(plan.as_json(), indent=2, allow_nan=False))
+        click.echo(json_files.encode(plan), nl=False)
         return 0
     from hvdkit.measure.emulate.tables import plan_page
 

@@ -101,11 +101,11 @@ def _csv_row(row: Row) -> list[object]:
 def tables(analysis: Analysis) -> list[Table]:
     """The tables of an analysis."""
     asked = analysis.asked
-    by = f" by {asked['algorithm']}" if asked.get("algorithm") not in (None, "library") else ""
+    by = f" by {asked.algorithm}" if asked.algorithm != "library" else ""
     rows = (*analysis.rows, analysis.overall)
     found = [
         Table(
-            f"{asked['collective']}{by}, engine {asked['engine']}, {ranks_text(asked['ranks'])}, {analysis.trials} "
+            f"{asked.collective}{by}, engine {asked.engine}, {ranks_text(asked.ranks)}, {analysis.trials} "
             "trials: delay of the slowest rank in ms, with the median's 95 % interval",
             ("size", "samples", "p50", "p90", "p99", "p99.9", "max"),
             [[_size(row), row.slowest.count, *_percentiles(row.slowest)] for row in rows],

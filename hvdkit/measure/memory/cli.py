@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import is_count, numbers_of_ranks, shortened
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory import live, tables, terms
@@ -137,12 +136,7 @@ def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
 
 def _print(need: Need, rows: Sequence[PerRank], notes: Sequence[str], said: dict[str, Any], form: str | None) -> None:
     if form == "json":
-        value = {
-            "need": {**asdict(need), "total": need.total},
-            "measured_peak": said.get("measured_peak"),
-            "ranks": [asdict(row) for row in rows],
-            "notes": list(notes),
-        }
-        click.echo(json.dumps(value, indent=2))
+        shown = terms.Memory(need, said.get("measured_peak"), tuple(rows), tuple(notes))
+        click.echo(json_files.encode(shown), nl=False)
     else:
         tables.page(need, rows, notes).print(form)

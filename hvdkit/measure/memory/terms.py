@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from hvdkit.common.json_files import Document
 from hvdkit.errors import InvalidArgumentError
 
 BYTES = {"float8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -53,6 +55,9 @@ class Need:
     how: dict[str, str]
     peak: int | None = None
 
+    also: ClassVar[tuple[str, ...]] = ("total",)
+    """Properties that JSON has, too."""
+
     def terms(self) -> list[Term]:
         """The terms, the largest kinds first as a reader expects them."""
         names = ("parameters", "gradients", "states", "activations", "fusion_buffer", "compression")
@@ -82,6 +87,25 @@ class PerRank:
     ranks: int
     data_parallel: int
     zero: dict[int, int]
+
+
+class Memory(Document, frozen=True):
+    """What a training needs; bytes.
+
+    Attributes:
+        need: of one rank.
+        measured_peak: what PyTorch's allocator held at most; None where nothing was measured.
+        ranks: by number of ranks.
+        notes: what a reader should know, full sentences.
+    """
+
+    kind = "memory"
+    written_by = "hvdkit memory --json"
+
+    need: Need
+    measured_peak: int | None
+    ranks: tuple[PerRank, ...]
+    notes: tuple[str, ...]
 
 
 def of_numbers(

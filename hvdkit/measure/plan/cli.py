@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
 from hvdkit.errors import InvalidArgumentError
@@ -183,7 +182,6 @@ def _predict(
 
 def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[str], form: str | None) -> None:
     if form == "json":
-        value = {"training": asdict(training), "rows": [row.as_json() for row in rows], "notes": list(notes)}
-        click.echo(json.dumps(value, indent=2))
+        click.echo(json_files.encode(model.Planned(training, tuple(rows), tuple(notes))), nl=False)
     else:
         tables.page(training, rows, notes).print(form)

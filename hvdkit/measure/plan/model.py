@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from hvdkit.common.intervals import Estimate
+from hvdkit.common.json_files import Document
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.learning_rate import scale_factor, scale_lr, warmup_multiplier, warmup_steps
@@ -94,9 +94,22 @@ class Row:
     samples_over_size: int
     allreduce_s: Estimate | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """For a program."""
-        return asdict(self)
+
+class Planned(Document, frozen=True):
+    """The numbers of a training.
+
+    Attributes:
+        training: what was asked about.
+        rows: by number of ranks.
+        notes: what a reader should know, full sentences.
+    """
+
+    kind = "plan"
+    written_by = "hvdkit plan --json"
+
+    training: Training
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
 
 
 def world_of(ranks: int) -> Topology:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common import plot as drawing
 from hvdkit.common.commands import numbers_of_ranks
 from hvdkit.common.units import bytes_text
@@ -265,7 +265,7 @@ def _notes(
 
 def _print(shown: tables.Prediction, form: str | None) -> None:
     if form == "json":
-        click.echo(json.dumps(shown.as_json(), indent=2, allow_nan=False))
+        click.echo(json_files.encode(tables.predicted(shown)), nl=False)
     elif form == "csv":
         click.echo(tables.comma_separated(shown), nl=False)
     else:

@@ -199,7 +199,7 @@ def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) ->
     links = {level: _fit_level(level, found, rng) for level, found in cells.items() if found}
     measured = [cell.ppn for cell in cells[NETWORK]] + [cell.ranks for cell in cells[HOST]]
     holds = ppn or max(measured)
-    labels = {str(one.asked["algorithm"]) for one in results}
+    labels = {one.asked.algorithm for one in results}
     notes = [note for level, link in links.items() for note in _notes(level, link, cells[level])]
     return CostModel(
         links.get(HOST),
@@ -215,21 +215,21 @@ def _cells(level: str, results: Sequence[Results]) -> list[Cell]:
     engines: dict[bool, set[str]] = {True: set(), False: set()}
     for one in results:
         asked = one.asked
-        if asked["collective"] != "allreduce":
+        if asked.collective != "allreduce":
             raise InvalidArgumentError(
-                f"a measurement is of {asked['collective']!r}; expected allreduce, which is what trainings wait for."
+                f"a measurement is of {asked.collective!r}; expected allreduce, which is what trainings wait for."
             )
-        if asked.get("fusion"):
+        if asked.fusion:
             raise InvalidArgumentError(
                 "a measurement was made with fusion, where several collectives run as one and none has a time of its "
                 "own; measure with 'hvdkit emulate --fusion off'."
             )
-        ranks, hosts = int(asked["ranks"]), int(asked.get("hosts") or 1)
+        ranks, hosts = asked.ranks, asked.hosts
         if ranks == 1 or (hosts > 1) != (level == NETWORK):
             continue
-        ring = asked["algorithm"] == formulas.RING
-        engines[ring].add(str(asked["engine"]))
-        ppn = int(asked.get("ppn") or -(-ranks // hosts))
+        ring = asked.algorithm == formulas.RING
+        engines[ring].add(asked.engine)
+        ppn = asked.ppn or -(-ranks // hosts)
         for sample in one.samples:
             if not 0 <= sample.transfer_s < math.inf:
                 raise DataError(f"a measured time is {sample.transfer_s!r}; expected seconds of at least 0.")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -82,10 +81,6 @@ class Row:
     step: Estimate | None
     efficiency: Estimate | None
     extrapolated: bool
-
-    def as_json(self) -> dict[str, Any]:
-        """For a program."""
-        return asdict(self)
 
 
 def predict(

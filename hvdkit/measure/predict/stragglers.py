@@ -72,15 +72,15 @@ class Delays:
 
 def measured(results: Sequence[Results]) -> Delays:
     """The skews of the measurement with the most ranks; of each step the largest."""
-    known = [one for one in results if one.samples and int(one.asked["ranks"]) > 1]
+    known = [one for one in results if one.samples and one.asked.ranks > 1]
     if not known:
         return Delays(0, np.array([]))
-    most = max(int(one.asked["ranks"]) for one in known)
+    most = max(one.asked.ranks for one in known)
     steps: dict[tuple[int, int], float] = {}
     injected = False
     for number, one in enumerate(known):
-        if int(one.asked["ranks"]) == most:
-            injected = injected or bool(one.asked.get("straggler") or one.asked.get("delay"))
+        if one.asked.ranks == most:
+            injected = injected or bool(one.asked.straggler_s or one.asked.delay)
             for sample in one.samples:
                 key = (number, sample.trial)
                 steps[key] = max(steps.get(key, 0.0), sample.skew_s)

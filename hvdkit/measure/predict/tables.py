@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from hvdkit.common import table
+from hvdkit.common import json_files, table
 from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import interval_text
 from hvdkit.measure.predict.link import Link
 from hvdkit.measure.predict.model import HOST, NETWORK, CostModel
 from hvdkit.measure.predict.prediction import Row
 
-VERSION = 1
 _NAMES = ("ranks", "hosts", "communication ms", "exposed ms", "straggler ms", "step ms", "efficiency")
 _TIMES = ("communication", "exposed", "straggler", "step", "efficiency")
 
@@ -35,17 +35,40 @@ class Prediction:
     assumed: dict[str, Any]
     notes: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        """For a program; seconds and bytes."""
-        return {
-            "hvdkit": "predict",
-            "version": VERSION,
-            "confidence": CONFIDENCE,
-            "model": self.model.as_json(),
-            "assumed": self.assumed,
-            "rows": [row.as_json() for row in self.rows],
-            "notes": list(self.notes),
-        }
+
+class Predicted(Document, frozen=True):
+    """A prediction; seconds and bytes.
+
+    Attributes:
+        model: what an allreduce costs: its algorithm, ``ppn``, and by level ("host", "network") the parameters, the
+            pieces of the line through sizes, and what is left over; None for a level that is not known.
+        assumed: what was given beside the measurements, by the names of the options, times in seconds.
+        rows: one for each number of ranks.
+        notes: what a reader should know, full sentences.
+        confidence: of the intervals.
+    """
+
+    kind = "predict"
+    written_by = "hvdkit predict --json"
+    times = frozenset(("communication", "exposed", "straggler", "step"))
+
+    model: dict[str, Any]
+    assumed: dict[str, Any]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    confidence: float = CONFIDENCE
+
+
+def predicted(prediction: Prediction) -> Predicted:
+    """The prediction for a program."""
+    units = {"_ms": 1e-3, "_us": 1e-6}
+    assumed = {
+        json_files.name_in_seconds(name) if name[-3:] in units else name: value * units[name[-3:]]
+        if name[-3:] in units and value is not None
+        else value
+        for name, value in prediction.assumed.items()
+    }
+    return Predicted(prediction.model.as_json(), assumed, prediction.rows, prediction.notes)
 
 
 def page(prediction: Prediction) -> Page:

@@ -47,7 +47,7 @@ def check(scripts: tuple[str, ...], json_: bool) -> int:
     """
     checked = [check_script(script) for script in [read_script(path) for path in scripts]]
     if json_:
-        click.echo(as_json(checked))
+        click.echo(as_json(checked), nl=False)
     else:
         click.echo(as_text(checked, min(shutil.get_terminal_size().columns, _WIDEST)))
     return 1 if any(one.findings for one in checked) else 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import fill
 
 import click
 
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part
 from hvdkit.prepare.check.rules import Finding, examine
 from hvdkit.prepare.check.source import Script, too_deep
 from hvdkit.prepare.check.steps import STEPS, JudgedCase
@@ -52,26 +53,65 @@ def check_script(script: Script) -> Checked:
         raise too_deep(script.path) from error
 
 
+class Step(Part, frozen=True):
+    """One of the eight steps in a script.
+
+    Attributes:
+        number, name: which.
+        status: "done", "missing", "undecided" or "not needed".
+        lines: where it is done.
+        note: what else there is to say.
+    """
+
+    number: int
+    name: str
+    status: str
+    lines: tuple[int, ...]
+    note: str
+
+
+class OneScript(Part, frozen=True):
+    """What is said of one script.
+
+    Attributes:
+        path: the script.
+        library: "horovod", "hvdkit", "ddp" or "none".
+        steps: in order.
+        findings: by line.
+    """
+
+    path: str
+    library: str
+    steps: tuple[Step, ...]
+    findings: tuple[Finding, ...]
+
+
+class Report(Document, frozen=True):
+    """What was said of scripts.
+
+    Attributes:
+        ok: there is no finding.
+        scripts: in the order in which they were given.
+    """
+
+    kind = "check"
+    written_by = "hvdkit check --json"
+
+    ok: bool
+    scripts: tuple[OneScript, ...]
+
+
 def as_json(checked: Sequence[Checked]) -> str:
-    """All scripts as one JSON object: ok, scripts."""
-    return json.dumps(
-        {"ok": not any(one.findings for one in checked), "scripts": [_script(one) for one in checked]}, indent=2
-    )
+    """All scripts as one JSON object."""
+    return json_files.encode(Report(not any(one.findings for one in checked), tuple(map(_script, checked))))
 
 
-def _script(checked: Checked) -> dict[str, object]:
-    steps = [
-        {
-            "number": step.number,
-            "name": step.name,
-            "status": verdict.status,
-            "lines": list(verdict.lines),
-            "note": verdict.note,
-        }
+def _script(checked: Checked) -> OneScript:
+    steps = tuple(
+        Step(step.number, step.name, verdict.status, tuple(verdict.lines), verdict.note)
         for step, verdict in zip(STEPS, checked.verdicts, strict=True)
-    ]
-    findings = [asdict(finding) for finding in checked.findings]
-    return {"path": checked.path, "library": checked.library, "steps": steps, "findings": findings}
+    )
+    return OneScript(checked.path, checked.library, steps, tuple(checked.findings))
 
 
 def as_text(checked: Sequence[Checked], width: int) -> str:

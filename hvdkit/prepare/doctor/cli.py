@@ -56,7 +56,7 @@ def doctor(json_: bool, timeout: float) -> int:
     facts = gather(seconds=timeout)
     findings = examine(facts)
     if json_:
-        click.echo(as_json(facts, findings))
+        click.echo(as_json(facts, findings), nl=False)
     else:
         click.echo(as_text(facts, findings, min(shutil.get_terminal_size().columns, _WIDEST)))
     return 1 if any(finding.level == "error" for _, finding in findings) else 0

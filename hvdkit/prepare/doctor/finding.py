@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hvdkit.common.json_files import Part
 from hvdkit.prepare.doctor.facts import Facts
 
 LEVELS = ("error", "warning", "info")
@@ -24,6 +25,27 @@ class Finding:
     what: str
     why: str
     fix: str
+
+
+class Found(Part, frozen=True):
+    """A finding as JSON.
+
+    Attributes:
+        check: the name of the check.
+        level: "error", "warning" or "info".
+        what, why, fix: a sentence or two each.
+    """
+
+    check: str
+    level: str
+    what: str
+    why: str
+    fix: str
+
+
+def found_as(findings: Sequence[tuple[str, Finding]]) -> tuple[Found, ...]:
+    """Findings with the names of their checks, for a program."""
+    return tuple(Found(name, one.level, one.what, one.why, one.fix) for name, one in findings)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import fill
 
 import click
 
 import hvdkit
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document
 from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, Extension, Facts, Package
-from hvdkit.prepare.doctor.finding import LEVELS, Finding
+from hvdkit.prepare.doctor.finding import LEVELS, Finding, Found, found_as
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan", "working": "green", "broken": "red"}
 _WORDS = ("error", "warning", "note")  # in the order of LEVELS
@@ -33,16 +34,28 @@ class Component:
     detail: str = ""
 
 
+class Report(Document, frozen=True):
+    """What the doctor found; without the name of the machine.
+
+    Attributes:
+        ok: there is no error.
+        components: what a training is made of, by the name that users know it by.
+        findings: errors first.
+        facts: what they were told from.
+    """
+
+    kind = "doctor"
+    written_by = "hvdkit doctor --json"
+
+    ok: bool
+    components: dict[str, Component]
+    findings: tuple[Found, ...]
+    facts: Facts
+
+
 def as_json(facts: Facts, findings: Sequence[tuple[str, Finding]]) -> str:
-    """The report as one JSON object: ok, hvdkit, components, findings, facts."""
-    content = {
-        "ok": not _has_errors(findings),
-        "hvdkit": hvdkit.__version__,
-        "components": {name: asdict(component) for name, component in components(facts).items()},
-        "findings": [{"check": name, **asdict(finding)} for name, finding in findings],
-        "facts": asdict(facts),
-    }
-    return json.dumps(content, indent=2)
+    """The report as one JSON object."""
+    return json_files.encode(Report(not _has_errors(findings), components(facts), found_as(findings), facts))
 
 
 def components(facts: Facts) -> dict[str, Component]:

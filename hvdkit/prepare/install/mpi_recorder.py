@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import hvdkit
 from hvdkit.errors import LaunchError
 from hvdkit.prepare.install.ask import ask
 from hvdkit.prepare.install.cache import Cache
@@ -26,7 +27,7 @@ from hvdkit.prepare.install.find_mpi import find_mpi, identify
 
 NAME = "libhvdkit-mpi-profile.so"
 _SOURCES = Path(__file__).parent / "interposer"
-_OPTIONS = ("-std=gnu11", "-O2", "-Wall", "-fPIC", "-shared")
+_OPTIONS = ("-std=gnu11", "-O2", "-Wall", "-fPIC", "-shared", f'-DHVDKIT_VERSION="{hvdkit.__version__}"')
 _LIBRARIES = ("-ldl", "-lpthread")
 
 

@@ -22,7 +22,7 @@ from hvdkit.prepare.install.facts import (
     PythonFacts,
 )
 from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
-from hvdkit.prepare.install.record import SCHEMA, BuildRecord, MpiRecord
+from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 from hvdkit.prepare.install.requirements import Options
 
 KEYED_VARIABLES = (
@@ -283,7 +283,6 @@ def _record(used: Facts, gpu: str, compiler: str, patches: Iterable[Patch], key:
         place = relative_to_environment(used.mpi.bin, used.python)
         mpi = MpiRecord(used.mpi.implementation, used.mpi.version, place, used.mpi.wheel)
     return BuildRecord(
-        schema=SCHEMA,
         horovod=HOROVOD_VERSION,
         python=used.python.tag,
         torch=versions.get("torch"),

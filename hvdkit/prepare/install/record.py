@@ -7,21 +7,19 @@ takes from it which MPI starts the processes.
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import InstallError
 
-SCHEMA = 1
 FILE_NAME = "hvdkit-build.json"
 """Name of the record inside the package ``horovod``."""
 
 
-@dataclass(frozen=True)
-class MpiRecord:
+class MpiRecord(Part, frozen=True, forbid_unknown_fields=False):
     """The MPI that Horovod was linked with.
 
     Attributes:
@@ -37,12 +35,10 @@ class MpiRecord:
     wheel: bool
 
 
-@dataclass(frozen=True)
-class BuildRecord:
+class BuildRecord(Document, frozen=True, forbid_unknown_fields=False):
     """What a build of Horovod was made of.
 
     Attributes:
-        schema: version of this layout, 1.
         horovod: version of Horovod.
         python: interpreter tag, such as "cp311".
         torch: version it was built against, None without PyTorch.
@@ -55,7 +51,10 @@ class BuildRecord:
         key: the cache key of the build, 64 hexadecimal digits.
     """
 
-    schema: int
+    kind = "horovod-build"
+    written_by = "hvdkit install"
+    fix = "run 'hvdkit install --force'"
+
     horovod: str
     python: str
     torch: str | None
@@ -69,7 +68,7 @@ class BuildRecord:
 
     def to_json(self) -> str:
         """The record as indented JSON, ending in a newline."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json_files.encode(self)
 
     @classmethod
     def from_json(cls, text: str) -> BuildRecord:
@@ -78,22 +77,12 @@ class BuildRecord:
         Raises:
             InstallError: not JSON, another schema, or a field is missing or of another type.
         """
-        try:
-            fields: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InstallError(_unreadable(f"it is not JSON ({error})")) from error
-        if not isinstance(fields, dict) or fields.get("schema") != SCHEMA:
-            found = fields.get("schema") if isinstance(fields, dict) else type(fields).__name__
-            raise InstallError(_unreadable(f"its schema is {found!r}, expected {SCHEMA}"))
-        _check_fields(fields, _RECORD_TYPES, "")
-        mpi = fields["mpi"]
-        if mpi is not None:
-            _check_fields(mpi, _MPI_TYPES, "mpi.")
-            mpi = MpiRecord(**{name: mpi[name] for name in _MPI_TYPES})
-        if not all(isinstance(name, str) for name in fields["adjustments"]):
-            raise InstallError(_unreadable("'adjustments' is not a list of names"))
-        known = {name: fields[name] for name in _RECORD_TYPES}
-        return cls(**{**known, "mpi": mpi, "adjustments": tuple(fields["adjustments"])})
+        return json_files.decode(text, cls, FILE_NAME, InstallError)
+
+    @classmethod
+    def from_before(cls, content: dict[str, Any]) -> bool:
+        """Whether it is a record from before there was a ``kind``, which had a schema."""
+        return "kind" not in content and content.pop("schema", None) == 1
 
 
 def read_record() -> BuildRecord | None:
@@ -131,35 +120,6 @@ def mpi_bin(record: BuildRecord) -> Path | None:
     any more; callers that start mpirun check.
     """
     return None if record.mpi is None else Path(sys.prefix) / record.mpi.bin
-
-
-_RECORD_TYPES: dict[str, tuple[type, ...]] = {
-    "schema": (int,),
-    "horovod": (str,),
-    "python": (str,),
-    "torch": (str, type(None)),
-    "tensorflow": (str, type(None)),
-    "mpi": (dict, type(None)),
-    "gloo": (bool,),
-    "gpu": (str,),
-    "compiler": (str,),
-    "adjustments": (list,),
-    "key": (str,),
-}
-_MPI_TYPES: dict[str, tuple[type, ...]] = {
-    "implementation": (str,),
-    "version": (str,),
-    "bin": (str,),
-    "wheel": (bool,),
-}
-
-
-def _check_fields(fields: dict[str, Any], types: dict[str, tuple[type, ...]], where: str) -> None:
-    for name, allowed in types.items():
-        if name not in fields:
-            raise InstallError(_unreadable(f"'{where}{name}' is missing"))
-        if not isinstance(fields[name], allowed):
-            raise InstallError(_unreadable(f"'{where}{name}' is {fields[name]!r}"))
 
 
 def _unreadable(reason: str) -> str:

@@ -62,7 +62,7 @@ def preflight(json_: bool, timeout: float, report: Path | None) -> int:
         return 0
     found = findings.examine(reports)
     if own.rank == 0 and json_:
-        click.echo(show.as_json(reports, found))
+        click.echo(show.as_json(reports, found), nl=False)
     elif own.rank == 0:
         show.page(reports, found).print()
     return 1 if show.has_errors(found) else 0

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdkit.errors import LauncherError
 from hvdkit.steps import launchers
@@ -65,6 +65,9 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     free_bytes: Mapping[str, int] = field(default_factory=dict)
     clock: float = 0.0
+
+    also: ClassVar[tuple[str, ...]] = ("rank", "device")
+    """Properties that JSON has, too."""
 
     @property
     def rank(self) -> int:

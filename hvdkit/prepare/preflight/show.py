@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from rich.text import Text
 
-import hvdkit
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
-from hvdkit.prepare.doctor.finding import Finding
+from hvdkit.prepare.doctor.finding import Finding, Found, found_as
 from hvdkit.prepare.preflight.report import Place, Report
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
@@ -21,14 +21,27 @@ def has_errors(findings: Findings) -> bool:
     return any(finding.level == "error" for _, finding in findings)
 
 
+class Seen(Document, frozen=True):
+    """What the ranks of a job see.
+
+    Attributes:
+        ok: the job can train.
+        findings: errors first.
+        ranks: of each rank its ``rank``, ``device`` (None without one), and what it saw of itself: see
+            ``preflight.report.Report``.
+    """
+
+    kind = "preflight"
+    written_by = "hvdkit preflight --json"
+
+    ok: bool
+    findings: tuple[Found, ...]
+    ranks: tuple[Report, ...]
+
+
 def as_json(reports: Sequence[Report], findings: Findings) -> str:
     """One JSON object."""
-    found = [
-        {"check": name, "level": one.level, "what": one.what, "why": one.why, "fix": one.fix} for name, one in findings
-    ]
-    ranks = [{"rank": report.rank, "device": report.device, **report.as_json()} for report in reports]
-    whole = {"ok": not has_errors(findings), "hvdkit": hvdkit.__version__, "findings": found, "ranks": ranks}
-    return json.dumps(whole, indent=1)
+    return json_files.encode(Seen(not has_errors(findings), found_as(findings), tuple(reports)))
 
 
 def page(reports: Sequence[Report], findings: Findings) -> Page:

@@ -14,6 +14,6 @@ them only negotiate, and what the gradients themselves cost, only a library betw
        ├── measures    totals, sizes with bus bandwidth, spread over the ranks
        ├── findings    what stands out, in sentences
        ├── comparison  of two profiles
-       └── results     the JSON that schema.json describes
+       └── results     the same as JSON
     cli, show      what is typed, and the tables
 """

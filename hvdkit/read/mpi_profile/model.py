@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hvdkit.common.json_files import Part
+
 HVDKIT, MPITRACE, MPIP = "hvdkit", "mpitrace", "mpiP"
 """What a profile was recorded with."""
 
@@ -43,8 +45,7 @@ def moves_data(routine: str) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
+class Calls(Part, frozen=True):
     """Calls of one routine that are alike, of one rank.
 
     Attributes:

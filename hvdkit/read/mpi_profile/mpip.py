@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hvdkit.errors import CorruptDataError
 from hvdkit.read.mpi_profile.model import MPIP, Calls, Profile, Rank

@@ -3,19 +3,102 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
+
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import CorruptDataError
 from hvdkit.read.mpi_profile.model import HVDKIT, Calls, Profile, Rank
 
-MARK = "mpi profile"
-_MOST = 2**64
-"""The recorder counts in 64 bits."""
-_STATES = ("finalized", "exited", "aborted", "running")
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+
+
+class Bin(Part, frozen=True, forbid_unknown_fields=False):
+    """Calls whose size is in one power-of-two range.
+
+    Attributes:
+        calls: how many, > 0.
+        bytes: in all of them together.
+        least_bytes, most_bytes: of one call.
+        seconds: in all of them together.
+        least_seconds, most_seconds: of one call.
+        wait_seconds: of ``seconds``, until all ranks were there; 0 where that was not measured.
+    """
+
+    calls: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    bytes: _Count
+    least_bytes: _Count
+    most_bytes: _Count
+    seconds: _Seconds
+    least_seconds: _Seconds
+    most_seconds: _Seconds
+    wait_seconds: _Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.least_bytes <= self.bytes / self.calls <= self.most_bytes:
+            raise ValueError(
+                f"bytes is {self.bytes}, expected those of {self.calls} calls of {self.least_bytes} to "
+                f"{self.most_bytes}"
+            )
+
+
+class Group(Part, frozen=True):
+    """Calls of one routine, caller, operation and type.
+
+    Attributes:
+        routine: such as "MPI_Allreduce".
+        caller: library or program that called; "" where it is not known.
+        op, type: such as "MPI_SUM" and "MPI_FLOAT"; "" for none, and for one that is not predefined.
+        processes: of the communicator; 0 where it is not known.
+        bins: by size.
+    """
+
+    routine: Annotated[str, msgspec.Meta(pattern="^MPI_[A-Za-z0-9_]+$")]
+    caller: str
+    op: str
+    type: str
+    processes: _Count
+    bins: tuple[Bin, ...]
+
+
+class RankFile(Document, frozen=True, forbid_unknown_fields=False):
+    """What MPI did on one rank.
+
+    Attributes:
+        job: the same in the files of one job.
+        rank: its number.
+        size: ranks of the job.
+        state: how the record ends: "finalized", "exited" (without MPI_Finalize), "aborted", "running" (killed, or still
+            running).
+        seconds: from MPI_Init to the end of the record.
+        library: the MPI.
+        lost: calls that were not recorded.
+        calls: what it called.
+        wait_measured: whether the wait for other ranks was measured.
+        threads: MPI's level of support for them.
+    """
+
+    kind = "mpi-profile-rank"
+    written_by = "hvdkit launch --mpi-profile"
+    mark = "mpi profile"
+    fix = "the file is damaged or cut off: copy it again, or leave it out"
+
+    job: str
+    rank: _Count
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    state: Annotated[str, msgspec.Meta(pattern="^(finalized|exited|aborted|running)$")]
+    seconds: _Seconds
+    library: str
+    lost: _Count
+    calls: tuple[Group, ...]
+    wait_measured: bool = False
+    threads: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,106 +160,26 @@ def _notes(files: Sequence[_File], older: int) -> list[str]:
 
 
 def _read_one(path: Path, text: str) -> _File:
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CorruptDataError(
-            f"{path}, line {error.lineno}: not JSON ({error.msg}); the file is damaged or cut off: copy it again, or "
-            "leave it out."
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        raise CorruptDataError(f"{path} is no MPI profile: no program can read this JSON ({error}).") from error
-    if not isinstance(content, dict) or content.get("hvdkit") != MARK or content.get("version") != 1:
-        raise CorruptDataError(f"{path} is JSON, but no MPI profile of 'hvdkit launch --mpi-profile' (version 1).")
-    take = _Taker(path)
-    rows = [
-        row
-        for group in take.list(content, "calls")
-        for row in _rows(take, group, measured=content.get("wait_measured") is True)
-    ]
-    state = take.text(content, "state")
-    if state not in _STATES:
-        raise take.wrong("state", state, f"one of {', '.join(_STATES)}")
-    rank = Rank(take.whole(content, "rank"), take.number(content, "seconds"), tuple(rows), state)
-    return _File(
-        path,
-        take.text(content, "job"),
-        take.whole(content, "size", 1),
-        rank,
-        take.text(content, "library"),
-        take.whole(content, "lost"),
-    )
+    found = json_files.decode(text, RankFile, str(path), CorruptDataError)
+    calls = tuple(row for group in found.calls for row in _rows(group, measured=found.wait_measured))
+    rank = Rank(found.rank, found.seconds, calls, found.state)
+    return _File(path, found.job, found.size, rank, found.library, found.lost)
 
 
-def _rows(take: _Taker, group: Any, *, measured: bool) -> list[Calls]:
-    if not isinstance(group, dict):
-        raise take.wrong("calls", group, "an object")
-    routine = take.text(group, "routine")
-    if not (routine.startswith("MPI_") and routine.replace("_", "").isalnum()):
-        raise take.wrong("routine", routine, "the name of an MPI function")
-    rows = []
-    for row in take.list(group, "bins"):
-        if not isinstance(row, dict):
-            raise take.wrong("bins", row, "an object")
-        one = Calls(
-            routine=routine,
-            calls=take.whole(row, "calls", 1),
-            seconds=take.number(row, "seconds"),
-            bytes=take.whole(row, "bytes"),
-            least_bytes=take.whole(row, "least_bytes"),
-            most_bytes=take.whole(row, "most_bytes"),
-            fastest_s=take.number(row, "least_seconds"),
-            slowest_s=take.number(row, "most_seconds"),
-            wait_s=take.number(row, "wait_seconds") if measured else None,
-            processes=take.whole(group, "processes") or None,
-            caller=take.text(group, "caller"),
-            op=take.text(group, "op"),
-            datatype=take.text(group, "type"),
+def _rows(group: Group, *, measured: bool) -> Iterator[Calls]:
+    for one in group.bins:
+        yield Calls(
+            routine=group.routine,
+            calls=one.calls,
+            seconds=one.seconds,
+            bytes=one.bytes,
+            least_bytes=one.least_bytes,
+            most_bytes=one.most_bytes,
+            fastest_s=one.least_seconds,
+            slowest_s=one.most_seconds,
+            wait_s=one.wait_seconds if measured else None,
+            processes=group.processes or None,
+            caller=group.caller,
+            op=group.op,
+            datatype=group.type,
         )
-        least, most = one.least_bytes or 0, one.most_bytes or 0
-        if not least <= (one.average_bytes or 0) <= most:
-            raise take.wrong(f"bytes of {routine}", one.bytes, f"{one.calls} calls of {least:g} to {most:g}")
-        rows.append(one)
-    return rows
-
-
-class _Taker:
-    """Takes a value of the right kind out of an object, or says what is wrong with the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def wrong(self, name: str, value: object, expected: str) -> CorruptDataError:
-        """The error for a value."""
-        return CorruptDataError(
-            f"{self._path}: {name} is {str(value)[:60]!r}, expected {expected}; the file is damaged: copy it again, or "
-            "leave it out."
-        )
-
-    def list(self, values: dict[str, Any], name: str) -> list[Any]:
-        """A list."""
-        value = values.get(name)
-        if not isinstance(value, list):
-            raise self.wrong(name, value, "a list")
-        return value
-
-    def text(self, values: dict[str, Any], name: str) -> str:
-        """A text."""
-        value = values.get(name)
-        if not isinstance(value, str):
-            raise self.wrong(name, value, "a text")
-        return value
-
-    def whole(self, values: dict[str, Any], name: str, least: int = 0) -> int:
-        """A whole number from ``least`` on."""
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST:
-            raise self.wrong(name, value, f"a whole number from {least} on")
-        return value
-
-    def number(self, values: dict[str, Any], name: str) -> float:
-        """A finite number from 0 on."""
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _MOST:
-            raise self.wrong(name, value, "a number from 0 on")
-        return float(value)

@@ -1,18 +1,16 @@
-"""A profile as the JSON that ``schema.json`` describes."""
+"""A profile as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
+import msgspec
+
+from hvdkit.common.json_files import Document, Part
 from hvdkit.read.mpi_profile import findings, measures
 from hvdkit.read.mpi_profile.comparison import Compared, missing_text
-from hvdkit.read.mpi_profile.model import Profile
+from hvdkit.read.mpi_profile.model import Calls, Profile
 from hvdkit.read.mpi_profile.traffic import Traffic
-
-VERSION = 1
-
 
 _GUESSED = (
     "These files have sizes alone, by which Horovod's negotiation is told from data; its responses, one more broadcast "
@@ -27,68 +25,184 @@ def notes(profile: Profile, shown: Traffic) -> list[str]:
     return [*([missing] if missing else []), *([_GUESSED] if guessed else []), *profile.notes, findings.NOT_SEEN]
 
 
-def as_json(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> dict[str, Any]:
+class Sums(Part, frozen=True):
+    """Calls summed up.
+
+    Attributes:
+        calls, seconds: of all.
+        bytes: of those whose bytes are known; None where none are.
+        average_bytes: of one call.
+        wait_s: seconds until all ranks were there; None where that was not measured.
+    """
+
+    calls: int
+    seconds: float
+    bytes: float | None
+    average_bytes: float | None
+    wait_s: float | None
+
+
+class Routine(Sums, frozen=True):
+    """One routine on the rank that is shown.
+
+    Attributes:
+        routine: its name.
+        ranks: seconds, over the ranks with a record.
+    """
+
+    routine: str
+    ranks: measures.Spread
+
+
+class Size(Sums, frozen=True):
+    """Calls of one routine, purpose and range of sizes.
+
+    Attributes:
+        routine: its name.
+        purpose: "payload", "control", "synchronisation" or "management".
+        processes: of the communicator.
+        least_bytes, most_bytes: of one call.
+        fastest_s: seconds of the fastest call.
+        bus_bytes_per_s: bus bandwidth as nccl-tests define it; waiting left out where it was measured.
+    """
+
+    routine: str
+    purpose: str
+    processes: int
+    least_bytes: float | None
+    most_bytes: float | None
+    fastest_s: float | None
+    bus_bytes_per_s: float | None
+
+
+class Purposes(Part, frozen=True):
+    """What the rank that is shown spent on each purpose.
+
+    Attributes:
+        certain: control is known, not told from payload by size and number.
+        horovod: Horovod negotiated over MPI.
+        payload, control, synchronisation, management: each.
+    """
+
+    certain: bool
+    horovod: bool
+    payload: Sums
+    control: Sums
+    synchronisation: Sums
+    management: Sums
+
+
+class WithPurpose(Calls, frozen=True, kw_only=True):
+    """Calls of a rank that are alike: of one routine, caller, operation, type and range of sizes.
+
+    Attributes:
+        purpose: as in ``Size``.
+    """
+
+    purpose: str
+
+
+class OneRank(Part, frozen=True):
+    """What one rank recorded.
+
+    Attributes:
+        rank: its number.
+        state: how the record ends: "finalized", "exited", "aborted" or "running".
+        seconds: from MPI_Init to the end of the record.
+        mpi_seconds: in MPI.
+        calls: what it called.
+    """
+
+    rank: int
+    state: str
+    seconds: float | None
+    mpi_seconds: float
+    calls: tuple[WithPurpose, ...]
+
+
+class Shown(Document, frozen=True):
+    """What MPI did in a job, whatever recorded it; None is what the files do not say.
+
+    Attributes:
+        source: what recorded it: "hvdkit", "mpitrace" or "mpiP".
+        library: the MPI; "" where it is not known.
+        size: ranks of the job.
+        missing: ranks without a record.
+        mpi_seconds: in MPI, over every rank that a file tells it of.
+        shown_rank: routines, sizes, traffic and findings are of this rank.
+        routines, sizes: in the order of time.
+        traffic: by purpose.
+        ranks: all that there is a record of.
+        findings: what stands out.
+        notes: what a reader should know, full sentences.
+    """
+
+    kind = "mpi-profile"
+    written_by = "hvdkit mpi-profile show --json"
+
+    source: str
+    library: str
+    size: int
+    missing: tuple[int, ...]
+    mpi_seconds: measures.Spread | None
+    shown_rank: int
+    routines: tuple[Routine, ...]
+    sizes: tuple[Size, ...]
+    traffic: Purposes
+    ranks: tuple[OneRank, ...]
+    findings: tuple[findings.Finding, ...]
+    notes: tuple[str, ...]
+
+
+class Comparison(Document, frozen=True):
+    """Two profiles side by side; A and B are medians over the ranks.
+
+    Attributes:
+        compared: each routine and purpose, those whose time differs most first.
+        notes: what makes them hard to compare, full sentences.
+    """
+
+    kind = "mpi-profile-comparison"
+    written_by = "hvdkit mpi-profile compare --json"
+
+    compared: tuple[Compared, ...]
+    notes: tuple[str, ...]
+
+
+def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Shown:
     """The profile with all that is said of it.
 
     Args:
         traffic: of every rank.
         shown: of the rank that routines, sizes and findings are about.
     """
-    return {
-        "hvdkit": "mpi-profile",
-        "version": VERSION,
-        "source": profile.source,
-        "library": profile.library,
-        "size": profile.size,
-        "missing": list(profile.missing),
-        "mpi_seconds": None if not profile.mpi_seconds else _spread(measures.spread(dict(profile.mpi_seconds))),
-        "shown_rank": shown.rank.rank,
-        "routines": [
-            {"routine": one.name, **_total(one.total), "ranks": _spread(one.seconds)}
-            for one in measures.routines(profile, shown)
-        ],
-        "sizes": [_size(one) for one in measures.sizes(profile, shown)],
-        "traffic": {
-            "certain": shown.certain,
-            "horovod": shown.horovod,
-            **{purpose: _total(one) for purpose, one in measures.purposes(shown).items()},
-        },
-        "ranks": [_rank(one) for one in traffic],
-        "findings": [asdict(finding) for finding in findings.find(profile, shown)],
-        "notes": notes(profile, shown),
-    }
+    spent = {purpose: Sums(*_sums(one)) for purpose, one in measures.purposes(shown).items()}
+    return Shown(
+        profile.source,
+        profile.library,
+        profile.size,
+        tuple(profile.missing),
+        measures.spread(dict(profile.mpi_seconds)) if profile.mpi_seconds else None,
+        shown.rank.rank,
+        tuple(Routine(*_sums(one.total), one.name, one.seconds) for one in measures.routines(profile, shown)),
+        tuple(_size(one) for one in measures.sizes(profile, shown)),
+        Purposes(shown.certain, shown.horovod, **spent),
+        tuple(_rank(one) for one in traffic),
+        tuple(findings.find(profile, shown)),
+        tuple(notes(profile, shown)),
+    )
 
 
-def compared_as_json(compared: Sequence[Compared], remarks: Sequence[str]) -> dict[str, Any]:
-    """A comparison; A and B are medians over the ranks."""
-    return {
-        "hvdkit": "mpi-profile comparison",
-        "version": VERSION,
-        "notes": list(remarks),
-        "compared": [asdict(one) for one in compared],
-    }
+def _sums(total: measures.Total) -> tuple[int, float, float | None, float | None, float | None]:
+    return total.calls, total.seconds, total.bytes, total.average_bytes, total.wait_s
 
 
-def _total(total: measures.Total) -> dict[str, Any]:
-    return {**asdict(total), "average_bytes": total.average_bytes}
+def _size(one: measures.Sizes) -> Size:
+    known = one.least_bytes, one.most_bytes, one.fastest_s, one.bus_bytes_per_s
+    return Size(*_sums(one.total), one.routine, one.purpose, one.processes, *known)
 
 
-def _spread(spread: measures.Spread) -> dict[str, Any]:
-    return asdict(spread)
-
-
-def _size(one: measures.Sizes) -> dict[str, Any]:
-    values = asdict(one)
-    del values["total"]
-    return {**values, **_total(one.total)}
-
-
-def _rank(traffic: Traffic) -> dict[str, Any]:
+def _rank(traffic: Traffic) -> OneRank:
     rank = traffic.rank
-    return {
-        "rank": rank.rank,
-        "state": rank.state,
-        "seconds": rank.seconds,
-        "mpi_seconds": rank.mpi_seconds,
-        "calls": [{**asdict(row), "purpose": purpose} for row, purpose in traffic.calls],
-    }
+    calls = tuple(WithPurpose(**msgspec.structs.asdict(row), purpose=purpose) for row, purpose in traffic.calls)
+    return OneRank(rank.rank, rank.state, rank.seconds, rank.mpi_seconds, calls)

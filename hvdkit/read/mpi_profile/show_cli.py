@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.mpi_profile import comparison, reading, results
 from hvdkit.read.mpi_profile import show as tables
@@ -45,7 +45,7 @@ def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
     traffic = purposes.of_profile(profile)
     shown = _shown(profile, traffic, number)
     if want_json:
-        click.echo(json.dumps(results.as_json(profile, traffic, shown), indent=2, allow_nan=False))
+        click.echo(json_files.encode(results.shown_as(profile, traffic, shown)), nl=False)
     else:
         tables.page(profile, shown).print()
     return 0
@@ -69,7 +69,7 @@ def compare(a: Path, b: Path, want_json: bool) -> int:
     first, second = reading.read([a]), reading.read([b])
     compared, remarks = comparison.compare(first, second), comparison.notes(first, second)
     if want_json:
-        click.echo(json.dumps(results.compared_as_json(compared, remarks), indent=2, allow_nan=False))
+        click.echo(json_files.encode(results.Comparison(tuple(compared), tuple(remarks))), nl=False)
     else:
         tables.compared_page(compared, remarks).print()
     return 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.extras import require_scipy
+from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.columns import Columns, collect
 from hvdkit.read.timeline.measures import covered, union
@@ -51,6 +53,9 @@ class Change:
     ratio: float | None
     p_value: float | None
     explains: float
+
+    also: ClassVar[tuple[str, ...]] = ("significant",)
+    """Properties that JSON has, too."""
 
     @property
     def significant(self) -> bool:
@@ -100,6 +105,41 @@ class Difference:
             and change.median_b > ratio * change.median_a
             and change.median_b - change.median_a >= at_least
         ]
+
+
+class Only(Part, frozen=True):
+    """What is in one recording only.
+
+    Attributes:
+        tensor, kind: which.
+        operations: how many.
+    """
+
+    tensor: str
+    kind: str
+    operations: int
+
+
+class DifferenceFound(Document, frozen=True):
+    """What takes longer in recording B than in A; seconds.
+
+    Attributes:
+        test: how it is decided that a change is no chance.
+        found: the difference.
+        only_a, only_b: what is in one recording only.
+        slower: significant changes above --fail-above.
+    """
+
+    kind = "timeline-diff"
+    written_by = "hvdkit timeline diff --json"
+    times = frozenset(["duration", "communication", "median_a", "median_b", "p95_a", "p95_b", "explains"])
+    unit_s = 1e-6
+
+    test: str
+    found: Difference
+    only_a: tuple[Only, ...]
+    only_b: tuple[Only, ...]
+    slower: tuple[Change, ...]
 
 
 def compare(a: str | Path, b: str | Path) -> Difference:

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from hvdkit.common.extras import of_extra
 from hvdkit.common.files import replacing
+from hvdkit.common.json_files import Document
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
@@ -33,6 +34,19 @@ class Exported:
     operations: int
     tensors: int
     cycles: int
+
+
+class ExportWritten(Document, frozen=True):
+    """What was written for another program.
+
+    Attributes:
+        found: what.
+    """
+
+    kind = "timeline-export"
+    written_by = "hvdkit timeline export --json"
+
+    found: Exported
 
 
 def export(source: str | Path, output: str | Path) -> Exported:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdkit.common.files import replacing
+from hvdkit.common.json_files import Document
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.columns import collect
 from hvdkit.read.timeline.measures import covered, union
@@ -46,6 +47,21 @@ class Overlap:
     neither: float
     computed_by: str
     operations: int
+
+
+class OverlapFound(Document, frozen=True):
+    """Communication and computation while both files were recorded; seconds.
+
+    Attributes:
+        found: the times.
+    """
+
+    kind = "timeline-merge"
+    written_by = "hvdkit timeline merge --json"
+    times = frozenset(["window", "communication", "computation", "overlapped", "exposed", "neither"])
+    unit_s = 1e-3
+
+    found: Overlap
 
 
 def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset_us: float = 0.0) -> Overlap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,6 +187,9 @@ class Summary:
     cycle: Distribution | None
     skew: Skew | None
     dropped: dict[str, int]
+
+    also: ClassVar[tuple[str, ...]] = ("duration",)
+    """Properties that JSON has, too."""
 
     @property
     def duration(self) -> float:

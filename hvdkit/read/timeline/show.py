@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
+from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.diagnosis import Finding
@@ -18,27 +18,46 @@ NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horo
 """What is said about ranks where nothing in the recording says which one was late."""
 
 
-def as_json(summary: Summary, findings: Sequence[Finding], top: int | None) -> dict[str, Any]:
-    """The summary as plain values: times in microseconds, sizes in bytes, rates in bytes per second.
+_TIMES = "since until duration communication busy idle first alone late spread cycle phases start_time_since_epoch"
+"""Names of the fields that are microseconds."""
+
+
+class SummaryFound(Document, frozen=True):
+    """Where the time of a recording went; seconds, bytes, and bytes per second.
+
+    Attributes:
+        found: the summary.
+        skew_note: how to get the skew of ranks where there is none.
+        diagnosis: what ``diagnose`` found in it.
+    """
+
+    kind = "timeline-summary"
+    written_by = "hvdkit timeline summary --json"
+    times = frozenset(_TIMES.split())
+    unit_s = 1e-6
+
+    found: Summary
+    skew_note: str | None
+    diagnosis: tuple[Finding, ...]
+
+
+def found_as(summary: Summary, findings: Sequence[Finding], top: int | None) -> SummaryFound:
+    """The summary for a program.
 
     Args:
         summary: of a recording.
         findings: what ``diagnose`` found in it.
         top: number of tensors; None for all.
     """
-    values = asdict(summary)
-    if summary.steps is not None:
-        del values["steps"]["begins"]
-    values["tensors"] = values["tensors"][:top]
-    values["skew_note"] = NO_SKEW if summary.skew is None else None
-    return {"duration": summary.duration, **values, "diagnosis": [asdict(finding) for finding in findings]}
+    note = NO_SKEW if summary.skew is None else None
+    return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(findings))
 
 
 def page(summary: Summary, findings: Sequence[Finding], top: int) -> Page:
     """The summary for people.
 
     Args:
-        summary, findings: as in ``as_json``.
+        summary, findings: as in ``found_as``.
         top: number of tensors to list.
     """
     found: list[Table | str] = [f"{label:<16}{text}" for label, text in _lines(summary)]

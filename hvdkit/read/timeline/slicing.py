@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.common.files import replacing
+from hvdkit.common.json_files import Document
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.raw import raw_events
 from hvdkit.read.timeline.reader import Event, read
@@ -32,6 +33,20 @@ class Slice:
     until: float
     operations: int
     events: int
+
+
+class Written(Document, frozen=True):
+    """What was cut out; ``until_s`` is None for the rest of the recording.
+
+    Attributes:
+        found: the part.
+    """
+
+    kind = "timeline-slice"
+    written_by = "hvdkit timeline slice --json"
+    times = frozenset(("since", "until"))
+
+    found: Slice
 
 
 def slice_timeline(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.diagnosis import diagnose
@@ -21,7 +21,7 @@ from hvdkit.read.timeline.summary import summarize
 @click.option("--step", type=click.IntRange(min=0), metavar="K", help="Only what began in this training step, from 0.")
 @click.option("--top", type=click.IntRange(min=0), metavar="N", help="Tensors to list  [default: 10; all with --json]")
 @of_the_job
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds, sizes in bytes.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
 def summary(
     *,
     file: Path,
@@ -57,7 +57,7 @@ def summary(
         )
     findings = diagnose(found)
     if json_:
-        click.echo(json.dumps(show.as_json(found, findings, top), indent=2, allow_nan=False))
+        click.echo(json_files.encode(show.found_as(found, findings, top)), nl=False)
     else:
         show.page(found, findings, 10 if top is None else top).print()
     return 0

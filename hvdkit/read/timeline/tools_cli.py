@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import not_below_0
 from hvdkit.common.units import duration_text, printable
 
@@ -47,15 +46,13 @@ def slice_(
 
     Exit status: 0 success, 1 no such file or nothing in that part, 2 for bad usage.
     """
-    from hvdkit.read.timeline.slicing import slice_timeline
+    from hvdkit.read.timeline.slicing import Written, slice_timeline
 
     if since is None and until is None and steps is None:
         raise click.UsageError("Say which part: --since, --until or both, or --steps.")
     written = slice_timeline(file, output, since=since, until=until, steps=steps)
     if json_:
-        values = asdict(written)
-        values["until"] = None if math.isinf(written.until) else written.until
-        click.echo(json.dumps(values, indent=2))
+        click.echo(json_files.encode(Written(written)), nl=False)
     else:
         end = "the end" if math.isinf(written.until) else f"{written.until:g} s"
         click.echo(
@@ -82,7 +79,7 @@ def slice_(
     metavar="US",
     help="Growth of a median that --fail-above takes notice of.",
 )
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in microseconds.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, at_least_us: float, json_: bool) -> int:
     """What takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
 
@@ -105,22 +102,14 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
     found = difference.compare(a, b)
     above = [] if limit is None else found.slower(limit, at_least_us)
     if json_:
-        click.echo(json.dumps(_as_json(found, above, difference.CORRECTION), indent=2, allow_nan=False))
+        only_a, only_b = (tuple(difference.Only(*row) for row in rows) for rows in (found.only_a, found.only_b))
+        shown = difference.DifferenceFound(difference.CORRECTION, found, only_a, only_b, tuple(above))
+        click.echo(json_files.encode(shown), nl=False)
     else:
         _print_difference(found, top, show_all)
         for change in above:
             click.echo(f"slower than {limit:g}x: {change.phase} of {printable(change.tensor)} ({_ratio(change.ratio)})")
     return 1 if above else 0
-
-
-def _as_json(found: Any, above: list[Any], correction: str) -> dict[str, Any]:
-    values = asdict(found)
-    for change, value in zip(found.changes, values["changes"], strict=True):
-        value["significant"] = change.significant
-    names = ("tensor", "kind", "operations")
-    for side in ("only_a", "only_b"):
-        values[side] = [dict(zip(names, row, strict=True)) for row in values[side]]
-    return {"test": correction, **values, "slower": [asdict(change) for change in above]}
 
 
 def _print_difference(found: Any, top: int, show_all: bool) -> None:
@@ -175,7 +164,7 @@ def _ratio(ratio: float | None) -> str:
 @click.option(
     "--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE  [default: 0]"
 )
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in milliseconds.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bool) -> int:
     """Put a timeline and a trace of torch.profiler on one time axis, and say how much communication is exposed.
 
@@ -188,11 +177,12 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 
     Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
     """
+    from hvdkit.read.timeline.merging import OverlapFound
     from hvdkit.read.timeline.merging import merge as merge_files
 
     overlap = merge_files(timeline, trace, output, offset_us=offset_us)
     if json_:
-        click.echo(json.dumps(asdict(overlap), indent=2, allow_nan=False))
+        click.echo(json_files.encode(OverlapFound(overlap)), nl=False)
         return 0
     click.echo(f"{printable(str(output))}: {overlap.operations} operations in {overlap.window:.3f} ms of both files")
     for name, value in (
@@ -224,11 +214,12 @@ def export(file: Path, output: Path, json_: bool) -> int:
 
     Exit status: 0 success, 1 no such file or no operation in it, 2 for bad usage.
     """
+    from hvdkit.read.timeline.export import ExportWritten
     from hvdkit.read.timeline.export import export as write
 
     written = write(file, output)
     if json_:
-        click.echo(json.dumps(asdict(written), indent=2))
+        click.echo(json_files.encode(ExportWritten(written)), nl=False)
     else:
         click.echo(f"{printable(written.path)}: {written.operations} operations of {written.tensors} tensors")
     return 0

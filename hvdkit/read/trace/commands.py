@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.read.trace import show
-from hvdkit.read.trace.difference import compare
+from hvdkit.read.trace.difference import DifferenceFound, compare
+from hvdkit.read.trace.results import SummaryFound
 from hvdkit.read.trace.summary import summarize
 
 FILE = click.Path(path_type=Path)
@@ -20,7 +20,7 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--top", type=click.IntRange(min=0), default=15, show_default=True, metavar="N", help="Operators to list."
 )
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, with all operators; times in milliseconds.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object, with all operators; times in seconds.")
 def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     """What the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
 
@@ -37,7 +37,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     """
     found = summarize(traces)
     if json_:
-        click.echo(json.dumps(asdict(found), indent=2, allow_nan=False))
+        click.echo(json_files.encode(SummaryFound(found)), nl=False)
     else:
         show.summary_page(found, top).print()
     return 0
@@ -47,7 +47,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
 @click.argument("a", type=FILE)
 @click.argument("b", type=FILE)
 @click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, metavar="N", help="Lines to print.")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in milliseconds.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     """What takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
 
@@ -61,7 +61,7 @@ def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     """
     found = compare(a, b)
     if json_:
-        click.echo(json.dumps(asdict(found), indent=2, allow_nan=False))
+        click.echo(json_files.encode(DifferenceFound(found)), nl=False)
     else:
         show.difference_page(found, top).print()
     return 0

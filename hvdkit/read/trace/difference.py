@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.json_files import Document
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.trace.columns import collect
 from hvdkit.read.trace.operators import nest
-from hvdkit.read.trace.results import Rank
+from hvdkit.read.trace.results import TIMES, Rank
 from hvdkit.read.trace.summary import files_of, one_rank, self_times_by_step
 
 ENOUGH = 4
@@ -57,6 +58,21 @@ class Difference:
     steps_b: int
     parts: tuple[Change, ...]
     operators: tuple[Change, ...]
+
+
+class DifferenceFound(Document, frozen=True):
+    """What takes longer in a step of trace B than in one of A; seconds.
+
+    Attributes:
+        found: the difference.
+    """
+
+    kind = "trace-diff"
+    written_by = "hvdkit trace diff --json"
+    times = TIMES
+    unit_s = 1e-3
+
+    found: Difference
 
 
 def compare(a: str | Path, b: str | Path) -> Difference:

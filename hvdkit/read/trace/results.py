@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdkit.common.json_files import Document
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -187,3 +189,26 @@ class Summary:
     ranks: tuple[Rank, ...]
     skew: Skew | None
     skew_note: str
+
+
+_TIMES = (
+    "self_ms total_ms gpu_self_ms gpu_total_ms covered_ms exposed_ms window computation communication overlapped "
+    "exposed data exposed_data copies other begin duration late median largest mean_a mean_b explains"
+)
+TIMES = frozenset(_TIMES.split())
+"""Names of the fields that are milliseconds."""
+
+
+class SummaryFound(Document, frozen=True):
+    """What the steps of a training were spent on; seconds and bytes.
+
+    Attributes:
+        found: the summary.
+    """
+
+    kind = "trace-summary"
+    written_by = "hvdkit trace summary --json"
+    times = TIMES
+    unit_s = 1e-3
+
+    found: Summary

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta, structs
+
+from hvdkit.common import json_files
+from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 
 MIB = 1024 * 1024
-_MARK = "tuned settings"
-_LAUNCHERS = ("mpirun", "horovodrun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,55 @@ _VARIABLES = {
     "HOROVOD_HIERARCHICAL_ALLGATHER": "hierarchical_allgather",
     "HOROVOD_TORUS_ALLREDUCE": "torus_allreduce",
 }
+
+
+class Settings(Part, frozen=True, omit_defaults=True):
+    """What is set for speed; what is left out stays as it is.
+
+    Attributes:
+        launcher: "mpirun" (MPI) or "horovodrun" (Gloo).
+        threads: compute threads per rank.
+        cycle_time_s: seconds between two looks of Horovod at what is ready (HOROVOD_CYCLE_TIME, there in ms).
+        fusion_threshold_bytes: size of the fusion buffer, 0 for no fusion.
+        cache_capacity: tensors whose negotiation is remembered, 0 for none.
+        hierarchical_allreduce, hierarchical_allgather, torus_allreduce: within a host first, then between hosts.
+    """
+
+    launcher: Annotated[str, Meta(pattern="^(mpirun|horovodrun)$")] | None = None
+    threads: Positive | None = None
+    cycle_time_s: Seconds | None = None
+    fusion_threshold_bytes: Whole | None = None
+    cache_capacity: Whole | None = None
+    hierarchical_allreduce: bool | None = None
+    hierarchical_allgather: bool | None = None
+    torus_allreduce: bool | None = None
+
+
+class File(Document, frozen=True):
+    """What makes a job fast.
+
+    Attributes:
+        settings: for ``hvdkit launch --tuned``.
+        measured: how they were found: see "tune". Nobody reads it.
+    """
+
+    kind = "tuned"
+    written_by = "hvdkit tune"
+    mark = "tuned settings"
+    fix = "give a file of 'hvdkit tune', or a log of HOROVOD_AUTOTUNE_LOG"
+
+    settings: Settings
+    measured: Any = None
+
+    @classmethod
+    def from_before(cls, content: dict[str, Any]) -> bool:
+        """Bring a file from before there was a ``kind`` to the fields of today: the cycle was in milliseconds."""
+        if not super().from_before(content):
+            return False
+        settings = content["settings"]
+        if "cycle_time_ms" in settings:
+            settings["cycle_time_s"] = settings.pop("cycle_time_ms") / 1000
+        return True
 
 
 def _word(value: bool | int | float) -> str:
@@ -111,7 +159,7 @@ def read(path: Path) -> Tuned:
     return _of_autotune_log(path, text)
 
 
-def write(path: Path, tuned: Tuned, measured: Mapping[str, Any]) -> None:
+def write(path: Path, tuned: Tuned, measured: Part | None = None) -> None:
     """Write a file for ``hvdkit launch --tuned``; an older one stays whole until the new one is complete.
 
     Args:
@@ -119,47 +167,22 @@ def write(path: Path, tuned: Tuned, measured: Mapping[str, Any]) -> None:
         tuned: the settings; those that are None are left out.
         measured: how they were found; kept in the file, not read.
     Raises:
-        OSError: it cannot be written.
+        DataError, InvalidArgumentError, OSError: it cannot be written.
     """
-    settings = {name: value for name, value in asdict(tuned).items() if value is not None and name != "source"}
-    content = {"hvdkit": _MARK, "version": 1, "settings": settings, "measured": dict(measured)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    json_files.write(path, File(settings_of(tuned), measured))
+
+
+def settings_of(tuned: Tuned) -> Settings:
+    """The settings as a file has them."""
+    values = {name: value for name, value in asdict(tuned).items() if name != "source"}
+    cycle_ms = values.pop("cycle_time_ms")
+    return Settings(**values, cycle_time_s=None if cycle_ms is None else cycle_ms / 1000)
 
 
 def _of_json(path: Path, text: str) -> Tuned:
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidArgumentError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from error
-    except (ValueError, RecursionError) as error:  # a number or a nesting that json refuses
-        raise InvalidArgumentError(f"{path} is JSON that no program can read: {error}.") from error
-    settings = content.get("settings")
-    if content.get("hvdkit") != _MARK or content.get("version") != 1 or not isinstance(settings, dict):
-        raise InvalidArgumentError(f"{path} is not a file of 'hvdkit tune' (version 1), nor an autotune log.")
-    known = {field.name for field in fields(Tuned)} - {"source"}
-    for name, value in settings.items():
-        if name not in known or not _fits(name, value):
-            raise InvalidArgumentError(
-                f"{path}: setting {name!r} is {value!r}; known are {', '.join(sorted(known))}, each in its unit."
-            )
-    return Tuned(**settings, source=str(path))
-
-
-def _fits(name: str, value: object) -> bool:
-    if name == "launcher":
-        return value in _LAUNCHERS
-    if name.startswith(("hierarchical", "torus")):
-        return isinstance(value, bool)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    if name == "cycle_time_ms":
-        return 0 <= value < math.inf
-    return isinstance(value, int) and value >= (1 if name == "threads" else 0)
+    values = structs.asdict(json_files.decode(text, File, str(path), InvalidArgumentError).settings)
+    cycle_s = values.pop("cycle_time_s")
+    return Tuned(**values, cycle_time_ms=None if cycle_s is None else 1000 * cycle_s, source=str(path))
 
 
 def _of_autotune_log(path: Path, text: str) -> Tuned:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import click
 import numpy as np
 from rich.console import Console
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import output_file, seconds_above_0
 from hvdkit.common.extras import require_scipy
 from hvdkit.errors import HvdkitError
@@ -167,7 +167,7 @@ def tune(
     )  # fmt: skip
     status = _run(search, subject)
     if want_json:
-        click.echo(json.dumps(report.as_json(search, subject, interrupted=status != 0), indent=2))
+        click.echo(json_files.encode(report.outcome(search, subject, interrupted=status != 0)), nl=False)
     else:
         click.echo(report.text(search, subject, interrupted=status != 0))
     if output is not None and status == 0:

@@ -7,10 +7,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from msgspec import structs
+
+from hvdkit.common.json_files import Document, Part
 from hvdkit.run.launch import tuned
-from hvdkit.run.launch.tuned import Tuned
+from hvdkit.run.launch.tuned import Settings, Tuned, settings_of
 from hvdkit.run.trials.space import DEFAULT, label
 from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search
 from hvdkit.run.tune.statistics import Speedup
@@ -78,31 +80,121 @@ def text(search: Search, subject: Subject, *, interrupted: bool = False) -> str:
     return "\n".join([*lines, "", verdict(search, interrupted=interrupted)])
 
 
-def as_json(search: Search, subject: Subject, *, interrupted: bool = False) -> dict[str, Any]:
+class Confirmed(Part, frozen=True):
+    """A finalist in fresh runs.
+
+    Attributes:
+        settings: which.
+        speedup: seconds of the default divided by its own.
+        low, high: interval of that; ``high`` is None where there is no end to it.
+        confidence: of the interval.
+        pairs: of runs.
+    """
+
+    settings: Settings
+    speedup: float
+    low: float
+    high: float | None
+    confidence: float
+    pairs: int
+
+
+class Measured(Part, frozen=True):
+    """What was tuned, and what came out.
+
+    Attributes:
+        ranks: number of ranks.
+        command: what each rank runs.
+        default: what the default settings are here.
+        cores: usable cores of this machine.
+        notes: what a reader of the numbers should know, full sentences.
+        measure: what was compared.
+        seed: of the order of the jobs.
+        verdict: what follows, in a sentence or two.
+        confirmed: the finalists.
+    """
+
+    ranks: int
+    command: tuple[str, ...]
+    default: str
+    cores: int
+    notes: tuple[str, ...]
+    measure: str
+    seed: int
+    verdict: str
+    confirmed: tuple[Confirmed, ...]
+
+
+class Tried(Part, frozen=True):
+    """One setting.
+
+    Attributes:
+        settings: which; empty for the defaults.
+        speedup_in_selection: in the runs that select; None where it cannot be told.
+        selection_seconds, confirmation_seconds: of each run.
+        failure: why it was dropped.
+    """
+
+    settings: Settings
+    speedup_in_selection: float | None
+    selection_seconds: tuple[float, ...]
+    confirmation_seconds: tuple[float, ...]
+    failure: str | None
+
+
+class Leader(Part, frozen=True):
+    """The setting that is the fastest so far.
+
+    Attributes:
+        settings: which.
+        speedup: in the runs that select.
+    """
+
+    settings: Settings
+    speedup: float
+
+
+class Outcome(Document, Measured, frozen=True):
+    """The outcome of a search.
+
+    Attributes:
+        interrupted: nothing is adopted.
+        budget_ended: the time was up before everything was tried.
+        adopted: settings; None for the defaults.
+        leader: None where nothing can be compared.
+        settings: all that were tried, the defaults first.
+    """
+
+    kind = "tune"
+    written_by = "hvdkit tune --json"
+
+    interrupted: bool
+    budget_ended: bool
+    adopted: Settings | None
+    leader: Leader | None
+    settings: tuple[Tried, ...]
+
+
+def outcome(search: Search, subject: Subject, *, interrupted: bool = False) -> Outcome:
     """The outcome for a program."""
-    best = None if interrupted else search.best()
-    leader = search.leader()
-    return {
-        "hvdkit": "tune",
-        "version": 1,
-        **_subject(search, subject),
-        "interrupted": interrupted,
-        "budget_ended": search.budget_ended,
-        "adopted": None if best is None else _settings(best),
-        "verdict": verdict(search, interrupted=interrupted),
-        "leader": None if leader is None else {"settings": _settings(leader[0]), "speedup": leader[1]},
-        "confirmed": _confirmed(search),
-        "settings": [
-            {
-                "settings": _settings(setting),
-                "speedup_in_selection": search.screening.ratio(setting),
-                "selection_seconds": search.screening.seconds(setting),
-                "confirmation_seconds": search.confirming.seconds(setting),
-                "failure": search.failures.get(setting),
-            }
+    best, leader = None if interrupted else search.best(), search.leader()
+    return Outcome(
+        **structs.asdict(_measured(search, subject, interrupted=interrupted)),
+        interrupted=interrupted,
+        budget_ended=search.budget_ended,
+        adopted=None if best is None else settings_of(best),
+        leader=None if leader is None else Leader(settings_of(leader[0]), leader[1]),
+        settings=tuple(
+            Tried(
+                settings_of(setting),
+                search.screening.ratio(setting),
+                tuple(search.screening.seconds(setting)),
+                tuple(search.confirming.seconds(setting)),
+                search.failures.get(setting),
+            )
             for setting in (DEFAULT, *search.candidates)
-        ],
-    }
+        ),
+    )
 
 
 def save(path: Path, search: Search, subject: Subject) -> Tuned:
@@ -115,39 +207,33 @@ def save(path: Path, search: Search, subject: Subject) -> Tuned:
     settings = DEFAULT if best is None else best
     if best is not None and subject.launcher is not None:
         settings = Tuned(**{**asdict(best), "launcher": subject.launcher})
-    measured = {**_subject(search, subject), "verdict": verdict(search), "confirmed": _confirmed(search)}
-    tuned.write(path, settings, measured)
+    tuned.write(path, settings, _measured(search, subject))
     return settings
 
 
-def _subject(search: Search, subject: Subject) -> dict[str, Any]:
-    return {
-        "ranks": subject.n,
-        "command": list(subject.command),
-        "default": subject.default,
-        "cores": subject.cores,
-        "notes": list(subject.notes),
-        "measure": search.measure,
-        "seed": subject.seed,
-    }
-
-
-def _settings(setting: Tuned) -> dict[str, Any]:
-    return {name: value for name, value in asdict(setting).items() if value not in (None, "")}
-
-
-def _confirmed(search: Search) -> list[dict[str, Any]]:
-    return [
-        {
-            "settings": _settings(setting),
-            "speedup": found.ratio,
-            "low": found.low,
-            "high": found.high if math.isfinite(found.high) else None,
-            "confidence": found.confidence,
-            "pairs": found.pairs,
-        }
+def _measured(search: Search, subject: Subject, *, interrupted: bool = False) -> Measured:
+    confirmed = tuple(
+        Confirmed(
+            settings_of(setting),
+            found.ratio,
+            found.low,
+            found.high if math.isfinite(found.high) else None,
+            found.confidence,
+            found.pairs,
+        )
         for setting, found in search.confirmed().items()
-    ]
+    )
+    return Measured(
+        subject.n,
+        tuple(subject.command),
+        subject.default,
+        subject.cores,
+        tuple(subject.notes),
+        search.measure,
+        subject.seed,
+        verdict(search, interrupted=interrupted),
+        confirmed,
+    )
 
 
 def _shown(search: Search) -> list[Tuned]:

@@ -151,7 +151,8 @@ static void write_all(FILE *file, const char *state)
     static const char *const levels[] = {"single", "funneled", "serialized", "multiple"};
     uint64_t end = paused_at_ns ? paused_at_ns : now();
     const char *between = "";
-    fprintf(file, "{\"hvdkit\": \"mpi profile\", \"version\": 1, \"job\": \"%016" PRIx64 "\", \"rank\": %d, ", job, rank);
+    fprintf(file, "{\"hvdkit\": \"" HVDKIT_VERSION "\", \"kind\": \"mpi-profile-rank\", \"schema\": 1,\n ");
+    fprintf(file, "\"job\": \"%016" PRIx64 "\", \"rank\": %d, ", job, rank);
     fprintf(file, "\"size\": %d,\n \"state\": \"%s\", \"seconds\": %.9f, \"library\": ", size, state,
             1e-9 * (double)(end - started_ns - paused_ns));
     write_string(file, library);

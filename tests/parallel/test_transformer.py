@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import rank_environment
+from ranks import rank_environment
 from tutorials_page import LAUNCH, arguments, tool
 
 from hvdkit.cli import run

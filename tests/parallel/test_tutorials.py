@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 import tutorials_page
-from conftest import BIN, rank_environment
+from ranks import BIN, rank_environment
 from tutorials_page import BLOCKS, LAUNCH, PAGE, ROOT, Block, lines_of
 
 from hvdkit.cli import COMMANDS

@@ -182,6 +182,8 @@ def test_the_command(tmp_path, capsys):
     assert "1304 operations of 58 tensors" in capsys.readouterr().out
     assert run(["timeline", "export", str(ATPESC), "-o", str(tmp_path / "t.csv"), "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
+    assert (written.pop("kind"), written.pop("schema"), "hvdkit" in written) == ("timeline-export", 1, True)
+    del written["hvdkit"]
     assert written == {"path": str(tmp_path / "t.csv"), "operations": 1304, "tensors": 58, "cycles": 0}
     assert run(["timeline", "export", str(ATPESC), "-o", str(tmp_path / "t.txt")]) == 2
     assert run(["timeline", "export", str(tmp_path / "none"), "-o", str(output)]) == 1

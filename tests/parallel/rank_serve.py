@@ -155,6 +155,10 @@ class Fresh:
         os.environ.clear()
         os.environ.update(self._environment)
         sys.path[:] = self._path
+        if private := sys.modules.get("hvdkit.keras.trainer.private"):
+            private.undo()  # clearing what it remembers would leave Keras guarded, and guarded twice after init()
+        if seeds := sys.modules.get(f"{self._adapter}.seeds"):
+            seeds.CURRENT.seeds = None
         for module, name in self._empty:
             value = getattr(module, name)
             if isinstance(value, list | set | dict | WeakSet):

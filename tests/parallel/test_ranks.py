@@ -39,7 +39,7 @@ def test_ranks_over_mpi(world):
 @pytest.mark.parametrize("time", ["first", "second"])
 def test_nothing_of_a_test_is_left_to_the_next(hk, world, time):
     seeds = sys.modules[f"{hk.__name__}.seeds"]
-    assert seeds._current == [] and "LEFT" not in os.environ
+    assert seeds.CURRENT.seeds is None and "LEFT" not in os.environ
     hk.seed_everything(3, world)
     if "keras" in sys.modules:
         import keras

@@ -53,7 +53,7 @@ def released(tree: Path) -> None:
         (tree / file).write_text(text)
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"{'+'.join(sorted(one.frameworks))}-{one.gpu}-{one.plain}")
 def test_the_patches_of_every_build_apply_to_one_source(tmp_path: Path, target: Target) -> None:
     """No patch stands on another, nor on a line that another takes away."""
     released(tmp_path)

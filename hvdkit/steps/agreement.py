@@ -176,11 +176,17 @@ def first_difference(tables: Sequence[Digests]) -> Difference | None:
     return None
 
 
-def require_same_rows(ranks: Collectives, rows: Sequence[str]) -> None:
-    """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective."""
+def require_same_rows(
+    ranks: Collectives, rows: Sequence[str], fault: str = "hold different models", fix: str = "build the same model"
+) -> None:
+    """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective.
+
+    Args:
+        fault, fix: what the ranks do wrong then, and should do on every rank.
+    """
     difference = first_difference(ranks.gather(rows_table(rows), "hvdkit.layout"))
     if difference is not None:
-        raise layout_error(difference, rows, ranks.rank())
+        raise layout_error(difference, rows, ranks.rank(), fault, fix)
 
 
 def require_same_values(
@@ -219,18 +225,25 @@ def require_same_values(
     raise value_error(difference, name, largest, (fixes or {}).get(name, BROADCAST))
 
 
-def layout_error(difference: Difference, rows: Sequence[str], rank: int) -> AgreementError:
+def layout_error(
+    difference: Difference,
+    rows: Sequence[str],
+    rank: int,
+    fault: str = "hold different models",
+    fix: str = "build the same model",
+) -> AgreementError:
     """The error for ranks that hold different models.
 
     Args:
         difference: where the names differ.
         rows: this rank's "name type shape", in order.
         rank: this rank.
+        fault, fix: what the ranks do wrong, and should do on every rank.
     """
     mine = rows[difference.position] if difference.position < len(rows) else "nothing"
     return AgreementError(
-        f"the ranks hold different models: rank {rank} has {mine} at position {difference.position}, which "
-        f"differs between {_sides(difference)}; build the same model on every rank."
+        f"the ranks {fault}: rank {rank} has {mine} at position {difference.position}, which "
+        f"differs between {_sides(difference)}; {fix} on every rank."
     )
 
 

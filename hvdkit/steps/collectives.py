@@ -95,37 +95,41 @@ class OverHorovod(Collectives):
     Args:
         hvd: ``horovod.torch`` or ``horovod.tensorflow``.
         tensor: makes that framework's tensor of a NumPy array.
+        process_set: between the ranks of this one alone; default: all.
     """
 
-    def __init__(self, hvd: Any, tensor: Callable[[Any], Any]) -> None:
+    def __init__(self, hvd: Any, tensor: Callable[[Any], Any], process_set: Any = None) -> None:
         self.hvd, self._tensor = hvd, tensor
+        self._among = {} if process_set is None else {"process_set": process_set}
 
     def rank(self) -> int:
-        return int(self.hvd.rank())
+        return int(self._among["process_set"].rank() if self._among else self.hvd.rank())
 
     def size(self) -> int:
-        return int(self.hvd.size())
+        return int(self._among["process_set"].size() if self._among else self.hvd.size())
 
     def gather(self, rows: npt.NDArray[Any], name: str) -> list[npt.NDArray[Any]]:
         count = self._tensor(np.array([len(rows)], dtype=np.int64))
-        lengths = self.hvd.allgather(count, name=f"{name}.lengths").numpy()
-        everyone = self.hvd.allgather(self._tensor(rows), name=name).numpy()
+        lengths = self.hvd.allgather(count, name=f"{name}.lengths", **self._among).numpy()
+        everyone = self.hvd.allgather(self._tensor(rows), name=name, **self._among).numpy()
         return np.split(everyone, np.cumsum(lengths)[:-1])
 
     def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:
-        total: npt.NDArray[np.float64] = self.hvd.allreduce(self._tensor(values), op=self.hvd.Sum, name=name).numpy()
+        total: npt.NDArray[np.float64] = self.hvd.allreduce(
+            self._tensor(values), op=self.hvd.Sum, name=name, **self._among
+        ).numpy()
         return total
 
     def minimum(self, values: Words, name: str) -> Words:
-        lowest: Words = self.hvd.allreduce(self._tensor(values), op=self.hvd.Min, name=name).numpy()
+        lowest: Words = self.hvd.allreduce(self._tensor(values), op=self.hvd.Min, name=name, **self._among).numpy()
         return lowest
 
     def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:
-        received: npt.NDArray[np.uint8] = self.hvd.broadcast(self._tensor(flat), root, name=name).numpy()
+        received: npt.NDArray[np.uint8] = self.hvd.broadcast(self._tensor(flat), root, name=name, **self._among).numpy()
         return received
 
     def broadcast_object(self, value: Any, name: str) -> Any:
-        return self.hvd.broadcast_object(value, root_rank=0, name=name)
+        return self.hvd.broadcast_object(value, root_rank=0, name=name, **self._among)
 
 
 class OverMpi(Collectives):

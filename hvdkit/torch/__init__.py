@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
@@ -19,7 +20,6 @@ from hvdkit.steps.torch_profile import profile
 
 try:
     import torch
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
 except ImportError as error:
     raise MissingFrameworkError(
         "hvdkit.torch needs PyTorch, which cannot be imported; run `pip install torch`."
@@ -61,6 +61,7 @@ __all__ = [
     "init",
     "init_process_group",
     "join",
+    "no_sync",
     "pin_device",
     "profile",
     "record_steps",
@@ -151,30 +152,52 @@ def distribute(
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
-    bucket_mb: float | None = None,
+    bucket_mb: float = 4,
 ) -> torch.optim.Optimizer:
-    """An optimizer whose ``step`` uses the mean of all ranks' gradients (step 4).
+    """From now on ``.grad`` is the mean over all ranks when ``backward()`` returns (step 4); returns the optimizer.
 
-    Gradients travel while ``loss.backward()`` still computes others. To clip, call ``optimizer.synchronize()``, clip,
-    and ``with optimizer.skip_synchronize(): optimizer.step()``.
+    It is the same object. Clip, unscale, accumulate, pass a closure as on one process. Gradients travel in buckets
+    while backward computes others, and ``parameter.grad`` is a view of a bucket: one that was kept shows the next
+    step's values. A parameter that no rank used keeps ``grad is None``; where some ranks used it, the others count as
+    zeros. The loss that a closure returns is averaged, too. Parameters that begin to train later, and groups that are
+    added, join at the next backward.
 
     Args:
-        optimizer: any ``torch.optim`` optimizer; what it has learned so far (its state) is kept.
+        optimizer: any ``torch.optim`` optimizer.
         model: names the gradients; must hold every parameter of the optimizer.
         op, compression, backward_passes_per_step, gradient_predivide_factor: see ``GradientOptions``. As PyTorch
             accumulates, the gradients of several passes are summed: divide the loss by their number for a mean.
-        groups: number of groups, or lists of parameters, that are reduced together.
+        groups: number of buckets, or lists of parameters that travel together; in the place of ``bucket_mb``.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: reduce only over these ranks (``horovod.torch.ProcessSet``); default: all.
-        bucket_mb: gradients become views of contiguous buckets of at least so many MB, each of which travels as one
-            tensor without Horovod's copies: faster where there are many small ones, 4 is a good size. After a step a
-            ``parameter.grad`` that was kept shows the next step's values. Not with op="adasum", which works tensor by
-            tensor, groups, or sparse gradients.
+        bucket_mb: a bucket leaves from so many MB (1,000,000 bytes) on, when its gradients are there.
+
+    With op="adasum" it returns Horovod's own optimizer instead, whose ``step`` combines what the ranks' steps would do.
+
     Raises:
-        InvalidArgumentError: bad options, an optimizer distributed twice, or parameters that are not in the model.
+        InvalidArgumentError: bad options, an optimizer distributed twice, parameters that are not in the model, or
+            one whose gradient cannot travel. In ``backward``: a gradient of another kind than its parameter.
+        AgreementError: in ``backward``, on every rank: the ranks train different parameters.
     """
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    return averaging.distributed(optimizer, model, options, groups, sparse_as_dense, process_set, bucket_mb)
+    layout = averaging.Layout(bucket_mb, groups, sparse_as_dense)
+    return averaging.distributed(optimizer, model, options, layout, process_set)
+
+
+def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Backwards in here keep their gradients on this rank; the first one after it averages the sum of all of them.
+
+    For gradient accumulation with fewer exchanges: ``with hk.no_sync(model): loss.backward()``, and the last one
+    without. Use it alike on every rank. No step is taken with gradients of one rank: ``step()`` exchanges what no
+    backward has.
+
+    Args:
+        model: whose optimizer, or optimizers, ``distribute`` has got.
+    Raises:
+        InvalidArgumentError: none of its parameters is in an optimizer that is distributed. In ``step``: gradients that
+            were changed, by clipping, while they were this rank's own.
+    """
+    return averaging.unsynchronized(model)
 
 
 # 5 ------------------------------------------------------------------------------------------------------------------
@@ -279,17 +302,13 @@ def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
     """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
 
     The time in the loader is recorded apart from that of the step, and in it when the gradients were there and the
-    wait for other ranks began (the first ``step()`` of an optimizer). Does nothing, and returns ``batches`` themselves,
+    wait for other ranks began (the end of the first backward). Does nothing, and returns ``batches`` themselves,
     unless HVDKIT_STEP_TIMES names a directory to write to. On a GPU, times are those of the host.
 
     Args:
         batches: any iterable, such as the loader of ``shard``.
     """
-    return step_times.record_steps(batches, _mark_optimizer_steps)
-
-
-def _mark_optimizer_steps(recorder: step_times.Recorder) -> None:
-    register_optimizer_step_pre_hook(lambda *_: recorder.ready())
+    return step_times.record_steps(batches)
 
 
 def record_timeline(

@@ -1,147 +1,317 @@
-"""Gradients that travel in contiguous buckets; the inside of ``hvdkit.torch.distribute(bucket_mb=)``.
+"""How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``optimizer``.
 
-Horovod copies many small gradients into its fusion buffer and back after the allreduce. Here each gradient is a view
-of a bucket that travels as one tensor: it is copied once, when it has just been computed, and negotiated once a bucket.
+A bucket is one flat tensor: gradients, whose ``.grad`` are views of it; behind them one number for each, 1 where this
+rank has a gradient; and last a number that is not 0 where a rank asks for another layout. After the allreduce these
+numbers are known on every rank, at the cost of no collective of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import horovod.torch as hvd
 import torch
-from horovod.torch.optimizer import _DistributedOptimizer
 
 from hvdkit.errors import InvalidArgumentError
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
+Parameter = torch.nn.Parameter
+Named = Sequence[tuple[str, Parameter]]
+
+_REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
+_NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
+
+
+class Wire:
+    """Averages flat tensors, in place, over the ranks of a process set.
+
+    Args:
+        process_set: Horovod's.
+        compression: "none" or "fp16".
+        predivide: f: divide by f before and by size / f after the sum.
+    """
+
+    def __init__(self, process_set: Any, compression: str, predivide: float) -> None:
+        self.process_set, self._compression, self._predivide = process_set, compression, predivide
+
+    def carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as one that Horovod can send, itself where it can be."""
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if self._compression == "fp16" and real.dtype in _NARROW:
+            return real.half()
+        return real if real.dtype in _REDUCED else real.float()
+
+    def start(self, flat: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
+        """Begin to average; returns Horovod's handle and what travels."""
+        carried = self.carried(flat)
+        handle = hvd.allreduce_async_(
+            carried,
+            name=name,
+            op=hvd.Average,
+            prescale_factor=1.0 / self._predivide,
+            postscale_factor=self._predivide,
+            process_set=self.process_set,
+        )
+        return handle, carried
+
+    def gather(self, rows: torch.Tensor, name: str) -> int:
+        """Begin to collect all ranks' rows; returns Horovod's handle."""
+        handle: int = hvd.allgather_async(rows, name=name, process_set=self.process_set)
+        return handle
+
+
+class Travelling(Protocol):
+    """Gradients that leave together."""
+
+    name: str
+    parameters: list[Parameter]
+    early: bool
+
+    def take(self, parameter: Parameter) -> bool: ...
+    def leave(self, wire: Wire, changed: bool) -> None: ...
+    def arrive(self) -> bool: ...
+    def abandon(self) -> None: ...
 
 
 class Bucket:
     """Gradients of one type on one device, side by side in memory.
 
     Args:
-        named: the parameters in the order in which backward is expected to produce their gradients.
+        named: the parameters in the order in which backward is expected to produce their gradients; may be none.
+        sparse_as_dense: whether sparse gradients become dense ones.
+
+    Attributes:
+        early: whether it may leave as soon as all its gradients are there, before backward has ended.
     """
 
-    def __init__(self, named: Named) -> None:
-        first, last = named[0][0], named[-1][0]
-        self.name = first if len(named) == 1 else f"{first}..{last}"
+    def __init__(self, named: Named, sparse_as_dense: bool) -> None:
+        self.name = " .. ".join(dict.fromkeys([named[0][0], named[-1][0]])) if named else "no dense gradient"
+        self._names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        sample = self.parameters[0]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=sample.dtype, device=sample.device)
-        pieces = zip(torch.split(self.flat, sizes), self.parameters, strict=True)
-        self.views = {parameter: piece.view(parameter.shape) for piece, parameter in pieces}
-        self.forget()
+        self.early = True
+        self._sparse_as_dense = sparse_as_dense
+        kind: dict[str, Any] = {}
+        if named:
+            kind = {"dtype": self.parameters[0].dtype, "device": self.parameters[0].device}
+        ends = [0]
+        for parameter in self.parameters:
+            ends.append(ends[-1] + parameter.numel())
+        self._flat = torch.zeros(ends[-1] + len(named) + 1, **kind)
+        self._views = [_view(self._flat, start, one) for start, one in zip(ends, self.parameters, strict=False)]
+        self._tail = self._flat[ends[-1] :]
+        self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self._begin()
 
-    def forget(self) -> None:
-        """As before the first gradient of a step."""
-        self._ready: set[torch.nn.Parameter] = set()
-        self._handle: int | None = None
-        self._context: Any = None
+    def _begin(self) -> None:
+        """As before the first gradient of a backward."""
+        self._taken: set[int] = set()
+        self._absent: set[int] = set()
+        self._sent: tuple[int, torch.Tensor] | None = None
 
-    def take(self, parameter: torch.nn.Parameter, start: Callable[[torch.Tensor, str], tuple[int, Any]]) -> None:
-        """Put the parameter's gradient in its place, zeros where it has none; with the last one the bucket leaves."""
-        view, gradient = self.views[parameter], parameter.grad
+    def abandon(self) -> None:
+        """Let arrive what is on its way, and forget it."""
+        if self._sent is not None:
+            hvd.synchronize(self._sent[0])
+        self._begin()
+
+    def take(self, parameter: Parameter) -> bool:
+        """Put the parameter's gradient into its place; whether all are there now.
+
+        Raises:
+            InvalidArgumentError: a gradient that cannot lie in a bucket, or that changed after it had left.
+        """
+        place = self._places[id(parameter)]
+        view, gradient = self._views[place], parameter.grad
+        if self._sent is not None:
+            raise InvalidArgumentError(
+                f"the gradient of {self._names[place]} grew after it had been sent to the other ranks; activation "
+                "checkpointing of shared weights needs use_reentrant=False."
+            )
+        self._taken.add(place)
         if gradient is None:
             view.zero_()
-        elif gradient.is_sparse:
+            self._absent.add(place)
+        elif gradient is not view:
+            view.copy_(self._dense(self._names[place], gradient))
+            parameter.grad = view
+        return len(self._taken) == len(self.parameters)
+
+    def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.requires_grad:
             raise InvalidArgumentError(
-                f"the gradient of a parameter in bucket {self.name!r} is sparse and cannot lie in a bucket; use "
-                "bucket_mb=None."
+                f"the gradient of {name} has a graph (backward(create_graph=True)), which no mean over ranks can keep; "
+                "take second derivatives of torch.autograd.grad instead."
             )
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-        parameter.grad = view
-        self._ready.add(parameter)
-        if len(self._ready) == len(self.parameters):
-            self._handle, self._context = start(self.flat, self.name)
+        if not gradient.is_sparse:
+            return gradient
+        if not self._sparse_as_dense:
+            raise InvalidArgumentError(
+                f"the gradient of {name} is sparse, though no module with sparse=True holds it; use "
+                "distribute(..., sparse_as_dense=True)."
+            )
+        return gradient.to_dense()
 
-    def wait(self, parameter: torch.nn.Parameter, decompress: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
-        """The reduced gradient; waits for the bucket once."""
-        if self._handle is not None:
-            arrived: torch.Tensor = decompress(hvd.synchronize(self._handle), self._context)
-            if arrived.data_ptr() != self.flat.data_ptr():
-                self.flat.copy_(arrived)
-            self.forget()
-        return self.views[parameter]
+    def leave(self, wire: Wire, changed: bool) -> None:
+        """Begin to travel, if it has not yet, with zeros for gradients that this rank does not have."""
+        if self._sent is not None:
+            return
+        for place, parameter in enumerate(self.parameters):
+            if place in self._taken:
+                continue
+            if changed and not self._fits(place):
+                self._views[place].zero_()
+                self._absent.add(place)
+            else:
+                self.take(parameter)
+        self._tail.fill_(1)
+        self._tail[-1] = float(changed)
+        for place in self._absent:
+            self._tail[place] = 0
+        self._sent = wire.start(self._flat, self.name)
+
+    def arrive(self) -> bool:
+        """Wait; then every gradient that some rank had is the mean. Whether a rank asks for another layout."""
+        handle, carried = self._sent  # type: ignore[misc]
+        hvd.synchronize(handle)
+        real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+        if carried.data_ptr() != real.data_ptr():
+            real.copy_(carried)
+        shares = self._tail.abs().tolist() if self._tail.is_complex() else self._tail.tolist()
+        for place in self._absent:
+            if shares[place] > 0 and self._fits(place):
+                self.parameters[place].grad = self._views[place]
+        self._begin()
+        return bool(shares[-1] > 0)
+
+    def _fits(self, place: int) -> bool:
+        """Whether the parameter is still what it was when the bucket was made."""
+        parameter, view = self.parameters[place], self._views[place]
+        return (parameter.dtype, parameter.device, parameter.shape) == (view.dtype, view.device, view.shape)
 
 
-def require_possible(bucket_mb: float, op: str, groups: Any, sparse_as_dense: bool) -> None:
-    """Refuse what buckets cannot do.
-
-    Raises:
-        InvalidArgumentError: bucket_mb not positive and finite, or beside an option that works tensor by tensor.
-    """
-    if not (isinstance(bucket_mb, (int, float)) and math.isfinite(bucket_mb) and bucket_mb > 0):
-        raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {bucket_mb!r}.")
-    for name, given in (("op='adasum'", op == "adasum"), ("groups", groups), ("sparse_as_dense", sparse_as_dense)):
-        if given:
-            raise InvalidArgumentError(f"bucket_mb and {name} exclude each other; leave one of them out.")
-
-
-def distributed(optimizer: torch.optim.Optimizer, named: Named, bucket_mb: float, **options: Any) -> Any:
-    """What ``horovod.torch.DistributedOptimizer`` returns, with its gradients in buckets.
+class SparseGradient:
+    """The sparse gradient of one parameter: the rows of all ranks, one after another, and equal ones added.
 
     Args:
-        optimizer: to distribute.
-        named: its parameters, in the order of the model.
-        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on.
-        options: Horovod's ``compression``, ``op``, ``backward_passes_per_step``, ``gradient_predivide_factor`` and
-            ``process_set``.
+        name, parameter: of a module with ``sparse=True``.
     """
-    # Horovod makes its optimizer in the same way: its methods in a new subclass of the optimizer's class.
-    methods = {**vars(_DistributedOptimizer), "_allreduce_grad_async": _allreduce, "load_state_dict": _load_state}
-    made = type(type(optimizer).__name__, (type(optimizer),), methods)(optimizer.param_groups, named, **options)
-    made._buckets = in_buckets(named, bucket_mb)
-    made._bucket_of = {parameter: bucket for bucket in made._buckets for parameter in bucket.parameters}
-    return made
+
+    early = True
+
+    def __init__(self, name: str, parameter: Parameter) -> None:
+        self.name, self.parameters = name, [parameter]
+        self._sent: tuple[int, int, int] | None = None
+
+    def abandon(self) -> None:
+        """Let arrive what is on its way, and forget it."""
+        for handle in (self._sent or ())[:2]:
+            hvd.synchronize(handle)
+        self._sent = None
+
+    def take(self, parameter: Parameter) -> bool:
+        """Look at the gradient that is there now; always true.
+
+        Raises:
+            InvalidArgumentError: it is dense.
+        """
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            raise InvalidArgumentError(
+                f"the gradient of {self.name} is dense, though its module has sparse=True (its weight has another use, "
+                "too); use distribute(..., sparse_as_dense=True)."
+            )
+        return True
+
+    def leave(self, wire: Wire, changed: bool) -> None:  # noqa: ARG002
+        """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
+        if self._sent is not None:
+            return
+        (parameter,) = self.parameters
+        self.take(parameter)
+        if parameter.grad is None:
+            indices = torch.empty((0, 1), dtype=torch.int64, device=parameter.device)
+            values = parameter.detach().new_empty((0, *parameter.shape[1:]))
+        else:
+            gradient = parameter.grad.coalesce()
+            indices, values = gradient.indices().t().contiguous(), gradient.values()
+        rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))
+        size = wire.process_set.size()
+        self._sent = wire.gather(indices, rows), wire.gather(wire.carried(values).contiguous(), numbers), size
+
+    def arrive(self) -> bool:
+        """Wait; then the gradient, where some rank had one, is the mean. Never asks for another layout."""
+        rows, numbers, size = self._sent  # type: ignore[misc]
+        (parameter,) = self.parameters
+        indices, values = hvd.synchronize(rows), hvd.synchronize(numbers)
+        if parameter.is_complex():
+            values = torch.view_as_complex(values.contiguous())
+        if len(indices):
+            values = values.to(parameter.dtype) / size
+            parameter.grad = torch.sparse_coo_tensor(indices.t(), values, parameter.shape).coalesce()
+        self._sent = None
+        return False
 
 
-def in_buckets(named: Named, bucket_mb: float) -> list[Bucket]:
-    """Buckets of parameters that train, last layer first, as backward produces gradients."""
-    open_ones: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.nn.Parameter]]] = {}
-    full: list[Bucket] = []
-    for name, parameter in reversed([(name, parameter) for name, parameter in named if parameter.requires_grad]):
-        kind = (parameter.dtype, parameter.device)
-        members = open_ones.setdefault(kind, [])
-        members.append((name, parameter))
-        if _bytes(one for _, one in members) >= 1e6 * bucket_mb:
-            full.append(Bucket(open_ones.pop(kind)))
-    return [*full, *map(Bucket, open_ones.values())]
+def in_buckets(
+    named: Named,
+    bucket_mb: float,
+    groups: int | list[list[torch.Tensor]] | None,
+    sparse_as_dense: bool,
+    sparse: set[int],
+) -> list[Travelling]:
+    """Buckets of parameters that train, last layer first, as backward produces gradients; at least one.
+
+    Args:
+        named: the parameters in the order of the model.
+        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
+        groups: number of buckets of each type, or which parameters go together (the others: alone).
+        sparse_as_dense: whether sparse gradients become dense ones.
+        sparse: the id of each parameter whose gradient is sparse.
+    """
+    travel_alone = [] if sparse_as_dense else [one for one in named if id(one[1]) in sparse]
+    alone = {id(parameter) for _, parameter in travel_alone}
+    dense = [one for one in reversed(named) if id(one[1]) not in alone]
+    made: list[Travelling] = [SparseGradient(*one) for one in travel_alone]
+    made += [Bucket(members, sparse_as_dense) for members in _split(dense, bucket_mb, groups)]
+    return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], sparse_as_dense)]
 
 
-def _bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+def _split(named: Named, bucket_mb: float, groups: int | list[list[torch.Tensor]] | None) -> Iterable[Named]:
+    if isinstance(groups, list):
+        group_of = {id(one): number for number, group in enumerate(groups) for one in group}
+        kinds: dict[Any, list[tuple[str, Parameter]]] = {}
+        for name, parameter in named:
+            together = group_of.get(id(parameter), name)
+            kinds.setdefault((together, parameter.dtype, parameter.device), []).append((name, parameter))
+        return kinds.values()
+    limit = 1e6 * bucket_mb
+    if groups is not None:
+        limit = sum(map(_bytes, named)) / groups
+    open_ones: dict[Any, list[tuple[str, Parameter]]] = {}
+    sizes: dict[Any, int] = {}
+    full: list[Named] = []
+    for one in named:
+        kind = (one[1].dtype, one[1].device)
+        open_ones.setdefault(kind, []).append(one)
+        sizes[kind] = sizes.get(kind, 0) + _bytes(one)
+        if sizes[kind] >= limit:
+            full.append(open_ones.pop(kind))
+            del sizes[kind]
+    return [*full, *open_ones.values()]
 
 
-def _allreduce(self: Any, parameter: torch.nn.Parameter) -> tuple[Callable[[], torch.Tensor], Any]:
-    """In the place of Horovod's ``_allreduce_grad_async``, called when the parameter's gradient is complete."""
-    bucket = self._bucket_of[parameter]
-    bucket.take(parameter, partial(_start, self))
-    # Horovod decompresses what the first returns; it has its own type already, which is the second.
-    return partial(bucket.wait, parameter, self._compression.decompress), parameter.dtype
+def _bytes(one: tuple[str, Parameter]) -> int:
+    return one[1].numel() * one[1].element_size()
 
 
-def _start(self: Any, flat: torch.Tensor, name: str) -> tuple[int, Any]:
-    compressed, context = self._compression.compress(flat)
-    factor = self.gradient_predivide_factor if self.op == hvd.Average else 1.0
-    handle = hvd.allreduce_async_(
-        compressed,
-        name=name,
-        op=self.op,
-        prescale_factor=1.0 / factor,
-        postscale_factor=factor,
-        process_set=self.process_set,
-    )
-    return handle, context
+def _view(flat: torch.Tensor, start: int, parameter: Parameter) -> torch.Tensor:
+    """The parameter's part of a flat tensor, with its strides where these leave no gaps (channels_last)."""
+    if parameter.numel() and _is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), start)
+    return flat[start : start + parameter.numel()].view(parameter.shape)
 
 
-def _load_state(self: Any, *args: Any, **kwargs: Any) -> None:
-    _DistributedOptimizer.load_state_dict(self, *args, **kwargs)
-    for bucket in self._buckets:
-        bucket.forget()
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of the axes."""
+    steps = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    return all(stride == math.prod(length for _, length in steps[:number]) for number, (stride, _) in enumerate(steps))

@@ -14,6 +14,7 @@ from horovod.torch import elastic
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.elastic import ElasticBase
 from hvdkit.torch.data import require_sharded
+from hvdkit.torch.optimizer import forget_agreements
 from hvdkit.torch.schedule import Warmup
 from hvdkit.torch.state import HostCopies, broadcast_optimizer, broadcast_tensors, model_tensors
 
@@ -61,6 +62,11 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self.model.load_state_dict(copied["model"])
         # An optimizer keeps the tensors that it is given, and would train the committed ones.
         self.optimizer.load_state_dict(HostCopies().of("", copied["optimizer"]))
+
+    def reset(self) -> None:
+        """Called by Horovod after it has started anew."""
+        forget_agreements()
+        super().reset()
 
     def _gather_commits(self, own: int) -> list[int]:
         commits: list[int] = hvd.allgather(torch.tensor([own]), name="hvdkit.elastic.commits").tolist()

@@ -1,0 +1,720 @@
+"""Ordinary PyTorch programs: n ranks, each on its part of a batch, and one process on all of it end with equal weights.
+
+A program takes ``distribute`` and this process's batches; with ``plain`` it is a program of one process.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+
+import hvdkit
+
+STEPS, SAMPLES, FEATURES = 5, 12, 6  # samples of a batch of all ranks
+
+
+def plain(optimizer: Any, model: Any, **options: Any) -> Any:
+    return optimizer
+
+
+def batches(world: Any = None, steps: int = STEPS) -> Any:
+    """(x, y) of each step: this rank's part, or with no ``world`` all of it."""
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        x = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+        y = x.sum(dim=1, keepdim=True).sin()
+        share = slice(None) if world is None else slice(world.rank, None, world.size)
+        yield x[share], y[share]
+
+
+def net(seed: int = 0, width: int = 5) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, 1)).double()
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    return ((model(x) - y) ** 2).mean()
+
+
+def adam(model: Any, **options: Any) -> Any:
+    import torch
+
+    return torch.optim.Adam(model.parameters(), **{"lr": 0.05, **options})
+
+
+def momentum(parameters: Any, **options: Any) -> Any:
+    import torch
+
+    return torch.optim.SGD(parameters, **{"lr": 0.05, "momentum": 0.9, **options})
+
+
+def clipping(distribute, data):
+    import torch
+
+    model = net()
+    optimizer = distribute(adam(model), model)
+    for x, y in data:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    return [model]
+
+
+def clipped_by_value_before_distribute_was_called(distribute, data):
+    """A hook of the user's own, and a scheduler that was made before."""
+    import torch
+
+    model = net()
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    optimizer = distribute(optimizer, model)
+    for x, y in data:
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, x, y).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+        schedule.step()
+    return [model]
+
+
+def scaling(distribute, data):
+    """Mixed precision as published; one sample makes an infinite gradient in the third step, on one rank."""
+    import torch
+
+    model = net()
+    optimizer = distribute(momentum(model.parameters(), lr=0.01), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step, (x, y) in enumerate(data):
+        optimizer.zero_grad(set_to_none=True)
+        if step == 2:
+            x = torch.where(x == first_sample(step), torch.inf, x)
+        scaler.scale(loss_of(model, x, y)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() != 1024.0
+    return [model]
+
+
+def first_sample(step: int) -> Any:
+    return list(batches())[step][0][0]
+
+
+def closures(distribute, data):
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    for x, y in data:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return [model]
+
+
+def lbfgs(distribute, data, search=None):
+    import torch
+
+    model = net()
+    optimizer = distribute(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn=search), model)
+    for x, y in data:
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return [model]
+
+
+def lbfgs_with_a_line_search(distribute, data):
+    return lbfgs(distribute, data, "strong_wolfe")
+
+
+def gan(distribute, data):
+    """As dcgan does it: the discriminator's gradients of two backwards, then the generator's through it."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(1)
+    generator = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    critic = nn.Sequential(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    of_critic, of_generator = distribute(adam(critic), critic), distribute(adam(generator), generator)
+    judge = nn.BCEWithLogitsLoss()
+    for x, y in data:
+        critic.zero_grad()
+        judge(critic(y), torch.ones_like(y)).backward()
+        fake = generator(x)
+        judge(critic(fake.detach()), torch.zeros_like(y)).backward()
+        of_critic.step()
+        generator.zero_grad()
+        judge(critic(fake), torch.ones_like(y)).backward()
+        of_generator.step()
+    return [generator, critic]
+
+
+def two_models_in_one_backward(distribute, data):
+    one, other = net(0), net(1)
+    optimizers = [distribute(adam(model), model) for model in (one, other)]
+    for x, y in data:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (loss_of(one, x, y) + loss_of(other, x, one(x))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [one, other]
+
+
+def two_optimizers_on_one_model(distribute, data):
+    import torch
+
+    model = net()
+    first = distribute(momentum(model[0].parameters()), model)
+    second = distribute(torch.optim.AdamW(model[2].parameters(), lr=0.03), model)
+    for x, y in data:
+        model.zero_grad()
+        loss_of(model, x, y).backward()
+        first.step()
+        second.step()
+    return [model]
+
+
+def unfreezing(distribute, data):
+    """First the head alone, then the head is frozen and the body trains: no parameter of before fires a hook."""
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = distribute(momentum(model.parameters(), weight_decay=0.1), model)
+    for step, (x, y) in enumerate(data):
+        if step == 2:
+            model[0].requires_grad_(True)
+            model[2].requires_grad_(False)
+        if step == 4:
+            model[2].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [model]
+
+
+def adding_a_group(distribute, data):
+    import torch
+
+    model = net()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    optimizer = distribute(momentum(model[2].parameters()), model)
+    for step, (x, y) in enumerate(data):
+        if step == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return [model]
+
+
+def layers_that_no_step_uses(distribute, data):
+    """Weight decay and momentum act on zeros, and not where there is no gradient."""
+    import torch
+
+    torch.manual_seed(0)
+    branches = torch.nn.ModuleList([net(seed) for seed in range(3)])
+    optimizer = distribute(momentum(branches.parameters(), weight_decay=0.3), branches)
+    for step, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        loss_of(branches[step % 2], x, y).backward()
+        optimizer.step()
+    assert branches[2][0].weight.grad is None
+    return [branches]
+
+
+def layers_that_some_ranks_use(distribute, data):
+    import torch
+
+    torch.manual_seed(0)
+    experts = torch.nn.ModuleList([net(seed) for seed in range(3)])
+    optimizer = distribute(momentum(experts.parameters(), weight_decay=0.3), experts)
+    for x, y in data:
+        optimizer.zero_grad()
+        taken = (x[:, 0] > x[:, 1] + 1.0).long()
+        out = torch.zeros_like(y)
+        for number in taken.unique().tolist():
+            out[taken == number] = experts[number](x[taken == number])
+        ((out - y) ** 2).mean().backward()
+        optimizer.step()
+    return [experts]
+
+
+def accumulating(distribute, data):
+    model = net()
+    optimizer = distribute(adam(model), model)
+    for x, y in data:
+        optimizer.zero_grad()
+        for part in (slice(0, 2), slice(2, 4)):
+            (loss_of(model, x[..., :], y) * (part.stop / 4)).backward()
+        optimizer.step()
+    return [model]
+
+
+def averaging_weights(distribute, data):
+    import torch
+
+    model = net()
+    optimizer = distribute(adam(model), model)
+    kept = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    copied = copy.deepcopy(model)
+    for x, y in data:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        kept.update_parameters(model)
+    loss_of(copied, *next(iter(batches()))).backward()  # a copy is nobody's business
+    return [model, kept.module]
+
+
+def checkpointing(distribute, data, reentrant=True):
+    """Each layer's backward runs within the backward of the whole; the last one runs at the very end."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    model = net()
+    optimizer = distribute(adam(model), model)
+    for x, y in data:
+        optimizer.zero_grad()
+        hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=reentrant)
+        out = checkpoint(model[2:], hidden, use_reentrant=reentrant)
+        ((out - y) ** 2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return [model]
+
+
+def checkpointing_without_nesting(distribute, data):
+    return checkpointing(distribute, data, reentrant=False)
+
+
+def checkpointing_a_shared_layer(distribute, data):
+    """Its gradient grows twice in one backward."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layer, head = torch.nn.Linear(FEATURES, FEATURES).double(), torch.nn.Linear(FEATURES, 1).double()
+    model = torch.nn.Sequential(layer, head)
+    optimizer = distribute(adam(model), model, bucket_mb=1e-5)
+    for x, y in data:
+        optimizer.zero_grad()
+        hidden = checkpoint(layer, x.requires_grad_(), use_reentrant=True).tanh()
+        hidden = checkpoint(layer, hidden, use_reentrant=True).tanh()
+        ((head(hidden) - y) ** 2).mean().backward()
+        optimizer.step()
+    return [model]
+
+
+def second_derivatives(distribute, data):
+    """A penalty on the gradient with regard to the input."""
+    import torch
+
+    model = net()
+    optimizer = distribute(adam(model), model)
+    for x, y in data:
+        optimizer.zero_grad()
+        out = model(x.requires_grad_())
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (((out - y) ** 2).mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+    return [model]
+
+
+def compiling(distribute, data):
+    import torch
+
+    model = net()
+    optimizer = distribute(adam(model), model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for x, y in data:
+        optimizer.zero_grad()
+        loss_of(compiled, x, y).backward()
+        torch.nn.utils.clip_grad_norm_(compiled.parameters(), 0.05)
+        optimizer.step()
+    return [model]
+
+
+def compiling_the_whole_step(distribute, data):
+    import torch
+
+    model = net()
+    optimizer = distribute(adam(model), model)
+
+    @torch.compile(backend="aot_eager")
+    def step(x, y):
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+    for x, y in data:
+        step(x, y)
+    return [model]
+
+
+def distributing_anew(distribute, data):
+    """A second optimizer for the second stage; the first is forgotten, or, as here, still in use."""
+    model = net()
+    first, second = distribute(momentum(model.parameters()), model), None
+    for step, (x, y) in enumerate(data):
+        if step == 2:
+            second = distribute(adam(model), model)
+        optimizer = second if second is not None and step != 3 else first
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [model]
+
+
+def moving_to_another_type(distribute, data):
+    model = net()
+    optimizer = distribute(momentum(model.parameters(), momentum=0), model)
+    for step, (x, y) in enumerate(data):
+        if step == 1:
+            model.float()
+        if step == 3:
+            model.double()
+        kind = next(model.parameters()).dtype
+        optimizer.zero_grad()
+        loss_of(model, x.to(kind), y.to(kind)).backward()
+        optimizer.step()
+    return [model]
+
+
+def embeddings(distribute, data, **options):
+    import torch
+
+    torch.manual_seed(0)
+    table, head = torch.nn.Embedding(30, 4, sparse=True).double(), torch.nn.Linear(4, 1).double()
+    model = torch.nn.ModuleList([table, head])
+    optimizer = distribute(momentum(model.parameters(), momentum=0, lr=0.5), model, **options)
+    for x, y in data:
+        optimizer.zero_grad()
+        ((head(table((x[:, 0] * 7).long() % 30)) - y) ** 2).mean().backward()
+        optimizer.step()
+    return [model]
+
+
+def embeddings_made_dense(distribute, data):
+    return embeddings(distribute, data, **({} if distribute is plain else {"sparse_as_dense": True}))
+
+
+def rotations(distribute, data):
+    """Complex parameters beside real ones."""
+    import torch
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(FEATURES, 2).to(torch.complex128)
+    optimizer = distribute(momentum(layer.parameters()), layer)
+    for x, y in data:
+        optimizer.zero_grad()
+        (layer(x.to(torch.complex128)).abs() - y).square().mean().backward()
+        optimizer.step()
+    return [torch.nn.ParameterList([torch.view_as_real(one.detach()) for one in layer.parameters()])]
+
+
+def images(distribute, data):
+    """Weights in channels_last."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 1)).double()
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = distribute(momentum(model.parameters()), model)
+    for x, y in data:
+        optimizer.zero_grad(set_to_none=False)
+        picture = x.repeat(1, 18).reshape(len(x), 3, 6, 6).contiguous(memory_format=torch.channels_last)
+        loss_of(model, picture, y).backward()
+        optimizer.step()
+    return [model]
+
+
+PROGRAMS = [
+    clipping,
+    clipped_by_value_before_distribute_was_called,
+    scaling,
+    closures,
+    lbfgs,
+    lbfgs_with_a_line_search,
+    gan,
+    two_models_in_one_backward,
+    two_optimizers_on_one_model,
+    unfreezing,
+    adding_a_group,
+    layers_that_no_step_uses,
+    layers_that_some_ranks_use,
+    accumulating,
+    averaging_weights,
+    checkpointing,
+    checkpointing_without_nesting,
+    checkpointing_a_shared_layer,
+    second_derivatives,
+    compiling,
+    compiling_the_whole_step,
+    distributing_anew,
+    moving_to_another_type,
+    embeddings,
+    embeddings_made_dense,
+    rotations,
+    images,
+]
+
+
+def furthest(ours: Any, theirs: Any) -> float:
+    pairs = [
+        (one, other)
+        for mine, alone in zip(ours, theirs, strict=True)
+        for one, other in zip(mine.parameters(), alone.parameters(), strict=True)
+    ]
+    return max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
+@on_ranks("torch", n=(2, 3))
+def test_a_program_equals_one_process_on_the_union_batch(hk, world, program):
+    alone = program(plain, batches())
+    ours = program(hk.distribute, batches(world))
+    assert furthest(alone, program(plain, batches(steps=STEPS - 1))) > 1e-6  # each step counts
+    assert furthest(ours, alone) < (1e-5 if program is moving_to_another_type else 1e-9)
+    for model in ours:
+        hk.check_agreement(model, None, world)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize("how", ["no_sync", "backward_passes_per_step"])
+@on_ranks("torch", n=2)
+def test_passes_without_an_exchange_are_averaged_with_the_next(hk, world, how, passes):
+    """The last window has fewer passes than the others: the step exchanges what no backward did."""
+
+    def train(distribute, data):
+        model = net()
+        optimizer = distribute(adam(model), model)
+        gradients = []
+        data = list(data)
+        for number, (x, y) in enumerate(data):
+            last = (number + 1) % passes == 0
+            if how == "no_sync" and distribute is not plain and not last:
+                with hk.no_sync(model):
+                    loss_of(model, x, y).backward()
+            else:
+                loss_of(model, x, y).backward()
+            if last or number == len(data) - 1:
+                optimizer.step()
+                gradients.append(model[0].weight.grad.clone())
+                optimizer.zero_grad()
+        return model, gradients
+
+    def distribute(optimizer, model):
+        options = {"backward_passes_per_step": passes} if how == "backward_passes_per_step" else {}
+        return hk.distribute(optimizer, model, **options)
+
+    (alone, theirs), (ours, mine) = train(plain, batches()), train(distribute, batches(world))
+    assert furthest([ours], [alone]) < 1e-9
+    assert all((one - other).abs().max() < 1e-12 for one, other in zip(mine, theirs, strict=True))
+
+
+@on_ranks("torch", n=2)
+def test_a_step_with_clipped_gradients_of_one_rank_is_refused(hk, world):
+    import torch
+
+    model = net()
+    optimizer = hk.distribute(adam(model), model)
+    x, y = next(batches(world))
+    with hk.no_sync(model):
+        loss_of(model, x, y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="gradients of this rank alone were changed"):
+        optimizer.step()
+    with pytest.raises(hvdkit.InvalidArgumentError, match="no_sync takes a model whose optimizer"), hk.no_sync(net()):
+        pass
+
+
+@on_ranks("torch", n=2)
+def test_no_sync_keeps_gradients_local(hk, world, everyone):
+    model = net()
+    hk.distribute(adam(model), model)
+    x, y = next(batches(world))
+    with hk.no_sync(model):
+        loss_of(model, x, y).backward()
+    one, other = everyone(float(model[0].weight.grad.sum()))
+    assert one != other
+    loss_of(model, x, y).backward()
+    one, other = everyone(float(model[0].weight.grad.sum()))
+    assert one == other
+
+
+@on_ranks("torch", n=3)
+def test_ranks_that_train_different_parameters_get_one_error_each(hk, world, everyone):
+    model = net()
+    optimizer = hk.distribute(adam(model), model)
+    for step, (x, y) in enumerate(batches(world, steps=3)):
+        if step == 2 and world.rank == 1:
+            model[0].requires_grad_(False)
+        if step < 2:
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            continue
+        with pytest.raises(hvdkit.AgreementError) as refused:
+            loss_of(model, x, y).backward()
+    assert "train different parameters" in str(refused.value) and "freeze and add them alike" in str(refused.value)
+
+
+@on_ranks("torch", n=2)
+def test_ranks_that_distribute_differently_get_one_error_each(hk, world):
+    model = net()
+    hk.distribute(adam(model), model, backward_passes_per_step=1, compression="fp16" if world.rank else "none")
+    with pytest.raises(hvdkit.AgreementError, match="compression='"):
+        loss_of(model, *next(batches(world))).backward()
+
+
+@on_ranks("torch", n=2)
+def test_a_backward_that_raises_leaves_nothing_behind(hk, world):
+    """A hook of the user's own raises, on every rank, after gradients have been sent."""
+
+    def train(distribute, data):
+        model = net()
+        optimizer = distribute(adam(model), model, **({} if distribute is plain else {"bucket_mb": 1e-5}))
+        for step, (x, y) in enumerate(data):
+            optimizer.zero_grad()
+            if step in (2, 3):
+
+                def fail(gradient):
+                    raise ArithmeticError("refused")
+
+                hook = model[0].weight.register_hook(fail)
+                with pytest.raises(ArithmeticError):
+                    loss_of(model, x, y).backward()
+                hook.remove()
+                optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        return [model]
+
+    assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < 1e-9
+
+
+@on_ranks("torch", n=2)
+def test_a_sum_stays_the_sum_when_gradients_accumulate(hk, world, everyone):
+    model = net()
+    optimizer = hk.distribute(momentum(model.parameters()), model, op="sum")
+    x, y = next(batches(world))
+    mine = net()
+    loss_of(mine, x, y).backward()
+    parts = everyone(mine[0].weight.grad.tolist())
+    import torch
+
+    total = torch.tensor(parts, dtype=torch.float64).sum(dim=0)
+    for count in (1, 2, 3):
+        loss_of(model, x, y).backward()
+        assert (model[0].weight.grad - count * total).abs().max() < 1e-12
+    assert optimizer is optimizer
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32"])
+@on_ranks("torch", n=2)
+def test_narrow_types_travel_and_stay_themselves(hk, world, everyone, kind):
+    import torch
+
+    model = net().to(getattr(torch, kind))
+    hk.distribute(momentum(model.parameters()), model)
+    x, y = (one.to(getattr(torch, kind)) for one in next(batches(world)))
+    alone = copy.deepcopy(model)
+    loss_of(alone, x, y).backward()
+    loss_of(model, x, y).backward()
+    parts = torch.tensor(everyone(alone[0].weight.grad.double().tolist()))
+    gradient = model[0].weight.grad
+    assert gradient.dtype == getattr(torch, kind)
+    assert torch.equal(gradient, parts.mean(dim=0).to(gradient.dtype).double().to(gradient.dtype))
+
+
+@pytest.mark.parametrize("options", [{"groups": 2}, {"groups": "lists"}, {"bucket_mb": 1e-5}, {"compression": "fp16"}])
+@on_ranks("torch", n=2)
+def test_other_ways_to_travel_give_the_same(hk, world, options):
+    def train(distribute, data):
+        model = net()
+        given = {"groups": [[model[2].bias, model[0].weight]]} if options.get("groups") == "lists" else options
+        optimizer = distribute(momentum(model.parameters()), model, **given)
+        for x, y in data:
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        return [model]
+
+    assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < (
+        1e-3 if "compression" in options else 1e-9
+    )
+
+
+@on_ranks("torch", n=2)
+def test_the_optimizer_stays_the_same_object_and_is_distributed_once(hk, world):
+    model = net()
+    optimizer = adam(model)
+    assert hk.distribute(optimizer, model) is optimizer
+    with pytest.raises(hvdkit.InvalidArgumentError, match="distributed already"):
+        hk.distribute(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bucket_mb": 0}, "bucket_mb must be a positive, finite number of MB, got 0"),
+        ({"groups": 0}, "groups must be a number >= 1 or lists of parameters, got 0"),
+        ({"groups": [["weight"]]}, "groups must be a number, or lists of parameters"),
+    ],
+)
+@on_ranks("torch", n=1)
+def test_options_that_cannot_be_are_refused(hk, options, message):
+    with pytest.raises(hvdkit.InvalidArgumentError, match=message):
+        model = net()
+        hk.distribute(adam(model), model, **options)
+
+
+@on_ranks("torch", n=1)
+def test_what_cannot_travel_is_refused_when_it_is_distributed(hk):
+    import torch
+
+    lazy, nowhere = torch.nn.LazyLinear(3), torch.nn.Linear(2, 2, device="meta")
+    for model, message in ((lazy, "it has no data yet"), (nowhere, "it has no data yet")):
+        with pytest.raises(hvdkit.InvalidArgumentError, match=message):
+            hk.distribute(torch.optim.SGD(model.parameters(), 0.1), model)
+    with pytest.raises(hvdkit.InvalidArgumentError, match=r"takes a torch\.optim optimizer, got Linear"):
+        hk.distribute(net()[0], net())
+
+
+@on_ranks("torch", n=2)
+def test_gradients_that_cannot_be_averaged_are_refused_in_backward(hk, world):
+    import torch
+
+    model = net()
+    optimizer = hk.distribute(adam(model), model)
+    x, y = next(batches(world))
+    loss_of(model, x, y).backward()
+    optimizer.zero_grad()
+    with pytest.raises(hvdkit.InvalidArgumentError, match="create_graph=True"):
+        loss_of(model, x, y).backward(create_graph=True)
+    table = torch.nn.Parameter(torch.zeros(5, 2))
+    owner = torch.nn.ParameterList([table])
+    hk.distribute(torch.optim.SGD([table], 0.1), owner)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="sparse_as_dense=True"):
+        torch.nn.functional.embedding(torch.tensor([1]), table, sparse=True).sum().backward()

@@ -336,6 +336,7 @@ def fit(
     remainder: str = "drop",
     kind: str = "auto",
     seed: int = 0,
+    precision: str = "fp32",
 ) -> list[dict[str, float]]:
     """The eight steps in one call: train ``model`` on all ranks; returns the mean loss of each epoch.
 
@@ -347,6 +348,7 @@ def fit(
         checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
             checkpoint already; the history then begins with the epoch after it.
         remainder, kind, seed: see ``shard`` and ``pin_device``.
+        precision: "fp32", or with PyTorch's autocast "bf16" or "fp16", the latter with a GradScaler.
     Raises:
         InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
     """
@@ -359,6 +361,7 @@ def fit(
     steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
     loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
+    autocast, scaler = device.mixed_precision(precision, target)
     if checkpoints is not None:
         checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
     history = []
@@ -366,9 +369,11 @@ def fit(
         total = 0.0
         for x, y, *weights in record_steps(loader):
             optimizer.zero_grad()
-            batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
-            batch_loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            with autocast:
+                batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
+            scaler.scale(batch_loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
             schedule.step()
             total += batch_loss.item()
         history.append(average_metrics({"loss": total / steps}, world))

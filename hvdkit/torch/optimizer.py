@@ -26,6 +26,10 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.buckets import Named, Parameter, Travelling, Wire, in_buckets
 from hvdkit.torch.state import layout
 
+# A step that is compiled as a whole calls hooks and callbacks where dynamo would trace them. Not torch.compiler.disable,
+# which imports dynamo at once: this one does so at the first call, when an optimizer has imported it anyway.
+_eagerly = torch._disable_dynamo
+
 _EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _NUMBERS = itertools.count()
 
@@ -184,6 +188,7 @@ class Exchange:
         self._twice: set[int] = set()
         self._local: list[tuple[Parameter, torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
+        self._averaged = False
         self.follow_groups()
         optimizer.register_step_pre_hook(self._before_step)
         added = optimizer.add_param_group
@@ -249,6 +254,7 @@ class Exchange:
         self._fired: set[int] = set()
         self._changed = self._agreed is None or self._agreed.seen != _seen(self._training())
 
+    @_eagerly
     @torch.no_grad()
     def _take(self, parameter: Parameter) -> None:
         """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
@@ -272,6 +278,7 @@ class Exchange:
         """Send what has not left yet."""
         if self.active:
             self._passes += not self._suspended
+        self._averaged = self.exchanging
         if self.exchanging:
             self._passes, self._local = 0, []
             for bucket in self._buckets():
@@ -337,25 +344,25 @@ class Exchange:
         finally:
             self._suspended -= 1
 
+    @_eagerly
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
         """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-        local = [(gradient, version) for one, gradient, version in self._local if one.grad is gradient]
-        self._local = []
-        if local and any(gradient._version != version for gradient, version in local):
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._averaging(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._averaging(kwargs["closure"])}
+        if any(one.grad is gradient and gradient._version != version for one, gradient, version in self._local):
             raise InvalidArgumentError(
                 f"step() after gradients of this rank alone were changed (clipped or unscaled): the last backward "
                 f"before it was in no_sync, or was one of fewer than {self._options.backward_passes_per_step} "
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
-        if local:
+        if self._hooked and not self._averaged:  # or this rank's loss reached no parameter, and the others wait
             self.begin()
             self.exchanging = self.active
             self.depart()
             self.arrive()
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._averaging(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._averaging(kwargs["closure"])}
+        self._averaged = False
         return None
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -407,6 +414,7 @@ class _Now:
             exchange.abandon()
         self._reached, self._tasks = [], set()
 
+    @_eagerly
     @torch.no_grad()
     def end(self, end: _End) -> None:
         """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""

@@ -26,8 +26,8 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.buckets import Named, Parameter, Travelling, Wire, in_buckets
 from hvdkit.torch.state import layout
 
-# A step that is compiled as a whole calls hooks and callbacks where dynamo would trace them. Not torch.compiler.disable,
-# which imports dynamo at once: this one does so at the first call, when an optimizer has imported it anyway.
+# Where a step is compiled as a whole, dynamo would trace hooks and callbacks. Not torch.compiler.disable, which imports
+# dynamo at once: this one does so at the first call, when an optimizer has imported it anyway.
 _eagerly = torch._disable_dynamo
 
 _EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()

@@ -157,10 +157,9 @@ def distribute(
     """From now on ``.grad`` is the mean over all ranks when ``backward()`` returns (step 4); returns the optimizer.
 
     It is the same object. Clip, unscale, accumulate, pass a closure as on one process. Gradients travel in buckets
-    while backward computes others, and ``parameter.grad`` is a view of a bucket: one that was kept shows the next
-    step's values. A parameter that no rank used keeps ``grad is None``; where some ranks used it, the others count as
-    zeros. The loss that a closure returns is averaged, too. Parameters that begin to train later, and groups that are
-    added, join at the next backward.
+    while backward computes others. A parameter that no rank used keeps ``grad is None``; where some ranks used it, the
+    others count as zeros. The loss that a closure returns is averaged, too. Parameters that begin to train later, and
+    groups that are added, join at the next backward.
 
     Args:
         optimizer: any ``torch.optim`` optimizer.

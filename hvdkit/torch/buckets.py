@@ -7,7 +7,9 @@ numbers are known on every rank, at the cost of no collective of their own.
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -94,14 +96,29 @@ class Bucket:
         kind: dict[str, Any] = {}
         if named:
             kind = {"dtype": self.parameters[0].dtype, "device": self.parameters[0].device}
-        ends = [0]
-        for parameter in self.parameters:
-            ends.append(ends[-1] + parameter.numel())
-        self._flat = torch.zeros(ends[-1] + len(named) + 1, **kind)
-        self._views = [_view(self._flat, start, one) for start, one in zip(ends, self.parameters, strict=False)]
-        self._tail = self._flat[ends[-1] :]
         self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        self._starts = list(itertools.accumulate((one.numel() for one in self.parameters), initial=0))
+        self._lie_in(torch.zeros(self._starts[-1] + len(named) + 1, **kind))
         self._begin()
+
+    def _lie_in(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        self._views = [_view(flat, start, one) for start, one in zip(self._starts, self.parameters, strict=False)]
+        self._tail = flat[self._starts[-1] :]
+        self._owners = self._count_owners(0) if self.parameters else (0, 0)
+
+    def _count_owners(self, place: int) -> tuple[int, int]:
+        return sys.getrefcount(self._views[place]), torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
+
+    def _leave_to_holders(self, place: int) -> None:
+        """Move, where somebody has kept the last gradient, itself or detached: theirs must not become the next one."""
+        if all(now <= own for now, own in zip(self._count_owners(place), self._owners, strict=True)):
+            return
+        before = self._views
+        self._lie_in(self._flat.clone())
+        for parameter, old, new in zip(self.parameters, before, self._views, strict=True):
+            if parameter.grad is old:
+                parameter.grad = new
 
     def _begin(self) -> None:
         """As before the first gradient of a backward."""
@@ -121,20 +138,22 @@ class Bucket:
         Raises:
             InvalidArgumentError: a gradient that cannot lie in a bucket, or that changed after it had left.
         """
-        place = self._places[id(parameter)]
-        view, gradient = self._views[place], parameter.grad
+        place, gradient = self._places[id(parameter)], parameter.grad
         if self._sent is not None:
             raise InvalidArgumentError(
                 f"the gradient of {self._names[place]} grew after it had been sent to the other ranks; activation "
                 "checkpointing of shared weights needs use_reentrant=False."
             )
         self._taken.add(place)
-        if gradient is None:
-            view.zero_()
-            self._absent.add(place)
-        elif gradient is not view:
-            view.copy_(self._dense(self._names[place], gradient))
-            parameter.grad = view
+        if gradient is not self._views[place]:
+            self._leave_to_holders(place)
+            view = self._views[place]
+            if gradient is None:
+                view.zero_()
+                self._absent.add(place)
+            else:
+                view.copy_(self._dense(self._names[place], gradient))
+                parameter.grad = view
         return len(self._taken) == len(self.parameters)
 
     def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:

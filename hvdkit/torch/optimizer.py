@@ -28,7 +28,7 @@ from hvdkit.torch.state import layout
 
 # Where a step is compiled as a whole, dynamo would trace hooks and callbacks. Not torch.compiler.disable, which imports
 # dynamo at once: this one does so at the first call, when an optimizer has imported it anyway.
-_eagerly = torch._disable_dynamo
+_eagerly: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 
 _EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _NUMBERS = itertools.count()

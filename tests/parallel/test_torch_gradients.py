@@ -462,6 +462,28 @@ def batches_that_some_ranks_leave_out(distribute, data):
     return [model]
 
 
+def gradients_that_are_kept(distribute, data):
+    """Two losses whose gradients are projected onto each other, and one of the step before that is looked at again."""
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    last = None
+    for x, y in data:
+        parts = []
+        for half in (slice(0, 2), slice(2, 4)):
+            optimizer.zero_grad()
+            loss_of(model, x[:, :], y * half.stop).backward()
+            parts.append([one.grad for one in model.parameters()])
+        detached = [one.grad.detach() for one in model.parameters()]
+        for one, first, second in zip(model.parameters(), *parts, strict=True):
+            one.grad = first + second * (first * second).sum().sign()
+        if last is not None:
+            for one, before in zip(model.parameters(), last, strict=True):
+                one.grad += 0.1 * before
+        optimizer.step()
+        last = detached
+    return [model]
+
+
 PROGRAMS = [
     clipping,
     clipped_by_value_before_distribute_was_called,
@@ -491,6 +513,7 @@ PROGRAMS = [
     rotations,
     images,
     batches_that_some_ranks_leave_out,
+    gradients_that_are_kept,
 ]
 
 

@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import horovod.torch as hvd
 import numpy as np
@@ -26,12 +26,17 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.buckets import Named, Parameter, Travelling, Wire, in_buckets
 from hvdkit.torch.state import layout
 
-# Where a step is compiled as a whole, dynamo would trace hooks and callbacks. Not torch.compiler.disable, which imports
-# dynamo at once: this one does so at the first call, when an optimizer has imported it anyway.
-_eagerly: Any = torch._disable_dynamo  # type: ignore[attr-defined]
-
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _NUMBERS = itertools.count()
+
+
+def _eagerly(function: _Function) -> _Function:
+    """Where a step is compiled as a whole, dynamo would trace what autograd and the optimizer call.
+
+    As torch.compiler.disable, which would import dynamo at once: this does at the first call, after the optimizer has.
+    """
+    return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -67,7 +68,7 @@ class Travelling(Protocol):
     """Gradients that leave together."""
 
     name: str
-    parameters: list[Parameter]
+    holds: list[int]
     early: bool
 
     def take(self, parameter: Parameter) -> bool: ...
@@ -84,28 +85,33 @@ class Bucket:
         sparse_as_dense: whether sparse gradients become dense ones.
 
     Attributes:
+        holds: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
         early: whether it may leave as soon as all its gradients are there, before backward has ended.
     """
 
     def __init__(self, named: Named, sparse_as_dense: bool) -> None:
         self.name = " .. ".join(dict.fromkeys([named[0][0], named[-1][0]])) if named else "no dense gradient"
         self._names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self._parameters = [weakref.ref(parameter) for _, parameter in named]
+        self.holds = [id(parameter) for _, parameter in named]
         self.early = True
         self._sparse_as_dense = sparse_as_dense
         kind: dict[str, Any] = {}
         if named:
-            kind = {"dtype": self.parameters[0].dtype, "device": self.parameters[0].device}
-        self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        self._starts = list(itertools.accumulate((one.numel() for one in self.parameters), initial=0))
-        self._lie_in(torch.zeros(self._starts[-1] + len(named) + 1, **kind))
+            kind = {"dtype": named[0][1].dtype, "device": named[0][1].device}
+        self._places = {key: place for place, key in enumerate(self.holds)}
+        starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
+        self._numbers = starts.pop()
+        self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
+        self._lie_in(torch.zeros(self._numbers + len(named) + 1, **kind))
         self._begin()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
         self._flat = flat
-        self._views = [_view(flat, start, one) for start, one in zip(self._starts, self.parameters, strict=False)]
-        self._tail = flat[self._starts[-1] :]
-        self._owners = self._count_owners(0) if self.parameters else (0, 0)
+        self._views = [flat.as_strided(*where) for where in self._where]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._tail = flat[self._numbers :]
+        self._owners = self._count_owners(0) if self._views else (0, 0)
 
     def _count_owners(self, place: int) -> tuple[int, int]:
         return sys.getrefcount(self._views[place]), torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
@@ -116,8 +122,9 @@ class Bucket:
             return
         before = self._views
         self._lie_in(self._flat.clone())
-        for parameter, old, new in zip(self.parameters, before, self._views, strict=True):
-            if parameter.grad is old:
+        for weak, old, new in zip(self._parameters, before, self._views, strict=True):
+            parameter = weak()
+            if parameter is not None and parameter.grad is old:
                 parameter.grad = new
 
     def _begin(self) -> None:
@@ -145,6 +152,8 @@ class Bucket:
                 "checkpointing of shared weights needs use_reentrant=False."
             )
         self._taken.add(place)
+        if self._views[place].data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
+            self._views[place] = self._flat.as_strided(*self._where[place])
         if gradient is not self._views[place]:
             self._leave_to_holders(place)
             view = self._views[place]
@@ -154,7 +163,7 @@ class Bucket:
             else:
                 view.copy_(self._dense(self._names[place], gradient))
                 parameter.grad = view
-        return len(self._taken) == len(self.parameters)
+        return len(self._taken) == len(self.holds)
 
     def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.requires_grad:
@@ -175,10 +184,11 @@ class Bucket:
         """Begin to travel, if it has not yet, with zeros for gradients that this rank does not have."""
         if self._sent is not None:
             return
-        for place, parameter in enumerate(self.parameters):
+        for place in range(len(self.holds)):
             if place in self._taken:
                 continue
-            if changed and not self._fits(place):
+            parameter = self._fitting(place)
+            if parameter is None:
                 self._views[place].zero_()
                 self._absent.add(place)
             else:
@@ -198,15 +208,21 @@ class Bucket:
             real.copy_(carried)
         shares = self._tail.abs().tolist() if self._tail.is_complex() else self._tail.tolist()
         for place in self._absent:
-            if shares[place] > 0 and self._fits(place):
-                self.parameters[place].grad = self._views[place]
+            if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
+                parameter.grad = self._views[place]
         self._begin()
         return bool(shares[-1] > 0)
 
-    def _fits(self, place: int) -> bool:
-        """Whether the parameter is still what it was when the bucket was made."""
-        parameter, view = self.parameters[place], self._views[place]
-        return (parameter.dtype, parameter.device, parameter.shape) == (view.dtype, view.device, view.shape)
+    def _fitting(self, place: int) -> Parameter | None:
+        """The parameter, if there still is one and it is what it was when the bucket was made."""
+        parameter, view = self._parameters[place](), self._views[place]
+        if parameter is None or (parameter.dtype, parameter.device, parameter.shape) != (
+            self._flat.dtype,
+            self._flat.device,
+            view.shape,
+        ):
+            return None
+        return parameter
 
 
 class SparseGradient:
@@ -219,7 +235,8 @@ class SparseGradient:
     early = True
 
     def __init__(self, name: str, parameter: Parameter) -> None:
-        self.name, self.parameters = name, [parameter]
+        self.name, self.holds, self._parameter = name, [id(parameter)], weakref.ref(parameter)
+        self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
         self._sent: tuple[int, int, int] | None = None
 
     def abandon(self) -> None:
@@ -245,12 +262,12 @@ class SparseGradient:
         """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
         if self._sent is not None:
             return
-        (parameter,) = self.parameters
-        self.take(parameter)
-        if parameter.grad is None:
-            indices = torch.empty((0, 1), dtype=torch.int64, device=parameter.device)
-            values = parameter.detach().new_empty((0, *parameter.shape[1:]))
+        parameter = self._parameter()
+        if parameter is None or parameter.grad is None:
+            indices = torch.empty((0, 1), dtype=torch.int64, device=self._device)
+            values = torch.empty((0, *self._shape[1:]), dtype=self._type, device=self._device)
         else:
+            self.take(parameter)
             gradient = parameter.grad.coalesce()
             indices, values = gradient.indices().t().contiguous(), gradient.values()
         rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))
@@ -260,12 +277,12 @@ class SparseGradient:
     def arrive(self) -> bool:
         """Wait; then the gradient, where some rank had one, is the mean. Never asks for another layout."""
         rows, numbers, size = self._sent  # type: ignore[misc]
-        (parameter,) = self.parameters
+        parameter = self._parameter()
         indices, values = hvd.synchronize(rows), hvd.synchronize(numbers)
-        if parameter.is_complex():
+        if self._type.is_complex:
             values = torch.view_as_complex(values.contiguous())
-        if len(indices):
-            values = values.to(parameter.dtype) / size
+        if len(indices) and parameter is not None:
+            values = values.to(self._type) / size
             parameter.grad = torch.sparse_coo_tensor(
                 indices.t(), values, parameter.shape, check_invariants=False
             ).coalesce()
@@ -325,11 +342,11 @@ def _bytes(one: tuple[str, Parameter]) -> int:
     return one[1].numel() * one[1].element_size()
 
 
-def _view(flat: torch.Tensor, start: int, parameter: Parameter) -> torch.Tensor:
-    """The parameter's part of a flat tensor, with its strides where these leave no gaps (channels_last)."""
+def _strides(parameter: Parameter) -> tuple[int, ...]:
+    """The parameter's own where they leave no gaps (channels_last), as autograd does it; else those of its shape."""
     if parameter.numel() and _is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), start)
-    return flat[start : start + parameter.numel()].view(parameter.shape)
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

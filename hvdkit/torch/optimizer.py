@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,8 +71,12 @@ def distributed(
     process_set: Any,
 ) -> torch.optim.Optimizer:
     """The inside of ``hvdkit.torch.distribute``, which says what is taken and refused."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(f"distribute takes a torch.optim optimizer, got {type(optimizer).__name__}.")
+    for what, given, kind in (("optimizer", optimizer, torch.optim.Optimizer), ("model", model, torch.nn.Module)):
+        if not isinstance(given, kind):
+            raise InvalidArgumentError(
+                f"distribute takes an optimizer of torch.optim and the model, a torch.nn.Module; as {what} it got "
+                f"{type(given).__name__}."
+            )
     if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__ or any(
         one.optimizer() is optimizer for one in _EXCHANGES
     ):
@@ -84,7 +89,8 @@ def distributed(
     if missing:
         raise InvalidArgumentError(
             f"the optimizer holds {len(named)} parameters, {len(named) - len(missing)} of them in the model; make the "
-            "optimizer from this model's parameters(), after moving the model to its device."
+            "optimizer from this model's parameters(), after moving the model to its device. If it trains several "
+            "models, distribute torch.nn.ModuleList([model, other]); a lone tensor goes into a torch.nn.ParameterList."
         )
     for name, one in named:
         require_sendable(name, one)
@@ -157,6 +163,20 @@ class _Agreed:
     bucket_of: dict[int, Travelling]
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A parameter of an exchange, which its hooks hold: it must not hold them, or neither would ever be freed.
+
+    Attributes:
+        order: where it stands in the model.
+    """
+
+    parameter: weakref.ref[Parameter]
+    name: str
+    order: int
+    hooks: list[Any]
+
+
 class Exchange:
     """What one ``distribute`` does to its parameters: after every backward that reaches them, ``.grad`` is the mean.
 
@@ -176,22 +196,15 @@ class Exchange:
         ranks: Any,
     ) -> None:
         self.optimizer = weakref.ref(optimizer)  # parameters live longer than an optimizer, and hold their hooks
+        self._model = weakref.ref(model)
         self.number = next(_NUMBERS)
         self._options, self._layout, self._ranks = options, layout, ranks
         self._wire = Wire(ranks, options.compression, options.gradient_predivide_factor)
-        self._names = {id(one): name for name, one in _named(model)}
-        self._order = {key: place for place, key in enumerate(self._names)}
-        self._sparse = {
-            id(one)
-            for module in model.modules()
-            if getattr(module, "sparse", False)
-            for one in module.parameters(False)
-        }
-        self._hooked: dict[int, tuple[Parameter, list[Any]]] = {}
+        self._members: dict[int, _Member] = {}
         self._suspended = 0
         self._passes = 0
         self._twice: set[int] = set()
-        self._local: list[tuple[Parameter, torch.Tensor, int]] = []
+        self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
         self._averaged = False
         self.follow_groups()
@@ -213,15 +226,23 @@ class Exchange:
         The newest ``distribute`` of a parameter is the one that averages it.
         """
         optimizer = self.optimizer()
-        for one in [] if optimizer is None else _parameters(optimizer):
-            if id(one) in self._hooked or not (one.is_floating_point() or one.is_complex()):
-                continue
-            name = self._names.setdefault(id(one), f"added.{len(self._names)}")
-            self._order.setdefault(id(one), len(self._order))
+        every = [] if optimizer is None else _parameters(optimizer)
+        new = [one for one in every if not self.has(one) and (one.is_floating_point() or one.is_complex())]
+        model = self._model()
+        named = [] if not new or model is None else list(_named(model))
+        places = {id(one): (name, place) for place, (name, one) in enumerate(named)}
+        for one in new:
+            later = len(places) + len(self._members)
+            name, order = places.get(id(one), (f"added.{later}", later))
             require_sendable(name, one)
             for other in _EXCHANGES:
                 other.release(one)
-            self._hooked[id(one)] = one, self._hooks_on(one)
+            self._members[id(one)] = _Member(weakref.ref(one), name, order, self._hooks_on(one))
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether it averages this parameter's gradient."""
+        member = self._members.get(id(parameter))
+        return member is not None and member.parameter() is parameter
 
     def _hooks_on(self, parameter: Parameter) -> list[Any]:
         trains = parameter.requires_grad
@@ -235,35 +256,35 @@ class Exchange:
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
-        for hook in self._hooked.pop(id(parameter), (parameter, []))[1]:
-            hook.remove()
+        if self.has(parameter):
+            for hook in self._members.pop(id(parameter)).hooks:
+                hook.remove()
 
-    def holds(self, model: torch.nn.Module) -> bool:
-        """Whether it averages gradients of this model."""
-        return any(id(one) in self._hooked for one in model.parameters())
-
-    def _training(self) -> list[Parameter]:
-        """What trains now, in the order of the model."""
-        return sorted(
-            (one for one, _ in self._hooked.values() if one.requires_grad), key=lambda one: self._order[id(one)]
-        )
+    def _training(self) -> list[tuple[str, Parameter]]:
+        """What trains now, with names, in the order of the model."""
+        members = sorted(self._members.values(), key=lambda member: member.order)
+        living = [(member.name, member.parameter()) for member in members]
+        return [(name, one) for name, one in living if one is not None and one.requires_grad]
 
     # While backward computes ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The first gradient of a backward is there."""
-        self.active = self._ranks.included() and self._ranks.size() > 1
+        self.active = self._among_others()
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         self._fired: set[int] = set()
         self._changed = self._agreed is None or self._agreed.seen != _seen(self._training())
 
+    def _among_others(self) -> bool:
+        return bool(self._ranks.included() and self._ranks.size() > 1)
+
     @_eagerly
     @torch.no_grad()
     def _take(self, parameter: Parameter) -> None:
         """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
-        _NOW.reach(self)
+        _NOW.reach(self, parameter)
         if not self.exchanging:
             return
         if id(parameter) in self._fired:
@@ -289,7 +310,7 @@ class Exchange:
             for bucket in self._buckets():
                 bucket.leave(self._wire, self._changed)
         elif self.active:
-            gradients = [(one, one.grad) for one in self._training()]
+            gradients = [(weakref.ref(one), one.grad) for _, one in self._training()]
             self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
 
     def arrive(self) -> None:
@@ -312,19 +333,20 @@ class Exchange:
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
-        training, how = self._training(), self._layout
-        named = [(self._names[id(one)], one) for one in training]
+        named, how, model = self._training(), self._layout, self._model()
+        modules = [] if model is None else [one for one in model.modules() if getattr(one, "sparse", False)]
+        sparse = {id(one) for module in modules for one in module.parameters(recurse=False)}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
         ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())
-        buckets = in_buckets(named, how.bucket_mb, how.groups, how.sparse_as_dense, self._sparse)
+        buckets = in_buckets(named, how.bucket_mb, how.groups, how.sparse_as_dense, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
-        bucket_of = {id(one): bucket for bucket in buckets for one in bucket.parameters}
-        self._agreed = _Agreed(_seen(training), buckets, bucket_of)
+        bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
+        self._agreed = _Agreed(_seen(named), buckets, bucket_of)
 
     def _buckets(self) -> list[Travelling]:
         return [] if self._agreed is None else self._agreed.buckets
@@ -356,13 +378,18 @@ class Exchange:
             return (args[0], self._averaging(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._averaging(kwargs["closure"])}
-        if any(one.grad is gradient and gradient._version != version for one, gradient, version in self._local):
+        if torch._C._current_graph_task_id() != -1 and self._among_others():
+            raise InvalidArgumentError(
+                "step() within backward(), where gradients are this rank's own and the mean is not there yet; step "
+                "after backward()."
+            )
+        if any(_is_other(one(), gradient, version) for one, gradient, version in self._local):
             raise InvalidArgumentError(
                 f"step() after gradients of this rank alone were changed (clipped or unscaled): the last backward "
                 f"before it was in no_sync, or was one of fewer than {self._options.backward_passes_per_step} "
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
-        if self._hooked and not self._averaged:  # or this rank's loss reached no parameter, and the others wait
+        if self._members and not self._averaged:  # or this rank's loss reached no parameter, and the others wait
             self.begin()
             self.exchanging = self.active
             self.depart()
@@ -375,7 +402,7 @@ class Exchange:
 
         def averaged() -> Any:
             loss = closure()
-            if loss is None or not (self._ranks.included() and self._ranks.size() > 1):
+            if loss is None or not self._among_others():
                 return loss
             op = hvd.Sum if self._options.op == "sum" else hvd.Average
             mine = torch.as_tensor(loss).detach()
@@ -385,8 +412,14 @@ class Exchange:
         return averaged
 
 
-def _seen(parameters: list[Parameter]) -> list[tuple[int, torch.dtype, int]]:
-    return [(id(one), one.dtype, one.data_ptr()) for one in parameters]
+def _is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) -> bool:
+    """Whether a parameter's gradient is there and is not what it was."""
+    now = None if parameter is None else parameter.grad
+    return now is not None and (now is not gradient or now._version != version)
+
+
+def _seen(named: Named) -> list[tuple[int, torch.dtype, int]]:
+    return [(id(one), one.dtype, one.data_ptr()) for _, one in named]
 
 
 class _Now:
@@ -394,15 +427,27 @@ class _Now:
 
     def __init__(self) -> None:
         self._reached: list[Exchange] = []
+        self._thread = 0
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
-    def reach(self, exchange: Exchange) -> None:
-        """Called in backward by every hook."""
+    def reach(self, exchange: Exchange, parameter: Parameter) -> None:
+        """Called in backward by every hook.
+
+        Raises:
+            InvalidArgumentError: another thread is in backward.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             if not self._ends:  # the graph that held them is gone: an error ended it
                 self._abandon()
+            thread = threading.get_ident()  # of a GPU's hooks it is the device's
+            if self._reached and thread != self._thread and parameter.device.type == "cpu":
+                raise InvalidArgumentError(
+                    "two threads are in backward() at a time, and ranks may order them differently; let one thread "
+                    "train after the other."
+                )
+            self._thread = thread
             self._tasks.add(task)
             self._queue_end()
         if exchange not in self._reached:
@@ -463,7 +508,10 @@ _NOW = _Now()
 @contextlib.contextmanager
 def unsynchronized(model: torch.nn.Module) -> Iterator[None]:
     """The inside of ``hvdkit.torch.no_sync``."""
-    found = [one for one in _EXCHANGES if one.holds(model)]
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"no_sync takes the model, got {type(model).__name__}.")
+    parameters = list(model.parameters())
+    found = [one for one in _EXCHANGES if any(map(one.has, parameters))]
     if not found:
         raise InvalidArgumentError("no_sync takes a model whose optimizer distribute has got; this one has none.")
     with contextlib.ExitStack() as stack:

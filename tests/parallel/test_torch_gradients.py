@@ -484,6 +484,24 @@ def gradients_that_are_kept(distribute, data):
     return [model]
 
 
+def gradients_that_are_assigned(distribute, data):
+    """Clipping by hand, in three styles."""
+    import torch
+
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    for step, (x, y) in enumerate(data):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(model, x, y).backward()
+        for one in model.parameters():
+            one.grad.data = one.grad.data.clamp(-0.1, 0.1)
+            one.grad.data.mul_(0.5)
+            if step == 3:
+                one.grad = torch.tanh(one.grad)
+        optimizer.step()
+    return [model]
+
+
 PROGRAMS = [
     clipping,
     clipped_by_value_before_distribute_was_called,
@@ -514,6 +532,7 @@ PROGRAMS = [
     images,
     batches_that_some_ranks_leave_out,
     gradients_that_are_kept,
+    gradients_that_are_assigned,
 ]
 
 
@@ -582,8 +601,75 @@ def test_a_step_with_clipped_gradients_of_one_rank_is_refused(hk, world):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with pytest.raises(hvdkit.InvalidArgumentError, match="gradients of this rank alone were changed"):
         optimizer.step()
-    with pytest.raises(hvdkit.InvalidArgumentError, match="no_sync takes a model whose optimizer"), hk.no_sync(net()):
-        pass
+    with hk.no_sync(model):
+        loss_of(model, x, y).backward()
+    model[0].weight.grad = model[0].weight.grad.clamp(-0.1, 0.1)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="gradients of this rank alone were changed"):
+        optimizer.step()
+    for wrong, message in ((net(), "a model whose optimizer"), (optimizer, "takes the model, got Adam")):
+        with pytest.raises(hvdkit.InvalidArgumentError, match=message), hk.no_sync(wrong):
+            pass
+
+
+@on_ranks("torch", n=2)
+def test_a_step_within_backward_is_refused(hk, world):
+    model = net()
+    optimizer = hk.distribute(adam(model), model)
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(hvdkit.InvalidArgumentError, match="step after backward"):
+        loss_of(model, *next(batches(world))).backward()
+
+
+@on_ranks("torch", n=2)
+def test_two_threads_that_train_at_a_time_are_refused(hk, world):
+    import threading
+
+    one, other = net(), net()
+    for model in (one, other):
+        hk.distribute(adam(model), model)
+    x, y = next(batches(world))
+    refused = []
+
+    def second():
+        try:
+            loss_of(other, x, y).backward()
+        except hvdkit.InvalidArgumentError as error:
+            refused.append(str(error))
+
+    def start_another(gradient):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    one[0].weight.register_hook(start_another)
+    loss_of(one, x, y).backward()
+    assert "two threads are in backward()" in refused[0]
+
+
+@on_ranks("torch", n=2)
+def test_a_model_that_is_no_longer_used_is_freed(hk, world):
+    import gc
+    import weakref
+
+    from hvdkit.torch import optimizer as inside
+
+    before, kept = len(inside._EXCHANGES), []
+    for op in ("average", "sum"):
+        model = net()
+        optimizer = hk.distribute(adam(model), model, op=op)
+        x, y = next(batches(world))
+        with hk.no_sync(model):
+            loss_of(model, x, y).backward()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        with hk.no_sync(model):
+            loss_of(model, x, y).backward()
+        kept += [weakref.ref(one) for one in model.parameters()]
+        del model, optimizer
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)
+    assert len(inside._EXCHANGES) == before
 
 
 @on_ranks("torch", n=2)
@@ -734,8 +820,10 @@ def test_what_cannot_travel_is_refused_when_it_is_distributed(hk):
     for model, message in ((lazy, "it has no data yet"), (nowhere, "it has no data yet")):
         with pytest.raises(hvdkit.InvalidArgumentError, match=message):
             hk.distribute(torch.optim.SGD(model.parameters(), 0.1), model)
-    with pytest.raises(hvdkit.InvalidArgumentError, match=r"takes a torch\.optim optimizer, got Linear"):
+    with pytest.raises(hvdkit.InvalidArgumentError, match="as optimizer it got Linear"):
         hk.distribute(net()[0], net())
+    with pytest.raises(hvdkit.InvalidArgumentError, match="as model it got list"):
+        hk.distribute(adam(net()), [net()])
 
 
 @on_ranks("torch", n=2)

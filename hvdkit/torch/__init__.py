@@ -41,6 +41,7 @@ from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
+from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
@@ -85,10 +86,15 @@ _Batch = TypeVar("_Batch")
 def init() -> Topology:
     """Start Horovod and say who this process is (step 1). Without a launcher: a job of one process.
 
+    Unless HOROVOD_FUSION_THRESHOLD or HOROVOD_AUTOTUNE is set, Horovod's fusion buffer has 4 MiB: the buckets of
+    ``distribute`` then travel from where they are, and are not copied together.
+
     Raises:
         LauncherError: the launcher's environment is incomplete.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
+    if not os.environ.get("HOROVOD_AUTOTUNE"):
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
     return topology.start(hvd, os.environ)
 
 

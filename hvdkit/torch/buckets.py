@@ -1,8 +1,8 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``optimizer``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` are views of it; behind them one number for each, 1 where this
-rank has a gradient; and last a number that is not 0 where a rank asks for another layout. After the allreduce these
-numbers are known on every rank, at the cost of no collective of their own.
+rank has a gradient; and last two that say whether this rank needs another layout, and whether it sends them only in
+``step()``. After the allreduce these numbers are known on every rank, at the cost of no collective of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from hvdkit.errors import InvalidArgumentError
 Parameter = torch.nn.Parameter
 Named = Sequence[tuple[str, Parameter]]
 
+FUSION_BYTES = 4 * 2**20
+"""Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 _REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
 
@@ -72,8 +74,8 @@ class Travelling(Protocol):
     early: bool
 
     def take(self, parameter: Parameter) -> bool: ...
-    def leave(self, wire: Wire, changed: bool) -> None: ...
-    def arrive(self) -> bool: ...
+    def leave(self, wire: Wire, changed: bool, late: bool) -> None: ...
+    def arrive(self) -> tuple[float, float]: ...
     def abandon(self) -> None: ...
 
 
@@ -103,7 +105,7 @@ class Bucket:
         starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
         self._numbers = starts.pop()
         self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
-        self._lie_in(torch.zeros(self._numbers + len(named) + 1, **kind))
+        self._lie_in(torch.zeros(self._numbers + len(named) + 2, **kind))
         self._begin()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
@@ -180,7 +182,7 @@ class Bucket:
             )
         return gradient.to_dense()
 
-    def leave(self, wire: Wire, changed: bool) -> None:
+    def leave(self, wire: Wire, changed: bool, late: bool) -> None:
         """Begin to travel, if it has not yet, with zeros for gradients that this rank does not have."""
         if self._sent is not None:
             return
@@ -194,13 +196,13 @@ class Bucket:
             else:
                 self.take(parameter)
         self._tail.fill_(1)
-        self._tail[-1] = float(changed)
+        self._tail[-2], self._tail[-1] = float(changed), float(late)
         for place in self._absent:
             self._tail[place] = 0
         self._sent = wire.start(self._flat, self.name)
 
-    def arrive(self) -> bool:
-        """Wait; then every gradient that some rank had is the mean. Whether a rank asks for another layout."""
+    def arrive(self) -> tuple[float, float]:
+        """Wait; then every gradient that some rank had is the mean. The shares of ranks that said changed, and late."""
         handle, carried = self._sent  # type: ignore[misc]
         hvd.synchronize(handle)
         real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
@@ -211,7 +213,7 @@ class Bucket:
             if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
                 parameter.grad = self._views[place]
         self._begin()
-        return bool(shares[-1] > 0)
+        return shares[-2], shares[-1]
 
     def _fitting(self, place: int) -> Parameter | None:
         """The parameter, if there still is one and it is what it was when the bucket was made."""
@@ -258,7 +260,7 @@ class SparseGradient:
             )
         return True
 
-    def leave(self, wire: Wire, changed: bool) -> None:  # noqa: ARG002
+    def leave(self, wire: Wire, changed: bool, late: bool) -> None:  # noqa: ARG002
         """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
         if self._sent is not None:
             return
@@ -274,8 +276,8 @@ class SparseGradient:
         size = wire.process_set.size()
         self._sent = wire.gather(indices, rows), wire.gather(wire.carried(values).contiguous(), numbers), size
 
-    def arrive(self) -> bool:
-        """Wait; then the gradient, where some rank had one, is the mean. Never asks for another layout."""
+    def arrive(self) -> tuple[float, float]:
+        """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
         rows, numbers, size = self._sent  # type: ignore[misc]
         parameter = self._parameter()
         indices, values = hvd.synchronize(rows), hvd.synchronize(numbers)
@@ -287,7 +289,7 @@ class SparseGradient:
                 indices.t(), values, parameter.shape, check_invariants=False
             ).coalesce()
         self._sent = None
-        return False
+        return 0.0, 0.0
 
 
 def in_buckets(

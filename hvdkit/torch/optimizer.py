@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement, step_times
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
@@ -208,6 +208,8 @@ class Exchange:
         self._agreed: _Agreed | None = None
         self._averaged = False
         self.follow_groups()
+        # What no optimizer has counts where the norm of the model's gradients is taken.
+        self._take_on(one for one in model.parameters() if not any(other.has(one) for other in _EXCHANGES))
         optimizer.register_step_pre_hook(self._before_step)
         added = optimizer.add_param_group
 
@@ -226,8 +228,10 @@ class Exchange:
         The newest ``distribute`` of a parameter is the one that averages it.
         """
         optimizer = self.optimizer()
-        every = [] if optimizer is None else _parameters(optimizer)
-        new = [one for one in every if not self.has(one) and (one.is_floating_point() or one.is_complex())]
+        self._take_on([] if optimizer is None else _parameters(optimizer))
+
+    def _take_on(self, parameters: Iterable[Parameter]) -> None:
+        new = [one for one in parameters if not self.has(one) and (one.is_floating_point() or one.is_complex())]
         model = self._model()
         named = [] if not new or model is None else list(_named(model))
         places = {id(one): (name, place) for place, (name, one) in enumerate(named)}
@@ -272,7 +276,7 @@ class Exchange:
         """The first gradient of a backward is there."""
         self.active = self._among_others()
         self.follow_groups()
-        passes = self._options.backward_passes_per_step
+        passes, self._late = self._options.backward_passes_per_step, False
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         self._fired: set[int] = set()
         self._changed = self._agreed is None or self._agreed.seen != _seen(self._training())
@@ -296,7 +300,7 @@ class Exchange:
         if id(parameter) in self._twice:
             bucket.early = False
         if bucket.take(parameter) and bucket.early:
-            bucket.leave(self._wire, changed=False)
+            bucket.leave(self._wire, changed=False, late=False)
 
     # At the end of backward ----------------------------------------------------------------------------------------
 
@@ -308,7 +312,7 @@ class Exchange:
         if self.exchanging:
             self._passes, self._local = 0, []
             for bucket in self._buckets():
-                bucket.leave(self._wire, self._changed)
+                bucket.leave(self._wire, self._changed, self._late)
         elif self.active:
             gradients = [(weakref.ref(one), one.grad) for _, one in self._training()]
             self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
@@ -317,19 +321,28 @@ class Exchange:
         """Wait; then all gradients are the mean.
 
         Raises:
-            AgreementError: the ranks train different parameters, or with other options; on every rank.
+            AgreementError: the ranks train different parameters, or with other options, or some of them called no
+                backward; on every rank.
         """
         if not self.exchanging:
             return
-        # All buckets, whatever they say: each is on its way.
-        if self._agreed is not None and not any([bucket.arrive() for bucket in self._buckets()]):
-            return
-        self._agree()
-        # What was averaged already averages to itself.
-        for bucket in self._buckets():
-            bucket.leave(self._wire, changed=False)
-        for bucket in self._buckets():
-            bucket.arrive()
+        changed, late = self._heard()
+        if changed or self._agreed is None:
+            self._agree()
+            # What was averaged already averages to itself.
+            for bucket in self._buckets():
+                bucket.leave(self._wire, changed=False, late=self._late)
+            late = self._heard()[1]
+        if 0 < late < 1 - 0.5 / self._ranks.size():
+            raise AgreementError(
+                "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
+                "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
+            )
+
+    def _heard(self) -> tuple[float, float]:
+        """Wait for all buckets; what the ranks say in them."""
+        heard = [bucket.arrive() for bucket in self._buckets()]
+        return max((changed for changed, _ in heard), default=0.0), max((late for _, late in heard), default=0.0)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -389,9 +402,9 @@ class Exchange:
                 f"before it was in no_sync, or was one of fewer than {self._options.backward_passes_per_step} "
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
-        if self._members and not self._averaged:  # or this rank's loss reached no parameter, and the others wait
+        if self._members and not self._averaged:
             self.begin()
-            self.exchanging = self.active
+            self.exchanging = self._late = self.active
             self.depart()
             self.arrive()
         self._averaged = False

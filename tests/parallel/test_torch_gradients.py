@@ -4,6 +4,7 @@ A program takes ``distribute`` and this process's batches; with ``plain`` it is 
 """
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -449,15 +450,16 @@ def images(distribute, data):
     return [model]
 
 
-def batches_that_some_ranks_leave_out(distribute, data):
-    """No backward where no sample is of use: the others' gradients count, with zeros for this rank."""
+def training_a_head(distribute, data):
+    """The body is neither frozen nor in the optimizer, and its gradients count in the norm."""
+    import torch
+
     model = net()
-    optimizer = distribute(momentum(model.parameters()), model)
+    optimizer = distribute(momentum(model[2].parameters()), model)
     for x, y in data:
-        optimizer.zero_grad()
-        useful = x[:, 0] > 1.0
-        if useful.any():
-            (((model(x) - y) ** 2)[useful].sum() / len(x)).backward()
+        model.zero_grad()
+        loss_of(model, x, y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
     return [model]
 
@@ -530,7 +532,7 @@ PROGRAMS = [
     embeddings_made_dense,
     rotations,
     images,
-    batches_that_some_ranks_leave_out,
+    training_a_head,
     gradients_that_are_kept,
     gradients_that_are_assigned,
 ]
@@ -619,6 +621,22 @@ def test_a_step_within_backward_is_refused(hk, world):
         one.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     with pytest.raises(hvdkit.InvalidArgumentError, match="step after backward"):
         loss_of(model, *next(batches(world))).backward()
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@on_ranks("torch", n=3)
+def test_ranks_that_call_no_backward_before_a_step_are_one_error_on_every_rank(hk, world, first):
+    """They would clip what they have: nothing, where the others clip the mean."""
+    model = net()
+    optimizer = hk.distribute(adam(model), model)
+    for step, (x, y) in enumerate(batches(world, steps=3)):
+        with pytest.raises(hvdkit.AgreementError, match="without a backward") if step == first else nullcontext():
+            optimizer.zero_grad()
+            if step != first or world.rank != 1:
+                loss_of(model, x, y).backward()
+            optimizer.step()
+        if step == first:
+            return
 
 
 @on_ranks("torch", n=2)

@@ -6,7 +6,7 @@ from torch import nn
 import hvdkit.torch as hk
 from hvdkit import datasets, flags
 
-FLAGS = "epochs batch_size lr warmup_epochs device num_threads seed data data_dir download".split()
+FLAGS = ["epochs", "batch_size", "lr", "warmup_epochs", "device", "num_threads", "seed", "data", "data_dir", "download"]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -12,6 +12,7 @@ import math
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import horovod.torch as hvd
@@ -26,6 +27,37 @@ FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 _REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
+
+    Attributes:
+        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
+        groups: number of buckets of each type, or which parameters go together (the others: alone).
+        sparse_as_dense: whether sparse gradients become dense ones.
+    Raises:
+        InvalidArgumentError: a number out of range, or groups that are neither.
+    """
+
+    bucket_mb: float = 4
+    groups: int | list[list[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.bucket_mb
+        if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
+            raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
+        groups = self.groups
+        if isinstance(groups, list):
+            members = [one for group in groups for one in group]
+            if not all(isinstance(one, torch.Tensor) for one in members):
+                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
+            if len({id(one) for one in members}) < len(members):
+                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
+        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
 
 
 class Wire:
@@ -292,28 +324,19 @@ class SparseGradient:
         return 0.0, 0.0
 
 
-def in_buckets(
-    named: Named,
-    bucket_mb: float,
-    groups: int | list[list[torch.Tensor]] | None,
-    sparse_as_dense: bool,
-    sparse: set[int],
-) -> list[Travelling]:
+def in_buckets(named: Named, layout: Layout, sparse: set[int]) -> list[Travelling]:
     """Buckets of parameters that train, last layer first, as backward produces gradients; at least one.
 
     Args:
         named: the parameters in the order of the model.
-        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
-        groups: number of buckets of each type, or which parameters go together (the others: alone).
-        sparse_as_dense: whether sparse gradients become dense ones.
         sparse: the id of each parameter whose gradient is sparse.
     """
-    travel_alone = [] if sparse_as_dense else [one for one in named if id(one[1]) in sparse]
+    travel_alone = [] if layout.sparse_as_dense else [one for one in named if id(one[1]) in sparse]
     alone = {id(parameter) for _, parameter in travel_alone}
     dense = [one for one in reversed(named) if id(one[1]) not in alone]
     made: list[Travelling] = [SparseGradient(*one) for one in travel_alone]
-    made += [Bucket(members, sparse_as_dense) for members in _split(dense, bucket_mb, groups)]
-    return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], sparse_as_dense)]
+    made += [Bucket(members, layout.sparse_as_dense) for members in _split(dense, layout.bucket_mb, layout.groups)]
+    return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], layout.sparse_as_dense)]
 
 
 def _split(named: Named, bucket_mb: float, groups: int | list[list[torch.Tensor]] | None) -> Iterable[Named]:

@@ -9,58 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps import agreement, step_times
+from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.torch.buckets import Named, Parameter, Travelling, Wire, in_buckets
+from hvdkit.torch.backward import NOW, eagerly
+from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets
 from hvdkit.torch.state import layout
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _NUMBERS = itertools.count()
-
-
-def _eagerly(function: _Function) -> _Function:
-    """Where a step is compiled as a whole, dynamo would trace what autograd and the optimizer call.
-
-    As torch.compiler.disable, which would import dynamo at once: this does at the first call, after the optimizer has.
-    """
-    return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How gradients are put into buckets; see ``hvdkit.torch.distribute``."""
-
-    bucket_mb: float = 4
-    groups: int | list[list[torch.Tensor]] | None = None
-    sparse_as_dense: bool = False
-
-    def __post_init__(self) -> None:
-        size = self.bucket_mb
-        if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
-            raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
-        groups = self.groups
-        if isinstance(groups, list):
-            members = [one for group in groups for one in group]
-            if not all(isinstance(one, torch.Tensor) for one in members):
-                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
-            if len({id(one) for one in members}) < len(members):
-                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
-        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
 
 
 def distributed(
@@ -92,8 +59,6 @@ def distributed(
             "optimizer from this model's parameters(), after moving the model to its device. If it trains several "
             "models, distribute torch.nn.ModuleList([model, other]); a lone tensor goes into a torch.nn.ParameterList."
         )
-    for name, one in named:
-        require_sendable(name, one)
     ranks = hvd.global_process_set if process_set is None else process_set
     if hvd.size() > 1:  # else Horovod leaves Adasum out
         options.require_possible(ranks.size(), all_ranks=ranks.process_set_id == 0, over_mpi=hvd.mpi_enabled())
@@ -103,25 +68,19 @@ def distributed(
     return optimizer
 
 
-def require_sendable(name: str, parameter: Parameter) -> None:
-    """Refuse a parameter whose gradient cannot travel.
-
-    Raises:
-        InvalidArgumentError: it has no data yet, is no plain dense tensor, or is on a device that Horovod cannot reach.
-    """
+def _obstacle(parameter: Parameter) -> str | None:
+    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
     if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
         why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
     elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
         why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
         fix = "distribute takes plain dense parameters, whole on every rank"
     elif parameter.device.type not in ("cpu", "cuda"):
-        why, fix = (
-            f"it is on {parameter.device}",
-            "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there",
-        )
+        why = f"it is on {parameter.device}"
+        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
     else:
-        return
-    raise InvalidArgumentError(f"the gradient of {name} cannot travel: {why}; {fix}.")
+        return None
+    return f"{why}; {fix}."
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -169,11 +128,13 @@ class _Member:
 
     Attributes:
         order: where it stands in the model.
+        sparse: whether its module says that its gradient is sparse.
     """
 
     parameter: weakref.ref[Parameter]
     name: str
     order: int
+    sparse: bool
     hooks: list[Any]
 
 
@@ -209,7 +170,8 @@ class Exchange:
         self._averaged = False
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
-        self._take_on(one for one in model.parameters() if not any(other.has(one) for other in _EXCHANGES))
+        others = (one for one in model.parameters() if not any(other.has(one) for other in _EXCHANGES))
+        self._take_on(one for one in others if _obstacle(one) is None)
         optimizer.register_step_pre_hook(self._before_step)
         added = optimizer.add_param_group
 
@@ -235,13 +197,18 @@ class Exchange:
         model = self._model()
         named = [] if not new or model is None else list(_named(model))
         places = {id(one): (name, place) for place, (name, one) in enumerate(named)}
+        modules = (one for one in model.modules() if getattr(one, "sparse", False)) if named and model else ()
+        sparse = {id(one) for module in modules for one in module.parameters(recurse=False)}
         for one in new:
             later = len(places) + len(self._members)
             name, order = places.get(id(one), (f"added.{later}", later))
-            require_sendable(name, one)
+            obstacle = _obstacle(one)
+            if obstacle is not None:
+                raise InvalidArgumentError(f"the gradient of {name} cannot travel: {obstacle}")
             for other in _EXCHANGES:
                 other.release(one)
-            self._members[id(one)] = _Member(weakref.ref(one), name, order, self._hooks_on(one))
+            hooks = self._hooks_on(one)
+            self._members[id(one)] = _Member(weakref.ref(one), name, order, id(one) in sparse, hooks)
 
     def has(self, parameter: Parameter) -> bool:
         """Whether it averages this parameter's gradient."""
@@ -254,9 +221,12 @@ class Exchange:
         hooks = [parameter.register_post_accumulate_grad_hook(self._take)]  # type: ignore[no-untyped-call]
         if self._options.op == "sum":
             # The mean of n-fold gradients is their sum, and stays it when it is averaged again.
-            hooks.append(parameter.register_hook(lambda one: one * self._ranks.size()))  # type: ignore[no-untyped-call]
+            hooks.append(parameter.register_hook(self._times_ranks))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trains)
         return hooks
+
+    def _times_ranks(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self._ranks.size() if self._among_others() else gradient
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
@@ -284,11 +254,11 @@ class Exchange:
     def _among_others(self) -> bool:
         return bool(self._ranks.included() and self._ranks.size() > 1)
 
-    @_eagerly
+    @eagerly
     @torch.no_grad()
     def _take(self, parameter: Parameter) -> None:
         """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
-        _NOW.reach(self, parameter)
+        NOW.reach(self, parameter)
         if not self.exchanging:
             return
         if id(parameter) in self._fired:
@@ -346,16 +316,15 @@ class Exchange:
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
-        named, how, model = self._training(), self._layout, self._model()
-        modules = [] if model is None else [one for one in model.modules() if getattr(one, "sparse", False)]
-        sparse = {id(one) for module in modules for one in module.parameters(recurse=False)}
+        named, how = self._training(), self._layout
+        sparse = {key for key, member in self._members.items() if member.sparse}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
         ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())
-        buckets = in_buckets(named, how.bucket_mb, how.groups, how.sparse_as_dense, sparse)
+        buckets = in_buckets(named, how, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
         bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
@@ -371,7 +340,7 @@ class Exchange:
 
     def forget_agreement(self) -> None:
         """The ranks are others now, and what was on its way is lost."""
-        self._agreed = None
+        self._agreed, self._passes, self._local, self._averaged = None, 0, [], False
 
     # Before a step -------------------------------------------------------------------------------------------------
 
@@ -384,7 +353,7 @@ class Exchange:
         finally:
             self._suspended -= 1
 
-    @_eagerly
+    @eagerly
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
         """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
         if len(args) > 1 and callable(args[1]):
@@ -433,89 +402,6 @@ def _is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int)
 
 def _seen(named: Named) -> list[tuple[int, torch.dtype, int]]:
     return [(id(one), one.dtype, one.data_ptr()) for _, one in named]
-
-
-class _Now:
-    """The exchanges that the backward which runs now has reached; they end with it, together."""
-
-    def __init__(self) -> None:
-        self._reached: list[Exchange] = []
-        self._thread = 0
-        self._tasks: set[int] = set()
-        self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
-
-    def reach(self, exchange: Exchange, parameter: Parameter) -> None:
-        """Called in backward by every hook.
-
-        Raises:
-            InvalidArgumentError: another thread is in backward.
-        """
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            if not self._ends:  # the graph that held them is gone: an error ended it
-                self._abandon()
-            thread = threading.get_ident()  # of a GPU's hooks it is the device's
-            if self._reached and thread != self._thread and parameter.device.type == "cpu":
-                raise InvalidArgumentError(
-                    "two threads are in backward() at a time, and ranks may order them differently; let one thread "
-                    "train after the other."
-                )
-            self._thread = thread
-            self._tasks.add(task)
-            self._queue_end()
-        if exchange not in self._reached:
-            self._reached.append(exchange)
-            exchange.begin()
-
-    def _queue_end(self) -> None:
-        end = _End(self)
-        self._ends.add(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _abandon(self) -> None:
-        for exchange in self._reached:
-            exchange.abandon()
-        self._reached, self._tasks = [], set()
-
-    @_eagerly
-    @torch.no_grad()
-    def end(self, end: _End) -> None:
-        """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            self._end_with(node, end)
-            return
-        reached = sorted(self._reached, key=lambda one: one.number)
-        self._reached, self._tasks = [], set()
-        step_times.ready()
-        # All depart before one is waited for: ranks may have reached them in another order.
-        for exchange in reached:
-            exchange.depart()
-        for exchange in reached:
-            exchange.arrive()
-
-    def _end_with(self, node: Any, end: _End) -> None:
-        """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""
-        after = next(one for one, _ in node.next_functions if one is not None)
-
-        def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
-            hook.remove()
-            self._queue_end()
-
-        hook = after.register_prehook(queue)
-
-
-class _End:
-    """What autograd calls at the end of a graph; it lives as long as that can still happen."""
-
-    def __init__(self, now: _Now) -> None:
-        self._now = now
-
-    def __call__(self) -> None:
-        self._now.end(self)
-
-
-_NOW = _Now()
 
 
 @contextlib.contextmanager

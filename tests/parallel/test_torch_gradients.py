@@ -831,7 +831,7 @@ def test_options_that_cannot_be_are_refused(hk, options, message):
 
 
 @on_ranks("torch", n=1)
-def test_what_cannot_travel_is_refused_when_it_is_distributed(hk):
+def test_what_cannot_travel_is_refused_when_it_is_distributed(hk, world):
     import torch
 
     lazy, nowhere = torch.nn.LazyLinear(3), torch.nn.Linear(2, 2, device="meta")

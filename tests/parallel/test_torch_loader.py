@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -149,17 +150,16 @@ def test_workers_with_ragged_ends_lose_no_sample_of_a_stream(hk, world, everyone
 
 @on_ranks("torch", n=(2, 3))
 def test_drop_leaves_out_the_last_short_batch_of_each_worker(hk, world, everyone):
-    """Workers of rank r have 7 + r and 3 samples: 2 + (r == 2) and 1 full batches of 3, also after a short one."""
+    """Of 11 + r and 4 samples. Worker 1 has had its short batch when worker 0 still has a full one."""
     import torch
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self) -> Any:
             worker = torch.utils.data.get_worker_info().id
-            return iter(range(10 * worker, 10 * worker + (3 if worker else 7 + world.rank)))
+            return iter(range(20 * worker, 20 * worker + (4 if worker else 11 + world.rank)))
 
-    # Worker 0's second batch is the last one; worker 1 has then had its short one.
     found = everyone([batch.tolist() for batch in hk.shard(Stream(), world, 3, num_workers=2)])
-    assert found == [[[0, 1, 2], [10, 11, 12], [3, 4, 5]]] * world.size
+    assert found == [[[0, 1, 2], [20, 21, 22], [3, 4, 5], [6, 7, 8]]] * world.size
 
 
 @on_ranks("torch", n=(2, 3))
@@ -213,16 +213,15 @@ def test_a_rank_that_fills_no_batch_is_one_error_on_every_rank(hk, world):
 
 
 @on_ranks("torch", n=(2, 3))
-def test_streams_can_be_left_early_and_read_side_by_side(hk, world):
-    one, other = (hk.shard(stream(range(base, base + 40), "number"), world, 2) for base in (0, 100))
+def test_streams_can_be_left_early_and_read_side_by_side(hk, world, everyone):
+    numbers = own_numbers(world)
+    one, other = (hk.shard(stream(mine), world, 2, remainder="exact") for mine in (numbers, range(40)))
     for _ in range(3):
-        for batch in itertools.islice(one, 4):
-            last = batch
-        assert last.tolist() == [6, 7]
-        for first, second in zip(one, other, strict=True):
-            assert (first + 100).tolist() == second.tolist()
-            if first[0] == 10:
-                break
+        for x, _, _ in itertools.islice(one, 2):
+            assert x[0, 0] in numbers
+        taken = [opened("pair", mine) for mine, _ in zip(one, other, strict=False)]
+        found = everyone([(samples, w.tolist()) for samples, w in taken])
+        require_each_once(found, list(itertools.chain(*everyone(list(numbers)))))
 
 
 @on_ranks("torch", n=(2, 3))
@@ -253,6 +252,22 @@ def test_a_sampler_draws_for_all_ranks_together(hk, world, everyone):
     mine.share.order(7)
     after = [torch.get_rng_state(), options["generator"].get_state()]
     assert all(map(torch.equal, before, after))  # the draw is nobody else's
+
+
+@on_ranks("torch", n=(2, 3))
+@pytest.mark.parametrize("source", ["numpy", "python"])
+def test_a_sampler_draws_from_any_global_generator_alike(hk, world, everyone, source):
+    class Shuffled(list):
+        def __iter__(self) -> Any:
+            return iter(np.random.permutation(12) if source == "numpy" else random.sample(range(12), 12))
+
+    random.seed(world.rank)
+    np.random.seed(world.rank)
+    loader = hk.shard(map_style("number", 12), world, 2, sampler=Shuffled(range(12)))
+    assert sorted(itertools.chain(*itertools.chain(*everyone([batch.tolist() for batch in loader])))) == list(range(12))
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    loader.share.order(7)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 @on_ranks("torch", n=2)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import step_times, topology
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.recording import TimelineSteps
-from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 from hvdkit.steps.torch_profile import profile
 
@@ -239,6 +238,7 @@ def shard(
     remainder: str = "drop",
     shuffle: bool = True,
     seed: int = 0,
+    sampler: Iterable[int] | None = None,
     **loader_options: Any,
 ) -> Any:
     """A ``DataLoader`` over this rank's part of the data set (step 7).
@@ -250,22 +250,20 @@ def shard(
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
-            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``.
+            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
+            but a tensor, dict, named tuple or object is ``(batch, w)``.
         shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
         seed: of the order, the same on every rank.
+        sampler: what draws the order in the place of ``shuffle``, such as ``WeightedRandomSampler``, for the whole
+            data set, all ranks together: its length is that of an epoch. See ``SampledShard``.
         loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Raises:
-        InvalidArgumentError: a data set without length, or bad numbers.
+        InvalidArgumentError: a data set or sampler without length, bad numbers, or an option that shard decides; over a
+            stream, on every rank: one that is empty or, with "drop", fills no batch on some rank.
+        DataError: over a stream: the data set of another rank raised an error.
     """
-    taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
-    if taken:
-        raise InvalidArgumentError(f"shard decides {', '.join(sorted(taken))} itself; leave it out of the options.")
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        return data.ShardedStream(dataset, batch_size, remainder, **loader_options)
-    if not hasattr(dataset, "__len__"):
-        raise InvalidArgumentError(f"shard needs a data set with a length, got {type(dataset).__name__}.")
-    share = Shard(len(dataset), world, batch_size, remainder, shuffle, seed)
-    return data.ShardedLoader(dataset, share, **loader_options)
+    order = {"shuffle": shuffle, "seed": seed}
+    return data.sharded(dataset, world, batch_size, remainder, sampler=sampler, options=loader_options, **order)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------

@@ -220,6 +220,59 @@ def twice(text):
             yield lambda call=call, inner=inner: call.args.__setitem__(0, inner)
 
 
+@mistake("gradients-not-averaged-yet", "gradients are clipped after backward")
+def early_clip(text):
+    for call in text.calls("backward") if _is_horovods(text) else []:
+        if text.is_statement(call) and "skip_synchronize" not in text.source:
+            clip = ast.parse("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)").body
+            yield lambda call=call, clip=clip: text.splice(text.statement(call), [text.statement(call), *clip])
+
+
+@mistake("gradients-not-averaged-yet", "optimizer.synchronize() is taken out")
+def no_synchronize(text):
+    for call in text.calls("synchronize"):
+        if text.is_statement(call) and "optim" in ast.unparse(call):
+            yield lambda call=call: text.remove(call)
+
+
+@mistake("closure-not-averaged", "the step is given a closure")
+def closure(text):
+    for call in text.calls("step") if _is_horovods(text) else []:
+        if not call.args and re.search(r"optim", ast.unparse(call.func)):
+            given = ast.parse("lambda: loss", mode="eval").body
+            yield lambda call=call, given=given: call.args.append(given)
+
+
+@mistake("schedule-of-replaced-optimizer", "a schedule is made before the wrapper, and a state loaded after")
+def early_schedule(text):
+    for call in text.calls("DistributedOptimizer") if _is_horovods(text) else []:
+        statement = text.statement(call)
+        if isinstance(statement, ast.Assign) and call.args:
+            wrapped, made = ast.unparse(statement.targets[0]), ast.unparse(call.args[0])
+            before = ast.parse(f"schedule = torch.optim.lr_scheduler.StepLR({made}, 1)").body
+            after = ast.parse(f"{wrapped}.load_state_dict(torch.load('last.pt'))").body
+            yield lambda statement=statement, new=(*before, statement, *after): text.splice(statement, list(new))
+
+
+@mistake("unknown-to-optimizer", "hvdkit's optimizer is told to synchronize, Horovod's to set gradients to None")
+def unknown(text):
+    if "hvdkit.torch" in text.source and "DistributedDataParallel" not in text.source:
+        for call in text.calls("backward"):
+            names = re.findall(r"(\b[\w.]*optimizer)\.step\(\)", text.source)
+            if text.is_statement(call) and names:
+                new = ast.parse(f"{names[0]}.synchronize()").body
+                yield lambda call=call, new=new: text.splice(text.statement(call), [text.statement(call), *new])
+    for call in text.calls("zero_grad") if _is_horovods(text) else []:
+        if "optim" in ast.unparse(call) and not call.keywords:
+            none = ast.keyword("set_to_none", ast.Constant(True))
+            yield lambda call=call, none=none: call.keywords.append(none)
+
+
+def _is_horovods(text):
+    """Whether gradients are averaged by Horovod's own optimizer for PyTorch."""
+    return "horovod.torch" in text.source and bool(text.calls("DistributedOptimizer"))
+
+
 @mistake("keras-3-optimizer", "the line that asks for the Keras that Horovod knows is taken out")
 def keras_3(text):
     for statement in [node for node in text.nodes if isinstance(node, (ast.Assign, ast.Expr))]:

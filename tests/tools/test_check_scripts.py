@@ -218,7 +218,43 @@ MUTATIONS = [
         "hvdkit_torch",
         "    optimizer = distribute(optimizer, model)\n",
         "    distribute(optimizer, model)\n",
+        [],
+    ),
+    (
+        "hvdkit_torch",
+        "    optimizer = distribute(optimizer, model)\n",
+        "    distribute(optimizer, model, op='adasum')\n",
         ["optimizer-not-distributed"],
+    ),
+    (
+        "hvdkit_torch_ordinary",
+        "    hk.distribute(newton, model)\n",
+        "",
+        ["optimizer-not-distributed"],
+    ),
+    (
+        "horovod_torch_synchronize",
+        "        with optimizer.skip_synchronize():\n            optimizer.step()",
+        "        optimizer.step()",
+        ["distributed-twice"],
+    ),
+    (
+        "horovod_torch_synchronize",
+        "        closure()\n        optimizer.step()",
+        "        optimizer.step(closure)",
+        ["closure-not-averaged"],
+    ),
+    (
+        "horovod_torch_synchronize",
+        "    cosine = Cos",
+        "    optimizer.load_state_dict(torch.load('optimizer.pt'))\n    cosine = Cos",
+        ["schedule-of-replaced-optimizer", "broadcast-too-early"],
+    ),
+    (
+        "horovod_torch_synchronize",
+        "            continue\n        optimizer.synchronize()\n",
+        "            continue\n",
+        ["gradients-not-averaged-yet", "optimizer-not-distributed"],
     ),
     ("hvdkit_torch", "    broadcast_state(model, optimizer)\n", "", ["broadcast-missing"]),
     (

@@ -115,8 +115,39 @@ RULES = (
         "distributed-twice",
         "gradients that are averaged already are averaged once more here",
         "each step pays for communication twice, and with op=Sum the gradients are wrong",
-        "distribute the optimizer or the tape, once",
+        "distribute the optimizer or the tape, once; after Horovod's optimizer.synchronize(), step inside `with "
+        "optimizer.skip_synchronize():`",
         step_gradients.distributed_twice,
+    ),
+    Rule(
+        "gradients-not-averaged-yet",
+        "`{}` works on gradients that are this rank's own: Horovod's optimizer averages them in step()",
+        "every rank clips or scales another part, while it may be on its way: the model is not that of one process",
+        "call optimizer.synchronize() before it and step inside `with optimizer.skip_synchronize():`; or use "
+        "hvdkit.torch.distribute, with which gradients are the mean when backward() returns",
+        step_gradients.early_uses,
+    ),
+    Rule(
+        "closure-not-averaged",
+        "`{}` is given a closure, and Horovod's optimizer averages before it calls that",
+        "every rank steps by its own gradients; an optimizer that calls the closure again (LBFGS) raises an error",
+        "call the closure first and then step() without it; or use hvdkit.torch.distribute, which LBFGS needs",
+        step_gradients.closures,
+    ),
+    Rule(
+        "schedule-of-replaced-optimizer",
+        "`{}` gets an optimizer that Horovod's replaces later, and that one gets parameter groups of its own",
+        "on the ranks that load a state or add a group, the schedule sets learning rates that nobody uses",
+        "make the schedule after hvd.DistributedOptimizer; or use hvdkit.torch.distribute, which replaces nothing",
+        step_gradients.left_schedules,
+    ),
+    Rule(
+        "unknown-to-optimizer",
+        "`{}` does not exist in this form: the optimizer is not the one that it was written for",
+        "it raises an AttributeError or a TypeError",
+        "Horovod's zero_grad() takes no argument; hvdkit.torch.distribute returns your own optimizer, whose gradients "
+        "are the mean when backward() returns: leave synchronize and skip_synchronize out",
+        step_gradients.unknown_calls,
     ),
     Rule(
         "keras-3-optimizer",

@@ -151,11 +151,7 @@ def _no_scaling_needed(case: Case) -> Verdict | None:
             "no factor for the number of processes; whether the rate was tuned for one the text does not say"
         )
     for event in [*case.having(Role.DISTRIBUTE), *case.reduces_gradients()]:
-        operation = argument(event.node, "op")
-        reached = case.reach(operation) if operation is not None else frozenset()
-        named = {(case.dotted(one) or "").rpartition(".")[2].lower() for one in reached}
-        texts = {str(one.value) for one in reached if isinstance(one, ast.Constant)}
-        if (named | texts) & {"sum", "adasum"}:
+        if case.operations(event.node) & {"sum", "adasum"}:
             return not_needed("gradients are summed or combined by Adasum, not averaged", [event.node.lineno])
     for event in case.events:
         if any(case.has_size(size) for size in batch_sizes(case, event.node)):

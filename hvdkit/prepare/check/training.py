@@ -242,6 +242,14 @@ class Training(Facts):
         place = event.loops.index(loop)
         return any(isinstance(outer, (ast.For, ast.AsyncFor, ast.While)) for outer in event.loops[:place])
 
+    def operations(self, call: ast.Call) -> set[str]:
+        """What ``op=`` may be in a call that averages: "average", "sum", "adasum"; none where it is not given."""
+        operation = argument(call, "op")
+        reached = self.reach(operation) if operation is not None else frozenset()
+        named = {(self.dotted(one) or "").rpartition(".")[2].lower() for one in reached}
+        texts = {str(one.value) for one in reached if isinstance(one, ast.Constant)}
+        return (named | texts) & {"average", "sum", "adasum"}
+
     def reduces_gradients(self) -> list[Event]:
         """The events that average gradients by hand."""
         return [one for one in self.having(Role.REDUCE) if one.reached and self._is_about_gradients(one)]

@@ -210,6 +210,8 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
 def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
     """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
 
+    In place: the optimizer's groups, its states and the tensors in them stay the objects that a scheduler may hold.
+
     Args:
         model: parameters and buffers are overwritten on all ranks but the root.
         optimizer: its whole state (slots, step counters, learning rates) is overwritten too. An optimizer that has
@@ -219,7 +221,9 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         root: rank to copy from.
     Raises:
         InvalidArgumentError: a root that is not a rank, or lazy parameters that have no shape yet.
-        AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
+        AgreementError: the ranks' models differ in names, shapes or types, or their optimizers in kind or parameter
+            groups; raised on every rank.
+        RootError: the root's optimizer holds what cannot be sent; the root raises the reason.
     """
     state.broadcast(model, optimizer, root)
 

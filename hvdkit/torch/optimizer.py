@@ -24,7 +24,7 @@ from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets
-from hvdkit.torch.state import layout
+from hvdkit.torch.state import layout, plain_name
 
 _EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _NUMBERS = itertools.count()
@@ -85,7 +85,7 @@ def _obstacle(parameter: Parameter) -> str | None:
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
     """Parameters by the names that they have in the model before it is compiled."""
-    return ((name.replace("_orig_mod.", ""), one) for name, one in model.named_parameters())
+    return ((plain_name(name), one) for name, one in model.named_parameters())
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:

@@ -6,7 +6,6 @@
 
 Variants (``--variants``):
     hvdkit      hvdkit's adapter under hvdkit launch
-    buckets     the same with distribute(..., bucket_mb=4) and --fusion-threshold-mb 4; PyTorch only
     by-hand     the same calls to Horovod itself, under hvdkit launch with the same settings
     horovodrun  that script under horovodrun --gloo, with defaults
     mpirun      that script under mpirun, with defaults
@@ -45,7 +44,6 @@ SCRIPTS = Path(__file__).parent / "peers"
 PEERS = {"torch": "PyTorch DDP over gloo", "tensorflow": "MultiWorkerMirroredStrategy"}
 VARIANTS = {
     "hvdkit": "hvdkit, `hvdkit launch`",
-    "buckets": "hvdkit, `bucket_mb=4`, `hvdkit launch`",
     "by-hand": "Horovod by hand, `hvdkit launch`",
     "horovodrun": "Horovod, `horovodrun --gloo`",
     "mpirun": "Horovod, `mpirun`",
@@ -82,7 +80,7 @@ def environment():
 def processes(args, variant, model, directory):
     """What to start for one run: one launcher, or all ranks."""
     script = str(SCRIPTS / f"train_{args.framework}.py")
-    adapter = variant if variant in ("hvdkit", "buckets", "peer", "alone") else "horovod"
+    adapter = variant if variant in ("hvdkit", "peer", "alone") else "horovod"
     steps, warm_up = args.amounts[model]
     plain = variant in ("horovodrun", "mpirun")
     python = args.plain_python if plain else sys.executable
@@ -94,7 +92,6 @@ def processes(args, variant, model, directory):
         "mpirun": [beside(args.plain_python, "mpirun"), "-np", n],
     }
     starters["by-hand"] = starters["hvdkit"]
-    starters["buckets"] = [*starters["hvdkit"][:-1], "--fusion-threshold-mb", "4", "--"]
     if variant in starters:
         return [Process([*starters[variant], *train], base)]
     return [Process(train, {**base, **meeting}) for meeting in meetings(args.n)]
@@ -359,7 +356,7 @@ def arguments():
         help="interpreter with `hvdkit install --plain` for horovodrun and mpirun (default: this one)")  # fmt: skip
     add("--json", type=Path, help="write the numbers to this file, too")
     args = parser.parse_args()
-    absent = {"torch": [], "tensorflow": ["buckets"], "keras": ["buckets", "peer"]}[args.framework]
+    absent = {"torch": [], "tensorflow": [], "keras": ["peer"]}[args.framework]
     args.variants = [variant for variant in args.variants if variant not in absent]
     args.rounds = QUICK_ROUNDS if args.quick else args.rounds
     args.amounts = {model: amount(model, args.steps, args.quick) for model in args.models}

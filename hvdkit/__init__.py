@@ -16,6 +16,7 @@ from hvdkit.errors import (
     LauncherError,
     LaunchError,
     MissingFrameworkError,
+    RootError,
     TopologyMismatchError,
 )
 from hvdkit.steps.topology import Topology
@@ -34,6 +35,7 @@ __all__ = [
     "LaunchError",
     "LauncherError",
     "MissingFrameworkError",
+    "RootError",
     "Topology",
     "TopologyMismatchError",
     "__version__",

@@ -8,6 +8,7 @@
     ├── LauncherError                           the launcher's environment is incomplete or unreadable
     │   └── TopologyMismatchError               the launcher and Horovod disagree about rank or size
     ├── AgreementError                          the ranks hold different values
+    ├── RootError                               the root failed at what it does for every rank
     ├── CheckpointError                         nothing valid to load, or nothing could be written
     ├── DataError                               a data set cannot be used
     │   ├── DataNotFoundError (FileNotFoundError)
@@ -50,6 +51,10 @@ class TopologyMismatchError(LauncherError):
 
 class AgreementError(HvdkitError):
     """Ranks that must hold the same values hold different ones; raised on every rank."""
+
+
+class RootError(HvdkitError):
+    """The root failed at what it does for every rank, with an error of its own that its traceback shows."""
 
 
 class CheckpointError(HvdkitError):

@@ -34,13 +34,13 @@ def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
 
-def with_hvdkit(name, **options):
+def with_hvdkit(name):
     import hvdkit.torch as hk
 
     world = hk.init()
     hk.pin_device(world, "cpu")
     model = make_model(name)
-    optimizer = hk.distribute(make_optimizer(model), model, **options)
+    optimizer = hk.distribute(make_optimizer(model), model)
     hk.broadcast_state(model, optimizer)
     return world.rank, world.size, model, optimizer
 
@@ -70,11 +70,7 @@ def alone(name):
     return *place(), model, make_optimizer(model)
 
 
-def with_buckets(name):
-    return with_hvdkit(name, bucket_mb=4)
-
-
-VARIANTS = {"hvdkit": with_hvdkit, "buckets": with_buckets, "horovod": with_horovod, "peer": with_ddp, "alone": alone}
+VARIANTS = {"hvdkit": with_hvdkit, "horovod": with_horovod, "peer": with_ddp, "alone": alone}
 
 
 def steps_of(job, rank, model, optimizer):

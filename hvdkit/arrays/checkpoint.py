@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -78,7 +79,7 @@ class Checkpoints(CheckpointsBase):
         """
         found = mpi.together(mpi.everyone(), lambda: arrays_state.read(state))
         leaves = [leaf for _, leaf, _ in found]
-        saved, randoms = self._load(found, None, which)
+        saved, randoms = self._load(found, None, which, loader)
         if saved is None:
             return state, None
         if self._ranks().rank() == 0:
@@ -113,10 +114,14 @@ class Checkpoints(CheckpointsBase):
         arrays = {str(number): _plain(array) for number, (_, _, array) in enumerate(model) if array is not None}
         np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:  # noqa: ARG002
-        """Put the saved arrays in the place of what ``state.read`` found."""
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:  # noqa: ARG002
+        """What puts the saved arrays in the place of what ``state.read`` found."""
         arrays = _load(directory, model)
-        model[:] = [(path, leaf, array) for (path, leaf, _), array in zip(model, arrays, strict=True)]
+
+        def put() -> None:
+            model[:] = [(path, leaf, array) for (path, leaf, _), array in zip(model, arrays, strict=True)]
+
+        return put
 
 
 def _is_foreign(dtype: np.dtype[Any]) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdkit.arrays.farewell import Farewell, Marked
-from hvdkit.errors import AgreementError, InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, topology
 from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
-from hvdkit.steps.ranks import name_ranks
+from hvdkit.steps.root import stop_together
 from hvdkit.steps.topology import Topology
 
 _started: list[Any] = []  # the communicator of hvdkit's own calls, apart from those of the user's
@@ -153,12 +153,7 @@ def together(comm: Any, action: Callable[[], Any]) -> Any:
 
 def raise_together(comm: Any, failure: Exception | None) -> None:
     """Raise this rank's failure, or on the other ranks an AgreementError that tells of it; a collective."""
-    said = comm.allgather(None if failure is None else f"{failure}")
-    if failure is not None:
-        raise failure
-    failed = [rank for rank, text in enumerate(said) if text is not None]
-    if failed:
-        raise AgreementError(f"{name_ranks(failed)} failed, and the others stop with it: {said[failed[0]]}")
+    stop_together(comm.allgather(None if failure is None else f"{failure}"), failure)
 
 
 def ranks(comm: Any = None) -> OverMpi:

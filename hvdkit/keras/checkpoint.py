@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,15 @@ class Checkpoints(ModelCheckpoints[Saved]):
         if optimizer is not None:
             state.write_optimizer(directory / "optimizer.npz", optimizer, model)
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
         slots = state.read_optimizer(directory / "optimizer.npz", optimizer, model) if optimizer else []
-        state.read_model(directory, model)
-        for variable, value in slots:
-            variable.assign(value)
+
+        def put() -> None:
+            state.read_model(directory, model)
+            for variable, value in slots:
+                variable.assign(value)
+
+        return put
 
     def _broadcast(self, model: Any, optimizer: Any) -> None:
         broadcast_state(model, optimizer, 0)

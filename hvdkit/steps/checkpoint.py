@@ -40,6 +40,7 @@ class Saved:
         metadata: what the caller stored beside the files (JSON values).
         score: how good it is, the higher the better; None where the caller did not say.
         skipped: newer (or better) checkpoints that were not valid, each "name: reason".
+        extra: (PyTorch) what was saved as ``extra``, on the CPU, when ``restore`` returns it; else empty.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Saved:
     metadata: dict[str, Any]
     score: float | None = None
     skipped: tuple[str, ...] = field(default=())
+    extra: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 class CheckpointDirectory:
@@ -210,10 +212,15 @@ def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> dict[str,
         raise InvalidArgumentError(f"step must be an integer >= 0, got {step!r}.")
     if score is not None and not (isinstance(score, (int, float)) and math.isfinite(score)):
         raise InvalidArgumentError(f"score must be a finite number, got {score!r}.")
-    try:
-        return dict(json.loads(json.dumps(metadata or {}, allow_nan=False)))
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"checkpoint metadata must be JSON values: {error}.") from error
+    for name, value in (metadata or {}).items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"checkpoint metadata must be JSON values, got {name} with {error}; in PyTorch extra= saves tensors, "
+                "state dicts and numbers that are inf or nan."
+            ) from error
+    return dict(json.loads(json.dumps(metadata or {})))
 
 
 def verify(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.steps.root import on_root
+from hvdkit.steps.root import on_root, stop_together
 
 Words = npt.NDArray[np.int64]
 CHUNK = 64 * 2**20  # bytes in one broadcast
@@ -52,6 +52,23 @@ class Collectives(ABC):
     def on_root(self, action: Callable[[], Any]) -> Any:
         """Run ``action`` on rank 0 and give every rank its result or its error."""
         return on_root(self.rank() == 0, action, lambda outcome: self.broadcast_object(outcome, "hvdkit.on_root"))
+
+    def together(self, action: Callable[[], Any]) -> Any:
+        """Run ``action`` on every rank; an error on one of them is an error on all, so that none waits.
+
+        Raises:
+            AgreementError: the action failed on other ranks only; else what it raised here.
+        """
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        mine = bytearray(b"\0" if failure is None else f"\1{failure}".encode())  # never empty
+        everyone = [row.tobytes() for row in self.gather(np.frombuffer(mine, np.uint8), "hvdkit.together")]
+        stop_together([None if text == b"\0" else text[1:].decode() for text in everyone], failure)
+        return result
 
     def broadcast_arrays(self, arrays: Sequence[npt.NDArray[Any]], root: int) -> list[npt.NDArray[Any]]:
         """The root's values of arrays that have the same shapes and types on all ranks, sent as bytes: exact."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.shards import Position
 
 Written = TypeVar("Written")
 Write = Callable[[Path], None]
@@ -53,8 +54,16 @@ class CheckpointsBase(ABC):
         """On the root: write the state into files."""
 
     @abstractmethod
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:
-        """On the root: make the state what ``_write`` wrote, or raise CheckpointError."""
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
+        """On the root: read what ``_write`` wrote, or raise CheckpointError. What is returned makes the state that."""
+
+    def _read_extra(self, directory: Path) -> Any:  # noqa: ARG002
+        """On the root: what was saved besides."""
+        return {}
+
+    def _broadcast_extra(self, extra: Any) -> Any:  # noqa: ARG002
+        """The root's; a collective."""
+        return {}
 
     @abstractmethod
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:
@@ -78,12 +87,19 @@ class CheckpointsBase(ABC):
     def _position(self, loader: Any) -> dict[str, Any]:
         return {} if loader is None else {"data": self._require_loader(loader).state()}
 
-    def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any) -> Any:
-        """On the root: have the state written."""
-        return on_disk(partial(self._write, model=model, optimizer=optimizer))
+    def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any, *more: Any) -> Any:
+        """On the root: have the state written, and what else an adapter saves."""
+        return on_disk(lambda directory: self._write(directory, model, optimizer, *more))
 
     def _save(
-        self, model: Any, optimizer: Any, step: int, loader: Any, score: float | None, metadata: dict[str, Any]
+        self,
+        model: Any,
+        optimizer: Any,
+        step: int,
+        loader: Any,
+        score: float | None,
+        metadata: dict[str, Any],
+        *more: Any,
     ) -> Any:
         ranks = self._ranks()
         facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
@@ -98,36 +114,54 @@ class CheckpointsBase(ABC):
 
         def on_root() -> Any:
             checked(step, facts, score)
-            return self._put(on_disk, model, optimizer)
+            return self._put(on_disk, model, optimizer, *more)
 
         return ranks.on_root(on_root)
 
-    def _load(self, model: Any, optimizer: Any, which: str) -> tuple[Saved | None, Any]:
-        """On the root: read the files; on all ranks: what was found, and the ranks' random states."""
+    def _load(
+        self, model: Any, optimizer: Any, which: str, loader: Any, schedule: Any = None
+    ) -> tuple[Saved | None, Any]:
+        """Make the root's state that of a checkpoint; on all ranks: what was found, and the ranks' random states.
+
+        On whatever rank something does not fit, nothing is changed on any.
+        """
         if which not in ("latest", "best"):
             raise InvalidArgumentError(f"which must be latest or best, got {which!r}.")
+        ranks = self._ranks()
+        held: dict[str, Any] = {}
 
-        def on_root() -> tuple[Saved | None, Any]:
+        def read() -> tuple[Saved | None, Any]:
             saved = self._directory.latest() if which == "latest" else self._directory.best()
             if saved is None:
                 return None, None
-            states = self._read_random(saved.path)
-            self._read(saved.path, model, optimizer)
-            return saved, states
+            held.update(put=self._read(saved.path, model, optimizer), extra=self._read_extra(saved.path))
+            return saved, self._read_random(saved.path)
 
-        found: tuple[Saved | None, Any] = self._ranks().on_root(on_root)
-        return found
+        saved, states = ranks.on_root(read)
+        if saved is None:
+            return None, None
+        ranks.together(lambda: self._require_fit(saved, states, optimizer, loader, schedule))
+        ranks.on_root(lambda: held["put"]())
+        return replace(saved, extra=self._broadcast_extra(held.get("extra"))), states
+
+    def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:  # noqa: ARG002
+        """Raise CheckpointError or InvalidArgumentError where a checkpoint does not fit this rank; change nothing."""
+        if loader is not None:
+            data = saved.metadata.get("data")
+            if data is None:
+                raise CheckpointError(
+                    f"{saved.path} holds no position in the data; save with loader=, or restore without."
+                )
+            Position.of(data, self._require_loader(loader).share)
+        if states is not None and self._has_this_size(saved) and len(states) != self._ranks().size():
+            raise CheckpointError(f"{saved.path} holds random states of {len(states)} ranks.")
 
     def _has_this_size(self, saved: Saved) -> bool:
         return bool(saved.metadata.get("size") == self._ranks().size())
 
     def _go_on_in_data(self, saved: Saved, loader: Any) -> None:
-        if loader is None:
-            return
-        data = saved.metadata.get("data")
-        if data is None:
-            raise CheckpointError(f"{saved.path} holds no position in the data; save with loader=, or restore without.")
-        self._require_loader(loader).load_state(data)
+        if loader is not None:
+            loader.load_state(saved.metadata["data"])
 
     def _go_on_drawing(self, saved: Saved, states: Any, model: Any) -> None:
         if not self._has_this_size(saved):
@@ -153,6 +187,11 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
     @abstractmethod
     def _broadcast(self, model: Any, optimizer: Any) -> None:
         """Give every rank the root's state; a collective."""
+
+    def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:
+        super()._require_fit(saved, states, optimizer, loader, schedule)
+        if schedule is not None and (not isinstance(schedule, self._warmup) or loader is None):
+            raise InvalidArgumentError("schedule must be from warmup, and needs the loader, which says how far it is.")
 
     def save(
         self,
@@ -194,6 +233,9 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
     ) -> Saved | None:
         """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
 
+        Whether it fits (the model, optimizer, loader, schedule and random states of every rank) is checked before
+        anything is changed.
+
         The number of ranks may be another one than when it was saved: the loader goes on at the same sample of the
         same order, the schedule at the same sample of its warmup, and the optimizer keeps the learning rates that it
         was made with. On as many ranks as before everything continues bit for bit (on CPUs), random numbers included;
@@ -205,14 +247,15 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
             schedule: from ``warmup``; needs the loader. In Keras only for loops of your own: ``fit`` sees to it.
             which: "latest" or "best" (the highest score).
         Returns:
-            Where it was, its step and metadata, and which newer ones were skipped and why.
+            Where it was, its step, metadata and (PyTorch) extra, and which newer ones were skipped and why.
         Raises:
             CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
             InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or with TensorFlow a
                 call inside ``tf.function``.
+            AgreementError: it does not fit on another rank.
         """
         rates = [] if optimizer is None else self._rates(optimizer)  # those for this number of ranks
-        saved, states = self._load(model, optimizer, which)
+        saved, states = self._load(model, optimizer, which, loader, schedule)
         if saved is None:
             return None
         self._broadcast(model, optimizer)
@@ -220,10 +263,6 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
             self._set_rates(optimizer, rates)
         self._go_on_in_data(saved, loader)
         if schedule is not None:
-            if not isinstance(schedule, self._warmup) or loader is None:
-                raise InvalidArgumentError(
-                    "schedule must be from warmup, and needs the loader, which says how far it is."
-                )
             schedule.go_to(loader.position.steps(loader.share))
         if optimizer is not None:
             self._go_on_drawing(saved, states, model)

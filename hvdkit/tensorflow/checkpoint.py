@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,22 +64,26 @@ class Checkpoints(ModelCheckpoints[Saved]):
         state.require_eager("Checkpoints.save")
         return super()._save(*arguments)
 
-    def _load(self, model: Any, optimizer: Any, which: str) -> tuple[Saved | None, Any]:
+    def _load(self, *arguments: Any) -> tuple[Saved | None, Any]:
         state.require_eager("Checkpoints.restore")
-        return super()._load(model, optimizer, which)
+        return super()._load(*arguments)
 
     def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
         _write_variables(directory / "model", state.model_variables(model))
         if optimizer is not None:
             _write_variables(directory / "optimizer", state.optimizer_variables(optimizer, model))
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
         values = _read_variables(directory / "model", state.model_variables(model), model)
         if optimizer is not None:
             slots = state.optimizer_variables(optimizer, model)
             values += _read_variables(directory / "optimizer", slots, optimizer)
-        for variable, value in values:
-            variable.assign(value)
+
+        def put() -> None:
+            for variable, value in values:
+                variable.assign(value)
+
+        return put
 
     def _random_states(self, model: Any) -> Any:
         """int64 (size, length)."""

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import step_times, topology
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.recording import TimelineSteps
-from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 from hvdkit.steps.torch_profile import profile
 
@@ -41,6 +40,7 @@ from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
+from hvdkit.torch.buckets import FUSION_BYTES, Layout
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
@@ -85,10 +85,15 @@ _Batch = TypeVar("_Batch")
 def init() -> Topology:
     """Start Horovod and say who this process is (step 1). Without a launcher: a job of one process.
 
+    Unless HOROVOD_FUSION_THRESHOLD or HOROVOD_AUTOTUNE is set, Horovod's fusion buffer has 4 MiB: the buckets of
+    ``distribute`` then travel from where they are, and are not copied together.
+
     Raises:
         LauncherError: the launcher's environment is incomplete.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
+    if not os.environ.get("HOROVOD_AUTOTUNE"):
+        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
     return topology.start(hvd, os.environ)
 
 
@@ -157,10 +162,9 @@ def distribute(
     """From now on ``.grad`` is the mean over all ranks when ``backward()`` returns (step 4); returns the optimizer.
 
     It is the same object. Clip, unscale, accumulate, pass a closure as on one process. Gradients travel in buckets
-    while backward computes others, and ``parameter.grad`` is a view of a bucket: one that was kept shows the next
-    step's values. A parameter that no rank used keeps ``grad is None``; where some ranks used it, the others count as
-    zeros. The loss that a closure returns is averaged, too. Parameters that begin to train later, and groups that are
-    added, join at the next backward.
+    while backward computes others. A parameter that no rank used keeps ``grad is None``; where some ranks used it, the
+    others count as zeros. The loss that a closure returns is averaged, too. Parameters that begin to train later, and
+    groups that are added, join at the next backward.
 
     Args:
         optimizer: any ``torch.optim`` optimizer.
@@ -180,7 +184,7 @@ def distribute(
         AgreementError: in ``backward``, on every rank: the ranks train different parameters.
     """
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    layout = averaging.Layout(bucket_mb, groups, sparse_as_dense)
+    layout = Layout(bucket_mb, groups, sparse_as_dense)
     return averaging.distributed(optimizer, model, options, layout, process_set)
 
 
@@ -206,6 +210,8 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
 def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
     """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
 
+    In place: the optimizer's groups, its states and the tensors in them stay the objects that a scheduler may hold.
+
     Args:
         model: parameters and buffers are overwritten on all ranks but the root.
         optimizer: its whole state (slots, step counters, learning rates) is overwritten too. An optimizer that has
@@ -215,7 +221,9 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         root: rank to copy from.
     Raises:
         InvalidArgumentError: a root that is not a rank, or lazy parameters that have no shape yet.
-        AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
+        AgreementError: the ranks' models differ in names, shapes or types, or their optimizers in kind or parameter
+            groups; raised on every rank.
+        RootError: the root's optimizer holds what cannot be sent; the root raises the reason.
     """
     state.broadcast(model, optimizer, root)
 
@@ -234,6 +242,7 @@ def shard(
     remainder: str = "drop",
     shuffle: bool = True,
     seed: int = 0,
+    sampler: Iterable[int] | None = None,
     **loader_options: Any,
 ) -> Any:
     """A ``DataLoader`` over this rank's part of the data set (step 7).
@@ -245,22 +254,20 @@ def shard(
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
-            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``.
+            each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
+            but a tensor, dict, named tuple or object is ``(batch, w)``.
         shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
         seed: of the order, the same on every rank.
+        sampler: what draws the order in the place of ``shuffle``, such as ``WeightedRandomSampler``, for the whole
+            data set, all ranks together: its length is that of an epoch. See ``SampledShard``.
         loader_options: for ``DataLoader``: ``num_workers``, ``pin_memory``, ``collate_fn``, ...
     Raises:
-        InvalidArgumentError: a data set without length, or bad numbers.
+        InvalidArgumentError: a data set or sampler without length, bad numbers, or an option that shard decides; over a
+            stream, on every rank: one that is empty or, with "drop", fills no batch on some rank.
+        DataError: over a stream: the data set of another rank raised an error.
     """
-    taken = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & loader_options.keys()
-    if taken:
-        raise InvalidArgumentError(f"shard decides {', '.join(sorted(taken))} itself; leave it out of the options.")
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        return data.ShardedStream(dataset, batch_size, remainder, **loader_options)
-    if not hasattr(dataset, "__len__"):
-        raise InvalidArgumentError(f"shard needs a data set with a length, got {type(dataset).__name__}.")
-    share = Shard(len(dataset), world, batch_size, remainder, shuffle, seed)
-    return data.ShardedLoader(dataset, share, **loader_options)
+    order = {"shuffle": shuffle, "seed": seed}
+    return data.sharded(dataset, world, batch_size, remainder, sampler=sampler, options=loader_options, **order)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------
@@ -336,6 +343,7 @@ def fit(
     remainder: str = "drop",
     kind: str = "auto",
     seed: int = 0,
+    precision: str = "fp32",
 ) -> list[dict[str, float]]:
     """The eight steps in one call: train ``model`` on all ranks; returns the mean loss of each epoch.
 
@@ -347,6 +355,7 @@ def fit(
         checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
             checkpoint already; the history then begins with the epoch after it.
         remainder, kind, seed: see ``shard`` and ``pin_device``.
+        precision: "fp32", or with PyTorch's autocast "bf16" or "fp16", the latter with a GradScaler.
     Raises:
         InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
     """
@@ -359,6 +368,7 @@ def fit(
     steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
     loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
+    autocast, scaler = device.mixed_precision(precision, target)
     if checkpoints is not None:
         checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
     history = []
@@ -366,9 +376,11 @@ def fit(
         total = 0.0
         for x, y, *weights in record_steps(loader):
             optimizer.zero_grad()
-            batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
-            batch_loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            with autocast:
+                batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
+            scaler.scale(batch_loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
             schedule.step()
             total += batch_loss.item()
         history.append(average_metrics({"loss": total / steps}, world))

@@ -10,6 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.torch.state import plain_name
 
 _statistics = ("running_mean", "running_var")
 _numbers = count()
@@ -104,9 +105,9 @@ class _Gather(torch.autograd.Function):
 
 
 def local_statistics(model: torch.nn.Module) -> list[str]:
-    """Names of the running statistics that are each rank's own."""
+    """Plain names of the running statistics that are each rank's own."""
     return [
-        f"{prefix}.{name}" if prefix else name
+        plain_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
         if isinstance(module, _NormBase) and not isinstance(module, (SyncBatchNorm, hvd.SyncBatchNorm))
         for name in _statistics
@@ -123,6 +124,6 @@ def average_statistics(model: torch.nn.Module) -> None:
     Args:
         model: nothing happens where it has none.
     """
-    buffers = dict(model.named_buffers())
+    buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
     for name in local_statistics(model):
         buffers[name].copy_(hvd.allreduce(buffers[name], op=hvd.Average, name=f"hvdkit.statistics.{name}"))

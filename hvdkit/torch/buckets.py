@@ -1,14 +1,18 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``optimizer``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` are views of it; behind them one number for each, 1 where this
-rank has a gradient; and last a number that is not 0 where a rank asks for another layout. After the allreduce these
-numbers are known on every rank, at the cost of no collective of their own.
+rank has a gradient; and last two that say whether this rank needs another layout, and whether it sends them only in
+``step()``. After the allreduce these numbers are known on every rank, at the cost of no collective of their own.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import horovod.torch as hvd
@@ -19,8 +23,41 @@ from hvdkit.errors import InvalidArgumentError
 Parameter = torch.nn.Parameter
 Named = Sequence[tuple[str, Parameter]]
 
+FUSION_BYTES = 4 * 2**20
+"""Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 _REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
+
+    Attributes:
+        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
+        groups: number of buckets of each type, or which parameters go together (the others: alone).
+        sparse_as_dense: whether sparse gradients become dense ones.
+    Raises:
+        InvalidArgumentError: a number out of range, or groups that are neither.
+    """
+
+    bucket_mb: float = 4
+    groups: int | list[list[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.bucket_mb
+        if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
+            raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
+        groups = self.groups
+        if isinstance(groups, list):
+            members = [one for group in groups for one in group]
+            if not all(isinstance(one, torch.Tensor) for one in members):
+                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
+            if len({id(one) for one in members}) < len(members):
+                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
+        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
 
 
 class Wire:
@@ -65,12 +102,12 @@ class Travelling(Protocol):
     """Gradients that leave together."""
 
     name: str
-    parameters: list[Parameter]
+    holds: list[int]
     early: bool
 
     def take(self, parameter: Parameter) -> bool: ...
-    def leave(self, wire: Wire, changed: bool) -> None: ...
-    def arrive(self) -> bool: ...
+    def leave(self, wire: Wire, changed: bool, late: bool) -> None: ...
+    def arrive(self) -> tuple[float, float]: ...
     def abandon(self) -> None: ...
 
 
@@ -82,26 +119,47 @@ class Bucket:
         sparse_as_dense: whether sparse gradients become dense ones.
 
     Attributes:
+        holds: the id of each parameter. The hooks of parameters hold buckets, so that these hold parameters weakly.
         early: whether it may leave as soon as all its gradients are there, before backward has ended.
     """
 
     def __init__(self, named: Named, sparse_as_dense: bool) -> None:
         self.name = " .. ".join(dict.fromkeys([named[0][0], named[-1][0]])) if named else "no dense gradient"
         self._names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self._parameters = [weakref.ref(parameter) for _, parameter in named]
+        self.holds = [id(parameter) for _, parameter in named]
         self.early = True
         self._sparse_as_dense = sparse_as_dense
         kind: dict[str, Any] = {}
         if named:
-            kind = {"dtype": self.parameters[0].dtype, "device": self.parameters[0].device}
-        ends = [0]
-        for parameter in self.parameters:
-            ends.append(ends[-1] + parameter.numel())
-        self._flat = torch.zeros(ends[-1] + len(named) + 1, **kind)
-        self._views = [_view(self._flat, start, one) for start, one in zip(ends, self.parameters, strict=False)]
-        self._tail = self._flat[ends[-1] :]
-        self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+            kind = {"dtype": named[0][1].dtype, "device": named[0][1].device}
+        self._places = {key: place for place, key in enumerate(self.holds)}
+        starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
+        self._numbers = starts.pop()
+        self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
+        self._lie_in(torch.zeros(self._numbers + len(named) + 2, **kind))
         self._begin()
+
+    def _lie_in(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        self._views = [flat.as_strided(*where) for where in self._where]
+        self._addresses = [view.data_ptr() for view in self._views]
+        self._tail = flat[self._numbers :]
+        self._owners = self._count_owners(0) if self._views else (0, 0)
+
+    def _count_owners(self, place: int) -> tuple[int, int]:
+        return sys.getrefcount(self._views[place]), torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
+
+    def _leave_to_holders(self, place: int) -> None:
+        """Move, where somebody has kept the last gradient, itself or detached: theirs must not become the next one."""
+        if all(now <= own for now, own in zip(self._count_owners(place), self._owners, strict=True)):
+            return
+        before = self._views
+        self._lie_in(self._flat.clone())
+        for weak, old, new in zip(self._parameters, before, self._views, strict=True):
+            parameter = weak()
+            if parameter is not None and parameter.grad is old:
+                parameter.grad = new
 
     def _begin(self) -> None:
         """As before the first gradient of a backward."""
@@ -121,21 +179,25 @@ class Bucket:
         Raises:
             InvalidArgumentError: a gradient that cannot lie in a bucket, or that changed after it had left.
         """
-        place = self._places[id(parameter)]
-        view, gradient = self._views[place], parameter.grad
+        place, gradient = self._places[id(parameter)], parameter.grad
         if self._sent is not None:
             raise InvalidArgumentError(
                 f"the gradient of {self._names[place]} grew after it had been sent to the other ranks; activation "
                 "checkpointing of shared weights needs use_reentrant=False."
             )
         self._taken.add(place)
-        if gradient is None:
-            view.zero_()
-            self._absent.add(place)
-        elif gradient is not view:
-            view.copy_(self._dense(self._names[place], gradient))
-            parameter.grad = view
-        return len(self._taken) == len(self.parameters)
+        if self._views[place].data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
+            self._views[place] = self._flat.as_strided(*self._where[place])
+        if gradient is not self._views[place]:
+            self._leave_to_holders(place)
+            view = self._views[place]
+            if gradient is None:
+                view.zero_()
+                self._absent.add(place)
+            else:
+                view.copy_(self._dense(self._names[place], gradient))
+                parameter.grad = view
+        return len(self._taken) == len(self.holds)
 
     def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.requires_grad:
@@ -152,26 +214,27 @@ class Bucket:
             )
         return gradient.to_dense()
 
-    def leave(self, wire: Wire, changed: bool) -> None:
+    def leave(self, wire: Wire, changed: bool, late: bool) -> None:
         """Begin to travel, if it has not yet, with zeros for gradients that this rank does not have."""
         if self._sent is not None:
             return
-        for place, parameter in enumerate(self.parameters):
+        for place in range(len(self.holds)):
             if place in self._taken:
                 continue
-            if changed and not self._fits(place):
+            parameter = self._fitting(place)
+            if parameter is None:
                 self._views[place].zero_()
                 self._absent.add(place)
             else:
                 self.take(parameter)
         self._tail.fill_(1)
-        self._tail[-1] = float(changed)
+        self._tail[-2], self._tail[-1] = float(changed), float(late)
         for place in self._absent:
             self._tail[place] = 0
         self._sent = wire.start(self._flat, self.name)
 
-    def arrive(self) -> bool:
-        """Wait; then every gradient that some rank had is the mean. Whether a rank asks for another layout."""
+    def arrive(self) -> tuple[float, float]:
+        """Wait; then every gradient that some rank had is the mean. The shares of ranks that said changed, and late."""
         handle, carried = self._sent  # type: ignore[misc]
         hvd.synchronize(handle)
         real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
@@ -179,15 +242,21 @@ class Bucket:
             real.copy_(carried)
         shares = self._tail.abs().tolist() if self._tail.is_complex() else self._tail.tolist()
         for place in self._absent:
-            if shares[place] > 0 and self._fits(place):
-                self.parameters[place].grad = self._views[place]
+            if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
+                parameter.grad = self._views[place]
         self._begin()
-        return bool(shares[-1] > 0)
+        return shares[-2], shares[-1]
 
-    def _fits(self, place: int) -> bool:
-        """Whether the parameter is still what it was when the bucket was made."""
-        parameter, view = self.parameters[place], self._views[place]
-        return (parameter.dtype, parameter.device, parameter.shape) == (view.dtype, view.device, view.shape)
+    def _fitting(self, place: int) -> Parameter | None:
+        """The parameter, if there still is one and it is what it was when the bucket was made."""
+        parameter, view = self._parameters[place](), self._views[place]
+        if parameter is None or (parameter.dtype, parameter.device, parameter.shape) != (
+            self._flat.dtype,
+            self._flat.device,
+            view.shape,
+        ):
+            return None
+        return parameter
 
 
 class SparseGradient:
@@ -200,7 +269,8 @@ class SparseGradient:
     early = True
 
     def __init__(self, name: str, parameter: Parameter) -> None:
-        self.name, self.parameters = name, [parameter]
+        self.name, self.holds, self._parameter = name, [id(parameter)], weakref.ref(parameter)
+        self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
         self._sent: tuple[int, int, int] | None = None
 
     def abandon(self) -> None:
@@ -222,58 +292,51 @@ class SparseGradient:
             )
         return True
 
-    def leave(self, wire: Wire, changed: bool) -> None:  # noqa: ARG002
+    def leave(self, wire: Wire, changed: bool, late: bool) -> None:  # noqa: ARG002
         """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
         if self._sent is not None:
             return
-        (parameter,) = self.parameters
-        self.take(parameter)
-        if parameter.grad is None:
-            indices = torch.empty((0, 1), dtype=torch.int64, device=parameter.device)
-            values = parameter.detach().new_empty((0, *parameter.shape[1:]))
+        parameter = self._parameter()
+        if parameter is None or parameter.grad is None:
+            indices = torch.empty((0, 1), dtype=torch.int64, device=self._device)
+            values = torch.empty((0, *self._shape[1:]), dtype=self._type, device=self._device)
         else:
+            self.take(parameter)
             gradient = parameter.grad.coalesce()
             indices, values = gradient.indices().t().contiguous(), gradient.values()
         rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))
         size = wire.process_set.size()
         self._sent = wire.gather(indices, rows), wire.gather(wire.carried(values).contiguous(), numbers), size
 
-    def arrive(self) -> bool:
-        """Wait; then the gradient, where some rank had one, is the mean. Never asks for another layout."""
+    def arrive(self) -> tuple[float, float]:
+        """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
         rows, numbers, size = self._sent  # type: ignore[misc]
-        (parameter,) = self.parameters
+        parameter = self._parameter()
         indices, values = hvd.synchronize(rows), hvd.synchronize(numbers)
-        if parameter.is_complex():
+        if self._type.is_complex:
             values = torch.view_as_complex(values.contiguous())
-        if len(indices):
-            values = values.to(parameter.dtype) / size
-            parameter.grad = torch.sparse_coo_tensor(indices.t(), values, parameter.shape).coalesce()
+        if len(indices) and parameter is not None:
+            values = values.to(self._type) / size
+            parameter.grad = torch.sparse_coo_tensor(
+                indices.t(), values, parameter.shape, check_invariants=False
+            ).coalesce()
         self._sent = None
-        return False
+        return 0.0, 0.0
 
 
-def in_buckets(
-    named: Named,
-    bucket_mb: float,
-    groups: int | list[list[torch.Tensor]] | None,
-    sparse_as_dense: bool,
-    sparse: set[int],
-) -> list[Travelling]:
+def in_buckets(named: Named, layout: Layout, sparse: set[int]) -> list[Travelling]:
     """Buckets of parameters that train, last layer first, as backward produces gradients; at least one.
 
     Args:
         named: the parameters in the order of the model.
-        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
-        groups: number of buckets of each type, or which parameters go together (the others: alone).
-        sparse_as_dense: whether sparse gradients become dense ones.
         sparse: the id of each parameter whose gradient is sparse.
     """
-    travel_alone = [] if sparse_as_dense else [one for one in named if id(one[1]) in sparse]
+    travel_alone = [] if layout.sparse_as_dense else [one for one in named if id(one[1]) in sparse]
     alone = {id(parameter) for _, parameter in travel_alone}
     dense = [one for one in reversed(named) if id(one[1]) not in alone]
     made: list[Travelling] = [SparseGradient(*one) for one in travel_alone]
-    made += [Bucket(members, sparse_as_dense) for members in _split(dense, bucket_mb, groups)]
-    return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], sparse_as_dense)]
+    made += [Bucket(members, layout.sparse_as_dense) for members in _split(dense, layout.bucket_mb, layout.groups)]
+    return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], layout.sparse_as_dense)]
 
 
 def _split(named: Named, bucket_mb: float, groups: int | list[list[torch.Tensor]] | None) -> Iterable[Named]:
@@ -304,11 +367,11 @@ def _bytes(one: tuple[str, Parameter]) -> int:
     return one[1].numel() * one[1].element_size()
 
 
-def _view(flat: torch.Tensor, start: int, parameter: Parameter) -> torch.Tensor:
-    """The parameter's part of a flat tensor, with its strides where these leave no gaps (channels_last)."""
+def _strides(parameter: Parameter) -> tuple[int, ...]:
+    """The parameter's own where they leave no gaps (channels_last), as autograd does it; else those of its shape."""
     if parameter.numel() and _is_dense(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride(), start)
-    return flat[start : start + parameter.numel()].view(parameter.shape)
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

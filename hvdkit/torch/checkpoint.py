@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -14,15 +15,15 @@ import numpy as np
 import torch
 
 from hvdkit import __version__
-from hvdkit.errors import CheckpointError
+from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.resume import ModelCheckpoints, Write
-from hvdkit.torch import seeds
+from hvdkit.torch import seeds, state
 from hvdkit.torch.data import require_sharded
-from hvdkit.torch.schedule import Warmup
-from hvdkit.torch.state import RANKS, HostCopies, broadcast
+from hvdkit.torch.nested import rebuilt
+from hvdkit.torch.schedule import Warmup, set_rate
 
 
 class Checkpoints(ModelCheckpoints["Saved | None"]):
@@ -40,7 +41,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
 
     _warmup = Warmup
     _require_loader = staticmethod(require_sharded)
-    _broadcast = staticmethod(broadcast)
+    _broadcast = staticmethod(state.broadcast)
 
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0, asynchronous: bool = False
@@ -48,7 +49,39 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         super().__init__(directory, keep, keep_best=keep_best)
         self._writer = ThreadPoolExecutor(1, "hvdkit-checkpoint") if asynchronous else None
         self._writing: Future[Saved] | None = None
-        self._copies = HostCopies()
+        self._copies = state.HostCopies()
+
+    def save(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        step: int,
+        loader: Any = None,
+        score: float | None = None,
+        extra: dict[str, Any] | None = None,
+        **metadata: Any,
+    ) -> Saved | None:
+        """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
+
+        Args:
+            model, optimizer: as for ``broadcast_state``. Names are those of the model before it is compiled.
+            step: optimizer steps completed.
+            loader: from ``shard``; its position, counted in samples, is saved too.
+            score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
+            extra: what else to save, the root's, by name: ``{"ema": ema.state_dict(), "scaler": scaler.state_dict()}``.
+                Tensors, numbers (inf and nan, too) and strings in dicts, lists and tuples, to find again in
+                ``Saved.extra`` of ``restore``, on every rank.
+            metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
+        Returns:
+            The checkpoint, complete on disk; None when it is written asynchronously.
+        Raises:
+            InvalidArgumentError: a bad step or score, metadata that is not JSON, an extra that is not of such values,
+                or a model that is not built.
+            CheckpointError: it, or the asynchronous one before, could not be written; earlier ones are intact.
+        """
+        written: Saved | None = self._save(model, optimizer, step, loader, score, metadata, extra)
+        return written
 
     def wait(self) -> Saved | None:
         """Wait until the asynchronous write is on disk, and return what was written; None when there was none.
@@ -56,14 +89,14 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         Raises:
             CheckpointError: it could not be written.
         """
-        return cast("Saved | None", RANKS.on_root(self._finish))
+        return cast("Saved | None", state.RANKS.on_root(self._finish))
 
     def _finish(self) -> Saved | None:
         writing, self._writing = self._writing, None
         return writing.result() if writing is not None else None
 
     def _ranks(self) -> Collectives:
-        return RANKS
+        return state.RANKS
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -72,70 +105,155 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             "torch": str(torch.__version__),
             "seed": seeds.CURRENT.seed(),
         }
-        return (
-            facts
-            if optimizer is None
-            else {**facts, "learning_rates": [float(rate) for rate in self._rates(optimizer)]}
-        )
+        if optimizer is None:
+            return facts
+        return {**facts, "optimizer": type(optimizer).__name__, "learning_rates": self._rates(optimizer)}
 
     def _rates(self, optimizer: Any) -> list[float]:
-        return [group["lr"] for group in optimizer.param_groups]
+        return [float(group["lr"]) for group in optimizer.param_groups]
 
     def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            set_rate(group, rate)
 
-    def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any) -> Saved | None:
-        states = model.state_dict(), None if optimizer is None else optimizer.state_dict()
+    def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any, *more: Any) -> Saved | None:
+        (extra,) = more
+        if extra is not None and not isinstance(extra, dict):
+            raise InvalidArgumentError(f"extra must be a dict of what to save by name, got {type(extra).__name__}.")
+        states = state.model_state(model), None if optimizer is None else optimizer.state_dict(), extra
         if self._writer is None:
-            written: Saved = super()._put(on_disk, *states)
+            written: Saved = super()._put(on_disk, *(rebuilt(one, state.plain_number) for one in states))
             return written
         self._finish()
         copies = (self._copies.of(f"{number}", one) for number, one in enumerate(states))
         self._writing = self._writer.submit(super()._put, on_disk, *copies)
         return None
 
-    def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
-        """Write the state dicts of model and optimizer."""
-        try:
-            torch.save(model, directory / "model.pt")
-            if optimizer is not None:
-                torch.save(optimizer, directory / "optimizer.pt")
-        except RuntimeError as error:  # PyTorch's writer turns a full disk into one
-            raise OSError(str(error).splitlines()[0]) from error
+    def _write(self, directory: Path, model: Any, optimizer: Any, extra: Any = None) -> None:
+        """Write the state dicts of model and optimizer, and what else is to be saved."""
+        for name, contents in (("model", model), ("optimizer", optimizer), ("extra", extra)):
+            if contents is not None:
+                _write_readable(directory / f"{name}.pt", contents)
 
-    def _load(self, model: Any, optimizer: Any, which: str) -> tuple[Saved | None, Any]:
+    def _load(self, model: Any, optimizer: Any, *arguments: Any) -> tuple[Saved | None, Any]:
         self.wait()
-        return super()._load(model, optimizer, which)
+        state.require_same_training(model, optimizer)
+        return super()._load(model, optimizer, *arguments)
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> None:
-        _load_into(directory / "model.pt", model)
-        if optimizer is not None:
-            _load_into(directory / "optimizer.pt", optimizer)
+    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
+        file, other_file = directory / "model.pt", directory / "optimizer.pt"
+        contents = _read_file(file, model)
+        slots = None if optimizer is None else _read_file(other_file, optimizer)
+
+        def put() -> None:
+            before = state.HostCopies().of("", state.model_state(model))
+            try:
+                with _fitting(file, model):
+                    state.load_model(model, contents)
+                if slots is not None:
+                    with _fitting(other_file, optimizer):
+                        state.load_optimizer(optimizer, slots)
+            except BaseException:
+                state.load_model(model, before)
+                raise
+
+        return put
+
+    def _read_extra(self, directory: Path) -> Any:
+        file = directory / "extra.pt"
+        return _read_file(file, {}) if file.exists() else {}
+
+    def _broadcast_extra(self, extra: Any) -> Any:
+        return state.broadcast_nested(extra, 0, "hvdkit.checkpoint_extra")
+
+    def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:
+        super()._require_fit(saved, states, optimizer, loader, schedule)
+        if schedule is not None and len(schedule.base_lrs) != len(schedule.optimizer.param_groups):
+            raise InvalidArgumentError(
+                f"the schedule knows {len(schedule.base_lrs)} parameter groups, its optimizer has "
+                f"{len(schedule.optimizer.param_groups)}; make it after the last add_param_group."
+            )
+        if optimizer is None:
+            return
+        theirs, mine = saved.metadata.get("optimizer"), type(optimizer).__name__
+        if theirs not in (None, mine):
+            raise CheckpointError(
+                f"{saved.path} holds the state of {theirs}, this optimizer is {mine}; restore into the same, or "
+                "without the optimizer."
+            )
+        if states is not None and self._has_this_size(saved):
+            _try_random_state(saved, states[hvd.rank()])
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         """uint8 (size, length)."""
-        parts = [torch.from_numpy(random_state.capture()), torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            parts.append(torch.cuda.get_rng_state())
-        return hvd.allgather(torch.cat(parts).unsqueeze(0), name="hvdkit.random_states").numpy()
+        return hvd.allgather(_random_state().unsqueeze(0), name="hvdkit.random_states").numpy()
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
-        python_and_numpy, rest = np.split(own, [random_state.BYTES])
-        cpu, cuda = np.split(rest, [torch.get_rng_state().numel()])
-        random_state.restore(python_and_numpy)
-        torch.set_rng_state(torch.from_numpy(cpu.copy()))
-        if len(cuda) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.set_rng_state(torch.from_numpy(cuda.copy()))
+        _set_random_state(own)
         seeds.accept()
 
     def _branch(self, model: Any, step: int) -> None:  # noqa: ARG002
         seeds.branch(step)
 
 
-def _load_into(file: Path, target: torch.nn.Module | torch.optim.Optimizer) -> None:
+def _random_state() -> torch.Tensor:
+    """The states of this rank's generators, uint8 (length,)."""
+    parts = [torch.from_numpy(random_state.capture()), torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        parts.append(torch.cuda.get_rng_state())
+    return torch.cat(parts)
+
+
+def _set_random_state(own: Any) -> None:
+    python_and_numpy, rest = np.split(own, [random_state.BYTES])
+    cpu, cuda = np.split(rest, [torch.get_rng_state().numel()])
+    random_state.restore(python_and_numpy)
+    torch.set_rng_state(torch.from_numpy(cpu.copy()))
+    if len(cuda) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.set_rng_state(torch.from_numpy(cuda.copy()))
+
+
+def _try_random_state(saved: Saved, own: Any) -> None:
+    """Raise CheckpointError unless this process's generators can be in a state."""
+    before = _random_state().numpy()
     try:
-        target.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-    except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
+        _set_random_state(own)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{saved.path} holds random states of another PyTorch: {error}") from error
+    finally:
+        _set_random_state(before)
+
+
+def _write_readable(file: Path, contents: Any) -> None:
+    """Write what ``_read_file`` will be able to read.
+
+    Raises:
+        OSError: PyTorch could not write.
+        InvalidArgumentError: it holds what is not read again without running code of the file's.
+    """
+    try:
+        torch.save(contents, file)
+        with contextlib.suppress(RuntimeError, OSError):  # where files cannot be mapped
+            torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:  # PyTorch's writer turns a full disk into one
+        raise OSError(str(error).splitlines()[0]) from error
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+        raise InvalidArgumentError(
+            f"{file.stem} holds what cannot be saved and read again: {reason.splitlines()[0]}; give tensors, numbers, "
+            "strings, and dicts, lists and tuples of them."
+        ) from error
+
+
+def _read_file(file: Path, target: Any) -> Any:
+    with _fitting(file, target):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def _fitting(file: Path, target: Any) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, OSError, TypeError, AttributeError, pickle.UnpicklingError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} does not fit this {type(target).__name__}: {reason}") from error

@@ -2,16 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import contextlib
+import copy
+import itertools
+import operator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
+import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.steps import random_state
 from hvdkit.steps.ranks import name_ranks
-from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, stream_weights
+from hvdkit.steps.seeds import integer, seed_python
+from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, stream_weights
+from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
+
+_INSTEAD = {
+    "batch_sampler": "shard makes the batches; give what draws the samples as sampler=",
+    "drop_last": "say what becomes of the ragged end with remainder=",
+}
+
+
+def sharded(
+    dataset: Any,
+    world: Topology,
+    batch_size: int,
+    remainder: str,
+    *,
+    sampler: Any,
+    options: dict[str, Any],
+    **order: Any,
+) -> ShardedLoader | ShardedStream:
+    """The inside of ``hvdkit.torch.shard``; ``order``: shuffle and seed."""
+    for name, instead in _INSTEAD.items():
+        if name in options:
+            raise InvalidArgumentError(f"shard takes no {name}: {instead}.")
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        if sampler is not None:
+            raise InvalidArgumentError("an IterableDataset decides its order itself; leave sampler out.")
+        return ShardedStream(dataset, batch_size, remainder, **options)
+    if sampler is None:
+        share = Shard(_length(dataset), world, batch_size, remainder, **order)
+    else:
+        share = SampledShard(_draws(sampler), world, batch_size, remainder, **order, sampler=sampler)
+    return ShardedLoader(dataset, share, **options)
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        raise InvalidArgumentError(
+            f"shard needs a data set with a length, got {type(dataset).__name__}; give it a __len__, or shard "
+            "torch.utils.data.Subset(dataset, range(n)); a stream is a torch.utils.data.IterableDataset."
+        ) from None
+
+
+def _draws(sampler: Any) -> int:
+    if hasattr(sampler, "num_replicas"):
+        raise InvalidArgumentError(
+            f"{type(sampler).__name__} gives each rank a part, and shard would give a part of that; leave it out: "
+            "shard has shuffle, seed and, for drop_last, remainder."
+        )
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        raise InvalidArgumentError(
+            f"shard needs a sampler with a length, got {type(sampler).__name__}; give it a __len__: the number of "
+            "samples that it draws for an epoch."
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SampledShard(Shard):
+    """A share of what a sampler draws for each epoch, in the place of ``shuffle``.
+
+    All ranks draw with the same random numbers, which depend on seed and epoch alone, so that a training goes on in the
+    same order on any number of ranks.
+
+    Args:
+        sampler: yields ``n_samples`` indices. What it draws from ``random``, NumPy's and PyTorch's global generators
+            and its own ``generator`` is the same on every rank; another source must be seeded alike.
+    """
+
+    sampler: Any = ()
+
+    def order(self, epoch: int) -> Indices:
+        """The indices that the sampler draws for ``epoch``, int64 (n_samples,).
+
+        Raises:
+            InvalidArgumentError: a negative epoch, something else than indices, or not as many as its length.
+        """
+        with _drawing_alike(np.random.SeedSequence([self.seed, epoch]), getattr(self.sampler, "generator", None)):
+            drawn = list(self.sampler)
+        name = type(self.sampler).__name__
+        try:
+            order = np.array([operator.index(one) for one in drawn], dtype=np.int64)
+        except TypeError:
+            raise InvalidArgumentError(f"sampler must yield indices, got {drawn[0]!r} from {name}.") from None
+        if len(order) != self.n_samples:
+            raise InvalidArgumentError(f"{name} drew {len(order)} samples, its length is {self.n_samples}.")
+        return order
+
+    def facts(self, epoch: int) -> dict[str, float]:
+        """As of ``Shard``, and a checksum of the order."""
+        return {**Shard.facts(self, epoch), "loader.order": float(zlib.crc32(self.order(epoch).tobytes()))}
+
+
+@contextlib.contextmanager
+def _drawing_alike(stream: np.random.SeedSequence, own: Any) -> Iterator[None]:
+    generators = [torch.default_generator, *([own] if isinstance(own, torch.Generator) else [])]
+    python, states = random_state.capture(), [generator.get_state() for generator in generators]
+    seed_python(stream)
+    for generator in generators:
+        generator.manual_seed(integer(stream, bits=63))
+    try:
+        yield
+    finally:
+        random_state.restore(python)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 class EpochBatches(torch.utils.data.Sampler[list[int]]):
@@ -38,10 +155,13 @@ def with_weights(batches: Iterable[Any], plan: Iterable[Batch]) -> Iterator[Any]
         yield with_weight(contents, batch.weight, len(batch.indices))
 
 
-def with_weight(contents: Any, weight: float, samples: int | None = None) -> Any:
-    """A batch and its samples' weights, float64 (m,): a float32 cannot hold 6/5."""
-    weights = torch.full((_samples(contents) if samples is None else samples,), weight, dtype=torch.float64)
-    return (*contents, weights) if isinstance(contents, (list, tuple)) else (contents, weights)
+def with_weight(contents: Any, weight: float, samples: int) -> Any:
+    """A batch and its samples' weights, float64 (m,): a float32 cannot hold 6/5.
+
+    A plain tuple or list becomes ``(x, y, w)``; all else (a tensor, dict, named tuple, object) ``(batch, w)``.
+    """
+    weights = torch.full((samples,), weight, dtype=torch.float64)
+    return (*contents, weights) if type(contents) in (list, tuple) else (contents, weights)
 
 
 class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
@@ -66,18 +186,52 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Any:
         start = self._batches.position = self._next
-        plan = self._batches.plan()
         if self._given_generator is None:
             self.generator = seeds.workers_generator(start.epoch)
         batches = super().__iter__()
         self._next = Position(start.epoch + 1)
-        weighted = with_weights(batches, plan) if self.share.remainder == "exact" else batches
+        weighted = with_weights(batches, self._batches.plan()) if self.share.remainder == "exact" else batches
         return self._counted(weighted, start)
 
     def _counted(self, batches: Iterable[Any], start: Position) -> Iterator[Any]:
         for taken, contents in enumerate(batches, start=1):
             self.position = start.after(self.share, taken)
             yield contents
+
+
+class Counted:
+    """A ``collate_fn`` that also says of how many samples the batch is, whatever its form."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self._collate(samples)
+
+
+class _Sizes:
+    """What each rank says of its next batch, asked under a name that no other stream in use has."""
+
+    _used: ClassVar[set[str]] = set()
+    _unread: ClassVar[dict[str, int]] = {}  # by name: the answers to what was asked in a loop that was left
+
+    def __enter__(self) -> _Sizes:
+        names = (f"hvdkit.stream.{number}" for number in itertools.count())
+        self._name = next(name for name in names if name not in self._used)
+        self._used.add(self._name)
+        with contextlib.suppress(KeyError, HorovodInternalError):  # of a Horovod that was started anew since
+            hvd.synchronize(self._unread.pop(self._name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._used.discard(self._name)
+
+    def ask(self, size: int) -> None:
+        self._unread[self._name] = hvd.allgather_async(torch.tensor([size], dtype=torch.int64), name=self._name)
+
+    def answers(self) -> list[int]:
+        sizes: list[int] = hvd.synchronize(self._unread.pop(self._name)).tolist()
+        return sizes
 
 
 class ShardedStream:
@@ -95,42 +249,60 @@ class ShardedStream:
             raise InvalidArgumentError(
                 f"remainder must be drop or exact for a data set of unknown length, got {remainder!r}."
             )
-        self._loader = torch.utils.data.DataLoader(dataset, batch_size, **options)
+        collate = Counted(options.pop("collate_fn", None) or torch.utils.data.default_collate)
+        # A worker's short last batch is no end of the stream: other workers still have batches.
+        options["drop_last"] = remainder == "drop"
+        self._loader = torch.utils.data.DataLoader(dataset, batch_size, collate_fn=collate, **options)
         self._batch_size, self._remainder = batch_size, remainder
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        last, (contents, size, waiting) = None, self._next(batches)
-        while True:
-            sizes = hvd.synchronize(waiting).tolist()
+        with _Sizes() as asked:
+            yield from self._steps(asked)
+
+    def _steps(self, asked: _Sizes) -> Iterator[Any]:
+        batches = itertools.chain(self._loader, itertools.repeat((0, None)))
+        size, contents = self._next(batches, asked)
+        filler: tuple[int, Any] = 0, None
+        for step in itertools.count():
+            sizes = asked.answers()
+            self._require(sizes, contents, first=step == 0)
             weights = stream_weights(sizes, self._batch_size, self._remainder)
             if weights is None:
                 return
-            if last is None and 0 in sizes:
-                empty = name_ranks([rank for rank, one in enumerate(sizes) if one == 0])
-                raise InvalidArgumentError(f"the data set of {empty} is empty; give every rank at least one sample.")
-            last = contents if size else _first_sample(last)
-            ahead = self._next(batches)
-            yield last if self._remainder == "drop" else with_weight(last, weights[hvd.rank()])
-            contents, size, waiting = ahead
+            count, batch = (size, contents) if size else (filler[0], copy.deepcopy(filler[1]))
+            size, contents = self._next(batches, asked)
+            if self._remainder == "drop":
+                yield batch
+                continue
+            if size == 0 and filler[0] == 0:
+                filler = count, copy.deepcopy(batch)  # the loop may change what it gets
+            yield with_weight(batch, weights[hvd.rank()], count)
 
-    def _next(self, batches: Iterator[Any]) -> tuple[Any, int, int]:
-        contents = next(batches, None)
-        size = 0 if contents is None else _samples(contents)
-        mine = torch.tensor([size], dtype=torch.int64)
-        return contents, size, hvd.allgather_async(mine, name="hvdkit.stream")
+    @staticmethod
+    def _next(batches: Iterator[tuple[int, Any]], asked: _Sizes) -> tuple[int, Any]:
+        try:
+            size, contents = next(batches)
+        except Exception as error:
+            size, contents = -1, error
+        asked.ask(size)
+        return size, contents
 
-
-def _parts(contents: Any) -> list[Any]:
-    return list(contents) if isinstance(contents, (list, tuple)) else [contents]
-
-
-def _samples(contents: Any) -> int:
-    return len(_parts(contents)[0])
-
-
-def _first_sample(contents: Any) -> Any:
-    return tuple(part[:1] for part in _parts(contents))
+    def _require(self, sizes: list[int], contents: Any, *, first: bool) -> None:
+        failed = [rank for rank, size in enumerate(sizes) if size < 0]
+        if hvd.rank() in failed:
+            raise contents
+        if failed:
+            raise DataError(f"the data set of {name_ranks(failed)} raised an error, which that rank shows.")
+        empty = [rank for rank, size in enumerate(sizes) if size == 0]
+        if first and empty and self._remainder == "exact":
+            raise InvalidArgumentError(
+                f"the data set of {name_ranks(empty)} is empty; give every rank at least one sample."
+            )
+        if first and empty:
+            raise InvalidArgumentError(
+                f"the data set of {name_ranks(empty)} does not fill one batch of {self._batch_size}; each DataLoader "
+                "worker fills batches of its own. Use smaller batches, fewer workers or remainder='exact'."
+            )
 
 
 def require_sharded(loader: Any) -> ShardedLoader:

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import device
 from hvdkit.steps.topology import Topology
 
@@ -24,3 +25,16 @@ def pin(world: Topology, kind: str, threads: int | None) -> torch.device:
     pinned = torch.device("cuda", device.device_index(world.local_rank, visible))
     torch.cuda.set_device(pinned)
     return pinned
+
+
+def mixed_precision(precision: str, device: torch.device) -> tuple[torch.autocast, torch.amp.GradScaler]:
+    """What a step computes in, and what keeps float16's small gradients from becoming zeros; neither does for "fp32".
+
+    Raises:
+        InvalidArgumentError: another precision than "fp32", "bf16" or "fp16".
+    """
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if precision not in types:
+        raise InvalidArgumentError(f"precision must be one of {', '.join(types)}, got {precision!r}.")
+    autocast = torch.autocast(device.type, types[precision], enabled=precision != "fp32")
+    return autocast, torch.amp.GradScaler(device.type, enabled=precision == "fp16")

@@ -16,7 +16,7 @@ from hvdkit.steps.elastic import ElasticBase
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.optimizer import forget_agreements
 from hvdkit.torch.schedule import Warmup
-from hvdkit.torch.state import HostCopies, broadcast_optimizer, broadcast_tensors, model_tensors
+from hvdkit.torch.state import HostCopies, load_optimizer, send
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
     def _put_back(self, copied: Any) -> None:
         self.model.load_state_dict(copied["model"])
         # An optimizer keeps the tensors that it is given, and would train the committed ones.
-        self.optimizer.load_state_dict(HostCopies().of("", copied["optimizer"]))
+        load_optimizer(self.optimizer, HostCopies().of("", copied["optimizer"]))
 
     def reset(self) -> None:
         """Called by Horovod after it has started anew."""
@@ -73,8 +73,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         return commits
 
     def _broadcast(self, root: int) -> None:
-        broadcast_tensors(model_tensors(self.model).values(), root)
-        broadcast_optimizer(self.optimizer, root)
+        send(self.model, self.optimizer, root)
 
     def _scale_rates(self, factor: float) -> None:
         for group in self.optimizer.param_groups:

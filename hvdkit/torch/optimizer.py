@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,38 +18,16 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement, step_times
+from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.torch.buckets import Named, Parameter, Travelling, Wire, in_buckets
-from hvdkit.torch.state import layout
+from hvdkit.torch.backward import NOW, eagerly
+from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets
+from hvdkit.torch.state import layout, plain_name
 
 _EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _NUMBERS = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How gradients are put into buckets; see ``hvdkit.torch.distribute``."""
-
-    bucket_mb: float = 4
-    groups: int | list[list[torch.Tensor]] | None = None
-    sparse_as_dense: bool = False
-
-    def __post_init__(self) -> None:
-        size = self.bucket_mb
-        if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
-            raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
-        groups = self.groups
-        if isinstance(groups, list):
-            members = [one for group in groups for one in group]
-            if not all(isinstance(one, torch.Tensor) for one in members):
-                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
-            if len({id(one) for one in members}) < len(members):
-                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
-        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
 
 
 def distributed(
@@ -61,8 +38,12 @@ def distributed(
     process_set: Any,
 ) -> torch.optim.Optimizer:
     """The inside of ``hvdkit.torch.distribute``, which says what is taken and refused."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(f"distribute takes a torch.optim optimizer, got {type(optimizer).__name__}.")
+    for what, given, kind in (("optimizer", optimizer, torch.optim.Optimizer), ("model", model, torch.nn.Module)):
+        if not isinstance(given, kind):
+            raise InvalidArgumentError(
+                f"distribute takes an optimizer of torch.optim and the model, a torch.nn.Module; as {what} it got "
+                f"{type(given).__name__}."
+            )
     if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__ or any(
         one.optimizer() is optimizer for one in _EXCHANGES
     ):
@@ -75,10 +56,9 @@ def distributed(
     if missing:
         raise InvalidArgumentError(
             f"the optimizer holds {len(named)} parameters, {len(named) - len(missing)} of them in the model; make the "
-            "optimizer from this model's parameters(), after moving the model to its device."
+            "optimizer from this model's parameters(), after moving the model to its device. If it trains several "
+            "models, distribute torch.nn.ModuleList([model, other]); a lone tensor goes into a torch.nn.ParameterList."
         )
-    for name, one in named:
-        require_sendable(name, one)
     ranks = hvd.global_process_set if process_set is None else process_set
     if hvd.size() > 1:  # else Horovod leaves Adasum out
         options.require_possible(ranks.size(), all_ranks=ranks.process_set_id == 0, over_mpi=hvd.mpi_enabled())
@@ -88,30 +68,24 @@ def distributed(
     return optimizer
 
 
-def require_sendable(name: str, parameter: Parameter) -> None:
-    """Refuse a parameter whose gradient cannot travel.
-
-    Raises:
-        InvalidArgumentError: it has no data yet, is no plain dense tensor, or is on a device that Horovod cannot reach.
-    """
+def _obstacle(parameter: Parameter) -> str | None:
+    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
     if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
         why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
     elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
         why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
         fix = "distribute takes plain dense parameters, whole on every rank"
     elif parameter.device.type not in ("cpu", "cuda"):
-        why, fix = (
-            f"it is on {parameter.device}",
-            "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there",
-        )
+        why = f"it is on {parameter.device}"
+        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
     else:
-        return
-    raise InvalidArgumentError(f"the gradient of {name} cannot travel: {why}; {fix}.")
+        return None
+    return f"{why}; {fix}."
 
 
 def _named(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
     """Parameters by the names that they have in the model before it is compiled."""
-    return ((name.replace("_orig_mod.", ""), one) for name, one in model.named_parameters())
+    return ((plain_name(name), one) for name, one in model.named_parameters())
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
@@ -148,6 +122,22 @@ class _Agreed:
     bucket_of: dict[int, Travelling]
 
 
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A parameter of an exchange, which its hooks hold: it must not hold them, or neither would ever be freed.
+
+    Attributes:
+        order: where it stands in the model.
+        sparse: whether its module says that its gradient is sparse.
+    """
+
+    parameter: weakref.ref[Parameter]
+    name: str
+    order: int
+    sparse: bool
+    hooks: list[Any]
+
+
 class Exchange:
     """What one ``distribute`` does to its parameters: after every backward that reaches them, ``.grad`` is the mean.
 
@@ -167,24 +157,21 @@ class Exchange:
         ranks: Any,
     ) -> None:
         self.optimizer = weakref.ref(optimizer)  # parameters live longer than an optimizer, and hold their hooks
+        self._model = weakref.ref(model)
         self.number = next(_NUMBERS)
         self._options, self._layout, self._ranks = options, layout, ranks
         self._wire = Wire(ranks, options.compression, options.gradient_predivide_factor)
-        self._names = {id(one): name for name, one in _named(model)}
-        self._order = {key: place for place, key in enumerate(self._names)}
-        self._sparse = {
-            id(one)
-            for module in model.modules()
-            if getattr(module, "sparse", False)
-            for one in module.parameters(False)
-        }
-        self._hooked: dict[int, tuple[Parameter, list[Any]]] = {}
+        self._members: dict[int, _Member] = {}
         self._suspended = 0
         self._passes = 0
         self._twice: set[int] = set()
-        self._local: list[tuple[Parameter, torch.Tensor, int]] = []
+        self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
+        self._averaged = False
         self.follow_groups()
+        # What no optimizer has counts where the norm of the model's gradients is taken.
+        others = (one for one in model.parameters() if not any(other.has(one) for other in _EXCHANGES))
+        self._take_on(one for one in others if _obstacle(one) is None)
         optimizer.register_step_pre_hook(self._before_step)
         added = optimizer.add_param_group
 
@@ -203,15 +190,30 @@ class Exchange:
         The newest ``distribute`` of a parameter is the one that averages it.
         """
         optimizer = self.optimizer()
-        for one in [] if optimizer is None else _parameters(optimizer):
-            if id(one) in self._hooked or not (one.is_floating_point() or one.is_complex()):
-                continue
-            name = self._names.setdefault(id(one), f"added.{len(self._names)}")
-            self._order.setdefault(id(one), len(self._order))
-            require_sendable(name, one)
+        self._take_on([] if optimizer is None else _parameters(optimizer))
+
+    def _take_on(self, parameters: Iterable[Parameter]) -> None:
+        new = [one for one in parameters if not self.has(one) and (one.is_floating_point() or one.is_complex())]
+        model = self._model()
+        named = [] if not new or model is None else list(_named(model))
+        places = {id(one): (name, place) for place, (name, one) in enumerate(named)}
+        modules = (one for one in model.modules() if getattr(one, "sparse", False)) if named and model else ()
+        sparse = {id(one) for module in modules for one in module.parameters(recurse=False)}
+        for one in new:
+            later = len(places) + len(self._members)
+            name, order = places.get(id(one), (f"added.{later}", later))
+            obstacle = _obstacle(one)
+            if obstacle is not None:
+                raise InvalidArgumentError(f"the gradient of {name} cannot travel: {obstacle}")
             for other in _EXCHANGES:
                 other.release(one)
-            self._hooked[id(one)] = one, self._hooks_on(one)
+            hooks = self._hooks_on(one)
+            self._members[id(one)] = _Member(weakref.ref(one), name, order, id(one) in sparse, hooks)
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether it averages this parameter's gradient."""
+        member = self._members.get(id(parameter))
+        return member is not None and member.parameter() is parameter
 
     def _hooks_on(self, parameter: Parameter) -> list[Any]:
         trains = parameter.requires_grad
@@ -219,40 +221,44 @@ class Exchange:
         hooks = [parameter.register_post_accumulate_grad_hook(self._take)]  # type: ignore[no-untyped-call]
         if self._options.op == "sum":
             # The mean of n-fold gradients is their sum, and stays it when it is averaged again.
-            hooks.append(parameter.register_hook(lambda one: one * self._ranks.size()))  # type: ignore[no-untyped-call]
+            hooks.append(parameter.register_hook(self._times_ranks))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(trains)
         return hooks
 
+    def _times_ranks(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * self._ranks.size() if self._among_others() else gradient
+
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
-        for hook in self._hooked.pop(id(parameter), (parameter, []))[1]:
-            hook.remove()
+        if self.has(parameter):
+            for hook in self._members.pop(id(parameter)).hooks:
+                hook.remove()
 
-    def holds(self, model: torch.nn.Module) -> bool:
-        """Whether it averages gradients of this model."""
-        return any(id(one) in self._hooked for one in model.parameters())
-
-    def _training(self) -> list[Parameter]:
-        """What trains now, in the order of the model."""
-        return sorted(
-            (one for one, _ in self._hooked.values() if one.requires_grad), key=lambda one: self._order[id(one)]
-        )
+    def _training(self) -> list[tuple[str, Parameter]]:
+        """What trains now, with names, in the order of the model."""
+        members = sorted(self._members.values(), key=lambda member: member.order)
+        living = [(member.name, member.parameter()) for member in members]
+        return [(name, one) for name, one in living if one is not None and one.requires_grad]
 
     # While backward computes ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The first gradient of a backward is there."""
-        self.active = self._ranks.included() and self._ranks.size() > 1
+        self.active = self._among_others()
         self.follow_groups()
-        passes = self._options.backward_passes_per_step
+        passes, self._late = self._options.backward_passes_per_step, False
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         self._fired: set[int] = set()
         self._changed = self._agreed is None or self._agreed.seen != _seen(self._training())
 
+    def _among_others(self) -> bool:
+        return bool(self._ranks.included() and self._ranks.size() > 1)
+
+    @eagerly
     @torch.no_grad()
     def _take(self, parameter: Parameter) -> None:
         """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
-        _NOW.reach(self)
+        NOW.reach(self, parameter)
         if not self.exchanging:
             return
         if id(parameter) in self._fired:
@@ -264,7 +270,7 @@ class Exchange:
         if id(parameter) in self._twice:
             bucket.early = False
         if bucket.take(parameter) and bucket.early:
-            bucket.leave(self._wire, changed=False)
+            bucket.leave(self._wire, changed=False, late=False)
 
     # At the end of backward ----------------------------------------------------------------------------------------
 
@@ -272,47 +278,57 @@ class Exchange:
         """Send what has not left yet."""
         if self.active:
             self._passes += not self._suspended
+        self._averaged = self.exchanging
         if self.exchanging:
             self._passes, self._local = 0, []
             for bucket in self._buckets():
-                bucket.leave(self._wire, self._changed)
+                bucket.leave(self._wire, self._changed, self._late)
         elif self.active:
-            gradients = [(one, one.grad) for one in self._training()]
+            gradients = [(weakref.ref(one), one.grad) for _, one in self._training()]
             self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
 
     def arrive(self) -> None:
         """Wait; then all gradients are the mean.
 
         Raises:
-            AgreementError: the ranks train different parameters, or with other options; on every rank.
+            AgreementError: the ranks train different parameters, or with other options, or some of them called no
+                backward; on every rank.
         """
         if not self.exchanging:
             return
-        # All buckets, whatever they say: each is on its way.
-        if self._agreed is not None and not any([bucket.arrive() for bucket in self._buckets()]):
-            return
-        self._agree()
-        # What was averaged already averages to itself.
-        for bucket in self._buckets():
-            bucket.leave(self._wire, changed=False)
-        for bucket in self._buckets():
-            bucket.arrive()
+        changed, late = self._heard()
+        if changed or self._agreed is None:
+            self._agree()
+            # What was averaged already averages to itself.
+            for bucket in self._buckets():
+                bucket.leave(self._wire, changed=False, late=self._late)
+            late = self._heard()[1]
+        if 0 < late < 1 - 0.5 / self._ranks.size():
+            raise AgreementError(
+                "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
+                "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
+            )
+
+    def _heard(self) -> tuple[float, float]:
+        """Wait for all buckets; what the ranks say in them."""
+        heard = [bucket.arrive() for bucket in self._buckets()]
+        return max((changed for changed, _ in heard), default=0.0), max((late for _, late in heard), default=0.0)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
-        training, how = self._training(), self._layout
-        named = [(self._names[id(one)], one) for one in training]
+        named, how = self._training(), self._layout
+        sparse = {key for key, member in self._members.items() if member.sparse}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
         ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())
-        buckets = in_buckets(named, how.bucket_mb, how.groups, how.sparse_as_dense, self._sparse)
+        buckets = in_buckets(named, how, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
-        bucket_of = {id(one): bucket for bucket in buckets for one in bucket.parameters}
-        self._agreed = _Agreed(_seen(training), buckets, bucket_of)
+        bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
+        self._agreed = _Agreed(_seen(named), buckets, bucket_of)
 
     def _buckets(self) -> list[Travelling]:
         return [] if self._agreed is None else self._agreed.buckets
@@ -324,7 +340,7 @@ class Exchange:
 
     def forget_agreement(self) -> None:
         """The ranks are others now, and what was on its way is lost."""
-        self._agreed = None
+        self._agreed, self._passes, self._local, self._averaged = None, 0, [], False
 
     # Before a step -------------------------------------------------------------------------------------------------
 
@@ -337,25 +353,30 @@ class Exchange:
         finally:
             self._suspended -= 1
 
+    @eagerly
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
         """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-        local = [(gradient, version) for one, gradient, version in self._local if one.grad is gradient]
-        self._local = []
-        if local and any(gradient._version != version for gradient, version in local):
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._averaging(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._averaging(kwargs["closure"])}
+        if torch._C._current_graph_task_id() != -1 and self._among_others():
+            raise InvalidArgumentError(
+                "step() within backward(), where gradients are this rank's own and the mean is not there yet; step "
+                "after backward()."
+            )
+        if any(_is_other(one(), gradient, version) for one, gradient, version in self._local):
             raise InvalidArgumentError(
                 f"step() after gradients of this rank alone were changed (clipped or unscaled): the last backward "
                 f"before it was in no_sync, or was one of fewer than {self._options.backward_passes_per_step} "
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
-        if local:
+        if self._members and not self._averaged:
             self.begin()
-            self.exchanging = self.active
+            self.exchanging = self._late = self.active
             self.depart()
             self.arrive()
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._averaging(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._averaging(kwargs["closure"])}
+        self._averaged = False
         return None
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -363,7 +384,7 @@ class Exchange:
 
         def averaged() -> Any:
             loss = closure()
-            if loss is None or not (self._ranks.included() and self._ranks.size() > 1):
+            if loss is None or not self._among_others():
                 return loss
             op = hvd.Sum if self._options.op == "sum" else hvd.Average
             mine = torch.as_tensor(loss).detach()
@@ -373,84 +394,23 @@ class Exchange:
         return averaged
 
 
-def _seen(parameters: list[Parameter]) -> list[tuple[int, torch.dtype, int]]:
-    return [(id(one), one.dtype, one.data_ptr()) for one in parameters]
+def _is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) -> bool:
+    """Whether a parameter's gradient is there and is not what it was."""
+    now = None if parameter is None else parameter.grad
+    return now is not None and (now is not gradient or now._version != version)
 
 
-class _Now:
-    """The exchanges that the backward which runs now has reached; they end with it, together."""
-
-    def __init__(self) -> None:
-        self._reached: list[Exchange] = []
-        self._tasks: set[int] = set()
-        self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
-
-    def reach(self, exchange: Exchange) -> None:
-        """Called in backward by every hook."""
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            if not self._ends:  # the graph that held them is gone: an error ended it
-                self._abandon()
-            self._tasks.add(task)
-            self._queue_end()
-        if exchange not in self._reached:
-            self._reached.append(exchange)
-            exchange.begin()
-
-    def _queue_end(self) -> None:
-        end = _End(self)
-        self._ends.add(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _abandon(self) -> None:
-        for exchange in self._reached:
-            exchange.abandon()
-        self._reached, self._tasks = [], set()
-
-    @torch.no_grad()
-    def end(self, end: _End) -> None:
-        """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            self._end_with(node, end)
-            return
-        reached = sorted(self._reached, key=lambda one: one.number)
-        self._reached, self._tasks = [], set()
-        step_times.ready()
-        # All depart before one is waited for: ranks may have reached them in another order.
-        for exchange in reached:
-            exchange.depart()
-        for exchange in reached:
-            exchange.arrive()
-
-    def _end_with(self, node: Any, end: _End) -> None:
-        """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""
-        after = next(one for one, _ in node.next_functions if one is not None)
-
-        def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
-            hook.remove()
-            self._queue_end()
-
-        hook = after.register_prehook(queue)
-
-
-class _End:
-    """What autograd calls at the end of a graph; it lives as long as that can still happen."""
-
-    def __init__(self, now: _Now) -> None:
-        self._now = now
-
-    def __call__(self) -> None:
-        self._now.end(self)
-
-
-_NOW = _Now()
+def _seen(named: Named) -> list[tuple[int, torch.dtype, int]]:
+    return [(id(one), one.dtype, one.data_ptr()) for _, one in named]
 
 
 @contextlib.contextmanager
 def unsynchronized(model: torch.nn.Module) -> Iterator[None]:
     """The inside of ``hvdkit.torch.no_sync``."""
-    found = [one for one in _EXCHANGES if one.holds(model)]
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"no_sync takes the model, got {type(model).__name__}.")
+    parameters = list(model.parameters())
+    found = [one for one in _EXCHANGES if any(map(one.has, parameters))]
     if not found:
         raise InvalidArgumentError("no_sync takes a model whose optimizer distribute has got; this one has none.")
     with contextlib.ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,5 +41,13 @@ class Warmup(WarmupBase, torch.optim.lr_scheduler.LambdaLR):
         self.last_epoch = steps
         for group, full in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["initial_lr"] = full
-            group["lr"] = full * self._multiplier(steps)
+            set_rate(group, full * self._multiplier(steps))
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Set the learning rate of an optimizer's group, in place where it is a tensor: a compiled step reads that one."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

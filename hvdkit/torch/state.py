@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
+from hvdkit.steps.root import on_root
 from hvdkit.torch import seeds
+from hvdkit.torch.nested import Outline, Placing, rebuilt
 
 RANKS = OverHorovod(hvd, torch.from_numpy)
 
 
+def plain_name(name: str) -> str:
+    """The name that a parameter, buffer or module has before ``torch.compile`` wraps the model or modules of it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model by name.
+    """Parameters and buffers of a model by their plain names.
 
     Raises:
         InvalidArgumentError: lazy parameters that have no shape yet.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {plain_name(name): tensor for name, tensor in named.items()}
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise InvalidArgumentError(
@@ -37,16 +47,65 @@ def layout(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
+def model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` with plain names."""
+    return _renamed(model.state_dict(), plain_name, plain_name)
+
+
+def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """``model.load_state_dict`` of what ``model_state`` returned, for this model compiled or not."""
+    tensors = {plain_name(name): name for name in model.state_dict()}
+    modules = {plain_name(name): name for name, _ in model.named_modules(remove_duplicate=False)}
+    model.load_state_dict(
+        _renamed(
+            state,
+            lambda name: tensors.get(plain_name(name), name),
+            lambda name: modules.get(plain_name(name), name),
+        )
+    )
+
+
+def _renamed(
+    state: dict[str, Any], tensor_name: Callable[[str], str], module_name: Callable[[str], str]
+) -> dict[str, Any]:
+    renamed: Any = OrderedDict((tensor_name(name), value) for name, value in state.items())
+    if hasattr(state, "_metadata"):  # the versions of a model's modules
+        renamed._metadata = OrderedDict((module_name(name), value) for name, value in state._metadata.items())
+    return renamed  # type: ignore[no-any-return]
+
+
 def broadcast(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
     """The inside of ``hvdkit.torch.broadcast_state``."""
     if not 0 <= root < hvd.size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
-    tensors = model_tensors(model)
-    agreement.require_same_rows(RANKS, [layout(name, tensor) for name, tensor in tensors.items()])
-    broadcast_tensors(tensors.values(), root)
-    if optimizer is not None:
-        broadcast_optimizer(optimizer, root)
+    require_same_training(model, optimizer)
+    send(model, optimizer, root)
     seeds.move_to_own_stream()
+
+
+def require_same_training(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise AgreementError on every rank unless model and optimizer are of the same names, shapes and groups."""
+    tensors = model_tensors(model)
+    rows = [layout(name, tensor) for name, tensor in tensors.items()]
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        kind = f"{type(optimizer).__name__} group {number}"
+        rows += [layout(f"{kind} {names.get(id(one), 'of no model')}", one) for one in group["params"]]
+    agreement.require_same_rows(RANKS, rows, "hold different models or optimizers", "build the same")
+
+
+def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: int) -> None:
+    """Give every rank the root's tensors and optimizer state, in place; a collective."""
+    broadcast_tensors(model_tensors(model).values(), root)
+    if optimizer is None:
+        return
+    name = "hvdkit.optimizer_outline"
+    if _keeps_its_state_itself(optimizer):
+        received = broadcast_nested(optimizer.state_dict(), root, name)
+        if hvd.rank() != root:
+            optimizer.load_state_dict(received)
+    else:
+        broadcast_nested(_live_state(optimizer), root, name, _parameters(optimizer))
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
@@ -64,69 +123,83 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
             tensor.detach().copy_(contiguous)
 
 
-def broadcast_optimizer(optimizer: torch.optim.Optimizer, root: int) -> None:
-    """Give every rank the root's optimizer state, also where the others have none yet; a collective."""
-    state = optimizer.state_dict() if hvd.rank() == root else None
-    tensors: list[torch.Tensor] = []
-    outline = hvd.broadcast_object(_outline(state, tensors), root, name="hvdkit.optimizer_outline")
-    if hvd.rank() != root:
-        tensors = []
-        state = _from_outline(outline, tensors)
-    broadcast_tensors(tensors, root)
-    if hvd.rank() != root:
-        optimizer.load_state_dict(cast(dict[str, Any], state))
+def broadcast_nested(value: Any, root: int, name: str, parameters: Iterable[torch.Tensor] = ()) -> Any:
+    """The root's tensors in dicts, lists and tuples, put into this rank's ``value`` where they fit; a collective.
+
+    Args:
+        value: the other ranks' may be None.
+        parameters: what is told by its number and does not travel; as many on every rank.
+    """
+    outline = Outline(parameters)
+    received = on_root(
+        hvd.rank() == root, lambda: outline.of(value), lambda outcome: hvd.broadcast_object(outcome, root, name=name)
+    )
+    if hvd.rank() == root:
+        broadcast_tensors(outline.tensors, root)
+        return value
+    placing = Placing(parameters)
+    placed = placing.place(value, received)
+    broadcast_tensors(placing.awaited(), root)
+    return placed
 
 
-class _Slot:
-    """Stands for a tensor of an optimizer state while the state's structure travels."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device_type = tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
-
-
-def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Slot(value)
-    return _rebuild(value, lambda item: _outline(item, tensors))
-
-
-def _from_outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, _Slot):
-        tensors.append(value.empty())
-        return tensors[-1]
-    return _rebuild(value, lambda item: _from_outline(item, tensors))
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict`` that changes groups, states and tensors in place; where it fails, nothing."""
+    if _keeps_its_state_itself(optimizer):
+        optimizer.load_state_dict(state)
+        return
+    before = _live_state(optimizer)
+    try:
+        optimizer.load_state_dict(state)
+        loaded = _live_state(optimizer)
+    finally:
+        optimizer.param_groups, optimizer.state = before["param_groups"], before["state"]
+    placing = Placing(_parameters(optimizer))
+    placing.place(before, loaded)
+    placing.copy()
 
 
-def _rebuild(value: Any, convert: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: convert(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(convert(item) for item in value)
-    return value
+def _keeps_its_state_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class has other ways for its state than PyTorch's: around another optimizer, or compressed."""
+    own, usual = type(optimizer), torch.optim.Optimizer
+    return own.state_dict is not usual.state_dict or own.load_state_dict is not usual.load_state_dict
+
+
+def _live_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The very objects."""
+    return {"param_groups": optimizer.param_groups, "state": optimizer.state}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def plain_number(value: Any, path: tuple[Any, ...] = ()) -> Any:  # noqa: ARG001
+    """Python's number for one of NumPy's, which a file could hold, but not be read again without pickle."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class HostCopies:
     """Copies of state dicts in the host's memory, which is used again by the next copy of the same name."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def of(self, name: str, value: Any) -> Any:
-        """A copy of tensors in dicts, lists and tuples; other values as they are."""
-        if isinstance(value, torch.Tensor):
-            kept = self._kept.get(name)
-            if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-                kept = self._kept[name] = torch.empty(value.shape, dtype=value.dtype)
-            return kept.copy_(value.detach())
-        if isinstance(value, dict):
-            copies: Any = type(value)((key, self.of(f"{name}.{key}", item)) for key, item in value.items())
-            if hasattr(value, "_metadata"):  # the versions of a model's modules
-                copies._metadata = value._metadata
-            return copies
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.of(f"{name}.{index}", item) for index, item in enumerate(value))
-        return value
+        """A copy of tensors in dicts, lists and tuples; NumPy's numbers as Python's, other values as they are."""
+        copied: dict[int, torch.Tensor] = {}  # what occurs twice is one tensor in the copy, too
+
+        def copy(item: Any, path: tuple[Any, ...]) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return plain_number(item)
+            if id(item) not in copied:
+                copied[id(item)] = self._place(path, item).copy_(item.detach())
+            return copied[id(item)]
+
+        return rebuilt(value, copy, (name,))
+
+    def _place(self, path: tuple[Any, ...], like: torch.Tensor) -> torch.Tensor:
+        kept = self._kept.get(path)
+        if kept is None or kept.shape != like.shape or kept.dtype != like.dtype:
+            kept = self._kept[path] = torch.empty(like.shape, dtype=like.dtype)
+        return kept

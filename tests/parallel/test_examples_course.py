@@ -33,6 +33,8 @@ ON_TWO = {  # resnet9.py last: it seeds the process, which a script that seeds P
     "collectives": ("collectives.py", arguments(__file__, "collectives.py")),
     "long sums": ("collectives.py", ["--m", "100", "--k", "20000", "--n", "7", "--repeats", "1"]),
     "own, diverged": ("own_ddp.py", ["--learning_rate", "1e9", "--niters", "9", *FEW]),
+    "fp16": ("mixed_precision.py", ["--epochs", "2", "--precision", "fp16", "--clip", "0.5"]),
+    "bf16": ("mixed_precision.py", ["--epochs", "2"]),
     "resnet": ("resnet9.py", [*SYNCED, "--batch_size", "8", "--lr", "0.0005"]),  # two ranks make that rate 0.001
     "digits": ("resnet9.py", arguments(__file__, "resnet9.py")),
     "whole": ("resnet9.py", [*SMALL, "--epochs", "2"]),
@@ -192,6 +194,17 @@ def test_the_collective_operations_and_the_two_products(both):
 def test_long_sums_may_be_rounded_more_than_short_ones(both):
     for rank in both:
         assert rank["long sums"]["status"] == 0, rank["long sums"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_training_in_mixed_precision_learns_and_its_ranks_agree(both, precision):
+    root, other = (rank[precision] for rank in both)
+    assert root["status"] == other["status"] == 0, (root, other)
+    assert "All 2 ranks hold identical weights and optimizer state." in root["lines"]
+    (scale,) = set(numbers(r"epoch \d/2 loss [\d.]+ scale (\d+)", root["lines"]))
+    assert scale == (65536 if precision == "fp16" else 1)
+    (accuracy,) = numbers(rf"Test accuracy in {precision}: ([\d.]+) %", root["lines"])
+    assert accuracy > 60
 
 
 def test_own_ddp_says_that_a_training_diverged(both):

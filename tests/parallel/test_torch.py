@@ -278,88 +278,22 @@ def test_fit_on_every_sample_is_that_of_one_process(hk, world, alone):
     assert found["weights"] == pytest.approx(expected["weights"], rel=1e-10, abs=1e-12)
 
 
-class Bucketed:
-    """Three layers, the last frozen, whose gradients travel in buckets."""
-
-    def __init__(self, hk: Any, world: Any) -> None:
-        import torch
-        from torch import nn
-
-        self.layers = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)])
-        for layer in self.layers:
-            nn.init.zeros_(layer.weight)
-        self.layers[2].weight.requires_grad_(False)
-        self.optimizer = hk.distribute(sgd(self.layers, 1.0), self.layers, bucket_mb=1)
-        self.input = torch.ones(1, 2) * (1.0 + world.rank)
-
-    def output(self, *numbers: int) -> Any:
-        return sum(self.layers[number](self.input) for number in numbers).sum()
-
-    def updates(self) -> list[float]:
-        return [-weight for layer in self.layers for weight in layer.weight.detach().reshape(-1).tolist()]
-
-
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @on_ranks("torch", n=2)
-def test_a_gradient_that_is_missing_on_a_rank_travels_in_its_bucket(hk, world):
-    net = Bucketed(hk, world)
-    for trained in ((0, 1), (0, 1) if world.is_root else (0,)):
-        net.optimizer.zero_grad()
-        net.output(*trained).backward()
-        net.optimizer.step()
-    assert net.updates() == [3.0, 3.0, 2.0, 2.0, 0.0, 0.0]
-
-
-@on_ranks("torch", n=2)
-def test_gradients_in_buckets_can_be_clipped(hk, world):
+def test_fit_in_mixed_precision_learns_what_it_learns_without(hk, world, precision):
     import torch
 
-    net = Bucketed(hk, world)
-    for _ in range(2):
-        net.optimizer.zero_grad()
-        net.output(0, 1, 2).backward()
-        for parameter in (one for one in net.layers.parameters() if one.grad is not None):
-            parameter.grad = parameter.grad.clone()  # as those do that replace gradients after backward
-        net.layers[0].weight.grad = net.layers[0].weight.grad * 2
-        net.optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(net.layers.parameters(), 1.0)
-        with net.optimizer.skip_synchronize():
-            net.optimizer.step()
-    assert sum(part**2 for part in net.updates()) == pytest.approx(4.0)
+    def one(precision):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        x, y = make_data().tensors
+        data = torch.utils.data.TensorDataset(x.float(), y)
+        settings = {"epochs": 4, "batch_size": 4, "base_lr": 0.1, "kind": "cpu", "precision": precision}
+        history = hk.fit(model, torch.optim.SGD, torch.nn.CrossEntropyLoss(), data, **settings)
+        hk.check_agreement(model, None, world)
+        return [epoch["loss"] for epoch in history], next(model.parameters()).dtype
 
-
-@on_ranks("torch", n=2)
-def test_gradients_in_buckets_can_be_zeroed_in_place(hk, world):
-    from torch import nn
-
-    net = Bucketed(hk, world)
-    for _ in range(2):
-        nn.Module.zero_grad(net.layers, set_to_none=False)
-        net.output(0, 1, 2).backward()
-        net.optimizer.step()
-    assert net.updates() == [3.0, 3.0, 3.0, 3.0, 0.0, 0.0]
-
-
-@on_ranks("torch", n=2)
-def test_state_can_be_loaded_while_buckets_are_under_way(hk, world):
-    net = Bucketed(hk, world)
-    net.output(0).backward()
-    net.optimizer.load_state_dict(net.optimizer.state_dict())
-    net.optimizer.zero_grad()
-    net.output(0, 1).backward()
-    net.optimizer.step()
-    assert net.updates() == [1.5, 1.5, 1.5, 1.5, 0.0, 0.0]
-
-
-@on_ranks("torch", n=2, mpi=True)
-def test_what_cannot_travel_in_buckets_is_refused(hk, world):
-    import torch
-
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    sparse = hk.distribute(sgd(table, 1.0), table, bucket_mb=1)
-    with pytest.raises(hvdkit.InvalidArgumentError, match="bucket"):
-        table(torch.tensor([1])).sum().backward()
-        sparse.step()
-    for options in ({"op": "adasum"}, {"groups": 1}, {"bucket_mb": 0}):
-        model = make_model()
-        with pytest.raises(hvdkit.InvalidArgumentError, match="bucket"):
-            hk.distribute(sgd(model), model, **{"bucket_mb": 1, **options})
+    (losses, kind), (exact, _) = one(precision), one("fp32")
+    assert kind == torch.float32 and losses != exact and losses == pytest.approx(exact, rel=0.02)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="precision must be one of fp32, bf16, fp16, got 'fp8'"):
+        one("fp8")

@@ -1,8 +1,12 @@
 """Metrics averaged over ranks, and what the root does for everybody."""
 
+import pickle
+import threading
+import traceback
+
 import pytest
 
-from hvdkit import AgreementError, CheckpointError, InvalidArgumentError
+from hvdkit import AgreementError, CheckpointError, InvalidArgumentError, RootError
 from hvdkit.steps.metrics import means, names_table, require_same_names, sums_and_counts
 from hvdkit.steps.root import on_root
 
@@ -31,15 +35,72 @@ def test_other_names_on_another_rank_are_an_error():
         require_same_names([names_table(mine), names_table(theirs)], mine)
 
 
-def test_the_roots_result_and_error_reach_every_rank():
+def by_root_and_another(action):
+    """What happens on the root, and on another rank, which the pickled outcome reaches."""
     wire = []
-    assert on_root(True, lambda: 7, lambda outcome: wire.append(outcome) or outcome) == 7
-    assert on_root(False, lambda: pytest.fail("only the root acts"), lambda outcome: wire[0]) == 7
 
-    def fail():
-        raise CheckpointError("full")
+    def sent(outcome):
+        wire.append(pickle.dumps(outcome))
+        return outcome
 
-    with pytest.raises(CheckpointError, match="full"):
-        on_root(True, fail, lambda outcome: wire.append(outcome) or outcome)
-    with pytest.raises(CheckpointError, match="full"):
-        on_root(False, fail, lambda outcome: wire[1])
+    def result(*arguments):
+        try:
+            return on_root(*arguments)
+        except BaseException as error:
+            return error
+
+    mine = result(True, action, sent)
+    return mine, result(False, lambda: pytest.fail("only the root acts"), lambda _: pickle.loads(wire.pop()))  # noqa: S301
+
+
+def raising(error):
+    def act():
+        raise error
+
+    return act
+
+
+class OddError(Exception):
+    """One that pickle can write and not read."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_the_roots_result_reaches_every_rank():
+    assert by_root_and_another(lambda: 7) == (7, 7)
+    mine, theirs = by_root_and_another(lambda: [CheckpointError("no failure")])
+    assert [str(one) for one in mine + theirs] == ["no failure"] * 2
+
+
+def test_the_roots_error_reaches_every_rank():
+    """Whatever it is; the root raises its own, whose traceback says where."""
+    full, key = CheckpointError("full"), KeyError("loss")
+    mine, theirs = by_root_and_another(raising(full))
+    assert mine is full and type(theirs) is CheckpointError and str(theirs) == "full"
+    locked = RuntimeError(threading.Lock())
+    for error, told in (
+        (key, "KeyError: 'loss'"),
+        (OddError(1, 2), "OddError: 1 and 2"),
+        (locked, "RuntimeError: <unlocked"),
+    ):
+        mine, theirs = by_root_and_another(raising(error))
+        assert mine is error and any(frame.name == "act" for frame in traceback.extract_tb(mine.__traceback__))
+        assert type(theirs) is RootError and told in str(theirs)
+    mine, theirs = by_root_and_another(lambda: threading.Lock())
+    assert isinstance(mine, TypeError) and "cannot pickle '_thread.lock' object" in str(theirs)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), SystemExit("why"), SystemExit()], ids=repr)
+def test_a_root_that_ends_ends_every_rank(error):
+    mine, theirs = by_root_and_another(raising(error))
+    assert mine is error and type(theirs) is type(error)
+    assert getattr(theirs, "code", None) == getattr(error, "code", None)
+
+
+def test_a_lost_connection_does_not_hide_the_roots_error():
+    def lost(outcome):
+        raise ConnectionError("gone")
+
+    with pytest.raises(KeyError, match="loss"):
+        on_root(True, raising(KeyError("loss")), lost)

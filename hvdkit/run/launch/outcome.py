@@ -6,8 +6,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-KNOCK_ON_MARKS = (b"HorovodInternalError", b"Horovod has been shut down")
-"""What Horovod says in a rank whose peer is gone."""
+KNOCK_ON_MARKS = (b"HorovodInternalError", b"Horovod has been shut down", b"hvdkit.errors.RootError")
+"""What a rank says whose peer is gone, or that stops because the root failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class RankEnd:
         rank: 0 .. n-1.
         status: its exit status, or minus the number of the signal that killed it.
         told: it was told to end, by this launcher or by mpirun, before it ended.
-        knock_on: it wrote that Horovod lost a peer.
+        knock_on: it wrote that Horovod lost a peer, or that the root failed.
         pid: process id of its command, 0 when it is not known.
     """
 

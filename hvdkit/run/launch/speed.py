@@ -9,7 +9,8 @@ from hvdkit.run.launch.model import Request, Setting
 _AS_THEY_ARE = {
     "HOROVOD_CYCLE_TIME": "1 ms: every cycle Horovod negotiates what is ready; shorter helps models of a few "
     "milliseconds per step, longer fuses more and leaves the cores alone",
-    "HOROVOD_FUSION_THRESHOLD": "134217728 bytes (128 MiB): what is ready in one cycle is one allreduce up to here",
+    "HOROVOD_FUSION_THRESHOLD": "134217728 bytes (128 MiB): what is ready in one cycle is one allreduce up to here; "
+    "hvdkit.torch sets 4194304, so that its buckets are not copied together",
     "HOROVOD_CACHE_CAPACITY": "1024 tensors: known ones are negotiated by a bit each; 0 makes each step as slow as the "
     "first, and the timeline say which rank was late",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": "off: it pays with NCCL over several hosts of several GPUs each",

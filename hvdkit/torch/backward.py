@@ -1,0 +1,117 @@
+"""What happens at the end of ``backward()``, also of one that runs within another; used by ``optimizer``."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import step_times
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Reached(Protocol):
+    """What wants to know when a backward that reached it begins and ends."""
+
+    number: int
+
+    def begin(self) -> None: ...
+    def depart(self) -> None: ...
+    def arrive(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+def eagerly(function: _Function) -> _Function:
+    """Where a step is compiled as a whole, dynamo would trace what autograd and the optimizer call.
+
+    As torch.compiler.disable, which would import dynamo at once: this does at the first call, after the optimizer has.
+    """
+    return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
+
+
+class Now:
+    """The exchanges that the backward which runs now has reached; they end with it, together."""
+
+    def __init__(self) -> None:
+        self._reached: list[Reached] = []
+        self._thread = 0
+        self._tasks: set[int] = set()
+        self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
+
+    def reach(self, exchange: Reached, parameter: torch.Tensor) -> None:
+        """Called in backward by every hook.
+
+        Raises:
+            InvalidArgumentError: another thread is in backward.
+        """
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            if not self._ends:  # the graph that held them is gone: an error ended it
+                self._abandon()
+            thread = threading.get_ident()  # of a GPU's hooks it is the device's
+            if self._reached and thread != self._thread and parameter.device.type == "cpu":
+                raise InvalidArgumentError(
+                    "two threads are in backward() at a time, and ranks may order them differently; let one thread "
+                    "train after the other."
+                )
+            self._thread = thread
+            self._tasks.add(task)
+            self._queue_end()
+        if exchange not in self._reached:
+            self._reached.append(exchange)
+            exchange.begin()
+
+    def _queue_end(self) -> None:
+        end = _End(self)
+        self._ends.add(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _abandon(self) -> None:
+        for exchange in self._reached:
+            exchange.abandon()
+        self._reached, self._tasks = [], set()
+
+    @eagerly
+    @torch.no_grad()
+    def end(self, end: _End) -> None:
+        """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._end_with(node, end)
+            return
+        reached = sorted(self._reached, key=lambda one: one.number)
+        self._reached, self._tasks = [], set()
+        step_times.ready()
+        # All depart before one is waited for: ranks may have reached them in another order.
+        for exchange in reached:
+            exchange.depart()
+        for exchange in reached:
+            exchange.arrive()
+
+    def _end_with(self, node: Any, end: _End) -> None:
+        """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""
+        after = next(one for one, _ in node.next_functions if one is not None)
+
+        def queue(_: Any, end: _End = end) -> None:  # noqa: ARG001  # ``end`` lives as long as there is something to come
+            hook.remove()
+            self._queue_end()
+
+        hook = after.register_prehook(queue)
+
+
+class _End:
+    """What autograd calls at the end of a graph; it lives as long as that can still happen."""
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+
+    def __call__(self) -> None:
+        self._now.end(self)
+
+
+NOW = Now()

@@ -130,14 +130,15 @@ def test_a_plateau_of_the_mean_lowers_the_rate_on_all_ranks_in_the_same_epoch(hk
     assert rate(names) == pytest.approx(0.2)  # why the page stops calling it
 
 
+@pytest.mark.parametrize("block", [THEN, ONE_CYCLE], ids=["SequentialLR", "OneCycleLR"])
 @on_ranks("torch", n=2)
-def test_a_schedule_goes_on_by_its_state(hk, world, tmp_path):
+def test_a_schedule_goes_on_by_its_state(hk, world, tmp_path, block):
     import torch
 
     def made() -> dict[str, Any]:
         data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
         names = names_of_the_page(hk, world, checkpoints=hk.Checkpoints(tmp_path))
-        run(f"{THEN}\n{WRAP}", names)
+        run(f"{block}\n{WRAP}", names)
         return {**names, "loader": hk.shard(data, world, 2), "data": data}
 
     def train(names: dict[str, Any], number: int) -> list[Any]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check.facts import Facts, argument, is_constant, method, words
+from hvdkit.prepare.check.facts import Facts, argument, is_constant, method, receiver, words
 from hvdkit.prepare.check.libraries import LOADERS, SAMPLERS, Role
+from hvdkit.prepare.check.program import everything
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.training import Training
 
@@ -181,17 +182,14 @@ class Case(Training):
 
     def _made_from(self, node: ast.expr) -> list[ast.Call]:
         """The calls that made a data set, and what those of ``torch.utils.data`` and ``tf.data`` were made from."""
-        found: dict[ast.Call, None] = {}
-        stack: list[ast.expr] = [node]
-        while stack:
-            for call in self.calls(stack.pop()):
-                if call not in found:
-                    found[call] = None
-                    wraps = self.name(call).startswith(("torch.utils.data.", "tensorflow.data."))
-                    stack += call.args[:1] if wraps else []
-                    if isinstance(call.func, ast.Attribute) and not self.name(call):
-                        stack.append(call.func.value)
-        return list(found)
+
+        def inner(call: ast.Call) -> list[ast.Call]:
+            wraps = self.name(call).startswith(("torch.utils.data.", "tensorflow.data."))
+            of_object = isinstance(call.func, ast.Attribute) and not self.name(call)
+            given = [*(call.args[:1] if wraps else []), *([receiver(call)] if of_object else [])]
+            return [made for one in given for made in self.calls(one)]
+
+        return list(dict.fromkeys(one for call in self.calls(node) for one in everything(call, inner)))
 
     def _tf_sources(self, node: ast.expr) -> list[ast.Call]:
         calls = self.calls(node, through=True)

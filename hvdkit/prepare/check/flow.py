@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hvdkit.prepare.check.call_arguments import arguments, default_of, element, given_for
 from hvdkit.prepare.check.libraries import KEPT_AS_IT_IS, role
 from hvdkit.prepare.check.names import Names
-from hvdkit.prepare.check.program import Binding, FunctionNode
+from hvdkit.prepare.check.program import Binding, FunctionNode, everything
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SAME_OBJECT = {
@@ -61,14 +61,7 @@ class Flow(Names):
         """
         key = (start, through)
         if key not in self._reached:
-            seen: set[ast.AST] = set()
-            stack = [start]
-            while stack:
-                node = stack.pop()
-                if node not in seen:
-                    seen.add(node)
-                    stack.extend(self._sources(node, through))
-            self._reached[key] = frozenset(seen)
+            self._reached[key] = frozenset(everything(start, lambda node: self._sources(node, through)))
         return self._reached[key]
 
     def calls(self, start: ast.AST, through: bool = False) -> list[ast.Call]:
@@ -235,29 +228,20 @@ class Flow(Names):
             return own
         return [method for base in self._bases(owner) for method in self._methods(base, name, depth + 1)]
 
-    def _named(self, node: ast.expr) -> list[FunctionNode | ast.ClassDef]:
+    def _named(self, node: ast.AST) -> list[FunctionNode | ast.ClassDef]:
         """The functions and classes of the script that an expression names, also through ``f = tf.function(f)``."""
-        found: dict[FunctionNode | ast.ClassDef, None] = {}
-        stack: list[ast.expr] = [node]
-        seen: set[ast.expr] = set()
-        while stack:
-            one = stack.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            if isinstance(one, ast.Lambda):
-                found[one] = None
-            elif isinstance(one, ast.Call):
-                stack += one.args[:1] if self.dotted(one.func) in KEPT_AS_IT_IS else []
-            elif isinstance(one, ast.Name):
-                for binding in self.reaching(one):
-                    if isinstance(binding.node, (*_FUNCTIONS, ast.ClassDef)):
-                        found[binding.node] = None
-                    elif isinstance(binding.node, ast.arg):
-                        stack += self.arguments_for(binding.node)
-                    elif binding.value is not None and not binding.index and binding.replaces:
-                        stack.append(binding.value)
-        return list(found)
+        return [one for one in everything(node, self._naming) if isinstance(one, (*_FUNCTIONS, ast.ClassDef))]
+
+    def _naming(self, node: ast.AST) -> Iterator[ast.AST]:
+        if isinstance(node, ast.Call) and self.dotted(node.func) in KEPT_AS_IT_IS:
+            yield from node.args[:1]
+        for binding in self.reaching(node) if isinstance(node, ast.Name) else ():
+            if isinstance(binding.node, (*_FUNCTIONS, ast.ClassDef)):
+                yield binding.node
+            elif isinstance(binding.node, ast.arg):
+                yield from self.arguments_for(binding.node)
+            elif binding.value is not None and not binding.index and binding.replaces:
+                yield binding.value
 
     def function_arguments(self, call: ast.Call) -> list[FunctionNode]:
         """Functions of the script among the arguments of a call: something else will run them."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+Node = TypeVar("Node", bound=ast.AST)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ScopeNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 Place = tuple[tuple[int, int], ...]
@@ -51,6 +53,18 @@ class Scope:
     parent: Scope | None
     bindings: dict[str, list[Binding]] = field(default_factory=dict)
     declared_elsewhere: set[str] = field(default_factory=set)
+
+
+def everything(start: Node, following: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
+    """A node, what follows it, what follows that and so on: each once, in the order in which they are met."""
+    found: dict[Node, None] = {}
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found[node] = None
+            stack.extend(following(node))
+    return found
 
 
 class Program:

@@ -10,6 +10,7 @@ from hvdkit.prepare.check.call_arguments import arguments
 from hvdkit.prepare.check.case import DRAWN, SHARDED, UNCLEAR, WHOLE, Case, Part
 from hvdkit.prepare.check.facts import argument, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import SAMPLERS, Role
+from hvdkit.prepare.check.program import everything
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.verdict import Verdict, done, missing, not_needed, undecided
 
@@ -168,21 +169,17 @@ def differing_steps(case: Case) -> Iterator[int]:
 
 def _reckons_with_rank(case: Case, node: ast.AST) -> bool:
     """Whether a rank is a term of a number; the length of a rank's part, which may well be equal on all, is not."""
-    stack, seen = [node], set()
-    while stack:
-        one = stack.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if case.kind(one) in (Role.RANK, Role.LOCAL_RANK, Role.SPAWNED):
-            return True
+
+    def terms(one: ast.AST) -> list[ast.AST]:
         if isinstance(one, ast.Call):
-            stack += one.args if _ARITHMETIC.fullmatch(case.name(one)) else []
-        elif isinstance(one, ast.Name):
-            stack += case.behind(one)
-        elif isinstance(one, (ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare, ast.BoolOp)):
-            stack += list(ast.iter_child_nodes(one))
-    return False
+            return list(one.args) if _ARITHMETIC.fullmatch(case.name(one)) else []
+        if isinstance(one, ast.Name):
+            return case.behind(one)
+        adds_up = isinstance(one, (ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare, ast.BoolOp))
+        return list(ast.iter_child_nodes(one)) if adds_up else []
+
+    ranks = (Role.RANK, Role.LOCAL_RANK, Role.SPAWNED)
+    return any(case.kind(one) in ranks for one in everything(node, terms))
 
 
 def stale_samplers(case: Case) -> Iterator[ast.Call]:

@@ -76,12 +76,8 @@ class _Way:
         return _Way(self.guards, self.loops, (*self.stack, call), (*self.functions, function), self.reached)
 
 
-@dataclass(frozen=True)
-class _Leak:
-    """A condition that holds for what follows, since the other branch left: the function, or only the loop."""
-
-    guard: Guard
-    leaves_function: bool
+_Leak = tuple[Guard, bool]
+"""A condition that holds for what follows, since the other branch left; and whether that left the function."""
 
 
 class Tracer:
@@ -114,7 +110,7 @@ class Tracer:
         for statement in statements:
             new = self._statement(statement, way)
             leaks += new
-            way = way.under(*(leak.guard for leak in new)) if new else way
+            way = way.under(*(guard for guard, _ in new)) if new else way
         return leaks
 
     def _statement(self, node: ast.stmt, way: _Way) -> list[_Leak]:
@@ -157,10 +153,10 @@ class Tracer:
         self._expression(node.test, way)
         inner = self._block(node.body, way.under(Guard(node.test)))
         inner += self._block(node.orelse, way.under(Guard(node.test, holds=False)))
-        leaks = [_Leak(Guard(leak.guard.test, leak.guard.holds, certain=False), leak.leaves_function) for leak in inner]
+        leaks = [(Guard(guard.test, guard.holds, certain=False), leaves) for guard, leaves in inner]
         for block, holds in ((node.body, False), (node.orelse, True)):
             if block and self._leaves(block[-1]):
-                leaks.append(_Leak(Guard(node.test, holds), not isinstance(block[-1], (ast.Continue, ast.Break))))
+                leaks.append((Guard(node.test, holds), not isinstance(block[-1], (ast.Continue, ast.Break))))
         return leaks
 
     def _leaves(self, node: ast.stmt) -> bool:
@@ -170,7 +166,7 @@ class Tracer:
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, inside: _Way, outside: _Way) -> list[_Leak]:
         leaks = self._block(node.body, inside) + self._block(node.orelse, outside)
-        return [leak for leak in leaks if leak.leaves_function]
+        return [leak for leak in leaks if leak[1]]
 
     def _expression(self, node: ast.AST, way: _Way) -> None:
         match node:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from hvdkit.prepare.check.case import Case
 from hvdkit.prepare.check.libraries import NUMBERS, role
+from hvdkit.prepare.check.program import everything
 
 _TAKE_NUMBERS = {
     "int", "float", "str", "range", "print", "len", "abs", "max", "min", "set_device", "shard", "format", "device",
@@ -36,19 +37,14 @@ def uncalled(case: Case) -> Iterator[ast.expr]:
             yield from _named_by(case, node, functions, methods)
 
 
-def _named_by(case: Case, node: ast.expr, functions: set[ast.AST], methods: set[str]) -> Iterator[ast.expr]:
+def _named_by(case: Case, node: ast.AST, functions: set[ast.AST], methods: set[str]) -> Iterator[ast.expr]:
     """The functions that a value may be, followed through names, arguments, dictionaries and returns."""
-    stack: list[ast.AST] = [node]
-    seen: set[ast.AST] = set()
-    while stack:
-        one = stack.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        if one in functions and isinstance(one, ast.expr):
-            yield one
-        elif not (isinstance(one, ast.Attribute) and one.attr in methods):
-            stack += case.behind(one)
+
+    def behind(one: ast.AST) -> list[ast.AST]:
+        is_end = one in functions or (isinstance(one, ast.Attribute) and one.attr in methods)
+        return [] if is_end else case.behind(one)
+
+    yield from (one for one in everything(node, behind) if one in functions and isinstance(one, ast.expr))
 
 
 def _is_function(case: Case, node: ast.AST) -> bool:

@@ -368,22 +368,18 @@ def fit(
     steps = steps_per_epoch(len(train_set), batch_size, world, remainder)  # type: ignore[arg-type]  # 8
     loss_of = weighted_loss(loss) if remainder == "exact" else loss
     schedule = warmup(optimizer, world, steps, warmup_epochs)
-    autocast, scaler = device.mixed_precision(precision, target)
+    computing = device.Precision(precision, target)
     if checkpoints is not None:
-        checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
+        computing.go_on(checkpoints.restore(model, optimizer, loader=loader, schedule=schedule))
     history = []
     for epoch in range(loader.epoch, epochs):
         total = 0.0
         for x, y, *weights in record_steps(loader):
-            optimizer.zero_grad()
-            with autocast:
+            with computing.autocast:
                 batch_loss = loss_of(model(x.to(target)), y.to(target), *weights)
-            scaler.scale(batch_loss).backward()  # type: ignore[no-untyped-call]
-            scaler.step(optimizer)
-            scaler.update()
+            total += computing.step(batch_loss, optimizer)
             schedule.step()
-            total += batch_loss.item()
         history.append(average_metrics({"loss": total / steps}, world))
         if checkpoints is not None:
-            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
+            checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader, extra=computing.state())
     return history

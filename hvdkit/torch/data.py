@@ -6,8 +6,9 @@ import contextlib
 import copy
 import itertools
 import operator
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -226,12 +227,53 @@ class _Sizes:
     def __exit__(self, *_: object) -> None:
         self._used.discard(self._name)
 
-    def ask(self, size: int) -> None:
-        self._unread[self._name] = hvd.allgather_async(torch.tensor([size], dtype=torch.int64), name=self._name)
+    def ask(self, size: int, mark: int) -> None:
+        mine = torch.tensor([[size, mark]], dtype=torch.int64)
+        self._unread[self._name] = hvd.allgather_async(mine, name=self._name)
 
-    def answers(self) -> list[int]:
-        sizes: list[int] = hvd.synchronize(self._unread.pop(self._name)).tolist()
-        return sizes
+    def answers(self) -> tuple[list[int], list[int]]:
+        sizes, marks = hvd.synchronize(self._unread.pop(self._name)).T.tolist()
+        return sizes, marks
+
+
+class _Copies:
+    """Warns where ranks or DataLoader workers begin with the same batch, since each reads the stream as a whole.
+
+    Args:
+        workers: of a rank; its first batches come from one after the other.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._left = max(1, workers)
+        self._seen: set[int] = set()
+
+    def mark(self, contents: Any) -> int:
+        """A checksum of a first batch; 0 of a later one, or where all numbers are equal, as in synthetic data."""
+        self._left -= 1
+        mark = 0
+        for tensor in _tensors(contents) if self._left >= 0 else ():
+            if bool((tensor != tensor.reshape(-1)[:1]).any()):
+                mark = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), mark)
+        return mark
+
+    def compare(self, marks: list[int]) -> None:
+        """The marks of all ranks for one step."""
+        found = [mark for mark in marks if mark]
+        if hvd.rank() == 0 and (len(set(found)) < len(found) or self._seen.intersection(found)):
+            warnings.warn(
+                "the stream begins with the same batch on several ranks or DataLoader workers: the training sees "
+                "copies; yield only the part of world.rank and torch.utils.data.get_worker_info().",
+                stacklevel=4,
+            )
+        self._seen.update(found)
+
+
+def _tensors(contents: Any) -> Iterator[torch.Tensor]:
+    if type(contents) is torch.Tensor and contents.layout == torch.strided and contents.device.type == "cpu":
+        yield contents
+    elif isinstance(contents, (list, tuple, Mapping)):
+        for part in contents.values() if isinstance(contents, Mapping) else contents:
+            yield from _tensors(part)
 
 
 class ShardedStream:
@@ -260,17 +302,18 @@ class ShardedStream:
             yield from self._steps(asked)
 
     def _steps(self, asked: _Sizes) -> Iterator[Any]:
-        batches = itertools.chain(self._loader, itertools.repeat((0, None)))
-        size, contents = self._next(batches, asked)
+        batches, copies = itertools.chain(self._loader, itertools.repeat((0, None))), _Copies(self._loader.num_workers)
+        size, contents = self._next(batches, asked, copies)
         filler: tuple[int, Any] = 0, None
         for step in itertools.count():
-            sizes = asked.answers()
+            sizes, marks = asked.answers()
             self._require(sizes, contents, first=step == 0)
+            copies.compare(marks)
             weights = stream_weights(sizes, self._batch_size, self._remainder)
             if weights is None:
                 return
             count, batch = (size, contents) if size else (filler[0], copy.deepcopy(filler[1]))
-            size, contents = self._next(batches, asked)
+            size, contents = self._next(batches, asked, copies)
             if self._remainder == "drop":
                 yield batch
                 continue
@@ -279,12 +322,12 @@ class ShardedStream:
             yield with_weight(batch, weights[hvd.rank()], count)
 
     @staticmethod
-    def _next(batches: Iterator[tuple[int, Any]], asked: _Sizes) -> tuple[int, Any]:
+    def _next(batches: Iterator[tuple[int, Any]], asked: _Sizes, copies: _Copies) -> tuple[int, Any]:
         try:
             size, contents = next(batches)
         except Exception as error:
             size, contents = -1, error
-        asked.ask(size)
+        asked.ask(size, copies.mark(contents))
         return size, contents
 
     def _require(self, sizes: list[int], contents: Any, *, first: bool) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import device
+from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.topology import Topology
 
 
@@ -27,14 +29,37 @@ def pin(world: Topology, kind: str, threads: int | None) -> torch.device:
     return pinned
 
 
-def mixed_precision(precision: str, device: torch.device) -> tuple[torch.autocast, torch.amp.GradScaler]:
-    """What a step computes in, and what keeps float16's small gradients from becoming zeros; neither does for "fp32".
+class Precision:
+    """What a step computes in, and what keeps float16's small gradients from becoming zeros; "fp32" is neither.
 
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        device: where the model is.
     Raises:
-        InvalidArgumentError: another precision than "fp32", "bf16" or "fp16".
+        InvalidArgumentError: another name.
     """
-    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if precision not in types:
-        raise InvalidArgumentError(f"precision must be one of {', '.join(types)}, got {precision!r}.")
-    autocast = torch.autocast(device.type, types[precision], enabled=precision != "fp32")
-    return autocast, torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        if name not in types:
+            raise InvalidArgumentError(f"precision must be one of {', '.join(types)}, got {name!r}.")
+        self.autocast = torch.autocast(device.type, types[name], enabled=name != "fp32")
+        self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
+        """Go backward, step where all gradients are finite, and forget them; returns the loss."""
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        """For ``Checkpoints.save(..., extra=)``."""
+        return {"scaler": self._scaler.state_dict()}
+
+    def go_on(self, saved: Saved | None) -> None:
+        """Scale as the training did that ``restore`` found, if it scaled."""
+        state = ((saved.extra if saved is not None else None) or {}).get("scaler")
+        if state and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state)

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,29 @@ def test_a_rank_that_fills_no_batch_is_one_error_on_every_rank(hk, world):
         list(hk.shard(few, world, 2))
     with pytest.raises(hvdkit.InvalidArgumentError, match="rank 1 is empty"):
         list(hk.shard(stream(range(9 * (world.rank != 1))), world, 2, remainder="exact"))
+
+
+@on_ranks("torch", n=(2, 3))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_all_read_as_a_whole_is_a_warning(hk, world, workers):
+    import torch
+
+    class Whole(torch.utils.data.IterableDataset):
+        def __init__(self, first: int) -> None:
+            self._first = first
+
+        def __iter__(self) -> Any:
+            return (sample("dict", self._first + number) for number in range(8))
+
+    own = stream(range(20 * world.rank, 20 * world.rank + 8), "dict")
+    constant = stream([7] * 8, "dict")
+    ours = Whole(20 * world.rank)  # each worker yields all of it
+    for data, copies in ((own, False), (constant, False), (Whole(0), True), (ours, workers > 1)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            list(hk.shard(data, world, 2, num_workers=workers))
+        found = any("the same batch on several ranks or DataLoader workers" in str(one.message) for one in seen)
+        assert found == (copies and world.is_root)
 
 
 @on_ranks("torch", n=(2, 3))

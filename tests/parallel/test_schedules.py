@@ -72,12 +72,14 @@ def test_sequential_lr_of_the_warmup_and_a_cosine(hk, world, distributed):
 
 
 @on_ranks("torch", n=1)
-def test_a_decay_after_the_warmup_is_the_same(hk):
-    names = names_of_the_page(hk, hvdkit.Topology(0, 4))
+def test_a_decay_after_the_warmup_is_the_same(hk, world, tmp_path):
+    names = names_of_the_page(hk, hvdkit.Topology(world.rank, 4), checkpoints=hk.Checkpoints(tmp_path), step=STEPS)
     run(AFTER, names)
     assert rate(names) == pytest.approx(warm_cosine(STEPS))
     found = rates(names, 29 * STEPS)
     assert found == pytest.approx([warm_cosine(step) for step in range(STEPS, 30 * STEPS)], abs=1e-12)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="function"):
+        run(SAVE.replace("loader=loader, ", ""), names)
 
 
 @on_ranks("torch", n=1)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import horovod.torch as hvd
 import torch
+from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.errors import InvalidArgumentError
 
@@ -170,7 +171,7 @@ class Bucket:
     def abandon(self) -> None:
         """Let arrive what is on its way, and forget it."""
         if self._sent is not None:
-            hvd.synchronize(self._sent[0])
+            synchronize(self._sent[0])
         self._begin()
 
     def take(self, parameter: Parameter) -> bool:
@@ -236,7 +237,7 @@ class Bucket:
     def arrive(self) -> tuple[float, float]:
         """Wait; then every gradient that some rank had is the mean. The shares of ranks that said changed, and late."""
         handle, carried = self._sent  # type: ignore[misc]
-        hvd.synchronize(handle)
+        synchronize(handle)
         real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         if carried.data_ptr() != real.data_ptr():
             real.copy_(carried)
@@ -276,7 +277,7 @@ class SparseGradient:
     def abandon(self) -> None:
         """Let arrive what is on its way, and forget it."""
         for handle in (self._sent or ())[:2]:
-            hvd.synchronize(handle)
+            synchronize(handle)
         self._sent = None
 
     def take(self, parameter: Parameter) -> bool:
@@ -312,7 +313,7 @@ class SparseGradient:
         """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
         rows, numbers, size = self._sent  # type: ignore[misc]
         parameter = self._parameter()
-        indices, values = hvd.synchronize(rows), hvd.synchronize(numbers)
+        indices, values = synchronize(rows), synchronize(numbers)
         if self._type.is_complex:
             values = torch.view_as_complex(values.contiguous())
         if len(indices) and parameter is not None:

@@ -145,10 +145,15 @@ def test_broadcast_sends_every_kind_of_state_bit_for_bit(hk, world, everyone):
     if world.rank != 2:
         nan = torch.tensor([float("nan"), -0.0, float("inf")])
         optimizer.state[model["low"]].update(
-            master=torch.tensor([1 / 3, 2.0**-140, 1e30]) + world.rank, step=torch.tensor(world.rank), odd=nan,
+            master=torch.tensor([1 / 3, 2.0**-140, 1e30]) + world.rank,
+            step=torch.tensor(0 if world.is_root else 1.0), odd=nan,
             flags=torch.tensor([True, False]), transposed=torch.arange(6.0).reshape(2, 3).T * (1 + world.rank),
             history=[torch.ones(2), (None, torch.zeros(1), {"deep": torch.tensor(3 + world.rank)})],
         )  # fmt: skip
+        first, kept = torch.ones(1), torch.zeros(3, dtype=torch.bfloat16)
+        optimizer.state[model["low"]].update(
+            one=first, two=torch.zeros(1) if world.is_root else first, kept=kept if world.is_root else model["low"]
+        )
         sparse = torch.sparse_coo_tensor([[1]], [2.0 + world.rank], (4,))
         optimizer.state[model["wave"]].update(sparse=sparse, slot=torch.tensor([1j * world.rank]))
         optimizer.state["global"] = {"count": world.rank, "best": float("-inf")}
@@ -283,8 +288,13 @@ def extras(model: Any) -> dict[str, Any]:
         "scaler": {"scale": float("inf"), "growth_factor": 2.0, "_growth_tracker": 3},
         "plateau": plateau.state_dict(),
         "chain": chain.state_dict(),
-        "nested": {"list": [1, ("a", torch.arange(3)), {"deep": torch.tensor(1 / 3)}], 0: None, "0": "text"},
-        "nested.list": torch.tensor([2.5]),
+        "nested": {
+            "one": torch.tensor([1.5]),
+            "list": [1, ("a", torch.arange(3)), {"deep": torch.tensor(1 / 3)}],
+            0: None,
+            "0": "text",
+        },
+        "nested.one": torch.tensor([2.5]),
         "numbers": [float("nan"), float("-inf"), np.float32(0.5), np.int64(7), True, 2j, b"bytes", 10**30],
         "half": torch.tensor([1.5], dtype=torch.bfloat16),
         "complex": torch.tensor([1 + 2j]),

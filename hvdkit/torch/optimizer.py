@@ -255,7 +255,6 @@ class Exchange:
         return bool(self._ranks.included() and self._ranks.size() > 1)
 
     @eagerly
-    @torch.no_grad()
     def _take(self, parameter: Parameter) -> None:
         """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
         NOW.reach(self, parameter)

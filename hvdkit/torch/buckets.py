@@ -241,7 +241,8 @@ class Bucket:
         real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
         if carried.data_ptr() != real.data_ptr():
             real.copy_(carried)
-        shares = self._tail.abs().tolist() if self._tail.is_complex() else self._tail.tolist()
+        said = carried[self._numbers :]
+        shares = (said[:, 0] if self._flat.is_complex() else said).tolist()
         for place in self._absent:
             if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
                 parameter.grad = self._views[place]

@@ -11,13 +11,17 @@ Source of the protocol: write, fsync, rename, fsync the directory: Pillai et al.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
+import stat
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +30,11 @@ from typing import Any
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{10,})(?:-r(\d+))?")
+_NAME = re.compile(r"step-(\d{10,30})(?:-r(\d{1,9}))?")
 _TEMPORARY = ".writing-"
+_LONGEST_MANIFEST = 64 * 2**20
+_LONGEST_NAME = 200
+_LARGEST_SCORE = 10**300
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class CheckpointDirectory:
         self.directory = Path(directory)
         self.keep = keep
         self.keep_best = keep_best
+        self._complained: set[str] = set()
+        self._written: set[Path] = set()
         if self.directory.exists() and not self.directory.is_dir():
             raise InvalidArgumentError(f"the checkpoint directory {self.directory} is a file; give a directory.")
 
@@ -101,6 +110,7 @@ class CheckpointDirectory:
             self._seal(temporary, step, metadata, score)
             final = self._free_name(step)
             temporary.rename(final)
+            self._written.add(final)
             _fsync(self.directory)
         except OSError as error:
             raise CheckpointError(
@@ -136,6 +146,7 @@ class CheckpointDirectory:
                 manifest = verify(path)
             except CheckpointError as error:
                 skipped.append(f"{path.name}: {error}")
+                self._complain(f"{path} is left out: {error}")
                 continue
             return Saved(path, manifest["step"], manifest["metadata"], manifest.get("score"), tuple(skipped))
         if skipped:
@@ -145,24 +156,49 @@ class CheckpointDirectory:
     def prune(self) -> list[Path]:
         """Remove all but the newest ``keep`` and the best ``keep_best``, and what interrupted writes left.
 
-        A directory without a manifest does not count and is left in place, for whoever wants to know, until ``keep``
-        newer checkpoints exist. What goes is renamed first, so that no half-removed one is ever taken for complete.
+        One that is not valid does not count and is left in place, for whoever wants to know, until ``keep`` newer ones
+        that are valid exist. What goes is renamed first, so that no half-removed one is ever taken for complete. What
+        cannot be removed is a warning, once.
 
         Returns:
             What was removed.
         """
         removed: list[Path] = []
-        best = self._best_first()[: self.keep_best]
+        best = list(itertools.islice(filter(self._is_valid, self._best_first()), self.keep_best))
         kept = 0
         for path in self._newest_first():
-            if kept >= self.keep and path not in best:
-                path.rename(self.directory / f"{_TEMPORARY}{path.name}")
-                removed.append(path)
-            elif (path / MANIFEST).is_file():
-                kept += 1
+            if kept < self.keep:
+                kept += self._is_valid(path)
+            elif path not in best:
+                with self._complaining(path):
+                    path.rename(self.directory / f"{_TEMPORARY}{path.name}")
+                    removed.append(path)
         for path in self.directory.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(path)
+            with self._complaining(path):
+                shutil.rmtree(path)
         return removed
+
+    def _is_valid(self, path: Path) -> bool:
+        """Whether all files are what they were; of one that this process wrote, whether they are there."""
+        try:
+            verify(path, contents=path not in self._written)
+        except CheckpointError as error:
+            self._complain(f"{path} is left out: {error}")
+            return False
+        self._written.add(path)
+        return True
+
+    def _complain(self, sentence: str) -> None:
+        if sentence not in self._complained:
+            self._complained.add(sentence)
+            warnings.warn(sentence, stacklevel=5)
+
+    @contextlib.contextmanager
+    def _complaining(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._complain(f"{path} cannot be removed: {error.strerror or error}")
 
     def _best_first(self) -> list[Path]:
         scored = [(score, path) for path in self._newest_first() if (score := _score(path)) is not None]
@@ -174,8 +210,10 @@ class CheckpointDirectory:
         if self.directory.is_dir():
             for path in self.directory.iterdir():
                 match = _NAME.fullmatch(path.name)
-                if match and path.is_dir():
+                if match and _kind(path) == stat.S_IFDIR:
                     found.append((int(match[2] or 0), int(match[1]), path))
+                elif match:
+                    self._complain(f"{path} is named like a checkpoint and is no directory: left out")
         return sorted(found, reverse=True)
 
     def _newest_first(self) -> list[Path]:
@@ -223,44 +261,69 @@ def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> dict[str,
     return dict(json.loads(json.dumps(metadata or {})))
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path, *, contents: bool = True) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest and return the manifest.
 
+    Args:
+        contents: read the files, too; else only their sizes are compared.
     Raises:
-        CheckpointError: the manifest is missing or unreadable, or a file is missing, of another size or content.
+        CheckpointError: the manifest is missing or unreadable, or a file is missing, of another size or content, or
+            cannot be read.
     """
+    manifest = _manifest(path)
+    for name, expected in manifest["files"].items():
+        file, shown = path / name, name if len(name) < _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        if _kind(file) != stat.S_IFREG:
+            raise CheckpointError(f"{shown} is missing")
+        try:
+            size = file.stat().st_size
+            if size != expected["size"]:
+                raise CheckpointError(f"{shown} has {size} bytes, {expected['size']} were written")
+            if contents and _sha256(file) != expected["sha256"]:
+                raise CheckpointError(f"{shown} has another SHA-256 than when it was written")
+        except OSError as error:
+            raise CheckpointError(f"{shown} cannot be read ({error.strerror or error})") from error
+    return manifest
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    kind = _kind(file)
+    if kind is None:
+        raise CheckpointError(f"{MANIFEST} is missing")
+    if kind != stat.S_IFREG:  # a FIFO would be waited for
+        raise CheckpointError(f"{MANIFEST} is no plain file")
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError) as error:
+        if file.stat().st_size > _LONGEST_MANIFEST:
+            raise CheckpointError(f"{MANIFEST} is longer than hvdkit's, {_LONGEST_MANIFEST} bytes at most")
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
     _check_form(manifest)
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{name} is missing")
-        size = file.stat().st_size
-        if size != expected["size"]:
-            raise CheckpointError(f"{name} has {size} bytes, {expected['size']} were written")
-        if _sha256(file) != expected["sha256"]:
-            raise CheckpointError(f"{name} has another SHA-256 than when it was written")
     return dict(manifest)
+
+
+def _kind(path: Path) -> int | None:
+    """The type of what stands there, links not followed, such as ``stat.S_IFREG``; None for nothing."""
+    try:
+        return stat.S_IFMT(path.lstat().st_mode)
+    except (OSError, ValueError):  # also a name that no file can have
+        return None
 
 
 def _score(path: Path) -> float | None:
     """The score in a checkpoint's manifest; None where there is none, or no manifest to be read."""
     try:
-        score = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("score")
-    except (OSError, ValueError, AttributeError):
+        return _manifest(path).get("score")
+    except CheckpointError:
         return None
-    return float(score) if isinstance(score, (int, float)) else None
 
 
 def _check_form(manifest: Any) -> None:
     well_formed = (
         isinstance(manifest, dict)
         and isinstance(manifest.get("step"), int)
+        and _is_score(manifest.get("score"))
         and isinstance(manifest.get("metadata"), dict)
         and isinstance(manifest.get("files"), dict)
         and all(
@@ -272,6 +335,13 @@ def _check_form(manifest: Any) -> None:
         raise CheckpointError(f"{MANIFEST} is not one of hvdkit's")
     if manifest.get("format") != 1:
         raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')!r}, this version reads 1")
+
+
+def _is_score(value: Any) -> bool:
+    """Not a number that no float holds."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < _LARGEST_SCORE
+    return value is None or (isinstance(value, float) and math.isfinite(value))
 
 
 def _inside(name: str) -> bool:

@@ -81,7 +81,7 @@ class CheckpointsBase(ABC):
         file = directory / "random.npy"
         try:
             return np.load(file, allow_pickle=False) if file.exists() else None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, MemoryError) as error:  # a header can promise any size
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
     def _position(self, loader: Any) -> dict[str, Any]:

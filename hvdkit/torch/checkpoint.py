@@ -232,17 +232,24 @@ def _write_readable(file: Path, contents: Any) -> None:
         InvalidArgumentError: it holds what is not read again without running code of the file's.
     """
     try:
-        torch.save(contents, file)
+        with file.open("wb") as opened:  # Python's own file says what went wrong, PyTorch's "unexpected pos"
+            torch.save(contents, opened)
         with contextlib.suppress(RuntimeError, OSError):  # where files cannot be mapped
             torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:  # PyTorch's writer turns a full disk into one
-        raise OSError(str(error).splitlines()[0]) from error
+    except RuntimeError as error:  # PyTorch's writer ends with one of its own
+        raise _beneath(error) or OSError(str(error).splitlines()[0]) from error
     except (pickle.PickleError, AttributeError, TypeError) as error:
         reason = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
         raise InvalidArgumentError(
             f"{file.stem} holds what cannot be saved and read again: {reason.splitlines()[0]}; give tensors, numbers, "
             "strings, and dicts, lists and tuples of them."
         ) from error
+
+
+def _beneath(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _read_file(file: Path, target: Any) -> Any:
@@ -254,6 +261,15 @@ def _read_file(file: Path, target: Any) -> Any:
 def _fitting(file: Path, target: Any) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError, KeyError, OSError, TypeError, AttributeError, pickle.UnpicklingError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        OSError,
+        EOFError,
+        TypeError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{file} does not fit this {type(target).__name__}: {reason}") from error

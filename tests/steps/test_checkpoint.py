@@ -1,11 +1,13 @@
 """Step 6: the checkpoint protocol on a real file system."""
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +105,79 @@ def test_a_damaged_one_is_skipped_and_named(tmp_path, damage, reason):
     assert found.step == 1
     (skipped,) = found.skipped
     assert skipped.startswith("step-0000000002: ") and reason in skipped
+
+
+def with_manifest(path, **changes):
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**manifest, **changes}))
+
+
+def replaced(path, make):
+    path.unlink()
+    make(path)
+
+
+BAD_ENTRIES = {
+    "deep": lambda path: (path / MANIFEST).write_text("[" * 200_000),
+    "a score of 400 digits": lambda path: with_manifest(path, score=10**400),
+    "a step of 400 digits": lambda path: (path / MANIFEST).write_text('{"step": ' + "9" * 5000 + "}"),
+    "a name of 5,000 characters": lambda path: with_manifest(path, files={"n" * 5000: {"size": 1, "sha256": "x"}}),
+    "a name with a null": lambda path: with_manifest(path, files={"n\0": {"size": 1, "sha256": "x"}}),
+    "manifest is a FIFO": lambda path: replaced(path / MANIFEST, os.mkfifo),
+    "manifest is a directory": lambda path: replaced(path / MANIFEST, os.mkdir),
+    "manifest is /dev/zero": lambda path: replaced(path / MANIFEST, lambda here: here.symlink_to("/dev/zero")),
+    "file is a FIFO": lambda path: replaced(path / "weights", os.mkfifo),
+    "file is a link": lambda path: replaced(path / "weights", lambda here: here.symlink_to("/dev/zero")),
+    "content": lambda path: (path / "weights").write_text("abX"),
+    "empty": lambda path: (path / "weights").write_text(""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is left out")
+@pytest.mark.parametrize("bad", BAD_ENTRIES)
+def test_one_bad_entry_costs_only_itself(tmp_path, bad):
+    before = CheckpointDirectory(tmp_path, keep=2, keep_best=1)
+    before.save(1, writer("abc"), score=1.0)
+    damaged = before.save(2, writer("abc"), score=2.0).path
+    BAD_ENTRIES[bad](damaged)
+    store = CheckpointDirectory(tmp_path, keep=2, keep_best=1)  # of another process
+    assert store.latest().step == 1 and store.best().step == 1
+    store.save(3, writer("abc"), score=0.5)
+    assert "step-0000000001" in names(tmp_path), "the only other good one"
+    assert (store.latest().step, store.best().step) == (3, 1)
+    store.save(4, writer("abc"), score=0.1)
+    store.save(5, writer("abc"), score=0.2)
+    assert names(tmp_path) == ["step-0000000001", "step-0000000004", "step-0000000005"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch, lambda path: path.symlink_to("step-0000000001")])
+def test_what_is_named_like_a_checkpoint_and_is_none_is_one_warning(tmp_path, make):
+    store = CheckpointDirectory(tmp_path)
+    store.save(1, writer("abc"))
+    make(tmp_path / "step-0000000009")
+    with pytest.warns(UserWarning, match="step-0000000009 is named like a checkpoint and is no directory") as said:
+        assert store.latest().step == 1
+        assert store.save(2, writer("abc")).path.name == "step-0000000002"
+        assert store.latest().step == 2
+    assert len(said) == 1
+
+
+def test_a_file_that_cannot_be_read_or_removed_is_left_out(tmp_path, monkeypatch):
+    store = CheckpointDirectory(tmp_path, keep=1)
+    store.save(1, writer("abc"))
+    newest = store.save(2, writer("abc")).path
+
+    def fails(path):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="Input/output error"):
+        patched.setattr("hvdkit.steps.checkpoint._sha256", fails)
+        with pytest.raises(CheckpointError, match="slots cannot be read"):
+            store.latest()
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="cannot be removed: Input/output error"):
+        patched.setattr("hvdkit.steps.checkpoint.shutil.rmtree", lambda path, ignore_errors=False: ignore_errors or fails(path))
+        assert store.save(3, writer("abc")).step == 3
+    assert newest.name not in names(tmp_path)
 
 
 def test_a_manifest_cannot_point_outside_its_directory(tmp_path):

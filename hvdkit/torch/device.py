@@ -47,11 +47,11 @@ class Precision:
         self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
     def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
-        """Go backward, step where all gradients are finite, and forget them; returns the loss."""
+        """Forget the last gradients, go backward, and step where all are finite; returns the loss."""
+        optimizer.zero_grad()
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(optimizer)
         self._scaler.update()
-        optimizer.zero_grad()
         return loss.item()
 
     def state(self) -> dict[str, Any]:

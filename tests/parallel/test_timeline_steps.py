@@ -11,19 +11,19 @@ from hvdkit.read.timeline.profiler import read_trace
 
 pytestmark = pytest.mark.parallel
 PROGRAM = "programs_timeline_steps.py"
-GRADIENTS = {"allreduce.0.weight", "allreduce.0.bias", "allreduce.2.weight", "allreduce.2.bias"}
+GRADIENTS = "allreduce.gradients.0.2.bias .. 0.weight"  # one bucket: the model is small
 
 
 def gradient_counts(path):
-    return Counter(operation.tensor for operation in read(path) if operation.tensor in GRADIENTS)
+    return Counter(operation.tensor for operation in read(path) if "gradients" in operation.tensor)
 
 
 def test_only_the_chosen_steps_are_recorded_and_a_second_block_has_its_own_file(run_ranks, tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     ranks = run_ranks(PROGRAM, "torch_steps", 2, path=str(first), first=2, stop=6, total=9, second=str(second))
     assert [rank["during"] for rank in ranks] == [[False] * 2 + [True] * 4 + [False] * 3] * 2
-    assert gradient_counts(first) == dict.fromkeys(GRADIENTS, 4)
-    assert gradient_counts(second) == dict.fromkeys(GRADIENTS, 3)
+    assert gradient_counts(first) == {GRADIENTS: 4}
+    assert gradient_counts(second) == {GRADIENTS: 3}
     json.loads(first.read_text())
 
 
@@ -45,8 +45,8 @@ def test_a_profiler_trace_lies_on_the_same_time_axis(run_ranks, tmp_path):
         for name, (start, end) in ranges.items()
         if start <= event["ts"] + 1 and event["ts"] + event["dur"] <= end + 1
     )
-    assert placed == {f"step {number}": 4 for number in range(5)}
-    assert len(events) > len(read_trace(trace).events) + 5 * 4 * 3
+    assert placed == {f"step {number}": 1 for number in range(5)}
+    assert len(events) > len(read_trace(trace).events) + 5 * 3
     assert 0 < overlap.exposed <= overlap.communication
     assert overlap.overlapped + overlap.exposed == pytest.approx(overlap.communication)
     assert overlap.communication + overlap.computation - overlap.overlapped + overlap.neither == pytest.approx(

@@ -121,7 +121,8 @@ def test_a_file_that_is_no_tuned_file_is_refused(capsys, tmp_path, content):
         Tuned,
         launcher=st.sampled_from([None, "mpirun", "horovodrun"]),
         threads=st.none() | st.integers(1, 512),
-        cycle_time_ms=st.none() | st.floats(0, 1e4),
+        # Files hold seconds: a thousandth of the smallest floats is none.
+        cycle_time_ms=st.none() | st.just(0.0) | st.floats(1e-6, 1e4),
         fusion_threshold_bytes=st.none() | st.integers(0, 2**40),
         cache_capacity=st.none() | st.integers(0, 2**20),
         hierarchical_allreduce=st.none() | st.booleans(),

@@ -78,10 +78,7 @@ def launch(
     if growing is not None:
         _check_elastic(request, alone=not (first or restarts or request.hosts_chosen))
     job = _plan(request) if growing is None else _elastic_plan(request, growing)
-    for note in job.notes:
-        click.echo(f"hvdkit launch: {note}", err=True)
-    if explain:
-        click.echo(show.explanation(job), err=True)
+    _say(job, explain)
     if dry_run:
         click.echo(show.command_line(job))
         return 0
@@ -98,6 +95,13 @@ def launch(
         return 1
     with _recorded(request):
         return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
+
+
+def _say(job: Plan, explain: bool) -> None:
+    for note in job.notes:
+        click.echo(f"hvdkit launch: {note}", err=True)
+    if explain:
+        click.echo(show.explanation(job), err=True)
 
 
 def _request(

@@ -237,11 +237,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         settings += recorded
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
-    if request.torch_profile is not None:
-        before = request.variables.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
-        steps = request.torch_profile_steps or torch_profile.STEPS
-        variables = torch_profile.variables(request.torch_profile, steps, before)
-        settings.append(Setting("--torch-profile: each rank profiles itself and writes there", variables=variables))
+    settings += _torch_profiled(request, environ)
     added: dict[str, str] = {}
     for setting in settings:
         added.update(setting.variables)
@@ -267,6 +263,15 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         direct=direct,
         hosts=request.hosts if direct else (),
     )
+
+
+def _torch_profiled(request: Request, environ: Mapping[str, str]) -> list[Setting]:
+    if request.torch_profile is None:
+        return []
+    before = request.variables.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
+    steps = request.torch_profile_steps or torch_profile.STEPS
+    variables = torch_profile.variables(request.torch_profile, steps, before)
+    return [Setting("--torch-profile: each rank profiles itself and writes there", variables=variables)]
 
 
 def _check(name: str, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What happens at the end of ``backward()``, also of one that runs within another; used by ``optimizer``."""
+"""What happens at the end of ``backward()``, also of one that runs within another; used by ``exchange``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``optimizer``.
+"""How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` are views of it; behind them one number for each, 1 where this
 rank has a gradient; and last two that say whether this rank needs another layout, and whether it sends them only in

@@ -3,31 +3,24 @@
 A hook on every parameter puts its fresh gradient into a bucket, which travels while backward computes others. A
 callback at the end of backward sends the rest and waits, so that whatever reads gradients after it (clipping, a
 GradScaler, a closure, the step) sees the mean. The optimizer stays the user's own object.
+
+Read on in ``exchange``, then ``buckets`` and ``backward``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, cast
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
-from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps import agreement
-from hvdkit.steps.collectives import OverHorovod
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets
-from hvdkit.torch.state import layout, plain_name
-
-_EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
-_NUMBERS = itertools.count()
+from hvdkit.torch.buckets import Layout, Named
+from hvdkit.torch.exchange import EXCHANGES, Exchange, named_of
+from hvdkit.torch.state import parameters_of
 
 
 def distributed(
@@ -45,13 +38,13 @@ def distributed(
                 f"{type(given).__name__}."
             )
     if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__ or any(
-        one.optimizer() is optimizer for one in _EXCHANGES
+        one.optimizer() is optimizer for one in EXCHANGES
     ):
         raise InvalidArgumentError(
             "this optimizer is distributed already; call distribute once, its gradients are averaged."
         )
-    names = {id(parameter): name for name, parameter in _named(model)}
-    named = [(names.get(id(one), ""), one) for one in _parameters(optimizer)]
+    names = {id(parameter): name for name, parameter in named_of(model)}
+    named = [(names.get(id(one), ""), one) for one in parameters_of(optimizer)]
     missing = [one for name, one in named if not name]
     if missing:
         raise InvalidArgumentError(
@@ -66,32 +59,6 @@ def distributed(
         return _adasum(optimizer, named, options)
     Exchange(optimizer, model, options, layout, ranks)
     return optimizer
-
-
-def _obstacle(parameter: Parameter) -> str | None:
-    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
-    if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
-        why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
-    elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
-        why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
-        fix = "distribute takes plain dense parameters, whole on every rank"
-    elif parameter.device.type not in ("cpu", "cuda"):
-        why = f"it is on {parameter.device}"
-        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
-    else:
-        return None
-    return f"{why}; {fix}."
-
-
-def _named(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
-    """Parameters by the names that they have in the model before it is compiled."""
-    return ((plain_name(name), one) for name, one in model.named_parameters())
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
-    """All that it holds, each once, in the order of its groups."""
-    every = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-    return list(every.values())
 
 
 def _adasum(optimizer: torch.optim.Optimizer, named: Named, options: GradientOptions) -> torch.optim.Optimizer:
@@ -109,307 +76,13 @@ def _adasum(optimizer: torch.optim.Optimizer, named: Named, options: GradientOpt
     return cast(torch.optim.Optimizer, made)
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What all ranks train, and the buckets that were made of it.
-
-    Attributes:
-        seen: this rank's parameters when they agreed: what can change without a word.
-    """
-
-    seen: list[tuple[int, torch.dtype, int]]
-    buckets: list[Travelling]
-    bucket_of: dict[int, Travelling]
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A parameter of an exchange, which its hooks hold: it must not hold them, or neither would ever be freed.
-
-    Attributes:
-        order: where it stands in the model.
-        sparse: whether its module says that its gradient is sparse.
-    """
-
-    parameter: weakref.ref[Parameter]
-    name: str
-    order: int
-    sparse: bool
-    hooks: list[Any]
-
-
-class Exchange:
-    """What one ``distribute`` does to its parameters: after every backward that reaches them, ``.grad`` is the mean.
-
-    Args:
-        optimizer: whose parameters, those that it is given later included.
-        model: names them.
-        options, layout: how.
-        ranks: Horovod's process set.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: torch.nn.Module,
-        options: GradientOptions,
-        layout: Layout,
-        ranks: Any,
-    ) -> None:
-        self.optimizer = weakref.ref(optimizer)  # parameters live longer than an optimizer, and hold their hooks
-        self._model = weakref.ref(model)
-        self.number = next(_NUMBERS)
-        self._options, self._layout, self._ranks = options, layout, ranks
-        self._wire = Wire(ranks, options.compression, options.gradient_predivide_factor)
-        self._members: dict[int, _Member] = {}
-        self._suspended = 0
-        self._passes = 0
-        self._twice: set[int] = set()
-        self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
-        self._agreed: _Agreed | None = None
-        self._averaged = False
-        self.follow_groups()
-        # What no optimizer has counts where the norm of the model's gradients is taken.
-        others = (one for one in model.parameters() if not any(other.has(one) for other in _EXCHANGES))
-        self._take_on(one for one in others if _obstacle(one) is None)
-        optimizer.register_step_pre_hook(self._before_step)
-        added = optimizer.add_param_group
-
-        def add_param_group(param_group: dict[str, Any]) -> None:
-            added(param_group)
-            self.follow_groups()
-
-        optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-        _EXCHANGES.add(self)
-
-    # Which parameters ----------------------------------------------------------------------------------------------
-
-    def follow_groups(self) -> None:
-        """Take part in the gradients of all parameters that the optimizer has now, also of those that do not train yet.
-
-        The newest ``distribute`` of a parameter is the one that averages it.
-        """
-        optimizer = self.optimizer()
-        self._take_on([] if optimizer is None else _parameters(optimizer))
-
-    def _take_on(self, parameters: Iterable[Parameter]) -> None:
-        new = [one for one in parameters if not self.has(one) and (one.is_floating_point() or one.is_complex())]
-        model = self._model()
-        named = [] if not new or model is None else list(_named(model))
-        places = {id(one): (name, place) for place, (name, one) in enumerate(named)}
-        modules = (one for one in model.modules() if getattr(one, "sparse", False)) if named and model else ()
-        sparse = {id(one) for module in modules for one in module.parameters(recurse=False)}
-        for one in new:
-            later = len(places) + len(self._members)
-            name, order = places.get(id(one), (f"added.{later}", later))
-            obstacle = _obstacle(one)
-            if obstacle is not None:
-                raise InvalidArgumentError(f"the gradient of {name} cannot travel: {obstacle}")
-            for other in _EXCHANGES:
-                other.release(one)
-            hooks = self._hooks_on(one)
-            self._members[id(one)] = _Member(weakref.ref(one), name, order, id(one) in sparse, hooks)
-
-    def has(self, parameter: Parameter) -> bool:
-        """Whether it averages this parameter's gradient."""
-        member = self._members.get(id(parameter))
-        return member is not None and member.parameter() is parameter
-
-    def _hooks_on(self, parameter: Parameter) -> list[Any]:
-        trains = parameter.requires_grad
-        parameter.requires_grad_(True)  # hooks can be put only on what trains, and stay when it no longer does
-        hooks = [parameter.register_post_accumulate_grad_hook(self._take)]  # type: ignore[no-untyped-call]
-        if self._options.op == "sum":
-            # The mean of n-fold gradients is their sum, and stays it when it is averaged again.
-            hooks.append(parameter.register_hook(self._times_ranks))  # type: ignore[no-untyped-call]
-        parameter.requires_grad_(trains)
-        return hooks
-
-    def _times_ranks(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self._ranks.size() if self._among_others() else gradient
-
-    def release(self, parameter: Parameter) -> None:
-        """Leave a parameter to another exchange."""
-        if self.has(parameter):
-            for hook in self._members.pop(id(parameter)).hooks:
-                hook.remove()
-
-    def _training(self) -> list[tuple[str, Parameter]]:
-        """What trains now, with names, in the order of the model."""
-        members = sorted(self._members.values(), key=lambda member: member.order)
-        living = [(member.name, member.parameter()) for member in members]
-        return [(name, one) for name, one in living if one is not None and one.requires_grad]
-
-    # While backward computes ---------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """The first gradient of a backward is there."""
-        self.active = self._among_others()
-        self.follow_groups()
-        passes, self._late = self._options.backward_passes_per_step, False
-        self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
-        self._fired: set[int] = set()
-        self._changed = self._agreed is None or self._agreed.seen != _seen(self._training())
-
-    def _among_others(self) -> bool:
-        return bool(self._ranks.included() and self._ranks.size() > 1)
-
-    @eagerly
-    def _take(self, parameter: Parameter) -> None:
-        """A parameter's gradient is there: called by backward, once for each parameter, or again where it is nested."""
-        NOW.reach(self, parameter)
-        if not self.exchanging:
-            return
-        if id(parameter) in self._fired:
-            self._twice.add(id(parameter))
-        self._fired.add(id(parameter))
-        if self._agreed is None or self._changed:
-            return
-        bucket = self._agreed.bucket_of[id(parameter)]
-        if id(parameter) in self._twice:
-            bucket.early = False
-        if bucket.take(parameter) and bucket.early:
-            bucket.leave(self._wire, changed=False, late=False)
-
-    # At the end of backward ----------------------------------------------------------------------------------------
-
-    def depart(self) -> None:
-        """Send what has not left yet."""
-        if self.active:
-            self._passes += not self._suspended
-        self._averaged = self.exchanging
-        if self.exchanging:
-            self._passes, self._local = 0, []
-            for bucket in self._buckets():
-                bucket.leave(self._wire, self._changed, self._late)
-        elif self.active:
-            gradients = [(weakref.ref(one), one.grad) for _, one in self._training()]
-            self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
-
-    def arrive(self) -> None:
-        """Wait; then all gradients are the mean.
-
-        Raises:
-            AgreementError: the ranks train different parameters, or with other options, or some of them called no
-                backward; on every rank.
-        """
-        if not self.exchanging:
-            return
-        changed, late = self._heard()
-        if changed or self._agreed is None:
-            self._agree()
-            # What was averaged already averages to itself.
-            for bucket in self._buckets():
-                bucket.leave(self._wire, changed=False, late=self._late)
-            late = self._heard()[1]
-        if 0 < late < 1 - 0.5 / self._ranks.size():
-            raise AgreementError(
-                "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
-                "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
-            )
-
-    def _heard(self) -> tuple[float, float]:
-        """Wait for all buckets; what the ranks say in them."""
-        heard = [bucket.arrive() for bucket in self._buckets()]
-        return max((changed for changed, _ in heard), default=0.0), max((late for _, late in heard), default=0.0)
-
-    def _agree(self) -> None:
-        """Make buckets of what trains, the same on every rank; a collective."""
-        named, how = self._training(), self._layout
-        sparse = {key for key, member in self._members.items() if member.sparse}
-        rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
-        rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
-        ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
-        agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
-        # Ranks that came later have made fewer; the highest number is new on each of them.
-        number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())
-        buckets = in_buckets(named, how, sparse)
-        for bucket in buckets:
-            bucket.name = f"gradients.{number}.{bucket.name}"
-        bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
-        self._agreed = _Agreed(_seen(named), buckets, bucket_of)
-
-    def _buckets(self) -> list[Travelling]:
-        return [] if self._agreed is None else self._agreed.buckets
-
-    def abandon(self) -> None:
-        """An error ended backward, on every rank: what is on its way arrives, for nothing."""
-        for bucket in self._buckets():
-            bucket.abandon()
-
-    def forget_agreement(self) -> None:
-        """The ranks are others now, and what was on its way is lost."""
-        self._agreed, self._passes, self._local, self._averaged = None, 0, [], False
-
-    # Before a step -------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Gradients of backwards in here stay this rank's own."""
-        self._suspended += 1
-        try:
-            yield
-        finally:
-            self._suspended -= 1
-
-    @eagerly
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
-        """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._averaging(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._averaging(kwargs["closure"])}
-        if torch._C._current_graph_task_id() != -1 and self._among_others():
-            raise InvalidArgumentError(
-                "step() within backward(), where gradients are this rank's own and the mean is not there yet; step "
-                "after backward()."
-            )
-        if any(_is_other(one(), gradient, version) for one, gradient, version in self._local):
-            raise InvalidArgumentError(
-                f"step() after gradients of this rank alone were changed (clipped or unscaled): the last backward "
-                f"before it was in no_sync, or was one of fewer than {self._options.backward_passes_per_step} "
-                "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
-            )
-        if self._members and not self._averaged:
-            self.begin()
-            self.exchanging = self._late = self.active
-            self.depart()
-            self.arrive()
-        self._averaged = False
-        return None
-
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that returns what the loss is on all ranks, on which a line search decides alike."""
-
-        def averaged() -> Any:
-            loss = closure()
-            if loss is None or not self._among_others():
-                return loss
-            op = hvd.Sum if self._options.op == "sum" else hvd.Average
-            mine = torch.as_tensor(loss).detach()
-            whole = hvd.allreduce(mine.double(), name="hvdkit.loss", op=op, process_set=self._ranks)
-            return whole.to(mine) if isinstance(loss, torch.Tensor) else whole.item()
-
-        return averaged
-
-
-def _is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) -> bool:
-    """Whether a parameter's gradient is there and is not what it was."""
-    now = None if parameter is None else parameter.grad
-    return now is not None and (now is not gradient or now._version != version)
-
-
-def _seen(named: Named) -> list[tuple[int, torch.dtype, int]]:
-    return [(id(one), one.dtype, one.data_ptr()) for _, one in named]
-
-
 @contextlib.contextmanager
 def unsynchronized(model: torch.nn.Module) -> Iterator[None]:
     """The inside of ``hvdkit.torch.no_sync``."""
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"no_sync takes the model, got {type(model).__name__}.")
     parameters = list(model.parameters())
-    found = [one for one in _EXCHANGES if any(map(one.has, parameters))]
+    found = [one for one in EXCHANGES if any(map(one.has, parameters))]
     if not found:
         raise InvalidArgumentError("no_sync takes a model whose optimizer distribute has got; this one has none.")
     with contextlib.ExitStack() as stack:
@@ -420,5 +93,5 @@ def unsynchronized(model: torch.nn.Module) -> Iterator[None]:
 
 def forget_agreements() -> None:
     """Called when Horovod has started anew with other ranks."""
-    for one in _EXCHANGES:
+    for one in EXCHANGES:
         one.forget_agreement()

@@ -105,7 +105,7 @@ def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: 
         if hvd.rank() != root:
             optimizer.load_state_dict(received)
     else:
-        broadcast_nested(_live_state(optimizer), root, name, _parameters(optimizer))
+        broadcast_nested(_live_state(optimizer), root, name, parameters_of(optimizer))
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
@@ -154,7 +154,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         loaded = _live_state(optimizer)
     finally:
         optimizer.param_groups, optimizer.state = before["param_groups"], before["state"]
-    placing = Placing(_parameters(optimizer))
+    placing = Placing(parameters_of(optimizer))
     placing.place(before, loaded)
     placing.copy()
 
@@ -170,8 +170,9 @@ def _live_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"param_groups": optimizer.param_groups, "state": optimizer.state}
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """All that it holds, each once, in the order of its groups."""
+    return list({id(one): one for group in optimizer.param_groups for one in group["params"]}.values())
 
 
 def plain_number(value: Any, path: tuple[Any, ...] = ()) -> Any:  # noqa: ARG001

@@ -670,9 +670,9 @@ def test_a_model_that_is_no_longer_used_is_freed(hk, world):
     import gc
     import weakref
 
-    from hvdkit.torch import optimizer as inside
+    from hvdkit.torch import exchange as inside
 
-    before, kept = len(inside._EXCHANGES), []
+    before, kept = len(inside.EXCHANGES), []
     for op in ("average", "sum"):
         model = net()
         optimizer = hk.distribute(adam(model), model, op=op)
@@ -687,7 +687,7 @@ def test_a_model_that_is_no_longer_used_is_freed(hk, world):
         del model, optimizer
     gc.collect()
     assert [one() for one in kept] == [None] * len(kept)
-    assert len(inside._EXCHANGES) == before
+    assert len(inside.EXCHANGES) == before
 
 
 @on_ranks("torch", n=2)
@@ -817,6 +817,19 @@ def test_other_ways_to_travel_give_the_same(hk, world, options):
     assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < (
         1e-3 if "compression" in options else 1e-9
     )
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@on_ranks("torch", n=2)
+def test_a_parameter_that_stands_twice_in_a_group_is_summed_once(hk, world, everyone):
+    model = net()
+    hk.distribute(momentum([*model.parameters(), model[0].weight]), model, op="sum")
+    x, y = next(batches(world))
+    alone = net()
+    loss_of(alone, x, y).backward()
+    loss_of(model, x, y).backward()
+    one, other = everyone(float(alone[0].weight.grad.sum()))
+    assert float(model[0].weight.grad.sum()) == pytest.approx(one + other)
 
 
 @on_ranks("torch", n=2)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from hvdkit.errors import LaunchError
+from hvdkit.run.launch.guard import guarded
 from hvdkit.steps import secret
 
 
@@ -24,7 +25,7 @@ def start(
     """
     try:
         return subprocess.Popen(
-            argv,
+            guarded(list(argv)),
             env={secret.VARIABLE: secret.new(), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

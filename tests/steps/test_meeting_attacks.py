@@ -99,14 +99,15 @@ def test_whatever_is_thrown_at_it_is_dropped(junk):
 
 
 def test_what_was_dropped_is_counted_where_ranks_are_missing():
-    with rank_0(timeout=1.0) as waiting:
+    with rank_0(timeout=3.0) as waiting:
         for junk in JUNK.values():
             throw(junk)
         with pytest.raises(LauncherError) as missing:
             waiting.result(30)
     said = str(missing.value)
-    assert said.startswith("ranks 1-2 did not come to rank 0 within 1 s; look for their errors")
-    assert f"; {len(JUNK)} other connections dropped: " in said and "3 without the secret" in said, said
+    assert said.startswith("ranks 1-2 did not come to rank 0 within 3 s; look for their errors")
+    dropped = "12 other connections dropped: 2 gone, 7 of something else, 3 without the secret."
+    assert said.endswith(f"; {dropped}"), said
     assert "\n" not in said and "its secret (a test)" in said
 
 

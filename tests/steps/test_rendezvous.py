@@ -1,10 +1,13 @@
 """Horovod's rendezvous server answers nobody but the ranks of its job."""
 
+import contextlib
 import http.client
 import importlib.util
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -20,6 +23,13 @@ sys.stdin.read()
 """
 
 
+def dribble(connection):
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.2)
+
+
 @pytest.fixture(scope="module")
 def server():
     """Where a server listens, and its token. In the end it ends at once, whoever is still connected."""
@@ -29,9 +39,8 @@ def server():
         address, _, token = where.partition("/")
         assert address == f"127.0.0.1:{port}" and len(token) == 32
         with socket.create_connection(("127.0.0.1", int(port))) as slow:
-            slow.sendall(b"G")
+            threading.Thread(target=dribble, args=(slow,), daemon=True).start()
             yield int(port), token
-            slow.sendall(b"E")
             _, errors = process.communicate(timeout=20)
     assert process.returncode == 0 and errors == b""
 

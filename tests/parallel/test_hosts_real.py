@@ -92,7 +92,7 @@ def launch(hosts):
 def test_over_gloo_as_under_srun(hosts, trained):
     command, environment, compare = trained
     job = {"SLURM_JOB_ID": "900", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
-    job["SLURM_STEP_NODELIST"] = ",".join(hosts.addresses)
+    job["SLURM_STEP_NODELIST"] = ",".join(hosts.names)
     ranks = [
         subprocess.Popen(
             [*hosts.inside(rank), *command],

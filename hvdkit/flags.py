@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from hvdkit.datasets import NAMES
 from hvdkit.errors import HvdkitError, LauncherError
 from hvdkit.steps import launchers
+from hvdkit.steps.lock import PATIENCE_S
 
 Add = Callable[[Callable[..., Any]], None]
 """Adds an example's own flags: it is called with ``ArgumentParser.add_argument``."""
@@ -52,7 +53,7 @@ def parse(
         add: adds the example's own flags.
     Returns:
         epochs, batch_size, lr, warmup_epochs, device, num_threads, seed, data, data_dir, download, log_interval,
-        fp16_allreduce, checkpoint_dir, resume, or ``only`` those, and the example's own.
+        fp16_allreduce, checkpoint_dir, resume, wait, or ``only`` those, and the example's own.
     Raises:
         TypeError: ``only`` or ``defaults`` name a flag that there is not: a mistake in the example.
         SystemExit: status 2 after one sentence for a bad value, 0 after ``--help``.
@@ -116,6 +117,12 @@ def _shared() -> dict[str, dict[str, Any]]:
         "resume": {
             "action": "store_true",
             "help": "go on from the newest checkpoint in --checkpoint_dir, if there is one",
+        },
+        "wait": {
+            "type": not_negative,
+            "default": PATIENCE_S,
+            "metavar": "SECONDS",
+            "help": "for another job that writes into --checkpoint_dir",
         },
     }
 

@@ -53,7 +53,7 @@ def main(args):
     steps = hk.steps_per_epoch(len(data.x_train), args.batch_size, world)  # 8
     optimizer = optax.sgd(hk.warmup(lr, world, steps, args.warmup_epochs), momentum=0.9)
     state = hk.broadcast_state({"parameters": parameters, "optimizer": optimizer.init(parameters)})  # 5
-    checkpoints = hk.Checkpoints(args.checkpoint_dir) if args.checkpoint_dir else None  # 6
+    checkpoints = hk.Checkpoints(args.checkpoint_dir, wait=args.wait) if args.checkpoint_dir else None  # 6
     loader = hk.shard((data.x_train, data.y_train), world, args.batch_size, seed=args.seed)  # 7
     test_loader = hk.shard((data.x_test, data.y_test), world, args.batch_size, remainder="exact", shuffle=False)
 

@@ -45,7 +45,7 @@ def main(args):
     optimizer.init(model.trainable_parameters())
     reduce = hk.distribute(model.trainable_parameters(), compression="fp16" if args.fp16_allreduce else "none")  # 4
     load(model, optimizer, hk.broadcast_state(state_of(model, optimizer)))  # 5
-    checkpoints = hk.Checkpoints(args.checkpoint_dir) if args.checkpoint_dir else None  # 6
+    checkpoints = hk.Checkpoints(args.checkpoint_dir, wait=args.wait) if args.checkpoint_dir else None  # 6
     loader = hk.shard(train_set, world, args.batch_size, seed=args.seed)  # 7
     test_loader = hk.shard(test_set, world, args.batch_size, remainder="exact", shuffle=False)
     gradients_of = nn.value_and_grad(model, loss_of)

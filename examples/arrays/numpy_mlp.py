@@ -75,7 +75,7 @@ def main(args):
     compression = "fp16" if args.fp16_allreduce else "none"
     reducers = [hk.distribute(one, compression=compression) for one in parameters]  # 4
     state = hk.broadcast_state({"parameters": parameters, "momenta": momenta})  # 5
-    checkpoints = hk.Checkpoints(args.checkpoint_dir) if args.checkpoint_dir else None  # 6
+    checkpoints = hk.Checkpoints(args.checkpoint_dir, wait=args.wait) if args.checkpoint_dir else None  # 6
     loader = hk.shard(train_set, world, args.batch_size, seed=args.seed)  # 7
     test_loader = hk.shard(test_set, world, args.batch_size, remainder="exact", shuffle=False)
     steps = hk.steps_per_epoch(len(train_set[0]), args.batch_size, world)  # 8

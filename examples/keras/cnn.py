@@ -61,7 +61,7 @@ def main(args):
         hk.CheckAgreement(world),
     ]
     if args.checkpoint_dir:
-        callbacks.append(hk.Checkpoint(args.checkpoint_dir, resume=args.resume))  # 6
+        callbacks.append(hk.Checkpoint(args.checkpoint_dir, resume=args.resume, wait=args.wait))  # 6
     if world.is_root:
         callbacks.append(Progress(args.log_interval))
 

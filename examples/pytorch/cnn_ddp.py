@@ -45,7 +45,7 @@ def main(args):
     train_set, test_set = tensors(data.x_train, data.y_train), tensors(data.x_test, data.y_test)
     model = DistributedDataParallel(Net(*data.x_train.shape[1:], data.classes).to(device))
     loss_of = nn.CrossEntropyLoss()
-    checkpoints = CheckpointDirectory(args.checkpoint_dir) if args.checkpoint_dir else None
+    checkpoints = CheckpointDirectory(args.checkpoint_dir, wait=args.wait) if args.checkpoint_dir else None
 
     optimizer = torch.optim.SGD(model.parameters(), lr=hk.scale_lr(args.lr, world), momentum=0.9)
     loader = hk.shard(train_set, world, args.batch_size, seed=args.seed)

@@ -119,7 +119,7 @@ def main(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, weight_decay=args.weight_decay)
     optimizer = hk.distribute(optimizer, model, compression="fp16" if args.fp16_allreduce else "none")  # 4
     hk.broadcast_state(model, optimizer)  # 5
-    checkpoints = hk.Checkpoints(args.checkpoint_dir) if args.checkpoint_dir else None  # 6
+    checkpoints = hk.Checkpoints(args.checkpoint_dir, wait=args.wait) if args.checkpoint_dir else None  # 6
     loader = hk.shard(train_set, world, args.batch_size, seed=args.seed)  # 7
     test_loader = hk.shard(test_set, world, args.batch_size, remainder="exact", shuffle=False)
     steps = hk.steps_per_epoch(len(train_set), args.batch_size, world)  # 8

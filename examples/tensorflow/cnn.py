@@ -36,7 +36,7 @@ def main(args):
 
     optimizer = keras.optimizers.SGD(hk.scale_lr(args.lr, world), momentum=0.9)  # 3
     hk.broadcast_state(model, optimizer)  # 5
-    checkpoints = hk.Checkpoints(args.checkpoint_dir) if args.checkpoint_dir else None  # 6
+    checkpoints = hk.Checkpoints(args.checkpoint_dir, wait=args.wait) if args.checkpoint_dir else None  # 6
     dataset = hk.shard(train_set, world, args.batch_size, seed=args.seed)  # 7
     test_dataset = hk.shard(test_set, world, args.batch_size, remainder="exact", shuffle=False)
     steps = hk.steps_per_epoch(len(data.x_train), args.batch_size, world)  # 8

@@ -38,6 +38,7 @@ class Checkpoints(CheckpointsBase):
         directory: where they live, on a file system that the root can write.
         keep: how many of the newest stay.
         keep_best: how many with the highest scores stay beside them.
+        wait: seconds to wait for another job that writes there, before an error; 2 for one that is just ending.
     """
 
     _require_loader = staticmethod(require_sharded)
@@ -55,7 +56,7 @@ class Checkpoints(CheckpointsBase):
             The checkpoint, complete on disk.
         Raises:
             InvalidArgumentError: a bad step or score, metadata that is not JSON, or a state that is not of arrays.
-            CheckpointError: it could not be written; earlier ones are intact.
+            CheckpointError: it could not be written, or another job writes into the directory; earlier ones are intact.
         """
         found = mpi.together(mpi.everyone(), lambda: arrays_state.read(state))
         return cast(Saved, self._save(found, None, step, loader, score, metadata))
@@ -74,7 +75,8 @@ class Checkpoints(CheckpointsBase):
             The restored state, and where it was, its step and metadata, and which newer checkpoints were skipped and
             why; the state as given and None when there is no checkpoint.
         Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another state or data.
+            CheckpointError: checkpoints exist but none is valid, it belongs to another state or data, or (with a
+                loader: a training that goes on) another job writes into the directory.
             InvalidArgumentError: a loader that is not hvdkit's, or an unknown ``which``.
         """
         found = mpi.together(mpi.everyone(), lambda: arrays_state.read(state))

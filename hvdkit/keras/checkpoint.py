@@ -20,6 +20,7 @@ from hvdkit.keras.trainer.callbacks import Callback, broadcast_state
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.resume import ModelCheckpoints
 
 
@@ -33,6 +34,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
         directory: where they live, on a file system that the root can write.
         keep: how many of the newest stay.
         keep_best: how many with the highest scores stay beside them.
+        wait: seconds to wait for another job that writes there, before an error; 2 for one that is just ending.
     """
 
     _warmup = keras_schedule.Warmup
@@ -113,6 +115,7 @@ class Checkpoint(Callback):
         keep_best: how many with the best ``monitor`` stay beside the newest; they are saved at an epoch's end.
         monitor: the log whose value is the score, such as "val_accuracy"; put ``AverageMetrics`` before this callback.
         mode: "max" or "min": which values of ``monitor`` are better.
+        wait: see ``Checkpoints``.
     Attributes:
         initial_epoch: where the last ``fit`` began.
     Raises:
@@ -131,6 +134,7 @@ class Checkpoint(Callback):
         keep_best: int = 0,
         monitor: str | None = None,
         mode: str = "max",
+        wait: float = PATIENCE_S,
     ) -> None:
         super().__init__()
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
@@ -139,7 +143,7 @@ class Checkpoint(Callback):
             raise InvalidArgumentError(f"mode must be max or min, got {mode!r}.")
         if keep_best and monitor is None:
             raise InvalidArgumentError(f"keep_best={keep_best} needs monitor, the log that says which are the best.")
-        self._checkpoints = Checkpoints(directory, keep, keep_best=keep_best)
+        self._checkpoints = Checkpoints(directory, keep, keep_best=keep_best, wait=wait)
         self._resume, self._every, self._monitor = resume, every, monitor
         self._sign = 1 if mode == "max" else -1
         self._epoch = self._last_batch = 0

@@ -4,7 +4,8 @@ A checkpoint is a directory ``step-0000000100`` below the one given. Its files a
 beside it, flushed to disk, listed with their size and SHA-256 in ``manifest.json``, and the whole is renamed in one
 step. A save of the newest step again, or of a lower one (a training that goes on from an older checkpoint, or that
 counts fewer steps on more ranks), begins a new generation, ``step-0000000100-r1``, which is newer than all before it.
-Which process may write is the caller's business; the adapters let only the root do it.
+Which process may write is the caller's business; the adapters let only the root do it. Of several jobs only one
+may (``lock.py``).
 
 Source of the protocol: write, fsync, rename, fsync the directory: Pillai et al., OSDI 2014, section 2.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps.lock import PATIENCE_S, WriterLock
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{10,30})(?:-r(\d{1,9}))?")
@@ -65,21 +67,38 @@ class CheckpointDirectory:
         directory: where they live; made on the first save.
         keep: how many of the newest valid ones stay, >= 1.
         keep_best: how many of those with the highest scores stay beside them, >= 0.
+        wait: seconds to wait for another job that writes there, before an error.
     Raises:
-        InvalidArgumentError: keep < 1, keep_best < 0, or the directory is a file.
+        InvalidArgumentError: keep < 1, keep_best < 0, a bad ``wait``, or the directory is a file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, keep_best: int = 0) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int = 3, keep_best: int = 0, *, wait: float = PATIENCE_S
+    ) -> None:
         for name, value, least in (("keep", keep, 1), ("keep_best", keep_best, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
         self.directory = Path(directory)
         self.keep = keep
         self.keep_best = keep_best
+        self._lock = WriterLock(self.directory, wait)
         self._complained: set[str] = set()
         self._written: set[Path] = set()
         if self.directory.exists() and not self.directory.is_dir():
             raise InvalidArgumentError(f"the checkpoint directory {self.directory} is a file; give a directory.")
+
+    def claim(self) -> None:
+        """Have the directory from now on, not from the first save, so that a second job learns of it when it starts.
+
+        Where nothing can be written nothing happens: that is for ``save`` to say.
+
+        Raises:
+            CheckpointError: another job writes there.
+        """
+        with contextlib.suppress(OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._lock.writing():
+                pass
 
     def save(
         self,
@@ -99,29 +118,36 @@ class CheckpointDirectory:
             The checkpoint, complete and on disk.
         Raises:
             InvalidArgumentError: a bad step or score, or metadata that is not JSON.
-            CheckpointError: it could not be written (full disk, no permission, ...); earlier ones are intact.
+            CheckpointError: it could not be written (full disk, no permission, ...), or another job writes there;
+                earlier ones are intact.
         """
         metadata = checked(step, metadata, score)
-        temporary: Path | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.directory))
-            write(temporary)
-            self._seal(temporary, step, metadata, score)
-            final = self._free_name(step)
-            temporary.rename(final)
-            self._written.add(final)
-            _fsync(self.directory)
+            with self._lock.writing():
+                final = self._write(step, write, metadata, score)
+                self._prune()
         except OSError as error:
             raise CheckpointError(
                 f"could not write the checkpoint of step {step} in {self.directory}: {error.strerror or error}; free "
                 "some space or give a directory that can be written (earlier checkpoints are intact)."
             ) from error
-        finally:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
-        self.prune()
         return Saved(final, step, metadata, score)
+
+    def _write(self, step: int, write: Callable[[Path], None], metadata: dict[str, Any], score: float | None) -> Path:
+        temporary = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{self._lock.token}-", dir=self.directory))
+        try:
+            write(temporary)
+            self._seal(temporary, step, metadata, score)
+            try:
+                temporary.rename(final := self._free_name(step))
+            except OSError:  # without locks: a job that has yet to see that it lost the directory was faster
+                temporary.rename(final := self._free_name(step))
+            self._written.add(final)
+            _fsync(self.directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final
 
     def latest(self) -> Saved | None:
         """The newest valid checkpoint, verified; None when there is none at all.
@@ -162,18 +188,35 @@ class CheckpointDirectory:
 
         Returns:
             What was removed.
+        Raises:
+            CheckpointError: another job writes there.
         """
-        removed: list[Path] = []
+        if not self.directory.is_dir():
+            return []
+        with self._lock.writing():
+            return self._prune()
+
+    def _prune(self) -> list[Path]:
+        own = f"{_TEMPORARY}{self._lock.token}-"
         best = list(itertools.islice(filter(self._is_valid, self._best_first()), self.keep_best))
-        kept = 0
+        kept, old = 0, []
         for path in self._newest_first():
             if kept < self.keep:
                 kept += self._is_valid(path)
             elif path not in best:
-                with self._complaining(path):
-                    path.rename(self.directory / f"{_TEMPORARY}{path.name}")
-                    removed.append(path)
-        for path in self.directory.glob(f"{_TEMPORARY}*"):
+                old.append(path)
+        begun = [
+            path
+            for path in self.directory.glob(f"{_TEMPORARY}*")
+            if path.name.startswith(own) or self._lock.is_dead(path)
+        ]
+        self._lock.check()  # now: what is listed above, and what was just saved, is not another job's
+        removed = []
+        for path in old:
+            with self._complaining(path):
+                begun.append(path.rename(self.directory / f"{own}{path.name}"))
+                removed.append(path)
+        for path in begun:
             with self._complaining(path):
                 shutil.rmtree(path)
         return removed

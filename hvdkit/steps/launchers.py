@@ -189,6 +189,15 @@ LAUNCHERS: tuple[Launcher, ...] = (
 _SIZE_IS_THEIRS = ("horovodrun", "jsrun", "Open MPI", "MVAPICH2")
 """Launchers whose size no batch job and no user sets: where it is left alone, the rank was lost on the way."""
 
+BATCH_JOBS = {
+    "Slurm": "SLURM_JOB_ID",
+    "PBS": "PBS_JOBID",
+    "LSF": "LSB_JOBID",
+    "Cobalt": "COBALT_JOBID",
+    "Flux": "FLUX_JOB_ID",
+}
+"""Which variable holds the number of the batch job, by batch system."""
+
 KNOWN = tuple(dict.fromkeys(launcher.name for launcher in LAUNCHERS))
 """The names of the launchers, for messages."""
 
@@ -209,6 +218,11 @@ def detect(environ: Mapping[str, str]) -> Launched | None:
         if row.name in _SIZE_IS_THEIRS and row.size[0] in environ:
             raise _incomplete(row, row.size[0], row.rank)
     return None
+
+
+def batch_job(environ: Mapping[str, str]) -> str | None:
+    """The batch job around this process, such as "Slurm job 4711"; None outside of one."""
+    return next((f"{name} job {environ[key]}" for name, key in BATCH_JOBS.items() if environ.get(key)), None)
 
 
 def _read(row: Launcher, environ: Mapping[str, str]) -> Launched:

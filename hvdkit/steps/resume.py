@@ -17,6 +17,7 @@ import numpy as np
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.shards import Position
 
 Written = TypeVar("Written")
@@ -27,11 +28,13 @@ class CheckpointsBase(ABC):
     """The part of an adapter's ``Checkpoints`` that knows no framework, and not what a state is made of.
 
     Args:
-        directory, keep, keep_best: see ``CheckpointDirectory``.
+        directory, keep, keep_best, wait: see ``CheckpointDirectory``.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0) -> None:
-        self._directory = CheckpointDirectory(directory, keep, keep_best)
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0, wait: float = PATIENCE_S
+    ) -> None:
+        self._directory = CheckpointDirectory(directory, keep, keep_best, wait=wait)
 
     @abstractmethod
     def _ranks(self) -> Collectives:
@@ -114,6 +117,7 @@ class CheckpointsBase(ABC):
 
         def on_root() -> Any:
             checked(step, facts, score)
+            self._directory.claim()  # a thread that writes would say it later
             return self._put(on_disk, model, optimizer, *more)
 
         return ranks.on_root(on_root)
@@ -131,6 +135,8 @@ class CheckpointsBase(ABC):
         held: dict[str, Any] = {}
 
         def read() -> tuple[Saved | None, Any]:
+            if optimizer is not None or loader is not None:  # a training that goes on, and will save
+                self._directory.claim()
             saved = self._directory.latest() if which == "latest" else self._directory.best()
             if saved is None:
                 return None, None
@@ -217,7 +223,8 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
             InvalidArgumentError: a bad step or score, metadata that is not JSON, or a model that is not built; with
                 TensorFlow also a call inside ``tf.function``, or a loader whose position is unknown because it was
                 iterated there or behind ``.map()``.
-            CheckpointError: it, or the asynchronous one before, could not be written; earlier ones are intact.
+            CheckpointError: it, or the asynchronous one before, could not be written, or another job writes into the
+                directory; earlier ones are intact.
         """
         written: Written = self._save(model, optimizer, step, loader, score, metadata)
         return written
@@ -232,6 +239,8 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         which: str = "latest",
     ) -> Saved | None:
         """Load a valid checkpoint on the root and broadcast it; None, and nothing changed, when there is none.
+
+        With an optimizer or a loader it is a training that goes on: then no other job may write into the directory.
 
         Whether it fits (the model, optimizer, loader, schedule and random states of every rank) is checked before
         anything is changed.
@@ -249,7 +258,8 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         Returns:
             Where it was, its step, metadata and (PyTorch) extra, and which newer ones were skipped and why.
         Raises:
-            CheckpointError: checkpoints exist but none is valid, or it belongs to another model, optimizer or data.
+            CheckpointError: checkpoints exist but none is valid, it belongs to another model, optimizer or data, or
+                another job writes into the directory.
             InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown ``which``, or with TensorFlow a
                 call inside ``tf.function``.
             AgreementError: it does not fit on another rank.

@@ -31,6 +31,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
         directory: where they live, on a file system that the root can write.
         keep: how many of the newest stay.
         keep_best: how many with the highest scores stay beside them.
+        wait: seconds to wait for another job that writes there, before an error; 2 for one that is just ending.
     """
 
     _warmup = Warmup

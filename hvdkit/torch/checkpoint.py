@@ -19,6 +19,7 @@ from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.lock import PATIENCE_S
 from hvdkit.steps.resume import ModelCheckpoints, Write
 from hvdkit.torch import seeds, state
 from hvdkit.torch.data import require_sharded
@@ -35,6 +36,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         directory: where they live, on a file system that the root can write.
         keep: how many of the newest stay.
         keep_best: how many with the highest scores stay beside them.
+        wait: seconds to wait for another job that writes there, before an error; 2 for one that is just ending.
         asynchronous: write while the training goes on: ``save`` then only copies the state to the host's memory and
             returns None; the write is complete, or its error raised, at the next ``save`` or ``wait``.
     """
@@ -44,9 +46,15 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
     _broadcast = staticmethod(state.broadcast)
 
     def __init__(
-        self, directory: str | os.PathLike[str], keep: int = 3, *, keep_best: int = 0, asynchronous: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 3,
+        *,
+        keep_best: int = 0,
+        wait: float = PATIENCE_S,
+        asynchronous: bool = False,
     ) -> None:
-        super().__init__(directory, keep, keep_best=keep_best)
+        super().__init__(directory, keep, keep_best=keep_best, wait=wait)
         self._writer = ThreadPoolExecutor(1, "hvdkit-checkpoint") if asynchronous else None
         self._writing: Future[Saved] | None = None
         self._copies = state.HostCopies()
@@ -78,7 +86,8 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         Raises:
             InvalidArgumentError: a bad step or score, metadata that is not JSON, an extra that is not of such values,
                 or a model that is not built.
-            CheckpointError: it, or the asynchronous one before, could not be written; earlier ones are intact.
+            CheckpointError: it, or the asynchronous one before, could not be written, or another job writes into the
+                directory; earlier ones are intact.
         """
         written: Saved | None = self._save(model, optimizer, step, loader, score, metadata, extra)
         return written

@@ -35,6 +35,7 @@ def main(out: Path, killed_at: int) -> None:
     schedule = hk.warmup(optimizer, world, steps, epochs=1)
     state = hk.ElasticState(model, optimizer, loader=loader, schedule=schedule, step=0, seen=[], sizes=[])
     loss_of = hk.weighted_loss(nn.CrossEntropyLoss())
+    checkpoints = hk.Checkpoints(out / "run", wait=0)  # a root that is dead holds nothing
     first = out / "killed"
 
     def note(event: str) -> None:
@@ -53,11 +54,12 @@ def main(out: Path, killed_at: int) -> None:
                 for indices in hk.hvd.allgather_object(index[w > 0].tolist()):
                     state.seen.append([epoch, indices])
                 state.sizes.append(state.world.size)
-                if state.step == killed_at and state.world.rank == 1 and not first.exists():
+                if state.step == killed_at and state.world.is_root and not first.exists():
                     first.touch()
                     note("killed")
                     os.kill(os.getpid(), signal.SIGKILL)
                 if state.step % COMMIT_EVERY == 0:
+                    checkpoints.save(model, optimizer, step=state.step, size_then=state.world.size)
                     state.commit()
             while epoch == EPOCHS - 2 and state.world.size == 1:  # the last epoch is that of the rank that joins
                 time.sleep(0.2)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.steps.checkpoint import CheckpointDirectory
+
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parallel,
@@ -41,7 +43,7 @@ def elastic(ranks_command, tmp_path):
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
-def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, monkeypatch, framework):
+def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, monkeypatch, tmp_path, framework):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"needs {framework}")
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
@@ -64,3 +66,6 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, 
             2,
         ]
         assert rank["rate"] == pytest.approx(0.02)
+    if framework == "torch":  # here the root was killed, and another one writes
+        last = CheckpointDirectory(tmp_path / "run").latest()
+        assert last.step == ranks[0]["step"] // COMMIT_EVERY * COMMIT_EVERY and last.metadata["size_then"] == 2

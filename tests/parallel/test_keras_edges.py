@@ -220,7 +220,7 @@ def test_a_resumed_training_ends_with_the_same_bits(hk, world, everyone, tmp_pat
     assert weights(parts) == weights(whole) and history.epoch == [2, 3]
     assert history.history["learning_rate"] == pytest.approx([0.02, 0.02])
     everyone("saved")
-    left = sorted((tmp_path / "parts").iterdir())
+    left = sorted((tmp_path / "parts").glob("*-*"))
     assert [path.name for path in left] == ["step-0000000018", "step-0000000024"]
     assert sorted(path.name for path in left[1].iterdir()) == [
         "manifest.json",

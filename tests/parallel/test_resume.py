@@ -4,6 +4,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,7 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
     assert facts.items() <= newest.metadata.items()
     hk.check_agreement(run.model, run.optimizer, world, loader=run.loader)
     everyone("restored")
-    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    names = sorted(path.name for path in (tmp_path / "run").glob("*-*"))
     assert names == ["step-0000000002", "step-0000000003", "step-0000000004"]
     if hk.__name__ != "hvdkit.keras":
         assert np.load(tmp_path / "run" / names[0] / "random.npy").shape[0] == 2
@@ -155,6 +157,55 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
     ):
         assert told in message(attempt)
     assert len(list(run.loader)) == STEPS - 4
+
+
+HOLDER = """
+import sys
+from hvdkit.steps.checkpoint import CheckpointDirectory
+held = CheckpointDirectory(sys.argv[1])
+held.claim()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@on_ranks("torch", "tensorflow", "keras")
+def test_beside_another_job_a_training_stops_alike_on_every_rank(hk, on, world, everyone, tmp_path):
+    data, _ = digits()
+    run = on.Resumable(data, BATCH, tmp_path / "run")
+    if hasattr(run, "begin_loop"):
+        run.begin_loop()
+    run.train_step(*next(iter(run.loader)))
+    run.checkpoints.save(run.model, run.optimizer, step=1, loader=run.loader)
+    holder = None
+    if world.is_root:
+        shutil.copytree(tmp_path / "run", tmp_path / "other")
+        command = [sys.executable, "-c", HOLDER, tmp_path / "other"]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert holder.stdout.readline() == "held\n"
+    process = everyone(holder and holder.pid)[0]
+    try:
+        others = hk.Checkpoints(tmp_path / "other", wait=0)
+        model, optimizer, loader = run.model, run.optimizer, run.loader
+        for attempt in (
+            lambda: others.restore(model, optimizer),
+            lambda: others.restore(model, loader=loader),
+            lambda: others.save(model, step=2),
+        ):
+            told = message(attempt)
+            assert f"{tmp_path / 'other'}: process {process} on " in told
+            assert everyone(told) == [told] * world.size
+        if hk.__name__ == "hvdkit.torch":  # said at once, not when the thread has written
+            behind = hk.Checkpoints(tmp_path / "other", wait=0, asynchronous=True)
+            assert "another job writes checkpoints" in message(lambda: behind.save(model, step=2))
+        assert others.restore(model).step == 1, "to evaluate"
+    finally:
+        if holder is not None:
+            holder.communicate("")
+    everyone("ended")
+    assert others.restore(model, optimizer).step == 1
+    everyone("restored")
+    assert sorted(path.name for path in (tmp_path / "other").glob("*-*")) == ["step-0000000001"]
 
 
 @on_ranks("torch")

@@ -9,7 +9,7 @@ from hvdkit.errors import DataNotFoundError, InvalidArgumentError
 
 SHARED = (
     "epochs", "batch_size", "lr", "warmup_epochs", "device", "num_threads", "seed", "data", "data_dir", "download",
-    "log_interval", "fp16_allreduce", "checkpoint_dir", "resume",
+    "log_interval", "fp16_allreduce", "checkpoint_dir", "resume", "wait",
 )  # fmt: skip
 
 

@@ -8,21 +8,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvdkit.run.launch.mpi import version_text
+from hvdkit.steps.launchers import BATCH_JOBS
 
 PROGRAMS = ("mpiexec", "aprun", "srun", "jsrun")
 """Launchers that belong to a batch system; mpiexec is that of PALS alone."""
 
-_SYSTEMS = (
-    ("Slurm", "SLURM_JOB_ID", "srun"),
-    ("PBS", "PBS_JOBID", "mpiexec"),
-    ("LSF", "LSB_JOBID", "jsrun"),
-    ("Cobalt", "COBALT_JOBID", "aprun"),
-)
+_SYSTEMS = {"Slurm": "srun", "PBS": "mpiexec", "LSF": "jsrun", "Cobalt": "aprun"}
 
 
 def called_for(environ: Mapping[str, str]) -> list[str]:
     """The launchers of the batch jobs around this process."""
-    return [program for _, variable, program in _SYSTEMS if environ.get(variable)]
+    return [program for system, program in _SYSTEMS.items() if environ.get(BATCH_JOBS[system])]
 
 
 def choice(environ: Mapping[str, str], programs: Mapping[str, Path]) -> tuple[str, str] | None:
@@ -32,7 +28,8 @@ def choice(environ: Mapping[str, str], programs: Mapping[str, Path]) -> tuple[st
         environ: the environment of this process.
         programs: what ``installed`` found.
     """
-    for system, variable, program in _SYSTEMS:
+    for system, program in _SYSTEMS.items():
+        variable = BATCH_JOBS[system]
         if environ.get(variable) and program in programs:
             which = "PALS's mpiexec" if program == "mpiexec" else program
             return program, f"this is {system} job {environ[variable]} ({variable}), and {which} is installed"

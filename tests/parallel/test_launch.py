@@ -213,6 +213,13 @@ while True:
 # --- what the ranks get
 
 
+WORDS = [
+    *("--epochs", "3", "--num", "--log", "--n", "-n", "7", "-x", "FOO", "--map-by", "--bind-to", "-np", "--version"),
+    *("--", ":", "a b", "", "$HOME", "`id`", "it's", '"', "\\", "a\nb", "*", "日本"),
+]
+"""What some launcher, or a shell in between, would take for its own."""
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_environment_and_arguments_reach_every_rank(launch, launcher):
     launch.environment["HOROVOD_CYCLE_TIME"] = "2.5"
@@ -221,10 +228,10 @@ names = ("OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE", "GREETING"
 print([os.environ.get(name) for name in names], sys.argv[1:-1], sys.executable, sys.stdin.read() == "")
 """)
     options = ("--threads", "3", "--timeline", "trace.json", "--env", "GREETING=two words; $HOME 'q'")
-    done = launch.run("-n", "2", "--launcher", launcher, *options, script, "--epochs", "3", "-n", "7", "--", "a b", "")
+    done = launch.run("-n", "2", "--launcher", launcher, *options, script, *WORDS)
     assert done.returncode == 0, done.stderr.decode()
     values = ["3", "2.5", str(launch.directory / "trace.json"), "two words; $HOME 'q'", "1"]
-    expected = f"{values} {['--epochs', '3', '-n', '7', '--', 'a b', '']} {sys.executable} True"
+    expected = f"{values} {WORDS} {sys.executable} True"
     assert sorted(done.stdout.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 
 
@@ -247,9 +254,9 @@ def test_more_ranks_than_cores_run_and_say_so(launch):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_dry_run_pasted_into_a_shell_runs_the_same_job(launch, launcher):
-    script = launch.script("print(rank, os.environ['WORDS'], sys.argv[1])")
-    words = ("-n", "2", "--launcher", launcher, "--env", "WORDS=a 'b' \"c\" $d", "--dry-run", script, "x; 'y'")
-    line = launch.run(*words).stdout.decode()
+    script = launch.script("print(rank, os.environ['WORDS'], sys.argv[2])")
+    words = ("-n", "2", "--launcher", launcher, "--env", "WORDS=a 'b' \"c\" $d", "--dry-run", "--")
+    line = launch.run(*words, script, "--num", "x; 'y'").stdout.decode()
     assert line.count("\n") == 1
     done = subprocess.run(
         ["/bin/sh", "-c", line], cwd=launch.directory, env=launch.environment, capture_output=True, timeout=TIMEOUT_S

@@ -1,6 +1,6 @@
 """A small training in which rank 1 fails after a few steps, for the failure matrix.
 
-``programs_failures.py torch|keras raise|kill|exit|_exit|segfault|hang``. Before it fails, rank 1 prints when.
+``programs_failures.py torch|keras raise|kill|exit|leave|_exit|segfault|hang``. Before it fails, rank 1 prints when.
 """
 
 import ctypes
@@ -23,6 +23,8 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         sys.exit(3)
+    if how == "leave":
+        sys.exit(0)
     if how == "_exit":
         os._exit(4)
     if how == "segfault":

@@ -22,10 +22,14 @@ TIMEOUT_S = 180
 FAIL_FAST_S = 10.0
 STALL_TIMEOUT_S = 4
 
-STATUSES = {"raise": 1, "kill": 137, "exit": 3, "_exit": 4, "segfault": 139, "hang": 75}
+STATUSES = {"raise": 1, "kill": 137, "exit": 3, "leave": 1, "_exit": 4, "segfault": 139, "hang": 75}
 MATRIX = [
     *(("torch", how, launcher) for how in STATUSES for launcher in ("mpirun", "horovodrun")),
-    *(("keras", how, launcher) for how in ("raise", "kill", "exit", "hang") for launcher in ("mpirun", "horovodrun")),
+    *(
+        ("keras", how, launcher)
+        for how in ("raise", "kill", "exit", "leave", "hang")
+        for launcher in ("mpirun", "horovodrun")
+    ),
 ]
 
 
@@ -45,9 +49,11 @@ def launch(tmp_path):
     """``hvdkit launch -n 2`` of a script; gives status, standard output, lines of standard error, time of the end."""
     outer = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment.update(PYTHONPATH=str(HERE.parent.parent), TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
+    environment.update(TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
 
-    def run(*words):
+    def run(*words, tensorflow=False):
+        path = [HERE.parent.parent] if tensorflow else [HERE / "without_tensorflow", HERE.parent.parent]
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
         argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
         done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         return done.returncode, done.stdout, done.stderr.splitlines(), time.time()
@@ -65,7 +71,9 @@ def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
     options = ["--launcher", launcher]
     if how == "hang":
         options += ["--stall-timeout", str(STALL_TIMEOUT_S), "--stall-dir", "stacks"]
-    status, out, errors, end = launch(*options, str(HERE / "programs_failures.py"), framework, how)
+    status, out, errors, end = launch(
+        *options, str(HERE / "programs_failures.py"), framework, how, tensorflow=framework == "keras"
+    )
     text = "\n".join(errors)
     failed_at = re.search(r"^\[1\] failing at (\S+)$", out, re.MULTILINE)
     assert failed_at is not None, text
@@ -79,6 +87,8 @@ def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
         return
     assert seconds < FAIL_FAST_S
     assert re.fullmatch(r"hvdkit launch: rank 1 \(pid \d+\) (exited|was killed).*; the job was ended\.", errors[-1])
+    if how == "leave":
+        assert errors[-1].endswith("exited with status 0 before the others were done; the job was ended.")
     if how == "raise":
         assert errors[-2] == "[1] ValueError: the batch of rank 1 is bad"
         (start,) = [i for i, line in enumerate(errors) if line == "[1] Traceback (most recent call last):"]

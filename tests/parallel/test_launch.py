@@ -40,7 +40,8 @@ def outer_environment() -> dict[str, str]:
     """This environment as a user's shell has it: no job around it, no settings that the launcher makes itself."""
     ours = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**environment, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    path = f"{Path(__file__).parent / 'without_tensorflow'}{os.pathsep}{REPOSITORY}"
+    return {**environment, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def hears_signals() -> None:

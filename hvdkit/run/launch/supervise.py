@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.model import Plan
-from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, signal_name
+from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, left_early, signal_name
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
 from hvdkit.run.launch.shown import STDERR, STDOUT, Shown
 from hvdkit.run.launch.signals import Signals, listener, watched_signals
@@ -256,7 +256,7 @@ class _Job:
         if self._phase is Phase.STOPPING:
             return
         failure = first_failure((*self._ends, *self._lost))
-        if failure is not None and not failure.knock_on:
+        if failure is not None and (not failure.knock_on or left_early(self._ends) is not None):
             self._after(SETTLE_S, self._stop)
         elif self._phase is Phase.RUNNING:
             self._after(KNOCK_ON_SETTLE_S, self._stop)
@@ -312,9 +312,13 @@ class _Job:
             return _BROKEN_PIPE_STATUS
         status = self._launcher.returncode
         failure = first_failure(self._ends) or (first_failure(self._lost) if status == 0 else None)
-        self._shown.tracebacks(self._ranks, failure)
+        early = left_early(self._ends)
+        self._shown.tracebacks(self._ranks, early or failure)
         if self._stall is not None:
             return self._conclude_stall(self._stall)
+        if early is not None:
+            self._shown.say(f"{early} before the others were done; the job was ended.")
+            return 1
         if failure is not None:
             self._shown.say(f"{failure}; the job was ended.")
             return failure.exit_status

@@ -33,6 +33,16 @@ import os, signal, sys, time
 names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 rank = int(next(os.environ[name] for name in names if name in os.environ))
 """
+DAEMON = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True: time.sleep(60)
+    os._exit(0)
+os.wait()
+"""
+"""Starts what no longer belongs to the rank: a process in a session of its own, whose parent has ended."""
 WAIT_FOR_EVER = "\nwhile True: time.sleep(60)\n"
 
 
@@ -285,7 +295,9 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failing_rank_ends_the_job_with_its_status(launch, launcher, failure):
     status, sentence = FAILURES[failure]
-    done = launch.run("-n", "2", "--launcher", launcher, launch.script(f"if rank == 1: {failure}" + WAIT_FOR_EVER))
+    done = launch.run(
+        "-n", "2", "--launcher", launcher, launch.script(DAEMON + f"if rank == 1: {failure}" + WAIT_FOR_EVER)
+    )
     assert (done.returncode, verdict(done)) == (status, f"hvdkit launch: {sentence}; the job was ended.")
 
 
@@ -340,7 +352,7 @@ MPI.COMM_WORLD.Barrier()
     ],
 )
 def test_signals_end_every_process(launch, launcher, sent, status):
-    process = launch.start("-n", "2", "--launcher", launcher, launch.script("print('ready')" + WAIT_FOR_EVER))
+    process = launch.start("-n", "2", "--launcher", launcher, launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
     assert launch.processes()
     process.send_signal(sent)
     _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -363,9 +375,15 @@ print("ready")
     assert process.returncode == 130
 
 
+@needs_mpi
+def test_a_rank_that_ends_well_leaves_nothing_behind(launch):
+    done = launch.run("-n", "1", "--launcher", "mpirun", launch.script(DAEMON + "print('done')"))
+    assert (done.returncode, done.stdout) == (0, b"[0] done\n")
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_nothing_runs_on_when_hvdkit_itself_is_killed(launch, launcher):
-    process = launch.start("-n", "2", "--launcher", launcher, launch.script("print('ready')" + WAIT_FOR_EVER))
+    process = launch.start("-n", "2", "--launcher", launcher, launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
     process.kill()
     process.communicate(timeout=TIMEOUT_S)
     wait_until(lambda: launch.processes() == [], "the ranks end")
@@ -373,7 +391,7 @@ def test_nothing_runs_on_when_hvdkit_itself_is_killed(launch, launcher):
 
 @needs_mpi
 def test_a_rank_ends_with_the_process_that_watches_it(launch):
-    process = launch.start("-n", "2", "--launcher", "mpirun", launch.script("print('ready')" + WAIT_FOR_EVER))
+    process = launch.start("-n", "2", "--launcher", "mpirun", launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (mpirun,) = [int(child) for child in children]
     watchers = [int(child) for child in Path(f"/proc/{mpirun}/task/{mpirun}/children").read_text().split()]

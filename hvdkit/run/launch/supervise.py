@@ -91,6 +91,8 @@ class _Job:
 
     def run(self) -> Ended:
         """Start it, and see to it until the launcher and all ranks are gone."""
+        before = wire.descendants()
+        wire.adopt_orphans(True)
         self._launcher = self._start()
         self._report_fd = pipe(self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
@@ -102,6 +104,8 @@ class _Job:
                 key.data()
         while self._on_report():
             pass
+        wire.adopt_orphans(False)
+        wire.kill_descendants(spared=before)
         status = self._conclude()
         return Ended(status, interrupted=self._signal is not None or self._shown.unread)
 

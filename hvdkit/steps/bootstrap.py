@@ -11,12 +11,12 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import LauncherError
-from hvdkit.steps import hosts, meeting, mpi_library
+from hvdkit.steps import hosts, meeting, mpi_library, rendezvous, secret
 from hvdkit.steps.launchers import Launched
 
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -28,21 +28,20 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
 }
 """For each launcher the variables that together name one job step and no other."""
-_servers: list[Any] = []  # kept alive as long as the process
 
 
 def root_host(launched: Launched, environ: Mapping[str, str]) -> str | None:
     """The host of rank 0, None where nothing says it."""
-    if launched.launcher == "torchrun":
-        return environ.get("MASTER_ADDR")
     if launched.size is not None and launched.local_size == launched.size:
         return "127.0.0.1"
+    if launched.launcher == "torchrun":
+        return environ.get("MASTER_ADDR")
     listed = hosts.of_job(environ)
     return listed[0] if listed else None
 
 
 def key(launched: Launched, environ: Mapping[str, str]) -> str | None:
-    """What names this job step and no other, None where nothing does."""
+    """What names this job step and no other, None where nothing does. It is no secret."""
     parts = [environ[name] for name in _KEYS.get(launched.launcher, ()) if environ.get(name)]
     return "/".join([launched.launcher, str(os.getuid()), *parts]) if parts else None
 
@@ -62,9 +61,70 @@ def is_needed(horovod: Any, launched: Launched, environ: Mapping[str, str]) -> b
         and wanted in ("", "gloo")
         and not over_mpi
         and bool(horovod.gloo_built())
-        and root_host(launched, environ) is not None
-        and key(launched, environ) is not None
+        and can_meet(launched, environ)
     )
+
+
+def can_meet(launched: Launched, environ: Mapping[str, str]) -> bool:
+    """Whether the launcher's environment says enough for ``meet``."""
+    known = (launched.size, root_host(launched, environ), key(launched, environ))
+    return all(one is not None for one in known)
+
+
+def meet(
+    launched: Launched,
+    environ: Mapping[str, str],
+    tell: Callable[[str, Sequence[str]], dict[str, Any]],
+    purpose: str,
+    timeout: float,
+) -> meeting.Meeting:
+    """Meet the other ranks; a collective.
+
+    Args:
+        launched: this process by its launcher; ``can_meet``.
+        environ: the process environment.
+        tell: what rank 0 tells all ranks, from its address and their hosts.
+        purpose: tells apart the meetings of one job.
+        timeout: seconds until all ranks must be there.
+    Raises:
+        LauncherError: the ranks do not find each other, or have no secret.
+    """
+    place, job = root_host(launched, environ), key(launched, environ)
+    if place is None or job is None or launched.size is None:
+        raise LauncherError(f"{launched.launcher}'s environment does not say where rank 0 is; use `hvdkit launch`.")
+    one_host = launched.local_size == launched.size
+    address, listen_on = _door(place, environ, one_host=one_host)
+    return meeting.meet(
+        launched.rank,
+        launched.size,
+        address,
+        secret.key(f"{job}/{purpose}", environ, one_host=one_host),
+        tell,
+        listen_on=listen_on,
+        host=environ.get("SLURMD_NODENAME"),
+        timeout=timeout,
+    )
+
+
+def _door(place: str, environ: Mapping[str, str], *, one_host: bool) -> tuple[str, str]:
+    """Where this process finds rank 0, and the address of the interface that rank 0 listens on, "" for all.
+
+    A host may know its own name as 127.0.1.1 (Debian), which the others do not reach: then it is the address with which
+    it goes to another host of the job.
+    """
+    address = hosts.address(place)
+    try:
+        found = socket.gethostbyname(address)
+    except OSError:
+        return address, ""
+    if one_host or not found.startswith("127."):
+        return address, found
+    for other in hosts.of_job(environ)[1:2]:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((hosts.address(other), 9))  # sends nothing; the kernel chooses the way
+            own = str(probe.getsockname()[0])
+        return own, own
+    return address, ""
 
 
 def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.0) -> dict[str, str]:
@@ -79,25 +139,19 @@ def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.
     Raises:
         LauncherError: the ranks do not find each other.
     """
-    place, name = root_host(launched, environ), key(launched, environ)
-    if place is None or name is None or launched.size is None:
-        raise LauncherError(f"{launched.launcher}'s environment does not say where rank 0 is; use `hvdkit launch`.")
-    host = environ.get("SLURMD_NODENAME")
-    met = meeting.meet(
-        launched.rank, launched.size, hosts.address(place), name, _start_rendezvous, host=host, timeout=timeout
-    )
+    met = meet(launched, environ, _start_rendezvous, "horovod", timeout)
     local_rank, local_size, cross_rank, cross_size = met.place(launched.rank)
     return {
         "HOROVOD_HOSTNAME": met.hosts[launched.rank],
         "HOROVOD_RANK": str(launched.rank),
-        "HOROVOD_SIZE": str(launched.size),
+        "HOROVOD_SIZE": str(len(met.hosts)),
         "HOROVOD_LOCAL_RANK": str(local_rank),
         "HOROVOD_LOCAL_SIZE": str(local_size),
         "HOROVOD_CROSS_RANK": str(cross_rank),
         "HOROVOD_CROSS_SIZE": str(cross_size),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": environ.get("HOROVOD_CPU_OPERATIONS", "gloo"),
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": met.address,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": met.told["rendezvous"],
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(met.told["port"]),
         "HOROVOD_GLOO_IFACE": environ.get("HOROVOD_GLOO_IFACE") or interface_of(met.own_address),
     }
@@ -105,18 +159,13 @@ def connect(launched: Launched, environ: Mapping[str, str], timeout: float = 60.
 
 def _start_rendezvous(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
     from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousServer
 
     met = meeting.Meeting(tuple(by_rank), address, address, {})
     slots = []
     for rank, host in enumerate(by_rank):
         local_rank, local_size, cross_rank, cross_size = met.place(rank)
         slots.append(SlotInfo(host, rank, local_rank, cross_rank, len(by_rank), local_size, cross_size))
-    server = RendezvousServer()
-    port = server.start()
-    server.init(slots)
-    _servers.append(server)
-    return {"port": port}
+    return dict(zip(("rendezvous", "port"), rendezvous.start(address, slots), strict=True))
 
 
 def interface_of(address: str) -> str:

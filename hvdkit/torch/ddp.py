@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
-from hvdkit.steps import bootstrap, hosts, launchers, meeting, topology
+from hvdkit.steps import bootstrap, launchers, meeting, topology
 from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
 
@@ -89,10 +89,8 @@ def _busy_workers() -> bool:
 
 
 def _meet(launched: Launched, environ: Mapping[str, str], timeout: float) -> meeting.Meeting:
-    place, key = bootstrap.root_host(launched, environ), bootstrap.key(launched, environ)
-    if launched.size is not None and place is not None and key is not None:
-        host, root = environ.get("SLURMD_NODENAME"), hosts.address(place)
-        return meeting.meet(launched.rank, launched.size, root, f"{key}/ddp", _serve, host=host, timeout=timeout)
+    if bootstrap.can_meet(launched, environ):
+        return bootstrap.meet(launched, environ, _serve, "ddp", timeout)
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -120,6 +118,8 @@ def _meet_over_mpi(comm: Any) -> meeting.Meeting:
 
 
 def _serve(address: str, by_rank: Sequence[str]) -> dict[str, Any]:
-    store = TCPStore(address, 0, len(by_rank), True, wait_for_workers=False)
+    listener = socket.create_server((address, 0), backlog=1024)  # TCPStore itself would listen on all interfaces
+    port = listener.getsockname()[1]
+    store = TCPStore(address, port, len(by_rank), True, wait_for_workers=False, master_listen_fd=listener.detach())
     _stores[:] = [store]
     return {"port": store.port}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
@@ -109,7 +111,7 @@ class Exchange:
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in EXCHANGES))
         self._take_on(one for one in others if _obstacle(one) is None)
-        optimizer.register_step_pre_hook(self._before_step)
+        _look_before_steps()
         added = optimizer.add_param_group
 
         def add_param_group(param_group: dict[str, Any]) -> None:
@@ -289,13 +291,14 @@ class Exchange:
         finally:
             self._suspended -= 1
 
-    @eagerly
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
-        """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._averaging(args[1]), *args[2:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._averaging(kwargs["closure"])}
+    def step_by(self, optimizer: Any) -> None:
+        """An optimizer is about to step, its own or another that has some of its parameters.
+
+        That is the one within it, where its own is a wrapper (SAM, Lookahead).
+        """
+        mine = self.optimizer() is optimizer
+        if not mine and not (self._local and any(map(self.has, parameters_of(optimizer)))):
+            return
         if torch._C._current_graph_task_id() != -1 and self._among_others():
             raise InvalidArgumentError(
                 "step() within backward(), where gradients are this rank's own and the mean is not there yet; step "
@@ -312,10 +315,9 @@ class Exchange:
             self.exchanging = self._late = self.active
             self.depart()
             self.arrive()
-        self._averaged = False
-        return None
+        self._averaged = not mine
 
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""
 
         def averaged() -> Any:
@@ -328,6 +330,30 @@ class Exchange:
             return whole.to(mine) if isinstance(loss, torch.Tensor) else whole.item()
 
         return averaged
+
+
+@functools.cache
+def _look_before_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+@eagerly
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
+    exchanges = sorted(EXCHANGES, key=lambda one: one.number)
+    if len(args) > 1 and callable(args[1]):
+        args = (args[0], _averaging(exchanges, optimizer, args[1]), *args[2:])
+    elif callable(kwargs.get("closure")):
+        kwargs = {**kwargs, "closure": _averaging(exchanges, optimizer, kwargs["closure"])}
+    else:
+        for one in exchanges:
+            one.step_by(optimizer)
+    return args, kwargs
+
+
+def _averaging(exchanges: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    mine = [one for one in exchanges if one.optimizer() is optimizer]
+    return mine[0].averaging(closure) if mine else closure
 
 
 def _is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) -> bool:

@@ -25,7 +25,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """Run ``function`` of a program file beside the tests on n ranks; returns each rank's JSON result, by rank.
 
     With ``fails=True`` the job must fail, and what it wrote to stderr is returned. ``warm`` names the framework that
-    the ranks have imported before they begin (``ranks.FRAMEWORKS``).
+    the ranks have imported before they begin (``ranks.FRAMEWORKS``); over Gloo they are then forked without a launcher.
     """
 
     def run(
@@ -38,6 +38,13 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
         warm: str = "",
         **arguments: Any,
     ) -> list[Any]:
+        if warm and controller == "gloo" and not fails:
+            started = real.ranks_of(real.Kind(warm, n, "gloo", True))
+            try:
+                found = started.run(str(HERE / program), function, arguments, tmp_path)
+            finally:
+                started.end()
+            return [json.loads(json.dumps(pickle.loads(one))) for one in found]  # noqa: S301
         out = tmp_path / f"{function}-{n}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
         words = [str(HERE / program), function, str(out), json.dumps(arguments)]
@@ -82,21 +89,6 @@ def run_job(tmp_path: Path) -> Callable[..., Any]:
             started.end()
         assert not fails, "the job did not fail"
         return [pickle.loads(one) for one in found]  # noqa: S301
-
-    return run
-
-
-@pytest.fixture
-def fork_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
-    """``run_ranks`` of a program file, on ranks that are forked with the framework imported, and meet over Gloo."""
-
-    def run(framework: str, program: str, function: str, n: int, **arguments: Any) -> list[Any]:
-        started = real.ranks_of(real.Kind(framework, n, "gloo", True))
-        try:
-            found = started.run(str(HERE / program), function, arguments, tmp_path)
-        finally:
-            started.end()
-        return [json.loads(json.dumps(pickle.loads(one))) for one in found]  # noqa: S301
 
     return run
 

@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -546,7 +546,7 @@ def rates() -> dict[str, Any]:
     return {"seen": seen, "resumed": float(optimizer.learning_rate)}
 
 
-def example(script: str, flags: list[str]) -> dict[str, Any]:
+def example(script: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     """An example of the repository, run as a user would: its exit status and what it printed."""
     path = Path(__file__).parent.parent.parent / "examples" / "tensorflow" / script
     with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", [str(path), *flags]):

@@ -1,14 +1,21 @@
 """Horovod and torch.distributed under launchers that this MPI does not know: torchrun, and the variables of srun."""
 
+import contextlib
+import hmac
 import importlib.util
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from hvdkit.steps import meeting, secret
+from hvdkit.steps.secret import Key
 
 MISSING = [name for name in ("torch", "horovod", "sklearn") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -29,8 +36,8 @@ with open(f"{sys.argv[1]}/{sys.argv[2]}-{world.rank}.json", "w") as file:
 """
 
 
-def start_as_srun(n, job, command, environment):
-    """Start n processes with what ``srun --mpi=none`` gives its tasks."""
+def start_as_srun(n, job, command, environment, ranks=None):
+    """Start n processes, or some of them, with what ``srun --mpi=none`` gives its tasks."""
     step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(n), "SLURM_STEP_NUM_TASKS": str(n)}
     step["SLURM_STEP_NODELIST"] = socket.gethostname()
     return [
@@ -41,8 +48,26 @@ def start_as_srun(n, job, command, environment):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(n)
+        for rank in (range(n) if ranks is None else ranks)
     ]
+
+
+def throw_at_rank_0(job, secret):
+    """Say to a waiting rank 0 what strangers say, and stay; the connections that are kept open."""
+    keys = Key(hmac.digest(secret.encode(), f"srun/{os.getuid()}/{job}/0/horovod".encode(), "sha256"), "")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for port in meeting.ports(keys)[:3]:
+            with contextlib.suppress(ConnectionRefusedError):
+                address = (socket.gethostbyname(socket.gethostname()), port)
+                said = (b"5\n", b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"hvdkit-meeting 2 " + b"0" * 32 + b"\n", b"")
+                strangers = [socket.create_connection(address, timeout=20) for _ in range(60)]
+                for number, stranger in enumerate(strangers):
+                    stranger.sendall(said[number % len(said)])
+                assert [strangers[number].recv(4096) for number in (0, 1)] == [b"", b""]  # rank 0 hung up
+                return strangers
+        time.sleep(0.05)
+    raise AssertionError("rank 0 does not listen")
 
 
 def outputs(processes):
@@ -51,11 +76,17 @@ def outputs(processes):
     return texts
 
 
-def test_two_jobs_of_srun_without_mpi_beside_each_other(ranks_command, tmp_path):
+def test_two_jobs_of_srun_without_mpi_beside_each_other_and_strangers(ranks_command, tmp_path):
     _, environment = ranks_command(1, "mpi")
     program = [sys.executable, "-c", SUM_OF_RANKS, str(tmp_path)]
-    jobs = [start_as_srun(2, job, [*program, job], environment) for job in ("501", "502")]
-    outputs([process for job in jobs for process in job])
+    environment[secret.VARIABLE] = secret.new()
+    first = start_as_srun(2, "501", [*program, "501"], environment, ranks=[0])
+    other = start_as_srun(2, "502", [*program, "502"], environment)
+    with contextlib.ExitStack() as stack:
+        for stranger in throw_at_rank_0("501", environment[secret.VARIABLE]):
+            stack.enter_context(stranger)
+        first += start_as_srun(2, "501", [*program, "501"], environment, ranks=[1])
+        outputs([*first, *other])
     for job in ("501", "502"):
         for rank in range(2):
             facts = json.loads((tmp_path / f"{job}-{rank}.json").read_text())

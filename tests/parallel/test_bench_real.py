@@ -99,7 +99,7 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_file(tmp_path, environment):
 @pytest.mark.parametrize("framework", ["tensorflow", "keras"])
 def test_the_adapters_record_every_step_and_when_the_gradients_were_there(run_ranks, tmp_path, framework, controller):
     pytest.importorskip("horovod.tensorflow")
-    found = run_ranks("programs_bench.py", framework, 2, controller=controller, directory=str(tmp_path))
+    found = run_ranks("programs_bench.py", framework, 2, warm=framework, controller=controller, directory=str(tmp_path))
     assert [count for count, _ in found] == [6, 6]
     assert all(worked >= 0.3 for worked in found[1][1]), "rank 1 worked longer"
     assert sorted(found[0][1])[2] < 0.3, "rank 0 was ready and waited, but for what was built first"

@@ -50,7 +50,7 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, 
     events, ranks = elastic(f"programs_elastic_{framework}.py", killed_at)
     (killed,) = [when for event, when, *_ in events if event == "killed"]
     (alone,) = [event for event in events if event[0] == "enter" and event[2] == 1]
-    assert alone[1] - killed < 15
+    assert alone[1] - killed < 100, "the other one waited out a time limit"
     assert killed_at - COMMIT_EVERY <= alone[3] <= killed_at
     assert [event[2] for event in events if event[0] == "enter"] == [2, 2, 1, 2, 2]
     for rank in ranks:

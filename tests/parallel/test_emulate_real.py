@@ -82,6 +82,7 @@ def test_gloo_through_torch_distributed_is_right(run_ranks, tmp_path):
         "programs_emulate.py",
         "collectives",
         2,
+        warm="torch",
         engine="torch",
         backend="gloo",
         ranks=2,
@@ -96,7 +97,7 @@ def test_horovod_is_right(run_ranks, tmp_path, controller, fusion):
     pytest.importorskip("horovod.torch")
     cases = [*todo(ALL, "float32"), ("allreduce", "float16"), ("reduce_scatter_all_gather", "int64")]
     for rank in run_ranks(
-        PROGRAMS, "collectives", 2, controller=controller, engine="horovod", fusion=fusion, ranks=2,
+        PROGRAMS, "collectives", 2, warm="torch", controller=controller, engine="horovod", fusion=fusion, ranks=2,
         todo=cases, folder=str(tmp_path),
     ):  # fmt: skip
         assert rank == {"overlaps": fusion, "verified": [[*case, 2] for case in cases], "notes": []}
@@ -106,8 +107,8 @@ def test_horovod_is_right_where_only_tensorflow_has_it(run_ranks, tmp_path):
     pytest.importorskip("horovod.tensorflow")
     cases = [*todo(ALL, "float32"), ("allreduce", "float16")]
     for rank in run_ranks(
-        PROGRAMS, "collectives", 2, engine="horovod", fusion=True, ranks=2, todo=cases, folder=str(tmp_path),
-        without=["horovod.torch"],
+        PROGRAMS, "collectives", 2, warm="tensorflow", engine="horovod", fusion=True, ranks=2,
+        todo=cases, folder=str(tmp_path), without=["horovod.torch"],
     ):  # fmt: skip
         assert (rank["overlaps"], rank["verified"]) == (False, [[*case, 2] for case in cases])
         assert "given one by one" in rank["notes"][0]

@@ -41,14 +41,14 @@ def local():
 
 
 @pytest.fixture
-def trained(rank_of, fork_ranks, local, tmp_path):
+def trained(rank_of, run_ranks, local, tmp_path):
     """The command of a rank that trains, its environment, and how to read what all ranks ended with."""
     command, environment = rank_of("train")
 
     def compare():
         ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(namespaces.HOSTS)]
         if not local:
-            local["ranks"] = fork_ranks("torch", "programs_hosts.py", "train", namespaces.HOSTS)
+            local["ranks"] = run_ranks("programs_hosts.py", "train", namespaces.HOSTS, warm="torch", controller="gloo")
         assert [rank["hosts"] for rank in ranks] == [namespaces.HOSTS] * namespaces.HOSTS
         assert [rank["hosts"] for rank in local["ranks"]] == [1] * namespaces.HOSTS
         for rank in ranks:
@@ -92,7 +92,7 @@ def launch(hosts):
 def test_over_gloo_as_under_srun(hosts, trained):
     command, environment, compare = trained
     job = {"SLURM_JOB_ID": "900", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
-    job["SLURM_STEP_NODELIST"] = ",".join(hosts.addresses)
+    job["SLURM_STEP_NODELIST"] = ",".join(hosts.names)
     ranks = [
         subprocess.Popen(
             [*hosts.inside(rank), *command],

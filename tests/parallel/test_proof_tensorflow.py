@@ -18,16 +18,13 @@ _answers: dict[Any, list[Any]] = {}
 
 
 @pytest.fixture
-def once(run_ranks, fork_ranks):
+def once(run_ranks):
     """Starts the same ranks once for all tests of this file: over MPI, or forked and over Gloo."""
 
     def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
         key = (function, n, controller, *arguments.items())
         if key not in _answers:
-            if controller == "mpi":
-                _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", **arguments)
-            else:
-                _answers[key] = fork_ranks("tensorflow", PROGRAM, function, n, **arguments)
+            _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", controller=controller, **arguments)
         return _answers[key]
 
     return run

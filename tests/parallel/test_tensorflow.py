@@ -28,16 +28,13 @@ _answers: dict[Any, list[Any]] = {}
 
 
 @pytest.fixture
-def once(run_ranks, fork_ranks):
+def once(run_ranks):
     """Starts the same ranks once for all tests of this file."""
 
     def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
         key = (function, n, controller, *arguments.items())
         if key not in _answers:
-            if controller == "mpi":
-                _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", **arguments)
-            else:
-                _answers[key] = fork_ranks("tensorflow", PROGRAM, function, n, **arguments)
+            _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", controller=controller, **arguments)
         return _answers[key]
 
     return run
@@ -247,16 +244,10 @@ def test_mistakes_are_single_errors(alone, mistake, answer):
     assert "\n" not in alone["mistakes"][mistake]
 
 
-def test_the_examples_learn_the_digits_on_one_process_and_on_two(fork_ranks):
-    (single,) = fork_ranks("tensorflow", PROGRAM, "example", 1, script="single.py", flags=[])
-    root, other = fork_ranks(
-        "tensorflow",
-        PROGRAM,
-        "example",
-        2,
-        script="cnn.py",
-        flags=["--fp16-allreduce", "--checkpoint_dir", "checkpoints"],
-    )
+def test_the_examples_learn_the_digits_on_one_process_and_on_two(once):
+    flags = ["--fp16-allreduce", "--checkpoint_dir", "checkpoints"]
+    (single,) = once("example", 1, script="single.py")
+    root, other = once("example", 2, script="cnn.py", flags=tuple(flags))
     assert single["status"] == root["status"] == other["status"] == 0
     assert other["lines"] == []
     assert "All 2 ranks hold identical weights and optimizer state." in root["lines"]

@@ -35,7 +35,8 @@ def reduced(path):
 )
 def test_steps_and_bytes_are_those_of_the_model(function, controller, run_ranks, tmp_path):
     path = tmp_path / "timeline.json"
-    ranks = run_ranks(PROGRAM, function, 2, controller=controller, file=str(path), steps=STEPS)
+    framework = function.partition("_")[0]
+    ranks = run_ranks(PROGRAM, function, 2, warm=framework, controller=controller, file=str(path), steps=STEPS)
     summary = summarize(path)
     gradients = ranks[0]["gradients"]
     assert summary.steps.count == STEPS
@@ -58,7 +59,7 @@ def test_steps_and_bytes_are_those_of_the_model(function, controller, run_ranks,
 
 def test_a_job_whose_writer_was_killed(run_ranks, tmp_path):
     path = tmp_path / "timeline.json"
-    run_ranks(PROGRAM, "torch_steps", 2, fails=True, file=str(path), steps=400, killed_after=200)
+    run_ranks(PROGRAM, "torch_steps", 2, warm="torch", fails=True, file=str(path), steps=400, killed_after=200)
     summary = summarize(path)
     assert 1 < summary.steps.count <= 200
     assert summary.steps.bytes == (6 * 50 + 50 + 50 * 3 + 3 + 4 + 2) * 8

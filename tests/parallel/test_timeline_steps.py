@@ -20,7 +20,8 @@ def gradient_counts(path):
 
 def test_only_the_chosen_steps_are_recorded_and_a_second_block_has_its_own_file(run_ranks, tmp_path):
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    ranks = run_ranks(PROGRAM, "torch_steps", 2, path=str(first), first=2, stop=6, total=9, second=str(second))
+    steps = {"first": 2, "stop": 6, "total": 9}
+    ranks = run_ranks(PROGRAM, "torch_steps", 2, warm="torch", path=str(first), second=str(second), **steps)
     assert [rank["during"] for rank in ranks] == [[False] * 2 + [True] * 4 + [False] * 3] * 2
     assert gradient_counts(first) == {GRADIENTS: 4}
     assert gradient_counts(second) == {GRADIENTS: 3}
@@ -30,7 +31,8 @@ def test_only_the_chosen_steps_are_recorded_and_a_second_block_has_its_own_file(
 def test_a_profiler_trace_lies_on_the_same_time_axis(run_ranks, tmp_path):
     """Every reduction of a step must lie inside the range that the profiler recorded around that step."""
     timeline, trace, merged = (tmp_path / name for name in ("timeline.json", "trace.json", "merged.json"))
-    run_ranks(PROGRAM, "torch_profiled", 2, controller="gloo", timeline=str(timeline), trace=str(trace), steps=5)
+    files = {"timeline": str(timeline), "trace": str(trace)}
+    run_ranks(PROGRAM, "torch_profiled", 2, warm="torch", controller="gloo", steps=5, **files)
     overlap = merge(timeline, trace, merged)
     events = json.loads(merged.read_text())["traceEvents"]
     ranges = {
@@ -58,7 +60,8 @@ def test_a_profiler_trace_lies_on_the_same_time_axis(run_ranks, tmp_path):
 def test_keras_and_tensorflow_record_the_chosen_steps(run_ranks, tmp_path):
     """Keras' steps 6 to 9 lie in two epochs of eight."""
     keras, tensorflow = tmp_path / "keras.json", tmp_path / "tensorflow.json"
-    run_ranks(PROGRAM, "keras_and_tensorflow_steps", 2, keras_path=str(keras), tensorflow_path=str(tensorflow))
+    files = {"keras_path": str(keras), "tensorflow_path": str(tensorflow)}
+    run_ranks(PROGRAM, "keras_and_tensorflow_steps", 2, warm="keras", controller="gloo", **files)
     gradients = Counter(operation.tensor for operation in read(keras) if "hvdkit.gradients" in operation.tensor)
     assert gradients
     assert set(gradients.values()) == {4}

@@ -504,6 +504,41 @@ def gradients_that_are_assigned(distribute, data):
     return [model]
 
 
+def sharpness(distribute, data):
+    """SAM: an optimizer that is stepped by hand, twice a batch, with another one inside."""
+    import torch
+
+    class Sharpness(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"rho": 0.05})
+            self.inner = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+
+        @torch.no_grad()
+        def climb(self):
+            held = [one for one in self.param_groups[0]["params"] if one.grad is not None]
+            norm = torch.stack([one.grad.norm() for one in held]).norm()
+            for one in held:
+                self.state[one]["way"] = one.grad * (0.05 / norm)
+                one.add_(self.state[one]["way"])
+            self.zero_grad()
+
+        @torch.no_grad()
+        def descend(self):
+            for one in self.param_groups[0]["params"]:
+                one.sub_(self.state[one]["way"])
+            self.inner.step()
+            self.zero_grad()
+
+    model = net()
+    optimizer = distribute(Sharpness(model.parameters()), model)
+    for x, y in data:
+        loss_of(model, x, y).backward()
+        optimizer.climb()
+        loss_of(model, x, y).backward()
+        optimizer.descend()
+    return [model]
+
+
 PROGRAMS = [
     clipping,
     clipped_by_value_before_distribute_was_called,
@@ -535,6 +570,7 @@ PROGRAMS = [
     training_a_head,
     gradients_that_are_kept,
     gradients_that_are_assigned,
+    sharpness,
 ]
 
 
@@ -589,6 +625,35 @@ def test_passes_without_an_exchange_are_averaged_with_the_next(hk, world, how, p
     (alone, theirs), (ours, mine) = train(plain, batches()), train(distribute, batches(world))
     assert furthest([ours], [alone]) < 1e-9
     assert all((one - other).abs().max() < 1e-12 for one, other in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("wrapped", ["an optimizer", "another class"])
+@on_ranks("torch", n=2)
+def test_an_optimizer_within_another_steps_with_the_mean(hk, world, wrapped):
+    """The outer one is distributed; the program steps the inner one, after backwards that exchanged nothing."""
+    import torch
+
+    class Slow(torch.optim.Optimizer):
+        def __init__(self, inner):
+            if wrapped == "an optimizer":
+                super().__init__(inner.param_groups, {})
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    def train(distribute, data):
+        model = net()
+        inner = momentum(model.parameters())
+        outer = distribute(Slow(inner), model)
+        for step, (x, y) in enumerate(data):
+            inner.zero_grad()
+            with nullcontext() if distribute is plain else hk.no_sync(model):
+                loss_of(model, x, y).backward()
+            (inner if step % 2 else outer).step()
+        return [model]
+
+    assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < 1e-9
 
 
 @on_ranks("torch", n=2)

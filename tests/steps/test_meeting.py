@@ -1,5 +1,7 @@
 """Ranks that know only their number find each other over TCP."""
 
+import hashlib
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +10,11 @@ import pytest
 from hvdkit.errors import LauncherError
 from hvdkit.steps import bootstrap, meeting
 from hvdkit.steps.launchers import Launched, detect
+from hvdkit.steps.secret import Key
+
+
+def named(job):
+    return Key(hashlib.sha256(f"{os.getpid()} {job}".encode()).digest(), "a test")
 
 
 def meet(ranks, size, key, hosts=None, timeout=20.0):
@@ -19,7 +26,7 @@ def meet(ranks, size, key, hosts=None, timeout=20.0):
     def one(rank):
         host = hosts[rank] if hosts else None
         try:
-            return meeting.meet(rank, size, "127.0.0.1", key, tell, host=host, timeout=timeout)
+            return meeting.meet(rank, size, "127.0.0.1", named(key), tell, host=host, timeout=timeout)
         except LauncherError as error:
             return str(error)
 
@@ -45,8 +52,7 @@ def test_jobs_on_one_host_never_mix():
 
 
 def test_a_stranger_on_the_first_port_does_not_disturb():
-    digest = meeting.hashlib.blake2b(b"job 3", digest_size=16).hexdigest()
-    with socket.create_server(("", meeting.ports(digest)[0])):  # takes connections and never answers
+    with socket.create_server(("", meeting.ports(named("job 3"))[0])):  # takes connections and never answers
         met = meet(range(2), 2, "job 3")
     assert met[0].hosts == met[1].hosts
 

@@ -131,10 +131,13 @@ def test_between_two_readings_the_difference_changes_evenly():
     assert clock.offset_at(150.0, []) == 0.0
 
 
-def test_a_clock_that_is_wrong_by_an_hour_is_found_over_tcp():
+def test_a_clock_that_is_wrong_by_an_hour_is_found_over_tcp_whoever_else_comes(monkeypatch):
+    monkeypatch.setattr(clock, "_HELLO_S", 0.2)
     server = clock.Server()
-    strangers = socket.create_connection(("127.0.0.1", server.port))
-    strangers.sendall(b"x" * 16)
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(5)]
+    for stranger, said in zip(strangers, (b"x" * 16, b"5\n", b"\xff" * 16, b"GET / HTTP/1.1", b""), strict=True):
+        stranger.sendall(said)
+    strangers.pop(1).close()
     answers = threading.Thread(target=lambda: (server.admit(1), server.answer(), server.answer()), daemon=True)
     answers.start()
     import time
@@ -145,7 +148,7 @@ def test_a_clock_that_is_wrong_by_an_hour_is_found_over_tcp():
     assert not answers.is_alive()
     for reading in readings:
         assert abs(reading.offset - 3600) <= reading.bound < 1
-    for one in (strangers, visitor, server):
+    for one in (*strangers, visitor, server):
         one.close()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from hvdkit.run.launch import remote
 from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Request, Setting
+from hvdkit.steps import secret
 
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
 
@@ -55,7 +56,8 @@ def line(request: Request, facts: Facts, mpi: Mpi) -> LauncherLine:
 
 
 def _pass_on(added: Mapping[str, str], environ: Mapping[str, str]) -> Setting:
-    words = tuple(word for name in remote.names(environ, added) for word in ("-x", name))
+    names = dict.fromkeys((*remote.names(environ, added), secret.VARIABLE))
+    words = tuple(word for name in names for word in ("-x", name))
     return Setting("mpirun passes these on to other hosts, which have nothing of this environment otherwise", words)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from hvdkit.errors import LaunchError
+from hvdkit.run.launch.guard import guarded
+from hvdkit.steps import secret
 
 
 def start(
@@ -16,15 +18,15 @@ def start(
 
     Args:
         argv: the launcher, its options and the command.
-        environment: all its variables.
+        environment: all its variables; a secret for the meeting of the ranks is put beside them where there is none.
         stderr: ``subprocess.PIPE``, or ``subprocess.STDOUT`` for one pipe with standard output.
     Raises:
         LaunchError: it cannot be started.
     """
     try:
         return subprocess.Popen(
-            argv,
-            env=dict(environment),
+            guarded(list(argv)),
+            env={secret.VARIABLE: secret.new(), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import stat
 import sys
@@ -15,9 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "HVDKIT_STACKS"
 """``FD:INODE:SIGNAL``: a pipe to the process that watches this rank, and the signal at which stacks go into it."""
+IN_INIT, PAST_INIT = b"\0in init\n", b"\0past init\n"
+"""What ``tell_of_init`` writes into that pipe."""
 STALLED_STATUS = 75
 """Exit status of a job that was ended because it no longer moved (EX_TEMPFAIL of sysexits.h)."""
 
@@ -32,18 +36,51 @@ def hand_in_stacks_when_asked() -> bool:
         False when nobody asks, which is the case without ``hvdkit launch --stall-timeout``; also in a process that
         inherited the variable but not the pipe.
     """
+    asked = _asked()
+    if asked is None:
+        return False
+    fd, number = asked
+    faulthandler.register(number, file=fd, all_threads=True, chain=False)
+    return True
+
+
+def tell_of_init(basics: Any) -> None:
+    """Tell the launcher when this process goes into Horovod's ``init``, and when it is past it.
+
+    Args:
+        basics: ``horovod.common.basics``, which has just been imported.
+    """
+    asked = _asked()
+    if asked is None:
+        return
+    init = basics.HorovodBasics.init
+
+    @functools.wraps(init)
+    def told(*arguments: Any, **options: Any) -> Any:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            os.write(asked[0], IN_INIT)
+        try:
+            return init(*arguments, **options)
+        finally:
+            with contextlib.suppress(OSError):
+                os.write(asked[0], PAST_INIT)
+
+    basics.HorovodBasics.init = told
+
+
+def _asked() -> tuple[int, int] | None:
+    """The launcher's pipe and signal; None where there is no such pipe."""
     asked = os.environ.get(VARIABLE)
     if not asked:
-        return False
+        return None
     fd, inode, number = map(int, asked.split(":"))
     try:
         found = os.fstat(fd)
-        if not stat.S_ISFIFO(found.st_mode) or found.st_ino != inode:
-            return False  # a number of the parent's, meanwhile a file of the program's own
     except OSError:
-        return False
-    faulthandler.register(number, file=fd, all_threads=True, chain=False)
-    return True
+        return None
+    if not stat.S_ISFIFO(found.st_mode) or found.st_ino != inode:
+        return None  # a number of the parent's, meanwhile a file of the program's own
+    return fd, number
 
 
 @contextlib.contextmanager

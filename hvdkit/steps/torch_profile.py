@@ -16,8 +16,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +25,6 @@ VARIABLE = "HVDKIT_TORCH_PROFILE"
 
 _LOG = logging.getLogger("hvdkit")
 _ROWS = 50
-_OPTIMIZERS = "torch.optim.optimizer"
 
 
 @contextlib.contextmanager
@@ -160,40 +157,17 @@ def _place() -> tuple[int, int] | None:
     return None
 
 
-def profile_when_asked() -> None:
-    """Profile this process if ``VARIABLE`` asks for it and as soon as it has taken a step of an optimizer.
+def profile_steps(optimizers: ModuleType) -> None:
+    """Profile this process as ``VARIABLE`` asks, as soon as it has taken a step of an optimizer.
 
-    So the workers of a ``DataLoader`` and other programs of the rank are not profiled, and PyTorch is not imported
-    where the program itself does not.
+    So the workers of a ``DataLoader`` and other programs of the rank are not profiled.
+
+    Args:
+        optimizers: ``torch.optim.optimizer``, which has just been imported.
     """
-    asked = os.environ.get(VARIABLE)
-    if asked:
-        counts, _, directory = asked.partition(":")
-        wait, warmup, active = map(int, counts.split(","))
-        sys.meta_path.insert(0, _Optimizers(lambda: profile(directory, wait, warmup, active)))
-
-
-class _Optimizers(MetaPathFinder):
-    """Finds PyTorch's optimizers as Python itself does, and counts their steps from their import on."""
-
-    def __init__(self, start: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self._start = start
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """As ``importlib`` has it; None for every other module."""
-        if name != _OPTIMIZERS:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_count(module: ModuleType) -> None:
-                execute(module)
-                _profile_steps(module, self._start)
-
-            spec.loader.exec_module = execute_and_count  # type: ignore[method-assign]
-        return spec
+    counts, _, directory = os.environ[VARIABLE].partition(":")
+    wait, warmup, active = map(int, counts.split(","))
+    _profile_steps(optimizers, lambda: profile(directory, wait, warmup, active))
 
 
 def _profile_steps(optimizers: ModuleType, start: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:

@@ -1,6 +1,7 @@
 """A small training in which rank 1 fails after a few steps, for the failure matrix.
 
-``programs_failures.py torch|keras raise|kill|exit|_exit|segfault|hang``. Before it fails, rank 1 prints when.
+``programs_failures.py torch|keras raise|kill|exit|leave|_exit|segfault|hang|before``: "before" hangs in front of
+init, and rank 1 prints when it fails.
 """
 
 import ctypes
@@ -23,11 +24,13 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         sys.exit(3)
+    if how == "leave":
+        sys.exit(0)
     if how == "_exit":
         os._exit(4)
     if how == "segfault":
         ctypes.string_at(0)
-    if how == "hang":
+    if how in ("hang", "before"):
         wait_for_a_lock()
 
 
@@ -42,6 +45,8 @@ def train_with_torch(how: str) -> None:
 
         import hvdkit.torch as hk
 
+    if how == "before" and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")) == "1":
+        fail(how)
     world = hk.init()
     model = torch.nn.Linear(4, 1)
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)

@@ -17,15 +17,20 @@ import pytest
 pytestmark = pytest.mark.parallel
 
 HERE = Path(__file__).parent
+WITHOUT_TENSORFLOW = HERE / "without_tensorflow"
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 180
 FAIL_FAST_S = 10.0
 STALL_TIMEOUT_S = 4
 
-STATUSES = {"raise": 1, "kill": 137, "exit": 3, "_exit": 4, "segfault": 139, "hang": 75}
+STATUSES = {"raise": 1, "kill": 137, "exit": 3, "leave": 1, "_exit": 4, "segfault": 139, "hang": 75, "before": 75}
 MATRIX = [
     *(("torch", how, launcher) for how in STATUSES for launcher in ("mpirun", "horovodrun")),
-    *(("keras", how, launcher) for how in ("raise", "kill", "exit", "hang") for launcher in ("mpirun", "horovodrun")),
+    *(
+        ("keras", how, launcher)
+        for how in ("raise", "kill", "exit", "leave", "hang")
+        for launcher in ("mpirun", "horovodrun")
+    ),
 ]
 
 
@@ -45,9 +50,11 @@ def launch(tmp_path):
     """``hvdkit launch -n 2`` of a script; gives status, standard output, lines of standard error, time of the end."""
     outer = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment.update(PYTHONPATH=str(HERE.parent.parent), TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
+    environment.update(TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
 
-    def run(*words):
+    def run(*words, tensorflow=False):
+        path = [HERE.parent.parent] if tensorflow else [WITHOUT_TENSORFLOW, HERE.parent.parent]
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
         argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
         done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         return done.returncode, done.stdout, done.stderr.splitlines(), time.time()
@@ -62,23 +69,28 @@ def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
     for package in ("horovod", "torch") if framework == "torch" else ("horovod", "tensorflow", "keras"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"no {package}")
+    status_wanted = STATUSES[how]
     options = ["--launcher", launcher]
-    if how == "hang":
+    if status_wanted == 75:
         options += ["--stall-timeout", str(STALL_TIMEOUT_S), "--stall-dir", "stacks"]
-    status, out, errors, end = launch(*options, str(HERE / "programs_failures.py"), framework, how)
+    status, out, errors, end = launch(
+        *options, str(HERE / "programs_failures.py"), framework, how, tensorflow=framework == "keras"
+    )
     text = "\n".join(errors)
     failed_at = re.search(r"^\[1\] failing at (\S+)$", out, re.MULTILINE)
     assert failed_at is not None, text
     seconds = end - float(failed_at[1])
     print(f"{framework} {how} {launcher}: {seconds:.1f} s")
 
-    assert status == STATUSES[how], text
+    assert status == status_wanted, text
     assert "[0] Traceback" not in text, "the error of rank 0 is a consequence, to be folded"
-    if how == "hang":
+    if status == 75:
         check_the_explanation(errors[-1], tmp_path / "stacks")
         return
     assert seconds < FAIL_FAST_S
     assert re.fullmatch(r"hvdkit launch: rank 1 \(pid \d+\) (exited|was killed).*; the job was ended\.", errors[-1])
+    if how == "leave":
+        assert errors[-1].endswith("exited with status 0 before the others were done; the job was ended.")
     if how == "raise":
         assert errors[-2] == "[1] ValueError: the batch of rank 1 is bad"
         (start,) = [i for i, line in enumerate(errors) if line == "[1] Traceback (most recent call last):"]
@@ -115,7 +127,7 @@ while not Path({str(seen)!r}).exists():
     time.sleep(0.05)
 """)
     argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", "--launcher", launcher, str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": f"{WITHOUT_TENSORFLOW}{os.pathsep}{HERE.parent.parent}"}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:
@@ -130,7 +142,14 @@ while not Path({str(seen)!r}).exists():
 def test_the_users_own_sitecustomize_still_runs_beside_the_one_for_stacks(launch, tmp_path, launcher, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 'yes'\n")
     (tmp_path / "show.py").write_text("import faulthandler, os\nprint(customized, 'HVDKIT_STACKS' in os.environ)\n")
-    options = ["--launcher", launcher, "--stall-timeout", "60", "--env", f"PYTHONPATH={tmp_path}"]
+    options = [
+        "--launcher",
+        launcher,
+        "--stall-timeout",
+        "60",
+        "--env",
+        f"PYTHONPATH={tmp_path}{os.pathsep}{WITHOUT_TENSORFLOW}",
+    ]
     status, out, errors, _ = launch(*options, str(tmp_path / "show.py"))
     assert status == 0, errors
     assert sorted(out.splitlines()) == ["[0] yes True", "[1] yes True"]

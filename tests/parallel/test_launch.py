@@ -33,6 +33,16 @@ import os, signal, sys, time
 names = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 rank = int(next(os.environ[name] for name in names if name in os.environ))
 """
+DAEMON = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True: time.sleep(60)
+    os._exit(0)
+os.wait()
+"""
+"""Starts what no longer belongs to the rank: a process in a session of its own, whose parent has ended."""
 WAIT_FOR_EVER = "\nwhile True: time.sleep(60)\n"
 
 
@@ -40,7 +50,8 @@ def outer_environment() -> dict[str, str]:
     """This environment as a user's shell has it: no job around it, no settings that the launcher makes itself."""
     ours = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**environment, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    path = f"{Path(__file__).parent / 'without_tensorflow'}{os.pathsep}{REPOSITORY}"
+    return {**environment, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def hears_signals() -> None:
@@ -213,6 +224,13 @@ while True:
 # --- what the ranks get
 
 
+WORDS = [
+    *("--epochs", "3", "--num", "--log", "--n", "-n", "7", "-x", "FOO", "--map-by", "--bind-to", "-np", "--version"),
+    *("--", ":", "a b", "", "$HOME", "`id`", "it's", '"', "\\", "a\nb", "*", "日本"),
+]
+"""What some launcher, or a shell in between, would take for its own."""
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_environment_and_arguments_reach_every_rank(launch, launcher):
     launch.environment["HOROVOD_CYCLE_TIME"] = "2.5"
@@ -221,10 +239,10 @@ names = ("OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "HOROVOD_TIMELINE", "GREETING"
 print([os.environ.get(name) for name in names], sys.argv[1:-1], sys.executable, sys.stdin.read() == "")
 """)
     options = ("--threads", "3", "--timeline", "trace.json", "--env", "GREETING=two words; $HOME 'q'")
-    done = launch.run("-n", "2", "--launcher", launcher, *options, script, "--epochs", "3", "-n", "7", "--", "a b", "")
+    done = launch.run("-n", "2", "--launcher", launcher, *options, script, *WORDS)
     assert done.returncode == 0, done.stderr.decode()
     values = ["3", "2.5", str(launch.directory / "trace.json"), "two words; $HOME 'q'", "1"]
-    expected = f"{values} {['--epochs', '3', '-n', '7', '--', 'a b', '']} {sys.executable} True"
+    expected = f"{values} {WORDS} {sys.executable} True"
     assert sorted(done.stdout.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 
 
@@ -247,9 +265,9 @@ def test_more_ranks_than_cores_run_and_say_so(launch):
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_dry_run_pasted_into_a_shell_runs_the_same_job(launch, launcher):
-    script = launch.script("print(rank, os.environ['WORDS'], sys.argv[1])")
-    words = ("-n", "2", "--launcher", launcher, "--env", "WORDS=a 'b' \"c\" $d", "--dry-run", script, "x; 'y'")
-    line = launch.run(*words).stdout.decode()
+    script = launch.script("print(rank, os.environ['WORDS'], sys.argv[2])")
+    words = ("-n", "2", "--launcher", launcher, "--env", "WORDS=a 'b' \"c\" $d", "--dry-run", "--")
+    line = launch.run(*words, script, "--num", "x; 'y'").stdout.decode()
     assert line.count("\n") == 1
     done = subprocess.run(
         ["/bin/sh", "-c", line], cwd=launch.directory, env=launch.environment, capture_output=True, timeout=TIMEOUT_S
@@ -277,7 +295,9 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_failing_rank_ends_the_job_with_its_status(launch, launcher, failure):
     status, sentence = FAILURES[failure]
-    done = launch.run("-n", "2", "--launcher", launcher, launch.script(f"if rank == 1: {failure}" + WAIT_FOR_EVER))
+    done = launch.run(
+        "-n", "2", "--launcher", launcher, launch.script(DAEMON + f"if rank == 1: {failure}" + WAIT_FOR_EVER)
+    )
     assert (done.returncode, verdict(done)) == (status, f"hvdkit launch: {sentence}; the job was ended.")
 
 
@@ -332,7 +352,7 @@ MPI.COMM_WORLD.Barrier()
     ],
 )
 def test_signals_end_every_process(launch, launcher, sent, status):
-    process = launch.start("-n", "2", "--launcher", launcher, launch.script("print('ready')" + WAIT_FOR_EVER))
+    process = launch.start("-n", "2", "--launcher", launcher, launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
     assert launch.processes()
     process.send_signal(sent)
     _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -355,9 +375,15 @@ print("ready")
     assert process.returncode == 130
 
 
+@needs_mpi
+def test_a_rank_that_ends_well_leaves_nothing_behind(launch):
+    done = launch.run("-n", "1", "--launcher", "mpirun", launch.script(DAEMON + "print('done')"))
+    assert (done.returncode, done.stdout) == (0, b"[0] done\n")
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_nothing_runs_on_when_hvdkit_itself_is_killed(launch, launcher):
-    process = launch.start("-n", "2", "--launcher", launcher, launch.script("print('ready')" + WAIT_FOR_EVER))
+    process = launch.start("-n", "2", "--launcher", launcher, launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
     process.kill()
     process.communicate(timeout=TIMEOUT_S)
     wait_until(lambda: launch.processes() == [], "the ranks end")
@@ -365,7 +391,7 @@ def test_nothing_runs_on_when_hvdkit_itself_is_killed(launch, launcher):
 
 @needs_mpi
 def test_a_rank_ends_with_the_process_that_watches_it(launch):
-    process = launch.start("-n", "2", "--launcher", "mpirun", launch.script("print('ready')" + WAIT_FOR_EVER))
+    process = launch.start("-n", "2", "--launcher", "mpirun", launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (mpirun,) = [int(child) for child in children]
     watchers = [int(child) for child in Path(f"/proc/{mpirun}/task/{mpirun}/children").read_text().split()]

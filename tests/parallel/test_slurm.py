@@ -60,6 +60,14 @@ def test_init_connects_the_tasks_of_two_nodes_without_mpi(cluster, environment, 
         assert facts == [4, rank % 2, 2, rank // 2, 2, "srun", 6.0]
 
 
+def test_words_for_the_script_pass_srun_untouched(cluster, environment, tmp_path):
+    command = [sys.executable, "-m", "hvdkit.cli", "launch", "--launcher", "srun", "-n", "2", "--ppn", "1"]
+    show = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    for words in (["--num", "-x", "", "a b", "$HOME", "a\nb", "*", "--"], ["a", ":", "--help", "日本", ":"]):
+        done = cluster.run(*command, "--", sys.executable, "-c", show, *words, **environment)
+        assert [json.loads(line) for line in done.stdout.splitlines()] == [words, words], done.stderr
+
+
 def test_every_process_is_rank_0_of_1_where_mpi_is_asked_for_and_that_is_explained(cluster, environment):
     command = ["srun", *TASKS, sys.executable, "-c", "import hvdkit.torch as hk; hk.init()"]
     done = cluster.run(*command, HOROVOD_CONTROLLER="mpi", **environment)

@@ -1,6 +1,7 @@
 """Launchers that run by themselves: their output, their status, and which hosts were lost."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -20,6 +21,21 @@ def test_output_and_status_are_those_of_the_launcher(capfd):
     assert (done.status, done.interrupted, out) == (3, False, "no end of line")
     assert err.count("\n") == 40000
     assert run("import os; os.kill(os.getpid(), 9)").status == 137
+
+
+def test_a_signal_that_comes_while_the_launcher_starts_ends_it(monkeypatch):
+    def start(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return began(*arguments)
+
+    began = direct.start
+    monkeypatch.setattr(direct, "start", start)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        done = run("import time; time.sleep(5)")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done.status, done.interrupted) == (128 + signal.SIGTERM, True)
 
 
 def test_the_launcher_is_in_a_session_of_its_own_which_ctrl_c_does_not_reach(capfd):

@@ -37,7 +37,7 @@ def test_the_command_line_on_one_machine_and_on_several(script):
     assert found == {"localhost": 1, "127.0.0.1": 1}
     assert words(2, wanted, found) == [
         "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(file),
-        "--blacklist-cooldown-range", "2", "10", "--network-interface", "lo",
+        "--blacklist-cooldown-range", "2", "10", "--network-interface", "lo", "env", "--",
     ]  # fmt: skip
     assert "--network-interface" not in words(2, wanted, {"node1": 4, "localhost": 1})
     assert elastic.notes(2, wanted, found) == []

@@ -95,7 +95,7 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
         ),
         (
             {"launcher": "horovodrun", **TWO_HOSTS},
-            "/venv/bin/horovodrun --gloo -np 8 -H h1:4,h2:4 python train.py",
+            "/venv/bin/horovodrun --gloo -np 8 -H h1:4,h2:4 env -- python train.py",
         ),
         # Ties, and hosts that the user names.
         ({"launcher": "mpiexec"}, "/site/bin/mpiexec -n 8 --cpu-bind none python train.py"),

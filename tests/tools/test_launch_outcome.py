@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from hvdkit.run.launch.outcome import RankEnd, first_failure
+from hvdkit.run.launch.outcome import RankEnd, first_failure, left_early
 
 WELL = RankEnd(0, 0)
 LOST_A_PEER = RankEnd(0, 1, knock_on=True)
@@ -28,6 +28,24 @@ ENDED_BY_US = RankEnd(2, -signal.SIGTERM, told=True)
 )
 def test_the_first_failure_of_its_own_decides(ends, expected):
     assert first_failure(ends) is expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([], None),
+        ([WELL, RankEnd(1, 0)], None),
+        ([RankEnd(1, 0), LOST_A_PEER], RankEnd(1, 0)),
+        ([LOST_A_PEER, RankEnd(1, 0), RankEnd(2, 0)], RankEnd(1, 0)),
+        ([RankEnd(1, 0), ENDED_BY_US], RankEnd(1, 0)),
+        ([RankEnd(1, 0, told=True), LOST_A_PEER], None),
+        ([WELL, EXITED, ENDED_BY_US], None),
+        ([WELL, LOST_A_PEER, KILLED], None),
+        ([LOST_A_PEER, ENDED_BY_US], None),
+    ],
+)
+def test_a_rank_that_ends_well_too_early_is_what_the_others_lost(ends, expected):
+    assert left_early(ends) == expected
 
 
 def test_an_end_in_words_and_as_an_exit_status():

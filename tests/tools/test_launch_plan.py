@@ -60,8 +60,8 @@ YIELD = "--mca mpi_yield_when_idle 1"
         ({"mpi": INTEL}, "/opt/intel/bin/mpirun -n 2"),
         ({"mpi": INTEL, "bind": "core"}, "/opt/intel/bin/mpirun -n 2 -bind-to core:4"),
         ({"mpi": INTEL, "bind": "numa"}, "/opt/intel/bin/mpirun -n 2"),
-        ({"launcher": "horovodrun"}, "/venv/bin/horovodrun --gloo -np 2 --network-interface lo"),
-        ({"launcher": "horovodrun", "n": 9}, "/venv/bin/horovodrun --gloo -np 9 --network-interface lo"),
+        ({"launcher": "horovodrun"}, "/venv/bin/horovodrun --gloo -np 2 --network-interface lo env --"),
+        ({"launcher": "horovodrun", "n": 9}, "/venv/bin/horovodrun --gloo -np 9 --network-interface lo env --"),
     ],
 )
 def test_command_line_of_each_launcher(changes, expected):

@@ -77,6 +77,12 @@ def through_mpi4py(command: Command) -> Command:
     return Command((*before, "-m", "mpi4py", *after), len(before) + 2)
 
 
+def as_one_word(command: Command, python: Path) -> Command:
+    """The same command in a single word of Python, for launchers that would read the words themselves."""
+    words = f"import os; os.execv({command.words[0]!a}, {list(command.words)!a})"
+    return Command((str(python), "-I", "-S", "-c", words))
+
+
 def _why_not_runnable(word: str) -> str:
     if "/" not in word:
         return f"Command {word!r} was not found on PATH; give an installed program or the path of one."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -39,12 +40,13 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
         LaunchError: it cannot be started.
     """
     reach = Reach(hosts)
-    process = start(argv, environment)
-    copies = [_Copy(pipe(process.stdout), 1), _Copy(pipe(process.stderr), 2)]
+    process: subprocess.Popen[bytes] | None = None
     ended_by: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
         ended_by.append(number)
+        if process is None:
+            return  # it is told as soon as it runs
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             os.killpg(process.pid, signal.SIGKILL if len(ended_by) > 1 else number)
 
@@ -52,6 +54,10 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
     watched = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in watched}
     try:
+        process = start(argv, environment)
+        if ended_by:
+            os.killpg(process.pid, ended_by[0])
+        copies = [_Copy(pipe(process.stdout), 1), _Copy(pipe(process.stderr), 2)]
         status = process.wait()
     finally:
         for number, handler in previous.items():

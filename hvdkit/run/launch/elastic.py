@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch.horovodrun import UNREAD
 from hvdkit.run.launch.model import Setting
 
 COOLDOWN_S = (2, 10)
@@ -95,7 +96,7 @@ def settings(n: int, elastic: Elastic, found: Mapping[str, int | None]) -> list[
         chosen.append(
             Setting("all hosts are this one; without it horovodrun waits for another", ("--network-interface", "lo"))
         )
-    return chosen
+    return [*chosen, UNREAD]
 
 
 def notes(n: int, elastic: Elastic, found: Mapping[str, int | None]) -> list[str]:

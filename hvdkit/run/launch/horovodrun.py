@@ -9,6 +9,8 @@ from hvdkit.run.launch.model import LauncherLine, Request, Setting
 
 RANK_VARIABLE = "HOROVOD_RANK"
 
+UNREAD = Setting("horovodrun takes options of the command for its own, but nothing behind '--'", ("env", "--"))
+
 _NEEDS_SSH = (
     "horovodrun reaches other hosts by ssh: 'ssh HOST true' must work from here without a password, and this directory "
     "and Python must lie at the same path there."
@@ -33,8 +35,8 @@ def line(request: Request, horovodrun: Path) -> LauncherLine:
     if request.hosts:
         hosts = ",".join(map(str, request.hosts))
         settings.append(Setting("hosts, and the ranks that each may take", ("-H", hosts)))
-        return LauncherLine(horovodrun, tuple(settings), "", notes=(_NEEDS_SSH,))
+        return LauncherLine(horovodrun, (*settings, UNREAD), "", notes=(_NEEDS_SSH,))
     local = "all ranks are on this machine, so none has to be looked for"
     settings.append(Setting(local, ("--network-interface", "lo")))
     # It loads every framework once to see whether Gloo was built; TensorFlow reports itself at length.
-    return LauncherLine(horovodrun, tuple(settings), RANK_VARIABLE, noisy_start=True)
+    return LauncherLine(horovodrun, (*settings, UNREAD), RANK_VARIABLE, noisy_start=True)

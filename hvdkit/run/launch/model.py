@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdkit.run.launch.tuned import Tuned
 
+SECOND_PROGRAM = re.compile(":")
+"""The word that parts two programs of one job, under every launcher but horovodrun."""
 BINDINGS = ("none", "core", "socket", "numa")
 
 
@@ -168,6 +171,7 @@ class LauncherLine:
         noisy_start: it writes about itself before the ranks run although nothing is wrong.
         pass_on: makes the options that carry variables to ranks on other hosts, from those that the job adds and those
             that it inherits; None where the launcher carries all of them by itself.
+        taken: words that it takes for its own wherever they stand, also behind the program.
         notes: what the user should know before the job runs, full sentences.
     """
 
@@ -176,6 +180,7 @@ class LauncherLine:
     rank_variable: str
     noisy_start: bool = False
     pass_on: Callable[[Mapping[str, str], Mapping[str, str]], Setting] | None = None
+    taken: re.Pattern[str] = SECOND_PROGRAM
     notes: tuple[str, ...] = ()
 
 

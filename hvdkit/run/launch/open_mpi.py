@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from hvdkit.run.launch import remote
@@ -12,6 +13,12 @@ RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
 
 _KEEPALIVE = {"time": "20", "intvl": "10", "probes": "4"}
 """Seconds without a word until a host is asked whether it lives, between two such questions, and how many."""
+
+_TAKEN = re.compile(r":|--(map-?by|rank-?by|bind-?to|runtime-options|personality)(=.*)?", re.DOTALL)
+"""Open MPI 5 spells these options anew, or refuses them as repeated, in the user's command, too.
+
+Source: PRRTE, src/tools/prte/prte.c and src/mca/schizo/base/schizo_base_stubs.c.
+"""
 
 _UNTIED = Setting(
     "tied to one core, which is Open MPI's default, Horovod's background thread would fight the training thread",
@@ -44,7 +51,8 @@ def line(request: Request, facts: Facts, mpi: Mpi) -> LauncherLine:
     if facts.root:
         allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         settings.append(Setting("you are root, whom Open MPI refuses without both variables", variables=allow))
-    return LauncherLine(mpi.mpirun, tuple(settings), RANK_VARIABLE, pass_on=_pass_on if request.hosts else None)
+    pass_on = _pass_on if request.hosts else None
+    return LauncherLine(mpi.mpirun, tuple(settings), RANK_VARIABLE, pass_on=pass_on, taken=_TAKEN)
 
 
 def _pass_on(added: Mapping[str, str], environ: Mapping[str, str]) -> Setting:

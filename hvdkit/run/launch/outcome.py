@@ -67,6 +67,21 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd | None:
     return min(failures, key=lambda end: end.knock_on, default=None)
 
 
+def left_early(ends: Iterable[RankEnd]) -> RankEnd | None:
+    """The first rank that ended well while others, which then only lost a peer or were told to end, were not done.
+
+    Args:
+        ends: in the order in which they happened.
+    Returns:
+        None if none did, or if a rank failed by itself.
+    """
+    known = list(ends)
+    failure = first_failure(known)
+    if (failure is None and not any(end.told for end in known)) or (failure is not None and not failure.knock_on):
+        return None
+    return next((end for end in known if end.status == 0 and not end.told), None)
+
+
 def signal_name(number: int) -> str:
     """``SIGTERM`` for 15; ``signal 34`` for one without a name."""
     try:

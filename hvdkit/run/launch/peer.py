@@ -27,6 +27,7 @@ class Peer:
         received: the beginning of a frame whose rest has not come yet.
         errors: what the rank writes to standard error.
         reports: Horovod's stall reports in it; None where nobody asked for them.
+        in_init: it is inside Horovod's ``init``; None until then, and where nobody asked.
         stacks: the Python stacks that it handed in.
         end: how the rank ended, None until then.
     """
@@ -37,6 +38,7 @@ class Peer:
     received: bytearray = field(default_factory=bytearray)
     errors: ErrorStream = field(default_factory=ErrorStream)
     reports: StallReports | None = None
+    in_init: bool | None = None
     stacks: bytearray = field(default_factory=bytearray)
     end: RankEnd | None = None
 

@@ -22,7 +22,7 @@ from hvdkit.run.launch import (
     stall,
     torch_profile,
 )
-from hvdkit.run.launch.command import Command, through_mpi4py
+from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
 from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
 
 
@@ -235,6 +235,9 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
     if request.mpi_profile is not None:
         command, recorded = _recorded(request.mpi_profile, request, facts, command, environ)
         settings += recorded
+    if any(map(line.taken.fullmatch, command.words[1:])):
+        command = as_one_word(command, facts.python)
+        settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
     settings += _torch_profiled(request, environ)

@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 HEADER = struct.Struct("!cI")
@@ -35,10 +35,12 @@ STOP_GRACE_S = 3.0
 LAUNCHER_GRACE_S = 0.6
 """The same when mpirun does: it kills this process a second after its SIGTERM, and the command must be gone before."""
 
+_KILL_S = 1.0
+"""Seconds that killed processes have to be gone; one that a file system holds is not waited for longer."""
 _CHUNK_BYTES = 65536
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STACKS_SIGNAL = signal.SIGRTMAX - 2
 """Asks a process for its Python stacks: one that programs and batch systems leave alone."""
 STACKS_DIRECTORY = Path(__file__).parent / "stacks"
@@ -70,6 +72,7 @@ class _Rank:
 
     def run(self, rank: int, command: list[str]) -> int:
         self._watch_signals()
+        adopt_orphans(True)
         self._selector.register(self._connection, selectors.EVENT_READ, self._on_order)
         self._send(HELLO, HELLO_PAYLOAD.pack(rank))
         try:
@@ -112,8 +115,9 @@ class _Rank:
         Left at once, the launcher would kill the others at the first exit, and which of several ranks is seen to
         fail first would be decided by chance.
         """
-        if status != 0 or self._told_to_end:
-            self._signal_group(signal.SIGKILL)
+        if status == 0 and not self._told_to_end:
+            self._end_what_is_left()
+        kill_descendants()
         self._kill_at = None
         for fd in list(self._outputs):
             while self._on_output(fd):
@@ -124,13 +128,20 @@ class _Rank:
             self._wait()
         return status if status >= 0 else 128 - status
 
+    def _end_what_is_left(self) -> None:
+        """Ask what the command started and did not wait for to end; it has as long for that as a rank has."""
+        self._signal_all(signal.SIGTERM)
+        self._kill_at = time.monotonic() + STOP_GRACE_S
+        while self._kill_at is not None and descendants():
+            self._wait()
+
     def _wait(self) -> None:
         timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
         for key, _ in self._selector.select(timeout):
             key.data()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self._kill_at = None
-            self._signal_group(signal.SIGKILL)
+            kill_descendants()
 
     def _on_output(self, fd: int) -> bool:
         """Pass on what the pipe holds; False when it holds nothing now or is at its end."""
@@ -161,7 +172,7 @@ class _Rank:
 
     def _ask_for_stacks(self) -> None:
         """Have every process of the command that is ready for it write its stacks; others would die of the signal."""
-        ready = [] if self._process is None else _processes_that_catch(_STACKS_SIGNAL, self._process.pid)
+        ready = _descendants_that_catch(_STACKS_SIGNAL)
         for pid in ready:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, _STACKS_SIGNAL)
@@ -174,12 +185,28 @@ class _Rank:
                 self._end(LAUNCHER_GRACE_S)
             elif number in _PASSED_ON:
                 self._signal_group(number)
+            else:
+                self._reap_orphans()
 
     def _end(self, grace_s: float) -> None:
         self._told_to_end = True
-        self._signal_group(signal.SIGTERM)
+        self._signal_all(signal.SIGTERM)
         kill_at = time.monotonic() + grace_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+
+    def _signal_all(self, number: int) -> None:
+        self._signal_group(number)
+        for pid in descendants():
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                if self._process is None or os.getpgid(pid) != self._process.pid:
+                    os.kill(pid, number)
+
+    def _reap_orphans(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if self._process is None or found.si_pid == self._process.pid:
+                    return
+                os.waitpid(found.si_pid, 0)
 
     def _signal_group(self, number: int) -> None:
         if self._process is not None:
@@ -213,19 +240,47 @@ def _open_stacks_pipe() -> tuple[int, int]:
     return reader, writer
 
 
-def _processes_that_catch(number: int, group: int) -> list[int]:
-    """The processes of a group that have a handler for a signal."""
-    found = []
+def adopt_orphans(adopt: bool) -> None:
+    """Become the parent of every process below this one whose own parent ends, in any session; or no more."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(adopt))
+
+
+def descendants(spared: Collection[int] = ()) -> list[int]:
+    """Every process below this one that has not ended, parents first; without those spared and what is below them."""
+    children: dict[int, list[int]] = {}
+    ended = set()
     for directory in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # it has just ended
             pid = int(directory.name)
-            if os.getpgid(pid) == group:
-                status = (directory / "status").read_text()
-                caught = int(status.split("SigCgt:")[1].split()[0], 16)
-                if caught >> (number - 1) & 1:
-                    found.append(pid)
-        except OSError:
-            continue  # it has just ended
+            state, parent = (directory / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            if pid not in spared:
+                children.setdefault(int(parent), []).append(pid)
+            if state in b"ZX":
+                ended.add(pid)
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, [])
+    return [pid for pid in found[1:] if pid not in ended]
+
+
+def kill_descendants(spared: Collection[int] = ()) -> None:
+    """Kill every process below this one, also those that are started meanwhile."""
+    deadline = time.monotonic() + _KILL_S
+    while (left := descendants(spared)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _descendants_that_catch(number: int) -> list[int]:
+    """The processes below this one that have a handler for a signal."""
+    found = []
+    for pid in descendants():
+        with contextlib.suppress(OSError):  # it has just ended
+            caught = int(Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0], 16)
+            if caught >> (number - 1) & 1:
+                found.append(pid)
     return found
 
 

@@ -12,25 +12,27 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.model import Plan
-from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, signal_name
+from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, left_early, signal_name
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
 from hvdkit.run.launch.shown import STDERR, STDOUT, Shown
 from hvdkit.run.launch.signals import Signals, listener, watched_signals
 from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.run.launch.start import pipe, start
 from hvdkit.run.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
-from hvdkit.steps.stalls import STALLED_STATUS
+from hvdkit.steps.stalls import IN_INIT, PAST_INIT, STALLED_STATUS
 
 SETTLE_S = 2.0
 """Seconds from the first failure to ending the job: time for the rank that caused it to be gone too."""
 KNOCK_ON_SETTLE_S = 5.0
 """The same as long as every rank that failed did so because it lost a peer: that peer is the one to name."""
+END_S = KNOCK_ON_SETTLE_S + wire.STOP_GRACE_S
+"""Seconds from the first failure to killing what is left, whatever it does."""
 STOP_S = wire.STOP_GRACE_S + 1.0
 """Seconds from telling the ranks to end to killing them."""
 LEAVE_S = 1.5
@@ -91,6 +93,8 @@ class _Job:
 
     def run(self) -> Ended:
         """Start it, and see to it until the launcher and all ranks are gone."""
+        before = wire.descendants()
+        wire.adopt_orphans(True)
         self._launcher = self._start()
         self._report_fd = pipe(self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
@@ -102,6 +106,8 @@ class _Job:
                 key.data()
         while self._on_report():
             pass
+        wire.adopt_orphans(False)
+        wire.kill_descendants(spared=before)
         status = self._conclude()
         return Ended(status, interrupted=self._signal is not None or self._shown.unread)
 
@@ -157,9 +163,17 @@ class _Job:
         elif kind == wire.STDERR:
             self._on_errors(peer, payload)
         elif kind == wire.STACKS:
-            peer.stacks += payload
+            self._on_stacks(peer, payload)
         elif kind == wire.EXIT:
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
+
+    def _on_stacks(self, peer: Peer, data: bytes) -> None:
+        """Take stacks, or a word of a rank that goes into Horovod's ``init``, where it waits for all others."""
+        if IN_INIT in data or PAST_INIT in data:
+            peer.in_init = data.rfind(IN_INIT) > data.rfind(PAST_INIT)
+            if peer.in_init and self._plan.stall_timeout is not None:
+                self._after(self._plan.stall_timeout, self._end_if_awaited_in_init, peer)
+        peer.stacks += data.replace(IN_INIT, b"").replace(PAST_INIT, b"")
 
     def _on_errors(self, peer: Peer, data: bytes) -> None:
         """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
@@ -244,8 +258,17 @@ class _Job:
         for peer in self._peers:
             if peer.reports is not None:
                 overdue.update(peer.reports.overdue())
-        if overdue and self._phase is Phase.RUNNING and self._stall is None:
-            self._stall = Stall(overdue)
+        self._end_stalled(overdue)
+
+    def _end_if_awaited_in_init(self, peer: Peer) -> None:
+        """End the job when a rank has waited in ``init`` for others that did not come."""
+        if peer.in_init:
+            came = {other.rank for other in self._ranks if other.in_init is not None}
+            self._end_stalled({rank: ("init",) for rank in range(self._plan.n) if rank not in came})
+
+    def _end_stalled(self, missing: Mapping[int, tuple[str, ...]]) -> None:
+        if missing and self._phase is Phase.RUNNING and self._stall is None:
+            self._stall = Stall(missing)
             self._order(wire.DUMP)
             self._after(DUMP_S, self._stop)
 
@@ -255,8 +278,10 @@ class _Job:
             self._stop()
         if self._phase is Phase.STOPPING:
             return
+        if self._phase is Phase.RUNNING:
+            self._after(END_S, self._kill)
         failure = first_failure((*self._ends, *self._lost))
-        if failure is not None and not failure.knock_on:
+        if failure is not None and (not failure.knock_on or left_early(self._ends) is not None):
             self._after(SETTLE_S, self._stop)
         elif self._phase is Phase.RUNNING:
             self._after(KNOCK_ON_SETTLE_S, self._stop)
@@ -312,9 +337,13 @@ class _Job:
             return _BROKEN_PIPE_STATUS
         status = self._launcher.returncode
         failure = first_failure(self._ends) or (first_failure(self._lost) if status == 0 else None)
-        self._shown.tracebacks(self._ranks, failure)
+        early = left_early(self._ends)
+        self._shown.tracebacks(self._ranks, early or failure)
         if self._stall is not None:
             return self._conclude_stall(self._stall)
+        if early is not None:
+            self._shown.say(f"{early} before the others were done; the job was ended.")
+            return 1
         if failure is not None:
             self._shown.say(f"{failure}; the job was ended.")
             return failure.exit_status

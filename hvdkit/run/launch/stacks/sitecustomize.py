@@ -4,27 +4,56 @@ A signal handler for stacks has to be registered inside the process, a profiler 
 plain Horovod does not call hvdkit.
 """
 
+import functools
 import importlib.util
 import os
 import sys
-from importlib.machinery import PathFinder
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-_ASKED = {
-    "HVDKIT_STACKS": ("stalls", "hand_in_stacks_when_asked"),
-    "HVDKIT_TORCH_PROFILE": ("torch_profile", "profile_when_asked"),
-}
-"""What a variable asks for: a file of hvdkit/steps and a function in it."""
+_ASKED = (
+    ("HVDKIT_STACKS", "stalls", "hand_in_stacks_when_asked", None),
+    ("HVDKIT_STACKS", "stalls", "tell_of_init", "horovod.common.basics"),
+    ("HVDKIT_TORCH_PROFILE", "torch_profile", "profile_steps", "torch.optim.optimizer"),
+)
+"""What a variable asks for: a file of hvdkit/steps, a function in it, and a module whose import it waits for."""
 
 
-def _run(file: str, function: str) -> None:
+class _AfterImport(MetaPathFinder):
+    """Finds a module as Python itself does, and does something with it once it has been executed."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """As ``importlib`` has it; None for every other module."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self._action(module)
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def _run(file: str, function: str, *arguments: ModuleType) -> None:
     """Run a function of hvdkit by its file's path: hvdkit itself need not be installed for this Python."""
     spec = importlib.util.spec_from_file_location(f"_hvdkit_{file}", _HERE.parents[2] / "steps" / f"{file}.py")
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        getattr(module, function)()
+        getattr(module, function)(*arguments)
 
 
 def _run_the_one_behind() -> None:
@@ -38,7 +67,11 @@ def _run_the_one_behind() -> None:
 
 # Only as sitecustomize: not when it is imported by its full name, to be looked at.
 if __name__ == "sitecustomize":
-    for variable, where in _ASKED.items():
-        if variable in os.environ:
-            _run(*where)
+    for variable, file, function, awaited in _ASKED:
+        if not os.environ.get(variable):
+            continue
+        if awaited is None:
+            _run(file, function)
+        else:
+            sys.meta_path.insert(0, _AfterImport(awaited, functools.partial(_run, file, function)))
     _run_the_one_behind()

@@ -80,6 +80,8 @@ class Cache:
 
         Returns:
             The path of the file in the cache.
+        Raises:
+            InstallError: it cannot be written there, such as for want of space.
         """
         entry = self.entry(key)
         new = self.room(self.kind) / f".new-{key}"
@@ -95,6 +97,11 @@ class Cache:
                     os.fsync(opened.fileno())
             self.drop(key)
             new.rename(entry)
+        except OSError as error:
+            raise InstallError(
+                f"{file.name} cannot be kept in the cache {entry.parent}: {error.strerror}; make room there, or set "
+                "XDG_CACHE_HOME to another directory."
+            ) from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
         return entry / file.name

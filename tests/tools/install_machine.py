@@ -74,6 +74,7 @@ class Environment:
 
     def __init__(self, prefix: Path, cache: Path) -> None:
         self.prefix, self.cache = prefix, cache
+        self.started: list[subprocess.Popen[str]] = []
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
         self.site = prefix / SITE.relative_to(sys.prefix)
         self.link(SITE, self.site)
@@ -89,7 +90,7 @@ class Environment:
         outside = [entry for entry in os.environ["PATH"].split(os.pathsep) if Path(entry) != Path(sys.prefix) / "bin"]
         path = os.pathsep.join([str(self.prefix / "bin"), *outside])
         own = {"PATH": path, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(self.cache)}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             words,
             env={**base, **own, **environ},
             stdout=subprocess.PIPE,
@@ -97,6 +98,8 @@ class Environment:
             text=True,
             cwd=self.prefix,
         )
+        self.started.append(process)
+        return process
 
     def run(self, *words: str, status: int = 0, **environ: str) -> str:
         return ended(self.start(self.prefix / "bin/python", *words, **environ), status)

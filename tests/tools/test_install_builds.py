@@ -42,18 +42,25 @@ def installed(machine: StandIn) -> Iterator[StandIn]:
 
 
 def clear(machine: StandIn) -> None:
+    while machine.started:
+        process = machine.started.pop()
+        if process.poll() is None:  # of a test that failed
+            process.kill()
+            process.communicate()
     subprocess.run(["rm", "-rf", machine.cache, machine.log, *machine.site.glob("horovod*")], check=True)
 
 
 def until(process: subprocess.Popen[str], words: str) -> str:
-    """What a process writes up to the line with these words, which it must write."""
+    """What a process writes up to the line with these words, which it must write before it compiles on."""
     assert process.stdout is not None
     lines = ""
     for line in process.stdout:
         lines += line
         if words in line:
             return lines
-    raise AssertionError(f"it ended without {words!r}:\n{lines}")
+        if "compiling" in line:
+            break
+    raise AssertionError(f"it went on without {words!r}:\n{lines}")
 
 
 def holds(machine: StandIn) -> None:
@@ -67,6 +74,7 @@ def holds(machine: StandIn) -> None:
 
 def test_three_at_once_build_one_wheel_in_a_directory_of_any_name(fresh: StandIn, tmp_path: Path) -> None:
     other = StandIn(fresh.prefix.parent, "other")
+    other.started = fresh.started
     gate, temporary = tmp_path / "gate", tmp_path / """it's a "place" $HOME %s #1"""
     temporary.mkdir()
     environ = {"STANDIN_GATE": str(gate), "TMPDIR": str(temporary)}
@@ -86,15 +94,13 @@ def test_three_at_once_build_one_wheel_in_a_directory_of_any_name(fresh: StandIn
 
 
 def test_a_killed_build_leaves_nothing_that_is_used(fresh: StandIn, tmp_path: Path) -> None:
-    environ = {"STANDIN_GATE": str(tmp_path / "gate"), "TMPDIR": str(tmp_path)}
-    first = fresh.start_install(**environ)
+    first = fresh.start_install(STANDIN_GATE=str(tmp_path / "gate"), TMPDIR=str(tmp_path))
     until(first, "compiling  10 %")
     first.send_signal(signal.SIGKILL)
     ended(first, -signal.SIGKILL)
     assert fresh.files() == {} and fresh.wheels() == []
     (left,) = tmp_path.glob("hvdkit-build-*")
-    (tmp_path / "gate").touch()
-    output = fresh.install(**environ)
+    output = fresh.install(TMPDIR=str(tmp_path))
     assert ", compiled, in" in output and "Waiting" not in output and not left.exists()
     assert fresh.compiled() == 2
     holds(fresh)

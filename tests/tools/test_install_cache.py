@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import stat
 import subprocess
@@ -265,3 +266,13 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert here.cache_directory() == tmp_path / "home/.cache/hvdkit"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert here.cache_directory() == tmp_path / "home/.cache/hvdkit"
+    # Without HOME it is where the system says the user's home is; in containers a user may have none.
+    monkeypatch.delenv("HOME")
+    assert here.cache_directory() == Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache/hvdkit"
+    monkeypatch.setattr(os, "getuid", lambda: 987654321)
+    with pytest.raises(InstallError, match=r"no home directory for the cache \(HOME is not set\): set XDG_CACHE_HOME"):
+        here.cache_directory()
+    # pip runs in another directory, where a relative path names another cache.
+    monkeypatch.setenv("HOME", "somewhere")
+    with pytest.raises(InstallError, match=r"HOME is somewhere"):
+        here.cache_directory()

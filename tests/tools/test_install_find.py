@@ -57,6 +57,7 @@ SILENT = answering(**{"-show": "gcc -I/opt"})
         (SILENT, {"mpirun": "echo 'mpirun (Open MPI) 4.1.1'"}, ("Open MPI", "4.1.1")),
         (SILENT, {"mpirun": "echo 'HYDRA build details:'; echo '    Version:     3.4.3'"}, ("MPICH", "3.4.3")),
         (SILENT, {}, ("unknown MPI", "")),
+        ("echo 'MPI? Version 7 of what?'", {}, ("unknown MPI", "")),
     ],
 )
 def test_an_mpi_is_named_by_what_its_wrapper_says(

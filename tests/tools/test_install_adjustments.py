@@ -13,7 +13,6 @@ import hvdkit
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install import adjust, source
 from hvdkit.prepare.install.adjust import CONDITIONS, Patch, Target, apply, applying, describe, digest, parse, patches
-from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.here import cache_directory
 
 BOTH = Target(frozenset({"torch", "tensorflow"}), "none")
@@ -22,7 +21,7 @@ TARGETS = [
     for frameworks in ({"torch"}, {"tensorflow"}, {"torch", "tensorflow"})
     for gpu, plain in itertools.product(("none", "nccl", "mpi"), (False, True))
 ]
-RELEASED = Cache(cache_directory()).sources / source.FILE_NAME
+RELEASED = cache_directory() / "sources" / source.FILE_NAME
 HUNK = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@")
 
 

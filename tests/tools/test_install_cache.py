@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install import here
-from hvdkit.prepare.install.cache import LOGS_KEPT, Cache, sha256
+from hvdkit.prepare.install.cache import LOGS_KEPT, Cache, DamagedError, sha256
 
 KEY = "a" * 64
 HOLDER = """
@@ -93,7 +97,7 @@ def test_a_damaged_entry_is_refused(cache: Cache, tmp_path: Path, damage: str) -
             manifest.write_text(manifest.read_text()[:20])
         case _:
             manifest.write_text("[]")
-    with pytest.raises(InstallError, match="The cached wheel"):
+    with pytest.raises(InstallError, match=r"The cached .* (incomplete|cannot be read)"):
         cache.get(KEY)
     cache.drop(KEY)
     assert cache.get(KEY) is None
@@ -108,12 +112,91 @@ def test_what_a_killed_builder_left_is_no_wheel_and_does_not_stand_in_the_way(ca
     assert not half.exists()
 
 
+@pytest.fixture(params=["another's", "group", "anybody, sticky"])
+def opened(request: pytest.FixtureRequest) -> Callable[[Path], str]:
+    """Lets others change a path, and returns what the error must say of it."""
+
+    def let(path: Path) -> str:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if request.param == "another's":
+            if os.geteuid() != 0:
+                pytest.skip("gives a file away, which root alone can do")
+            os.chown(path, 4711, -1)
+            return f"{path} belongs to no known user (uid 4711) and has mode {mode:04o}; expected you or root"
+        mode |= 0o020 if request.param == "group" else 0o1002
+        path.chmod(mode)
+        return f"(uid {os.geteuid()}) and has mode {mode:04o}; expected you or root"
+
+    return let
+
+
+@pytest.mark.parametrize("place", ["", "wheels", f"wheels/{KEY}", f"wheels/{KEY}/manifest.json", "wheel"])
+def test_a_wheel_that_others_could_have_replaced_with_its_manifest_is_refused(
+    cache: Cache, tmp_path: Path, place: str, opened: Callable[[Path], str]
+) -> None:
+    kept = cache.put(KEY, wheel(tmp_path), {})
+    said = opened(kept if place == "wheel" else cache.directory / place)
+    with pytest.raises(InstallError, match=r"chmod -R go-w|remove it") as caught:
+        cache.get(KEY)
+    assert said in str(caught.value) and "XDG_CACHE_HOME" in str(caught.value)
+    assert not isinstance(caught.value, DamagedError), "it would be built again in silence, over what shows an attack"
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("place", ["", "locks"])
+def test_nothing_is_written_where_others_can_lay_links(
+    cache: Cache, tmp_path: Path, place: str, opened: Callable[[Path], str]
+) -> None:
+    (cache.directory / "locks").mkdir(parents=True)
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    (cache.directory / "locks/key.lock").symlink_to(mine)
+    said = opened(cache.directory / place)
+    with pytest.raises(InstallError) as caught, cache.locked("key", print):
+        pass
+    assert said in str(caught.value)
+    assert mine.read_text() == "precious"
+
+
+def test_the_directory_above_may_be_anybodys_if_it_is_sticky(cache: Cache, tmp_path: Path) -> None:
+    kept = cache.put(KEY, wheel(tmp_path), {})
+    tmp_path.chmod(0o1777)
+    assert cache.get(KEY) == kept
+    tmp_path.chmod(0o777)
+    with pytest.raises(InstallError, match=r"has no sticky bit.*chmod \+t"):
+        cache.get(KEY)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to others, which root alone can do")
+def test_a_cache_of_roots_is_taken_by_a_user_who_cannot_write_to_it(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        site = Cache(Path(name) / "hvdkit")
+        kept = site.put(KEY, wheel(tmp_path), {})
+        os.seteuid(4711)
+        try:
+            assert not os.access(kept, os.W_OK, effective_ids=True)
+            assert site.get(KEY) == kept
+        finally:
+            os.seteuid(0)
+
+
+def test_what_is_kept_is_writable_for_its_owner_alone_under_every_umask(cache: Cache, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with cache.locked(KEY, print):
+            cache.put(KEY, wheel(tmp_path), {})
+            assert cache.get(KEY) is not None
+    finally:
+        os.umask(before)
+
+
 def test_a_manifest_cannot_point_out_of_its_entry(cache: Cache, tmp_path: Path) -> None:
     kept = cache.put(KEY, wheel(tmp_path), {})
     manifest = json.loads((kept.parent / "manifest.json").read_text())
     outside = tmp_path / "outside.whl"
     outside.write_bytes(b"wheel")
-    (kept.parent / "manifest.json").write_text(json.dumps({**manifest, "wheel": str(outside)}))
+    (kept.parent / "manifest.json").write_text(json.dumps({**manifest, "file": str(outside)}))
     with pytest.raises(InstallError):
         cache.get(KEY)
 
@@ -183,3 +266,13 @@ def test_the_cache_is_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert here.cache_directory() == tmp_path / "home/.cache/hvdkit"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert here.cache_directory() == tmp_path / "home/.cache/hvdkit"
+    # Without HOME it is where the system says the user's home is; in containers a user may have none.
+    monkeypatch.delenv("HOME")
+    assert here.cache_directory() == Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache/hvdkit"
+    monkeypatch.setattr(os, "getuid", lambda: 987654321)
+    with pytest.raises(InstallError, match=r"no home directory for the cache \(HOME is not set\): set XDG_CACHE_HOME"):
+        here.cache_directory()
+    # pip runs in another directory, where a relative path names another cache.
+    monkeypatch.setenv("HOME", "somewhere")
+    with pytest.raises(InstallError, match=r"HOME is somewhere"):
+        here.cache_directory()

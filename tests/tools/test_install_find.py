@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hvdkit.prepare.install import find_gpu, find_mpi, find_toolchain
+from hvdkit.prepare.install import ask, find_gpu, find_mpi, find_toolchain
 from hvdkit.prepare.install.find_frameworks import find_tensorflow, find_torch
 
 
@@ -54,6 +57,7 @@ SILENT = answering(**{"-show": "gcc -I/opt"})
         (SILENT, {"mpirun": "echo 'mpirun (Open MPI) 4.1.1'"}, ("Open MPI", "4.1.1")),
         (SILENT, {"mpirun": "echo 'HYDRA build details:'; echo '    Version:     3.4.3'"}, ("MPICH", "3.4.3")),
         (SILENT, {}, ("unknown MPI", "")),
+        ("echo 'MPI? Version 7 of what?'", {}, ("unknown MPI", "")),
     ],
 )
 def test_an_mpi_is_named_by_what_its_wrapper_says(
@@ -107,6 +111,41 @@ def test_a_wrapper_that_does_not_run_is_passed_over_and_named(tmp_path: Path) ->
     assert found is not None
     assert found.bin == tmp_path / "good"
     assert others == (f"{tmp_path}/broken/mpicc: it does not run",)
+
+
+@pytest.mark.parametrize(
+    "mpicc", ["sleep 600 & echo $! > {note}; wait", "echo $$ > {note}; yes"], ids=["hangs", "babbles"]
+)
+def test_a_wrapper_that_does_not_end_is_passed_over_with_all_that_it_started(
+    tmp_path: Path, mpicc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "note"
+
+    class Patience(threading.Thread):
+        """Runs out when the wrapper hangs, however long it takes to come there."""
+
+        def __init__(self, seconds: float, end: Callable[[], None]) -> None:
+            super().__init__()
+            self.seconds, self.end = seconds, end
+
+        def run(self) -> None:
+            while not (note.exists() and note.read_text().endswith("\n")):
+                time.sleep(0.01)
+            self.end()
+
+        def cancel(self) -> None:
+            pass
+
+    if "sleep" in mpicc:
+        monkeypatch.setattr(ask.threading, "Timer", Patience)
+    mpi_in(tmp_path / "broken", f"echo asked >> {tmp_path}/asked; {mpicc.format(note=note)}")
+    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/broken"}, tmp_path / "env")
+    assert found is None
+    assert others == (f"{tmp_path}/broken/mpicc: it does not run",)
+    state = Path("/proc", note.read_text().strip(), "stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    if "sleep" in mpicc:
+        assert (tmp_path / "asked").read_text().count("asked") == 1, "each question would wait for as long"
 
 
 def test_no_mpi_and_one_without_its_cxx_wrapper(tmp_path: Path) -> None:

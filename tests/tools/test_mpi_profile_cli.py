@@ -1,9 +1,13 @@
 """``hvdkit mpi-profile`` and ``hvdkit launch --mpi-profile`` as they are typed. No job is started here."""
 
 import json
+import os
 import re
 import shlex
+import signal
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +17,7 @@ from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit import cli
 from hvdkit.common import json_files
-from hvdkit.errors import DataError, InvalidArgumentError, LaunchError
+from hvdkit.errors import DataError, InstallError, InvalidArgumentError, LaunchError
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.read.mpi_profile.results import Shown
@@ -229,10 +233,42 @@ def test_it_is_compiled_once_for_each_mpi(tmp_path):
     again = mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append)
     assert first == again and first.is_file() and log.read_text().count("compiled") == 1
     assert len(said) == 1 and "once for this MPI" in said[0]
-    assert [entry.name for entry in first.parent.iterdir()] == [mpi_recorder.NAME]
+    assert {entry.name for entry in first.parent.iterdir()} == {mpi_recorder.NAME, "manifest.json"}
     fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=log), version="5.1.0")
     assert mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", said.append) != first
     assert len(said) == 2
+
+
+def test_only_the_recorder_that_was_compiled_is_preloaded(tmp_path):
+    said, log = [], tmp_path / "log"
+    mpicc = fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=log))
+    cache = tmp_path / "cache"
+    library = mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, cache, said.append)
+    good = library.read_bytes()
+    library.write_bytes(good + b"x")
+    assert mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, cache, said.append) == library
+    assert library.read_bytes() == good and "has SHA-256" in said[1] and log.read_text().count("compiled") == 2
+    (library.parent / "manifest.json").unlink()  # as of earlier versions, which had none
+    mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, cache, said.append)
+    assert library.read_bytes() == good and log.read_text().count("compiled") == 3
+    library.chmod(0o664)  # with its sum beside it, whoever can write to one can write to both
+    with pytest.raises(InstallError, match=f"{library} belongs to .* mode 0664; expected you or root"):
+        mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, cache, said.append)
+    assert log.read_text().count("compiled") == 3
+
+
+def test_a_compile_that_was_killed_leaves_nothing_that_is_preloaded(tmp_path):
+    # The compiler ends hvdkit by a signal that nobody can catch, with half a library written.
+    mpicc = fake_mpicc(tmp_path / "bin", 'while [ "$1" != -o ]; do shift; done; echo half > "$2"; kill -9 $PPID')
+    code = "import sys; from pathlib import Path; from hvdkit.prepare.install import mpi_recorder\n"
+    code += "mpi_recorder.ensure(Path(sys.argv[1]), {'PATH': '/usr/bin:/bin'}, Path(sys.argv[2]), print)"
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    killed = subprocess.run([sys.executable, "-c", code, mpicc, tmp_path / "cache"], env=environ, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL and len(list((tmp_path / "cache").rglob("*.so"))) == 1
+    fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=tmp_path / "log"))
+    library = mpi_recorder.ensure(mpicc, {"PATH": "/usr/bin:/bin"}, tmp_path / "cache", lambda _: None)
+    assert library.read_bytes() == Path(a_library()).read_bytes()
+    assert list((tmp_path / "cache").rglob("*.so")) == [library]
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO, cast
 
 PATIENCE_SECONDS = 120
 """On a slow parallel file system a wrapper or a small compilation may take seconds; what takes longer is broken."""
+LONGEST = 1 << 20
+"""Bytes of an answer; who says more is broken too."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the program said (standard output and error together) and whether it succeeded."""
+    """What the program said (standard output and error together), whether it succeeded, and whether it ended at all."""
 
     text: str
     ok: bool
+    ended: bool = True
 
     @property
     def first_line(self) -> str:
@@ -43,17 +50,41 @@ def ask(argv: Sequence[str], stdin: str = "", environ: Mapping[str, str] | None 
         environ: its environment; default: that of this process.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             list(argv),
-            input=stdin.encode(),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=PATIENCE_SECONDS,
             env={**(os.environ if environ is None else environ), "LC_ALL": "C"},
-            check=False,
+            start_new_session=True,  # so that what it starts ends with it
         )
     except OSError as error:
         return Answer(f"{argv[0]} cannot be run: {error.strerror}", ok=False)
-    except subprocess.TimeoutExpired:
-        return Answer(f"{argv[0]} did not answer within {PATIENCE_SECONDS} s", ok=False)
-    return Answer(done.stdout.decode(errors="replace"), ok=done.returncode == 0)
+    said, status = _hear(process, stdin.encode())
+    if status == -signal.SIGKILL and len(said) < LONGEST:
+        return Answer(f"{argv[0]} did not answer within {PATIENCE_SECONDS} s", ok=False, ended=False)
+    return Answer(said.decode(errors="replace"), ok=status == 0)
+
+
+def _hear(process: subprocess.Popen[bytes], stdin: bytes) -> tuple[bytes, int]:
+    """What a process says and its exit status; it is killed when it takes too long, or says too much."""
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    patience = threading.Timer(PATIENCE_SECONDS, end)
+    patience.start()
+    with process:
+        try:
+            with contextlib.suppress(BrokenPipeError), cast(IO[bytes], process.stdin) as asked:
+                asked.write(stdin)
+            said = cast(IO[bytes], process.stdout).read(LONGEST)
+            if len(said) == LONGEST:
+                end()
+            return said, process.wait()
+        except BaseException:
+            end()
+            raise
+        finally:
+            patience.cancel()

@@ -79,7 +79,7 @@ def build_wheel(plan: Plan, facts: Facts, cache: Cache, progress: Progress, log:
         progress.say(f"Fetching the source of Horovod {HOROVOD_VERSION}")
         download = directory / "download"
         download.mkdir()
-        tarball = source.fetch(cache.sources, download, shop.pip)
+        tarball = source.fetch(cache.room("sources"), download, shop.pip)
         tree = source.unpack(tarball, directory)
         adjust.apply(tree, plan.adjustments)
         progress.say(f"Adjusted the source ({len(plan.adjustments)} changes; 'hvdkit install --explain' lists them)")

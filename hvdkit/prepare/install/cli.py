@@ -16,7 +16,7 @@ from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.adjust import Target
 from hvdkit.prepare.install.build import build_wheel
-from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.cache import Cache, DamagedError
 from hvdkit.prepare.install.facts import TITLES, Facts
 from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
@@ -121,7 +121,7 @@ def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
     """The wheel from the cache, None when there is none that is whole."""
     try:
         wheel = cache.get(plan.key)
-    except InstallError as error:
+    except DamagedError as error:
         progress.say(f"{error} It is built again.")
         cache.drop(plan.key)
         return None

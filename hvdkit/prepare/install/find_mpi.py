@@ -59,7 +59,7 @@ def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
     if match := _OPEN_MPI_WRAPPER.search(show.text):
         return match["name"], match["version"]
     # The wrappers of the MPICH family print the compiler's command for -show without running the compiler.
-    if not show.ok and not ask([str(mpicc), "-show"]).ok:
+    if not show.ended or (not show.ok and not ask([str(mpicc), "-show"]).ok):
         return None
     questions = (
         ([str(mpicc), "-v"], (_MPICC_FOR,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -57,10 +58,15 @@ def cache_directory() -> Path:
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if named.is_absolute():
         return named / "hvdkit"
-    try:
-        return Path.home() / ".cache" / "hvdkit"
-    except RuntimeError as error:
-        raise InstallError("There is no home directory for the cache: set XDG_CACHE_HOME to a directory.") from error
+    home = Path()
+    with contextlib.suppress(RuntimeError):  # no HOME, and the user has no entry, as in containers
+        home = Path.home()
+    if not home.is_absolute():
+        raise InstallError(
+            f"There is no home directory for the cache (HOME is {os.environ.get('HOME', 'not set')}): set "
+            "XDG_CACHE_HOME to an absolute path."
+        )
+    return home / ".cache" / "hvdkit"
 
 
 def _with_gpu(facts: Facts) -> Facts:

@@ -2,27 +2,28 @@
 
 ::
 
-    <XDG cache>/hvdkit/read/mpi_profile/<key>/libhvdkit-mpi-profile.so
+    <XDG cache>/hvdkit/mpi_profile/<key>/libhvdkit-mpi-profile.so, and manifest.json with its SHA-256
 
+What is preloaded is checked each time as a wheel is: by its sum, and that only this user and root can have written it.
 The key is made of the interposer's source, the MPI (implementation, version, path of its mpicc) and the processor: a
 library compiled for one MPI is no use under another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import hvdkit
 from hvdkit.errors import LaunchError
 from hvdkit.prepare.install.ask import ask
-from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.cache import Cache, DamagedError
 from hvdkit.prepare.install.find_mpi import find_mpi, identify
 
 NAME = "libhvdkit-mpi-profile.so"
@@ -61,7 +62,7 @@ def path_of(mpicc: Path, environ: Mapping[str, str], cache: Path) -> Path:
     text = "\0".join([*mpi, str(mpicc), platform.machine(), *_OPTIONS])
     for source in sources():
         text += source.read_text(encoding="utf-8")
-    library = cache / "mpi_profile" / hashlib.sha256(text.encode()).hexdigest()[:16] / NAME
+    library = _cache(cache).entry(hashlib.sha256(text.encode()).hexdigest()[:16]) / NAME
     if any(char in str(library) for char in " :\t\n"):
         raise LaunchError(
             f"The cache {cache} has a blank or a colon in its path, at which the loader splits LD_PRELOAD; set "
@@ -80,25 +81,27 @@ def ensure(mpicc: Path, environ: Mapping[str, str], cache: Path, say: Callable[[
         Its path.
     Raises:
         LaunchError: it cannot be compiled or loaded.
-        InstallError: the cache has no locks.
+        InstallError: the cache has no locks, or others can write to it.
     """
-    library = path_of(mpicc, environ, cache)
-    if library.is_file():
-        return library
+    kept = _cache(cache)
+    key = path_of(mpicc, environ, cache).parent.name
+    with contextlib.suppress(DamagedError):  # without the lock, so that a cache of root's that is only read will do
+        if found := kept.get(key):
+            return found
     try:
-        with Cache(cache).locked(
-            f"mpi-profile-{library.parent.name}", lambda holder: say(f"waiting for {holder}, which compiles the same")
-        ):
-            if not library.is_file():
-                say(f"compiling the recorder of MPI calls with {mpicc}, once for this MPI")
-                library.parent.mkdir(parents=True, exist_ok=True)
-                _compile(mpicc, environ, library)
+        with kept.locked(f"mpi-profile-{key}", lambda holder: say(f"waiting for {holder}, which compiles the same")):
+            try:
+                if found := kept.get(key):
+                    return found
+            except DamagedError as error:
+                say(f"{error} It is compiled again.")
+            say(f"compiling the recorder of MPI calls with {mpicc}, once for this MPI")
+            return _compile(mpicc, environ, kept, key)
     except OSError as error:
         raise LaunchError(
-            f"The recorder of MPI calls cannot be kept in {library.parent}: {error.strerror}; set XDG_CACHE_HOME to a "
+            f"The recorder of MPI calls cannot be kept in {kept.entry(key)}: {error.strerror}; set XDG_CACHE_HOME to a "
             "directory that can be written, which all hosts of the job see."
         ) from error
-    return library
 
 
 def sources() -> list[Path]:
@@ -106,15 +109,24 @@ def sources() -> list[Path]:
     return sorted(path for path in _SOURCES.iterdir() if path.suffix in (".c", ".h"))
 
 
-def _compile(mpicc: Path, environ: Mapping[str, str], library: Path) -> None:
-    """Compile into a temporary file, try whether it loads, and put it in place whole."""
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".new-") as directory:
-        new = Path(directory) / NAME
+def _cache(directory: Path) -> Cache:
+    return Cache(directory, "mpi_profile")
+
+
+def _compile(mpicc: Path, environ: Mapping[str, str], cache: Cache, key: str) -> Path:
+    """Compile beside where it will lie, since programs may not be started in TMPDIR, and keep it if it loads."""
+    work = cache.room(cache.kind) / f".build-{key}"
+    shutil.rmtree(work, ignore_errors=True)  # of one that was killed: the lock of the key is held
+    try:
+        work.mkdir(0o700)
+        new = work / NAME
         words = [str(path) for path in sources() if path.suffix == ".c"]
         _run([str(mpicc), *_OPTIONS, "-o", str(new), *words, *_LIBRARIES], environ, "compiled")
         load = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
         _run([sys.executable, "-I", "-c", load, str(new)], environ, "loaded")
-        new.replace(library)
+        return cache.put(key, new, {"mpicc": str(mpicc)})
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _run(argv: list[str], environ: Mapping[str, str], what: str) -> None:

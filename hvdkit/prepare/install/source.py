@@ -40,7 +40,6 @@ def fetch(sources: Path, work: Path, pip: Callable[[list[str]], None]) -> Path:
     if not is_released(fresh):
         found = sha256(fresh) if fresh.is_file() else "no file"
         raise InstallError(f"The downloaded {FILE_NAME} is not the released one: {found}, expected {HOROVOD_SHA256}.")
-    sources.mkdir(parents=True, exist_ok=True)
     staged = sources / f".{FILE_NAME}-{os.getpid()}"
     staged.write_bytes(fresh.read_bytes())
     staged.replace(kept)

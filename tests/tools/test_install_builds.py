@@ -1,0 +1,214 @@
+"""``hvdkit install`` from the source to the environment, with a stand-in for Horovod: at once, killed, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from install_machine import StandIn, ended, write_source
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
+    yield StandIn(tmp_path_factory.mktemp("machine"))
+
+
+@pytest.fixture
+def fresh(machine: StandIn) -> Iterator[StandIn]:
+    """The environment without Horovod and with an empty cache."""
+    yield machine
+    clear(machine)
+
+
+@pytest.fixture
+def installed(machine: StandIn) -> Iterator[StandIn]:
+    """The environment with Horovod, whose wheel is in the cache; it is built once."""
+    kept = machine.prefix.parent / "kept"
+    if not kept.exists():
+        machine.install()
+        kept.mkdir()
+        subprocess.run(["cp", "-a", machine.cache, *machine.site.glob("horovod*"), kept], check=True)
+    else:
+        subprocess.run(["cp", "-a", kept / "cache", machine.prefix.parent], check=True)
+        subprocess.run(["cp", "-a", *kept.glob("horovod*"), machine.site], check=True)
+    machine.log.unlink(missing_ok=True)
+    yield machine
+    clear(machine)
+
+
+def clear(machine: StandIn) -> None:
+    while machine.started:
+        process = machine.started.pop()
+        if process.poll() is None:  # of a test that failed
+            process.kill()
+            process.communicate()
+    subprocess.run(["rm", "-rf", machine.cache, machine.log, *machine.site.glob("horovod*")], check=True)
+
+
+def until(process: subprocess.Popen[str], words: str) -> str:
+    """What a process writes up to the line with these words, which it must write before it compiles on."""
+    assert process.stdout is not None
+    lines = ""
+    for line in process.stdout:
+        lines += line
+        if words in line:
+            return lines
+        if "compiling" in line:
+            break
+    raise AssertionError(f"it went on without {words!r}:\n{lines}")
+
+
+def holds(machine: StandIn) -> None:
+    """The environment has all of Horovod, as its record and pip know it."""
+    found = machine.files()
+    assert len(found["horovod/torch/mpi_lib_v2.so"]) == 256 * 1200
+    assert json.loads(found["horovod/hvdkit-build.json"])["horovod"] == "0.28.1"
+    assert "horovod-0.28.1.dist-info/METADATA" in found
+    assert not list(machine.cache.glob("hvdkit/wheels/.new-*"))
+
+
+def test_three_at_once_build_one_wheel_in_a_directory_of_any_name(fresh: StandIn, tmp_path: Path) -> None:
+    other = StandIn(fresh.prefix.parent, "other")
+    other.started = fresh.started
+    gate, temporary = tmp_path / "gate", tmp_path / """it's a "place" $HOME %s #1"""
+    temporary.mkdir()
+    environ = {"STANDIN_GATE": str(gate), "TMPDIR": str(temporary)}
+    first = fresh.start_install(**environ)
+    until(first, "compiling  10 %")
+    elsewhere, here = other.start_install(**environ), fresh.start_install(**environ)
+    told = until(elsewhere, "Waiting for"), until(here, "Waiting for")
+    assert f"process {first.pid} on " in told[0] and "which builds the same wheel" in told[0]
+    assert f"process {first.pid} on " in told[1] and "which installs into this environment" in told[1]
+    gate.touch()
+    assert ", compiled, in" in ended(first)
+    assert ", from the cache, in" in ended(elsewhere)
+    assert "is already installed" in ended(here)
+    assert fresh.compiled() == 1 and fresh.files() == other.files()
+    holds(fresh)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_killed_build_leaves_nothing_that_is_used(fresh: StandIn, tmp_path: Path) -> None:
+    first = fresh.start_install(STANDIN_GATE=str(tmp_path / "gate"), TMPDIR=str(tmp_path))
+    until(first, "compiling  10 %")
+    first.send_signal(signal.SIGKILL)
+    ended(first, -signal.SIGKILL)
+    assert fresh.files() == {} and fresh.wheels() == []
+    (left,) = tmp_path.glob("hvdkit-build-*")
+    output = fresh.install(TMPDIR=str(tmp_path))
+    assert ", compiled, in" in output and "Waiting" not in output and not left.exists()
+    assert fresh.compiled() == 2
+    holds(fresh)
+
+
+def test_a_kill_in_the_middle_of_the_copy_into_the_cache_leaves_nothing_that_is_used(fresh: StandIn) -> None:
+    fresh.install(status=-signal.SIGKILL, STANDIN_DIE="copy")
+    (half,) = fresh.wheels()
+    assert half.stat().st_size == 1000 and fresh.files() == {}
+    assert ", compiled, in" in fresh.install()
+    holds(fresh)
+    assert len(fresh.wheels()) == 1
+
+
+def test_a_kill_in_the_middle_of_the_installing_is_mended_by_the_next_from_the_cache(installed: StandIn) -> None:
+    good = installed.files()
+    (installed.site / "horovod/torch/mpi_lib_v2.so").unlink()
+    installed.install(status=-signal.SIGKILL, STANDIN_DIE="install")
+    assert installed.files() != good
+    assert ", from the cache, in" in installed.install()
+    assert installed.files() == good and installed.compiled() == 0
+
+
+def test_a_source_of_another_sum_is_neither_kept_nor_run(fresh: StandIn, tmp_path: Path) -> None:
+    wrong = tmp_path / fresh.source.name
+    write_source(wrong, f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    kept = fresh.cache / "hvdkit/sources" / wrong.name
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(wrong.read_bytes())
+    output = fresh.install(status=1, PIP_FIND_LINKS=str(tmp_path))
+    assert output.splitlines()[-1].startswith(
+        "hvdkit: pip download failed: ERROR: THESE PACKAGES DO NOT MATCH THE HASHES"
+    )
+    assert fresh.compiled() == 0 and fresh.wheels() == [] and fresh.files() == {} and not (tmp_path / "ran").exists()
+    assert ", compiled, in" in fresh.install()
+    assert kept.read_bytes() == fresh.source.read_bytes()
+
+
+def test_when_nothing_can_be_fetched_the_damaged_cache_is_said_and_the_environment_untouched(
+    installed: StandIn,
+) -> None:
+    (installed.site / "horovod/torch/mpi_lib_v2.so").write_bytes(b"half")
+    before = installed.files()
+    (wheel,) = installed.wheels()
+    wheel.write_bytes(wheel.read_bytes()[:-1])
+    output = installed.install(status=1, STANDIN_TOOLS="no-such-tools")
+    assert "has SHA-256" in output and "It is built again." in output
+    assert output.splitlines()[-1].startswith("hvdkit: pip install failed: ERROR: ")
+    assert installed.files() == before and installed.wheels() == []
+
+
+def test_a_wheel_that_others_can_replace_is_one_sentence_and_the_environment_stays(installed: StandIn) -> None:
+    (installed.site / "horovod/torch/mpi_lib_v2.so").write_bytes(b"half")
+    before = installed.files()
+    (wheel,) = installed.wheels()
+    wheel.parent.chmod(0o777)
+    output = installed.install(status=1)
+    assert output.count("\n") == 1 and f"hvdkit: {wheel.parent} belongs to " in output and "chmod -R go-w" in output
+    assert installed.files() == before and wheel.exists() and installed.compiled() == 0
+
+
+def test_with_the_compiler_hidden_nothing_is_done_although_the_wheel_is_there(installed: StandIn) -> None:
+    before = installed.files()
+    output = installed.install(status=1, PATH="/nowhere")
+    assert output.count("\n") == 1 and "No C++ compiler was found on PATH" in output
+    assert installed.files() == before
+
+
+def test_when_pip_fails_the_environment_stays_as_it_was(installed: StandIn) -> None:
+    (installed.site / "horovod/marker.txt").write_text("mine")
+    record = installed.site / "horovod/hvdkit-build.json"
+    record.write_text(record.read_text().replace('"key": "', '"key": "0'))
+    before = installed.files()
+    # The wheel in the cache is refused by pip: its name says another platform.
+    (wheel,) = installed.wheels()
+    manifest = wheel.parent / "manifest.json"
+    other = wheel.with_name(wheel.name.replace("any", "win32"))
+    wheel.rename(other)
+    manifest.write_text(manifest.read_text().replace(wheel.name, other.name))
+    last = installed.install(status=1).splitlines()[-1]
+    assert last.startswith("hvdkit: Installing the wheel failed: ERROR: ") and "the full log is" in last
+    assert installed.files() == before
+
+
+def in_mounts(machine: StandIn, script: str, *words: str | Path) -> str:
+    """Runs a script as root with mounts of its own; "$@" is the install, which ends with status 1."""
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True)
+    if os.geteuid() != 0 or tried.returncode != 0:
+        pytest.skip("mounts something, which root alone can do")
+    shell = ["unshare", "--mount", "sh", "-c", script, *words, *machine.command()]
+    return ended(machine.start(*shell, **machine.environ()))
+
+
+@pytest.mark.root
+def test_an_environment_that_cannot_be_written_is_one_sentence_before_any_work(fresh: StandIn) -> None:
+    script = 'mount --bind "$0" "$0" && mount -o remount,ro,bind "$0" && "$@"; test $? = 1'
+    output = in_mounts(fresh, script, fresh.site)
+    assert output.count("\n") == 1 and f"hvdkit: {fresh.site} cannot be written: make an environment" in output
+    assert fresh.compiled() == 0 and not fresh.cache.exists()
+
+
+@pytest.mark.root
+def test_a_full_disk_is_one_sentence_and_the_next_install_goes_on(fresh: StandIn) -> None:
+    fresh.cache.mkdir()
+    script = 'mount -t tmpfs -o size=200k cache "$0" && "$@"; test $? = 1 && ls -A "$0"/hvdkit/wheels && echo SPACE && '
+    script += 'mount -o remount,size=9m "$0" && "$@" && "$@"'
+    full, _, wide = in_mounts(fresh, script, fresh.cache).partition("SPACE\n")
+    last = full.splitlines()[-1]
+    assert last.startswith("hvdkit: ") and "No space left on device" in last and "XDG_CACHE_HOME" in last
+    assert ", compiled, in" in wide and "is already installed" in wide
+    holds(fresh)

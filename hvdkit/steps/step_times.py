@@ -202,7 +202,7 @@ def _read(path: Path) -> RankTimes:
             raise ValueError(f"the first line is {header!r}")
         steps = tuple(Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3])) for line in lines)
         return RankTimes(int(header["rank"]), steps)
-    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a file of step times (version {_VERSION}) or not complete: {error}.") from error
 
 

@@ -208,7 +208,8 @@ case "$1" in
   *) {then} ;;
 esac
 """
-COPIES = 'while [ "$1" != -o ]; do shift; done; cp {library} "$2"; echo compiled >> {log}'
+TO_OUTPUT = 'while [ "$1" != -o ]; do shift; done; '
+COPIES = TO_OUTPUT + 'cp {library} "$2"; echo compiled >> {log}'
 
 
 def fake_mpicc(directory, then, version="5.0.11"):
@@ -275,7 +276,7 @@ def test_a_compile_that_was_killed_leaves_nothing_that_is_preloaded(tmp_path):
     ("then", "said"),
     [
         ("echo 'x.c:1: error: mpi.h: No such file' >&2; exit 1", "mpi.h: No such file"),
-        ('echo > "$7"', "cannot be loaded"),
+        (TO_OUTPUT + 'echo > "$2"', "cannot be loaded"),
     ],
     ids=["fails", "makes no library"],
 )

@@ -61,8 +61,8 @@ class HDF5Dataset:
         path: of the file.
         names: of arrays in it, such as ("x", "y"), or "group/x"; one name as a string for samples that are arrays.
         memory_map: look at samples that lie in the file as they are in memory (not compressed or converted, and chunks,
-            if any, of whole samples) without the HDF5 library; never at those that a link or a virtual data set leads
-            to. Switch it off where a file system is slow with memory maps.
+            if any, of whole samples) without the HDF5 library; never at those of a virtual data set or of external
+            storage. Switch it off where a file system is slow with memory maps.
     Raises:
         MissingFrameworkError: h5py is not installed.
         DataNotFoundError: there is no such file.
@@ -179,10 +179,7 @@ class HDF5Dataset:
             arrays = [_array_in(self._file, name, self.path) for name in self.names]
             if _common_length(arrays, self.path) != self._length:
                 raise DataError(f"{str(self.path)!r} has another number of samples than before; open it anew.")
-            self._readers = [
-                reader_of(array, memory_map=self.memory_map and _by_hard_links(self._file, name))
-                for name, array in zip(self.names, arrays, strict=True)
-            ]
+            self._readers = [reader_of(array, memory_map=self.memory_map) for array in arrays]
             self._pid = os.getpid()
         return self._readers
 
@@ -279,13 +276,6 @@ def _array_in(file: Any, name: str, path: Path) -> Any:
     if found.shape is None or len(found.shape) == 0:
         raise DataError(f"{name!r} in {str(path)!r} is a single value; expected an array with a sample in each row.")
     return found
-
-
-def _by_hard_links(file: Any, name: str) -> bool:
-    """Whether the array lies in this very file: any other link may lead out of it."""
-    parts = [part for part in name.split("/") if part not in ("", ".")]
-    links = [file.get("/".join(parts[: count + 1]), getlink=True) for count in range(len(parts))]
-    return all(isinstance(link, _h5py().HardLink) for link in links)
 
 
 def _require_sources(array: Any, above: tuple[Any, ...] = ()) -> None:

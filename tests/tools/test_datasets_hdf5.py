@@ -236,6 +236,28 @@ def test_what_another_process_is_writing_is_refused(path):
     assert np.array_equal(HDF5Dataset(path, "x")[3], X[3])
 
 
+@pytest.mark.parametrize("damage", ["size", "order"])
+def test_a_damaged_list_of_chunks(tmp_path, damage):
+    """Of the entries of the B-tree, two are exchanged, or one says that its chunk has no bytes."""
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=X, chunks=(7, 2, 3))
+    content = bytearray((tmp_path / "d.h5").read_bytes())
+    start, step = content.index(b"TREE\x01") + 24, 4 + 4 + 8 * 4 + 8  # size, filters, offsets, address
+    one, other = (slice(start + number * step, start + (number + 1) * step) for number in (2, 3))
+    if damage == "size":
+        content[one.start : one.start + 4] = bytes(4)
+    else:
+        content[one], content[other] = content[other], content[one]
+    (tmp_path / "d.h5").write_bytes(content)
+    if damage == "size":
+        with pytest.raises(CorruptDataError, match="chunks of '/x' that are not of 168 bytes"):
+            HDF5Dataset(tmp_path / "d.h5", "x")[0]
+        return
+    theirs = by_the_library(tmp_path / "d.h5")[1]
+    assert not np.array_equal(theirs, X)
+    assert np.array_equal(HDF5Dataset(tmp_path / "d.h5", "x").batch(range(50))[0], theirs)
+
+
 def in_one_piece(file):
     file["x"] = X
 

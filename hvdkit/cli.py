@@ -82,6 +82,8 @@ def run(argv: list[str]) -> int:
         return _fail("Interrupted.", 130)
     except hvdkit.HvdkitError as error:
         return _fail(str(error), error.exit_code)
+    except MemoryError:
+        return _fail("The memory does not suffice; give smaller files, or run it where there is more.", 1)
     except OSError as error:
         if error.errno not in (*_FULL, errno.EPIPE):
             raise

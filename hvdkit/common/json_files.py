@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 
 import hvdkit
-from hvdkit.common.files import replacing
+from hvdkit.common import files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, DataNotFoundError, HvdkitError
 
@@ -137,7 +137,7 @@ def write(path: Path, document: T, layout: Callable[[T], str] = encode) -> None:
     """
     text = layout(document)
     decode(text, type(document), str(path))
-    with replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(text.encode())
 
 
@@ -152,7 +152,7 @@ def read(path: Path, kind: type[T], error: type[HvdkitError] = DataError) -> T:
         HvdkitError: it cannot be read, is something else, or holds what cannot be.
     """
     try:
-        text = Path(path).read_bytes()
+        text = files.content(Path(path))
     except FileNotFoundError as problem:
         missing = DataNotFoundError if error is DataError else error
         raise missing(f"No file at {str(path)!r}; expected one that '{kind.written_by}' wrote.") from problem

@@ -5,6 +5,7 @@ Source: https://www.cs.toronto.edu/~kriz/cifar.html, "Dataset layout".
 
 from __future__ import annotations
 
+import io
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common import files
 from hvdkit.datasets.pickled import read_dictionary, uint8_array
-from hvdkit.datasets.readers import Arrays, ImageFormat, checked_images, checked_labels, corrupt, reading
+from hvdkit.datasets.readers import MOST_BYTES, Arrays, ImageFormat, checked_images, checked_labels, corrupt, reading
 
 PICKLED_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 BINARY_BATCHES = tuple(f"{name}.bin" for name in PICKLED_BATCHES)
@@ -56,15 +58,21 @@ def read_pickled_archive(paths: Sequence[Path], form: ImageFormat) -> Arrays:
 
 def _content(path: Path) -> bytes:
     with reading(path):
-        return path.read_bytes()
+        return files.content(path, most=MOST_BYTES)
+
+
+def _unpacked(archive: Path) -> io.BytesIO:
+    return io.BytesIO(files.content(archive, most=MOST_BYTES, unzip=True))
 
 
 def _members(archive: Path, names: Sequence[str]) -> list[tuple[str, bytes]]:
     found: dict[str, bytes] = {}
-    with reading(archive), tarfile.open(archive, "r:*") as tar:
+    with reading(archive), tarfile.open(fileobj=_unpacked(archive), mode="r:") as tar:
         for member in tar:
             name = PurePosixPath(member.name).name
             stream = tar.extractfile(member) if name in names and member.isreg() else None
+            if member.size > MOST_BYTES:  # holes, which take no place in the archive
+                raise corrupt(archive, f"{name} unpacks to {member.size} bytes, expected at most {MOST_BYTES}")
             if stream is not None:
                 found[name] = stream.read()
     missing = [name for name in names if name not in found]

@@ -10,7 +10,6 @@ import hashlib
 import http.client
 import logging
 import os
-import socket
 import ssl
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from hvdkit.common.files import complete_or_absent
 from hvdkit.datasets.readers import quoted
 from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
 
@@ -63,7 +63,7 @@ def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) ->
     asked_ns = time.time_ns()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("a+", encoding="utf-8") as lock:
+        with os.fdopen(_lock_of(folder), "a+", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             _fail_like_the_process_before(lock, asked_ns)
             try:
@@ -78,6 +78,11 @@ def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) ->
             f"{folder} cannot be written or locked ({error.strerror or error}); name another directory or run "
             f"`{login_node_command}` where it can be"
         ) from error
+
+
+def _lock_of(folder: Path) -> int:
+    # Words are written to it, which a symbolic link of another user must not lead to another file.
+    return os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _fail_like_the_process_before(lock: IO[str], asked_ns: int) -> None:
@@ -97,25 +102,23 @@ def _leave_word(lock: IO[str], message: str) -> None:
 
 
 def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
-    failures = []
-    # The lock keeps other processes of this host away; another host has another name if the lock did not reach it.
-    temporary = folder / f".{file.name}.{socket.gethostname()}.part"
-    try:
-        for url in file.urls:
-            try:
-                received, size = _receive(url, temporary)
-            except NETWORK_ERRORS as error:
-                failures.append(f"{url} ({_reason(error)})")
-                continue
-            if received != file.sha256:
-                raise CorruptDataError(
-                    f"{url} sent a corrupt file ({size} bytes): expected sha256 {file.sha256}, received {received}; "
-                    f"nothing was kept, try again or copy {file.name} to {folder} yourself"
-                )
-            temporary.replace(folder / file.name)
+    failures: list[str] = []
+    corrupt = False
+    for url in file.urls:
+        try:
+            with complete_or_absent(folder / file.name) as target:
+                _receive(url, file.sha256, target)
             return
-    finally:
-        temporary.unlink(missing_ok=True)
+        except CorruptDataError as error:
+            corrupt = True
+            failures.append(f"{url} ({error})")
+        except NETWORK_ERRORS as error:
+            failures.append(f"{url} ({_reason(error)})")
+    if corrupt:
+        raise CorruptDataError(
+            f"no server has {file.name} as it was published: {'; '.join(failures)}; nothing was kept, try again or "
+            f"copy it to {folder} yourself"
+        )
     raise DataError(
         f"{file.name} could not be downloaded from {' or '.join(failures)}; compute nodes often have no network, so "
         f"run `{login_node_command}` on the login node first"
@@ -127,17 +130,19 @@ def _reason(error: Exception) -> str:
     return quoted(str(error.reason if type(error) is urllib.error.URLError else error)) or type(error).__name__
 
 
-def _receive(url: str, temporary: Path) -> tuple[str, int]:
-    """Write what a URL serves to a file, down to the disk; its sha256 in hexadecimal and its size in bytes."""
+def _receive(url: str, sha256: str, target: IO[bytes]) -> None:
+    """Write what a URL serves to a file; it must have this sha256."""
     logger.info("downloading %s", url)
     digest = hashlib.sha256()
-    with _opener().open(url, timeout=TIMEOUT_S) as response, temporary.open("wb") as file:
+    size = 0
+    with _opener().open(url, timeout=TIMEOUT_S) as response:
         while chunk := response.read(CHUNK_BYTES):
             digest.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-        return digest.hexdigest(), file.tell()
+            size += target.write(chunk)
+        if response.length:  # Python says nothing of a connection that ends before the announced length
+            raise http.client.HTTPException(f"the connection ended {response.length} bytes too early")
+    if digest.hexdigest() != sha256:
+        raise CorruptDataError(f"a corrupt file, {size} bytes: expected sha256 {sha256}, received {digest.hexdigest()}")
 
 
 def _opener() -> urllib.request.OpenerDirector:

@@ -8,8 +8,8 @@ in one piece or in chunks of whole samples, and else one read for each chunk or 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.files import complete_or_absent
 from hvdkit.datasets.hdf5_rows import Reader, reader_of
 from hvdkit.errors import (
     CorruptDataError,
@@ -29,6 +30,8 @@ from hvdkit.errors import (
 )
 
 Array = NDArray[Any]
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system without locks says."""
 
 
 class Samples(list[Any]):
@@ -58,8 +61,8 @@ class HDF5Dataset:
         path: of the file.
         names: of arrays in it, such as ("x", "y"), or "group/x"; one name as a string for samples that are arrays.
         memory_map: look at samples that lie in the file as they are in memory (not compressed or converted, and chunks,
-            if any, of whole samples) without the HDF5 library; never at those that a link or a virtual data set leads
-            to. Switch it off where a file system is slow with memory maps.
+            if any, of whole samples) without the HDF5 library; never at those of a virtual data set or of external
+            storage. Switch it off where a file system is slow with memory maps.
     Raises:
         MissingFrameworkError: h5py is not installed.
         DataNotFoundError: there is no such file.
@@ -81,9 +84,11 @@ class HDF5Dataset:
             raise InvalidArgumentError("names is empty; give the name of at least one array of the file.")
         with _in_one_sentence(self.path), _open(self.path) as file:
             self.attributes = {str(name): value for name, value in file.attrs.items()}
-            arrays = [_array_in(file, name, self.path) for name in self.names]
-            for array in arrays:
-                _require_sources(array)
+            arrays = []
+            for name in self.names:
+                with _in_one_sentence(self.path, name):
+                    arrays.append(_array_in(file, name, self.path))
+                    _require_sources(arrays[-1])
             self._length = _common_length(arrays, self.path)
 
     def __len__(self) -> int:
@@ -136,7 +141,12 @@ class HDF5Dataset:
         """
         wanted = self._checked(indices)
         with _in_one_sentence(self.path):
-            return tuple(read(wanted) for read in self._open_here())
+            readers = self._open_here()
+        found = []
+        for name, read in zip(self.names, readers, strict=True):
+            with _in_one_sentence(self.path, name):
+                found.append(read(wanted))
+        return tuple(found)
 
     def close(self) -> None:
         """Close this process's handle; reading opens it again."""
@@ -169,10 +179,7 @@ class HDF5Dataset:
             arrays = [_array_in(self._file, name, self.path) for name in self.names]
             if _common_length(arrays, self.path) != self._length:
                 raise DataError(f"{str(self.path)!r} has another number of samples than before; open it anew.")
-            self._readers = [
-                reader_of(array, self.path, memory_map=self.memory_map and _by_hard_links(self._file, name))
-                for name, array in zip(self.names, arrays, strict=True)
-            ]
+            self._readers = [reader_of(array, memory_map=self.memory_map) for array in arrays]
             self._pid = os.getpid()
         return self._readers
 
@@ -204,33 +211,15 @@ def write_hdf5(
         raise InvalidArgumentError(f"chunks is a number of samples from 1 on, got {chunks!r}.")
     target = Path(path)
     try:
-        number, name = tempfile.mkstemp(dir=target.absolute().parent, prefix=f".{target.name}.")
-        os.close(number)
-    except OSError as error:
-        raise DataError(f"cannot write {str(target)!r} ({_line(error)}); give a path that can be written.") from error
-    temporary = Path(name)
-    try:
-        with h5py.File(temporary, "w") as file:
+        with complete_or_absent(target) as place, h5py.File(place.name, "w") as file:
             for key, values in arrays.items():
                 shape = np.shape(values)
                 piece = (min(int(chunks), shape[0]), *shape[1:]) if chunks is not None and 0 not in shape else None
                 file.create_dataset(key, data=values, chunks=piece)
             for key, value in (attributes or {}).items():
                 file.attrs[key] = value
-        _complete(temporary, target)
     except OSError as error:
-        raise DataError(f"cannot write {str(target)!r} ({_line(error)}); is there room, and is it a file?") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _complete(temporary: Path, target: Path) -> None:
-    mask = os.umask(0)
-    os.umask(mask)
-    temporary.chmod(0o666 & ~mask)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(target)
+        raise DataError(f"cannot write {str(target)!r} ({_line(error)}); give a path that can be written.") from error
 
 
 def _h5py() -> Any:
@@ -253,23 +242,29 @@ def _open(path: Path) -> Any:
         raise CorruptDataError(f"{str(path)!r} is no HDF5 file, or a damaged one; write it again.")
     try:
         return h5py.File(path, "r")
-    except BlockingIOError:  # a file system without locks; nobody here writes
+    except BlockingIOError as error:
+        raise DataError(
+            f"{str(path)!r} is open for writing in another process; wait until that has closed it, or set "
+            "HDF5_USE_FILE_LOCKING=FALSE if there is none."
+        ) from error
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
         return h5py.File(path, "r", locking=False)
 
 
 @contextlib.contextmanager
-def _in_one_sentence(path: Path) -> Iterator[None]:
-    """Around whatever reads a file: h5py says of a damaged one nearly anything."""
+def _in_one_sentence(path: Path, name: str = "") -> Iterator[None]:
+    """Around whatever reads a file, or an array of it: h5py says of a damaged one nearly anything."""
+    what = f"{name!r} in {str(path)!r}" if name else repr(str(path))
     try:
         yield
     except HvdkitError:
         raise
     except PermissionError as error:
-        raise DataError(f"{str(path)!r} cannot be read ({_line(error)}); check its permissions.") from error
+        raise DataError(f"{what} cannot be read ({_line(error)}); check its permissions.") from error
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError, MemoryError) as error:
-        raise CorruptDataError(
-            f"{str(path)!r} cannot be read ({_line(error)}); check the file, or write it again."
-        ) from error
+        raise CorruptDataError(f"{what} cannot be read ({_line(error)}); check the file, or write it again.") from error
 
 
 def _array_in(file: Any, name: str, path: Path) -> Any:
@@ -283,41 +278,58 @@ def _array_in(file: Any, name: str, path: Path) -> Any:
     return found
 
 
-def _by_hard_links(file: Any, name: str) -> bool:
-    """Whether the array lies in this very file: any other link may lead out of it."""
-    parts = [part for part in name.split("/") if part not in ("", ".")]
-    links = [file.get("/".join(parts[: count + 1]), getlink=True) for count in range(len(parts))]
-    return all(isinstance(link, _h5py().HardLink) for link in links)
-
-
-def _require_sources(array: Any) -> None:
-    """Refuse a virtual array whose samples are not there: HDF5 would give its fill value for them.
-
-    Source: HDF5's User Guide, virtual data sets: a source is looked for in HDF5_VDS_PREFIX, beside the file, and in the
-    current directory.
-    """
-    beside = Path(array.file.filename).parent
-    prefixes = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", str(beside)).split(":")
+def _require_sources(array: Any, above: tuple[Any, ...] = ()) -> None:
+    """Refuse an array whose samples are elsewhere and not there: HDF5 would give zeros or its fill value for them."""
+    here = (array.file.filename, array.name)
+    if here in above:
+        raise DataError(f"{array.name!r} in {array.file.filename!r} takes samples from itself; write it again.")
+    if array.external:
+        _require_raw_files(array)
     for source in array.virtual_sources() if array.is_virtual else ():
         if "%b" in source.file_name + source.dset_name:
             continue  # blocks that come to be as they are written
-        if source.file_name == ".":
-            found = source.dset_name in array.file
-        else:
-            names = (source.file_name, Path(source.file_name).name)
-            places = [Path(place) / name for place in (*prefixes, str(beside)) for name in names]
-            found = any(_holds(place, source.dset_name) for place in places)
-        if not found:
-            raise DataError(
-                f"{array.name!r} takes samples from {source.dset_name!r} in {source.file_name!r}, which is not "
-                f"there; put it beside {array.file.filename!r}."
-            )
+        own = source.file_name == "."
+        with contextlib.nullcontext(array.file) if own else _source_file(array, source.file_name) as file:
+            found = None if file is None else file.get(source.dset_name)
+            if not isinstance(found, _h5py().Dataset):
+                raise DataError(
+                    f"{array.name!r} takes samples from {source.dset_name!r} in {source.file_name!r}, which is not "
+                    f"there; put it beside {array.file.filename!r}."
+                )
+            _require_sources(found, (*above, here))
 
 
-def _holds(path: Path, name: str) -> bool:
-    with contextlib.suppress(OSError), _h5py().File(path, "r") as file:
-        return name in file
-    return False
+def _source_file(array: Any, name: str) -> Any:
+    """The file that HDF5 takes for a source: the first that it can open.
+
+    Source: HDF5 1.14, src/H5Fint.c, H5F_prefix_open_file.
+    """
+    file = Path(array.file.filename)
+    prefix = os.environ.get("HDF5_VDS_PREFIX", "")
+    prefixes = [*prefix.split(":"), prefix.replace("${ORIGIN}", str(file.parent))]
+    places = [*filter(None, prefixes), str(file.parent), "", str(file.resolve().parent)]
+    tried = [Path(place) / (Path(name).name if Path(name).is_absolute() else name) for place in places]
+    for path in [Path(name), *tried] if Path(name).is_absolute() else tried:
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                return _h5py().File(path, "r")
+    return contextlib.nullcontext()
+
+
+def _require_raw_files(array: Any) -> None:
+    """Refuse external storage that is shorter than the array: HDF5 reads zeros behind its end."""
+    wanted, held = array.size * array.dtype.itemsize, 0
+    origin = str(Path(array.file.filename).parent)
+    prefix = Path(os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", origin))
+    for name, offset, size in array.external:
+        with contextlib.suppress(OSError):
+            held += max(0, min(size, (prefix / name).stat().st_size - offset))
+    if held < wanted:
+        names = ", ".join(repr(name) for name, _, _ in array.external)
+        raise DataError(
+            f"{array.name!r} in {array.file.filename!r} takes its {wanted} bytes from {names}, where {held} are; "
+            "put the whole file there."
+        )
 
 
 def _names(file: Any, most: int = 20) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ _MOST_CHUNKS = 1 << 20
 """More are not listed: each process does that when it opens the file."""
 
 
-def reader_of(array: Any, path: Path, *, memory_map: bool) -> Reader:
+def reader_of(array: Any, *, memory_map: bool) -> Reader:
     """The fastest way to the samples that the layout of the array allows."""
-    found = (_in_one_piece(array, path) or _in_chunks(array, path)) if memory_map and _as_in_memory(array) else None
+    found = (_in_one_piece(array) or _in_chunks(array)) if memory_map and _as_in_memory(array) else None
     if found is not None:
         return found
     # What is not filtered can be read a sample at a time; other chunks are read and decompressed as a whole anyway.
@@ -36,7 +36,8 @@ def _as_in_memory(array: Any) -> bool:
     from h5py import h5t  # an extra, which whoever opened the file has
 
     elsewhere = array.is_virtual or array.external or 0 in array.shape
-    if elsewhere or array.dtype.kind not in "biufc" or _filters(array):
+    changing = array.file.mode != "r"  # this process has it open for writing, too, and not everything is in it yet
+    if elsewhere or changing or array.dtype.kind not in "biufc" or _filters(array):
         return False
     return bool(array.id.get_type() == h5t.py_create(array.dtype, logical=True))
 
@@ -45,26 +46,25 @@ def _filters(array: Any) -> int:
     return int(array.id.get_create_plist().get_nfilters())
 
 
-def _in_one_piece(array: Any, path: Path) -> Reader | None:
+def _in_one_piece(array: Any) -> Reader | None:
     """A look into the file, mapped into memory; None where the array lies in several pieces, or nowhere yet."""
     offset = array.id.get_offset()
     if array.chunks is not None or offset is None:
         return None
-    _require_bytes(path, offset + math.prod(array.shape) * array.dtype.itemsize, array)
-    mapped = np.asarray(np.memmap(path, array.dtype, "r", offset, array.shape))
+    end = offset + math.prod(array.shape) * array.dtype.itemsize
+    mapped = _bytes_of(array, end)[offset:end].view(array.dtype).reshape(array.shape)
     native = mapped.dtype.newbyteorder("=")
     return lambda indices: mapped[indices].astype(native, copy=False)
 
 
-def _in_chunks(array: Any, path: Path) -> Reader | None:
+def _in_chunks(array: Any) -> Reader | None:
     """The same where every chunk holds whole samples; None where samples are cut, or a chunk was never written."""
     starts = _chunk_starts(array)
     if starts is None:
         return None
     rows, shape, dtype = array.chunks[0], array.shape[1:], array.dtype
     size = math.prod(shape) * dtype.itemsize
-    _require_bytes(path, int(starts.max()) + rows * size, array)
-    mapped = np.asarray(np.memmap(path, np.uint8, "r"))
+    mapped = _bytes_of(array, int(starts.max()) + rows * size)
 
     def read(indices: NDArray[np.int64]) -> Array:
         found = np.empty((len(indices), size), np.uint8)
@@ -86,18 +86,33 @@ def _chunk_starts(array: Any) -> NDArray[np.int64] | None:
     count = -(-array.shape[0] // array.chunks[0])
     if count > _MOST_CHUNKS or not hasattr(array.id, "chunk_iter") or array.id.get_num_chunks() != count:
         return None
-    starts = np.full(count, -1, np.int64)
+    starts: list[int] = []
+    rows, rest = array.chunks[0], (0,) * (len(array.shape) - 1)
+    size = math.prod(array.chunks) * array.dtype.itemsize
+
+    sizes: set[int] = set()
 
     def note(chunk: Any) -> None:
-        starts[chunk.chunk_offset[0] // array.chunks[0]] = chunk.byte_offset
+        sizes.add(chunk.size)
+        if chunk.chunk_offset == (len(starts) * rows, *rest):  # of a damaged list the library may find other chunks
+            starts.append(chunk.byte_offset)
 
     array.id.chunk_iter(note)
-    return starts if starts.min() >= 0 else None
+    if sizes != {size}:
+        raise CorruptDataError(
+            f"{array.file.filename!r} has chunks of {array.name!r} that are not of {size} bytes; write it again."
+        )
+    return np.array(starts, np.int64) if len(starts) == count and min(starts) >= 0 else None
 
 
-def _require_bytes(path: Path, wanted: int, array: Any) -> None:
-    if path.stat().st_size < wanted:
-        raise CorruptDataError(f"{str(path)!r} is shorter than its array {array.name} says; write it again.")
+def _bytes_of(array: Any, wanted: int) -> NDArray[np.uint8]:
+    """The file as the library has it open, whatever lies at its path by now, mapped into memory."""
+    mapped = mmap.mmap(array.file.id.get_vfd_handle(), 0, access=mmap.ACCESS_READ)
+    if len(mapped) < wanted:
+        raise CorruptDataError(
+            f"{array.file.filename!r} is shorter than its array {array.name!r} says; write it again."
+        )
+    return np.frombuffer(mapped, np.uint8)
 
 
 def _read_runs(array: Any, wanted: NDArray[np.int64], chunk_rows: int) -> Array:

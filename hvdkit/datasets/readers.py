@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import math
 import struct
 import zipfile
@@ -15,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common import files
 from hvdkit.errors import CorruptDataError, DataError
 
-GZIP_MAGIC = b"\x1f\x8b"
 IDX_UNSIGNED_BYTE = 0x08
-CHUNK_BYTES = 1 << 20
+MOST_BYTES = 1 << 30
+"""Of a file, unpacked; the largest of the published ones has 180 million."""
 LONGEST_QUOTE = 400  # characters
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
 
@@ -117,30 +116,23 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
         CorruptDataError: not such a file, or shorter or longer than its header says.
     """
     with reading(path):
-        with path.open("rb") as file:
-            compressed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
-        with gzip.open(path, "rb") if compressed else path.open("rb") as stream:
-            return _parse_idx(stream, dimensions, path)
+        return _parse_idx(files.content(path, most=MOST_BYTES, unzip=True), dimensions, path)
 
 
-def _parse_idx(stream: io.BufferedIOBase, dimensions: int, path: Path) -> NDArray[np.uint8]:
+def _parse_idx(content: bytes, dimensions: int, path: Path) -> NDArray[np.uint8]:
     expected_magic = bytes([0, 0, IDX_UNSIGNED_BYTE, dimensions])
-    magic = stream.read(len(expected_magic))
+    magic = content[: len(expected_magic)]
     if magic != expected_magic:
         raise corrupt(path, f"it starts with bytes {magic.hex() or 'none'}, expected {expected_magic.hex()}")
-    header = stream.read(4 * dimensions)
-    if len(header) < 4 * dimensions:
+    start = len(magic) + 4 * dimensions
+    if len(content) < start:
         raise corrupt(path, "it ends inside its header")
-    shape = struct.unpack(f">{dimensions}I", header)
-    size = math.prod(shape)
-    content = bytearray()
-    # In pieces and never beyond what the header announces: a wrong header must not make us allocate its size.
-    while len(content) <= size and (chunk := stream.read(min(CHUNK_BYTES, size + 1 - len(content)))):
-        content += chunk
-    if len(content) != size:
-        received = f"only {len(content)}" if len(content) < size else "more"
+    shape = struct.unpack_from(f">{dimensions}I", content, len(magic))
+    size, held = math.prod(shape), len(content) - start
+    if held != size:
+        received = f"only {held}" if held < size else "more"
         raise corrupt(path, f"its header {shape} announces {size} bytes of data and it holds {received}")
-    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def read_npz_set(paths: Sequence[Path], form: ImageFormat) -> Arrays:
@@ -151,10 +143,15 @@ def read_npz_set(paths: Sequence[Path], form: ImageFormat) -> Arrays:
             Python objects are refused, since reading them would run code from the file.
     """
     (path,) = paths
-    with reading(path):
-        if not zipfile.is_zipfile(path):
+    with reading(path), files.opened(path) as file:
+        if not zipfile.is_zipfile(file):
             raise corrupt(path, "it is not an npz archive or is cut short")
-        with np.load(path, allow_pickle=False) as archive:
+        with zipfile.ZipFile(file) as packed:
+            size = sum(member.file_size for member in packed.infolist())
+        if size > MOST_BYTES:
+            raise corrupt(path, f"it unpacks to {size} bytes, expected at most {MOST_BYTES}")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as archive:
             missing = [key for key in NPZ_KEYS if key not in archive.files]
             if missing:
                 found = ", ".join(archive.files) or "nothing"

@@ -174,6 +174,16 @@ def test_a_full_disk_is_one_sentence():
     )
 
 
+def test_too_little_memory_is_one_sentence(tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("hvdkit.common.json_files.decode", full)
+    (tmp_path / "r.json").touch()
+    assert cli.run(["bench", "show", "r.json"]) == 1
+    assert capsys.readouterr().err.startswith("hvdkit: The memory does not suffice")
+
+
 def test_a_reader_that_has_enough_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)

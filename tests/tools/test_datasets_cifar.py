@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdkit.datasets import load
+from hvdkit.datasets import cifar, load
 from hvdkit.datasets.pickled import read_dictionary, uint8_array
-from hvdkit.errors import CorruptDataError
+from hvdkit.errors import CorruptDataError, DataError
 
 BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 RNG = np.random.default_rng(1)
@@ -357,3 +357,27 @@ def test_pickle_with_changed_bytes_raises_nothing_else(data: st.DataObject, cont
         assert str(error).isprintable()
     else:
         assert array.dtype == np.uint8
+
+
+@pytest.mark.parametrize("holes", [True, False])
+def test_an_archive_that_unpacks_to_more_than_any_data_set_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holes: bool
+) -> None:
+    monkeypatch.setattr(cifar, "MOST_BYTES", 1 << 20)
+    member = tarfile.TarInfo("data_batch_1.bin")
+    member.size = 1 << 21 if not holes else 0
+    with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz", format=tarfile.GNU_FORMAT) as archive:
+        if holes:  # a sparse member: no data, and a length
+            member.type = tarfile.GNUTYPE_SPARSE
+            header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+            header[386:482] = bytes(96)
+            header[483:495] = b"%011o\0" % (1 << 32)
+            header[148:156] = b" " * 8
+            header[148:156] = b"%06o\0 " % sum(header)
+            archive.fileobj.write(header)
+            archive.offset += len(header)
+        else:
+            archive.addfile(member, io.BytesIO(bytes(member.size)))
+    with pytest.raises(DataError, match=r"(holds more than 1 MiB|unpacks to 4294967296 bytes)") as caught:
+        load("cifar10", directory=tmp_path)
+    assert "\n" not in str(caught.value)

@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.redirects: dict[str, str] = {}
         self.truncate = False
+        self.faults: dict[str, str] = {}
         self.requests: Counter[str] = Counter()
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -61,10 +63,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_error(404, "\x1b[2J")
             return
         content = self.server.files[name]
+        fault = self.server.faults.get(name)
+        if fault == "other content":
+            content = content[::-1]
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content[: len(content) // 2] if self.server.truncate else content)
+        cut = self.server.truncate or fault in ("cut off", "reset")
+        self.wfile.write(content[: len(content) // 2] if cut else content)
+        if fault == "reset":
+            self.wfile.flush()
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -250,6 +260,44 @@ def test_the_next_mirror_serves_when_the_first_does_not(tmp_path: Path, server: 
     fetch([replace(file, urls=(server.url + "gone", *file.urls))], tmp_path, COMMAND)
     assert (tmp_path / "a.gz").read_bytes() == b"content"
     assert server.requests == {"gone": 1, "a.gz": 1}
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [("cut off", "ended 500 bytes too early"), ("reset", "reset|ended"), ("other content", "corrupt file, 1000 bytes")],
+)
+def test_the_next_mirror_serves_when_the_first_sends_something_else(
+    tmp_path: Path, server: Server, fault: str, why: str
+) -> None:
+    file = server.remote("a.gz", bytes(range(250)) * 4)
+    server.files["first"], server.faults["first"] = server.files["a.gz"], fault
+    fetch([replace(file, urls=(server.url + "first", *file.urls))], tmp_path / "all", COMMAND)
+    assert (tmp_path / "all" / "a.gz").read_bytes() == server.files["a.gz"]
+    assert server.requests == {"first": 1, "a.gz": 1}
+    with pytest.raises(DataError, match=why) as caught:
+        fetch([replace(file, urls=(server.url + "first", server.url + "gone"))], tmp_path / "none", COMMAND)
+    assert "404" in str(caught.value)
+    assert isinstance(caught.value, CorruptDataError) == (fault == "other content")
+    assert names_in(tmp_path / "none") == {".lock"}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_what_another_user_put_there_is_not_written_to(tmp_path: Path, server: Server, kind: str) -> None:
+    """Links at the name that the file had for the while, and at that of the lock, into which words are written."""
+    victim, folder = tmp_path / "victim", tmp_path / "data"
+    victim.write_bytes(b"precious")
+    folder.mkdir()
+    put = {"link": lambda path: path.symlink_to(victim), "pipe": os.mkfifo, "directory": Path.mkdir}[kind]
+    put(folder / f".a.gz.{socket.gethostname()}.part")
+    (folder / "a.gz").symlink_to(tmp_path / "nothing")
+    fetch([server.remote("a.gz", b"content")], folder, COMMAND)
+    assert (folder / "a.gz").read_bytes() == b"content" and not (folder / "a.gz").is_symlink()
+    (folder / ".lock").unlink()
+    put(folder / ".lock")
+    missing = RemoteFile("b.gz", "0" * 64, (server.url + "b.gz",))
+    with pytest.raises(DataError, match="cannot be written or locked"):
+        fetch([missing], folder, COMMAND)
+    assert victim.read_bytes() == b"precious" and not (tmp_path / "nothing").exists()
 
 
 def test_no_network_names_the_urls_and_the_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdkit.datasets import load
+from hvdkit.datasets import load, readers
 from hvdkit.datasets.readers import read_idx
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
 
@@ -69,6 +69,20 @@ def test_idx_under_every_name(tmp_path: Path, suffix: str, dotted: bool) -> None
 
     write_set(tmp_path, rename, gzip.compress if suffix else bytes)
     assert_is_the_set(tmp_path)
+
+
+@pytest.mark.parametrize("packed", ["idx", "npz"])
+def test_what_unpacks_to_more_than_any_data_set_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str
+) -> None:
+    monkeypatch.setattr(readers, "MOST_BYTES", 1 << 20)
+    if packed == "npz":
+        np.savez_compressed(tmp_path / "mnist.npz", x_train=np.zeros(1 << 21, np.uint8))
+    else:
+        write_set(tmp_path, pack=lambda content: gzip.compress(content + bytes(1 << 21)))
+    with pytest.raises(DataError, match=r"(holds more than 1 MiB|unpacks to 2097280 bytes)") as caught:
+        load("mnist", directory=tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_idx_that_a_browser_unpacked_and_left_its_name(tmp_path: Path) -> None:

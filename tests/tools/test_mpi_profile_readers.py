@@ -104,6 +104,37 @@ def test_files_of_mpitrace_of_two_jobs(tmp_path):
         reading.read([tmp_path])
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "line"),
+    [
+        ("communication time = 106.689 ", "communication time = 105.816.017 ", 14),
+        ("total elapsed time       = 128", "total elapsed time       = 1.2.8", 15),
+        ("thetagpu23     107.65 ", "thetagpu23     105.816.017 ", 72),
+    ],
+)
+def test_a_number_of_mpitrace_that_is_none(tmp_path, right, wrong, line):
+    file = tmp_path / "mpi_profile.1.0"
+    file.write_text(MPITRACE[0].read_text().replace(right, wrong))
+    with pytest.raises(CorruptDataError, match=f"mpi_profile.1.0, line {line}: expected seconds such as 105.816, got "):
+        reading.read([file])
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("0 of 8", "0 of 999999999999999999"), ("0 of 8", f"0 of {'9' * 5000}"), (" 1791292", "9" * 5000)],
+)
+def test_numbers_of_mpitrace_that_no_job_has(tmp_path, right, wrong):
+    """Nothing is counted up to them, and Python refuses to read the longest."""
+    file = tmp_path / "mpi_profile.1.0"
+    text = MPITRACE[0].read_text()
+    assert right in text
+    file.write_text(text.replace(right, wrong))
+    try:
+        assert reading.read([file]).size == 8
+    except CorruptDataError as error:
+        assert "0 of 9" in str(error)
+
+
 # mpiP
 
 

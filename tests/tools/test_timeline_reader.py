@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.errors import DataError, DataNotFoundError
-from hvdkit.read.timeline import CycleMark, Operation, reader
+from hvdkit.read.timeline import CycleMark, Operation, raw, reader
 from hvdkit.read.timeline.model import Phase, group_of, parse_shape, size_in_bytes
 
 REAL = sorted((Path(__file__).parent.parent / "data" / "timelines").glob("*.json"))
@@ -231,6 +231,23 @@ def test_a_large_file_of_rubbish_ends(content, tmp_path):
     found, recording = read_bytes(tmp_path, content)
     assert not found
     assert sum(recording.dropped.values()) <= 20
+
+
+@pytest.mark.parametrize("gap", [100, 300])
+def test_a_file_is_not_read_far_beyond_its_events(gap, tmp_path, monkeypatch):
+    """Zeros that a gzip file unpacks to, or that a hole holds, cost no time."""
+    monkeypatch.setattr(reader, "PIECE", 1 << 10)
+    monkeypatch.setattr(raw, "PIECE", 1 << 10)
+    monkeypatch.setattr(reader, "LONGEST_GAP", 200 << 10)
+    monkeypatch.setattr(raw, "LONGEST_GAP", 200 << 10)
+    first, last = (as_json([named(7, "grads"), *operation(7, time)]) for time in (100, 200))
+    found, recording = read_bytes(tmp_path, first + bytes(gap << 10) + b"," + last)
+    events = len(list(raw.raw_events(recording.path)))
+    if gap == 100:
+        assert (len(found), events) == (2, 18)
+    else:
+        assert (len(found), events) == (1, 9)
+        assert any("not read further" in reason for reason in recording.dropped)
 
 
 def test_a_missing_file_and_a_directory_are_explained(tmp_path):

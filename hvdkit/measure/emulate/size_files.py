@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdkit.common import files
+from hvdkit.common.commands import shortened
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, elements_of
 
@@ -65,9 +68,8 @@ def of_csv(path: Path, dtype: str | None) -> list[Collective]:
 def _lines(path: Path) -> list[tuple[int, list[str]]]:
     """Number and words of each line that says something."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            found = [(reader.line_num, [word.strip() for word in words]) for words in reader]
+        reader = csv.reader(io.StringIO(files.text(path, encoding="utf-8-sig"), newline=""))
+        found = [(reader.line_num, [word.strip() for word in words]) for words in reader]
     except FileNotFoundError as error:
         raise DataNotFoundError(f"No file at {str(path)!r}; expected a CSV file with a size per line.") from error
     except (OSError, ValueError, csv.Error) as error:
@@ -78,7 +80,9 @@ def _lines(path: Path) -> list[tuple[int, list[str]]]:
 def _check_header(path: Path, header: list[str]) -> None:
     unknown = [name for name in header if name not in COLUMNS]
     if unknown or len(set(header)) < len(header):
-        raise CorruptDataError(f"The columns of {path} are {', '.join(header)}; expected some of {_columns()}.")
+        raise CorruptDataError(
+            f"The columns of {path} are {shortened(', '.join(header))}; expected some of {_columns()}."
+        )
     if ("bytes" in header) == ("elements" in header):
         raise CorruptDataError(f"The columns of {path} are {', '.join(header)}; expected one of bytes and elements.")
 

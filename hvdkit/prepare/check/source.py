@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.common import files
 from hvdkit.errors import InvalidArgumentError
 
 
@@ -62,7 +63,7 @@ def too_deep(path: str) -> InvalidArgumentError:
 
 def _read(path: str) -> str:
     try:
-        return _decoded(Path(path).read_bytes())
+        return _decoded(files.content(Path(path)))
     except FileNotFoundError as error:
         raise InvalidArgumentError(f"{path} does not exist; give the path of a Python script.") from error
     except IsADirectoryError as error:

@@ -21,6 +21,8 @@ HEAD = "@ mpiP"
 _SECTION = re.compile(r"^@-+ (.*?) -*\s*$")
 _END = "End of Report"
 _TIMES, _TASKS, _SENT, _SITES = "Callsite Time statistics", "MPI Time", "Callsite Message Sent statistics", "Callsites"
+_DIGITS = 19
+"""Fewer than these have all numbers that an MPI library counts."""
 _MILLISECONDS = 1e-3
 
 Site = tuple[str, int, int]
@@ -80,7 +82,7 @@ def _tasks(path: Path, lines: Sequence[str]) -> dict[int, tuple[float, float]]:
     """Seconds of the program and in MPI, by rank."""
     found = {}
     for words in map(str.split, lines):
-        if len(words) >= 3 and words[0].isdigit():
+        if len(words) >= 3 and _is_whole(words[0]):
             found[int(words[0])] = _number(path, words[1]), _number(path, words[2])
     if not found or sorted(found) != list(range(len(found))):
         raise CorruptDataError(
@@ -115,7 +117,7 @@ def _statistics(path: Path, lines: Sequence[str], *, numbers: int) -> Iterator[t
         words = line.split()
         if len(words) < 4 + numbers or words[0] == "Name" or words[2] == "*":
             continue
-        if not (words[1].isdigit() and words[2].isdigit() and words[3].isdigit() and words[0].isidentifier()):
+        if not (all(map(_is_whole, words[1:4])) and words[0].isidentifier()):
             raise CorruptDataError(f"{path}: expected a call site with its rank and count, got {line[:60]!r}.")
         if int(words[3]):
             values = [_number(path, word) for word in words[4 : 4 + numbers]]
@@ -126,12 +128,16 @@ def _functions(lines: Sequence[str]) -> dict[int, str]:
     """The function of each call site; its lines are: ID, level, file or address, line number, function, MPI call."""
     found: dict[int, str] = {}
     for words in map(str.split, lines):
-        if len(words) >= 5 and words[0].isdigit() and words[1] == "0":
+        if len(words) >= 5 and _is_whole(words[0]) and words[1] == "0":
             # Without debug information there is an address, and no line number; a C++ name can hold blanks.
             first = 4 if words[3].isdigit() else 3
             name = " ".join(words[first:-1])
             found[int(words[0])] = "" if name == "[unknown]" else name
     return found
+
+
+def _is_whole(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < _DIGITS
 
 
 def _number(path: Path, word: str) -> float:

@@ -16,12 +16,14 @@ from pathlib import Path
 from hvdkit.errors import CorruptDataError
 from hvdkit.read.mpi_profile.model import MPITRACE, Calls, Profile, Rank
 
-HEAD = re.compile(r"^Data for MPI rank (\d+) of (\d+):")
-_ROUTINE = re.compile(r"^(MPI_\w+)\s+(\d+)\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)\s*$")
+HEAD = re.compile(r"^Data for MPI rank (\d{1,7}) of (\d{1,7}):")
+_ROUTINE = re.compile(r"^(MPI_\w+)\s+(\d{1,18})\s+(\d{1,18}(?:\.\d+)?)\s+(\d{1,18}(?:\.\d+)?)\s*$")
 _SIZES_OF = re.compile(r"^\s*(MPI_\w+)\s+#calls\s+avg\. bytes\s+time\(sec\)\s*$")
-_SIZE = re.compile(r"^\s+(\d+)\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)\s*$")
-_TOTAL = re.compile(r"^total communication time\s*=\s*([\d.]+) seconds")
-_ELAPSED = re.compile(r"^total elapsed time\s*=\s*([\d.]+) seconds")
+_SIZE = re.compile(r"^\s+(\d{1,18})\s+(\d{1,18}(?:\.\d+)?)\s+(\d{1,18}(?:\.\d+)?)\s*$")
+_TOTAL = re.compile(r"^total communication time\s*=\s*(\S+) seconds")
+_ELAPSED = re.compile(r"^total elapsed time\s*=\s*(\S+) seconds")
+_SECONDS = re.compile(r"\d{1,18}(?:\.\d+)?")
+_RANK = re.compile(r"\d{1,7}")
 _SIZES_BEGIN = "Message size distributions:"
 _SIZES_END = ("Summary for on-node", "Call Graph Section", "Communication summary", "MPI timing summary")
 _HALF_MILLISECOND, _HALF_TENTH = 0.0005, 0.05
@@ -46,7 +48,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
             )
         ranks[rank.rank] = path, rank
         sizes.setdefault(size, path)
-        times.update(_times_of_all(text))
+        times.update(_times_of_all(path, text))
     if len(sizes) > 1:
         (one, first), (other, second) = list(sizes.items())[:2]
         raise CorruptDataError(f"{first} is of {one} ranks and {second} of {other}; give the files of one job.")
@@ -68,7 +70,7 @@ def _read_one(path: Path, text: str) -> tuple[int, Rank]:
     number, size = int(head[1]), int(head[2])
     if number >= size:
         raise CorruptDataError(f"{path}, line 1: there is no rank {number} of {size}.")
-    total, elapsed = _first(_TOTAL, lines), _first(_ELAPSED, lines)
+    total, elapsed = _first(path, _TOTAL, lines), _first(path, _ELAPSED, lines)
     if total is None or elapsed is None or not any(line.startswith(_SIZES_BEGIN) for line in lines):
         missing = "times" if total is None or elapsed is None else "message sizes"
         raise CorruptDataError(f"{path} is cut off before its {missing}; copy it again, or leave it out.")
@@ -97,7 +99,7 @@ def _read_one(path: Path, text: str) -> tuple[int, Rank]:
 def _routines(path: Path, lines: Sequence[str]) -> dict[str, Calls]:
     """The table of routines, which comes before the times."""
     found: dict[str, Calls] = {}
-    for line in lines:
+    for number, line in enumerate(lines, start=1):
         if _TOTAL.match(line):
             break
         if match := _ROUTINE.match(line):
@@ -105,7 +107,9 @@ def _routines(path: Path, lines: Sequence[str]) -> dict[str, Calls]:
             if row is not None:
                 found[match[1]] = row
         elif line.startswith("MPI_") and not line.startswith("MPI_Routine"):
-            raise CorruptDataError(f"{path}: expected a routine with calls, bytes and seconds, got {line[:60]!r}.")
+            raise CorruptDataError(
+                f"{path}, line {number}: expected a routine with calls, bytes and seconds, got {line[:60]!r}."
+            )
     return found
 
 
@@ -149,24 +153,30 @@ def _check_sum(path: Path, whole: Calls, parts: Sequence[Calls]) -> None:
         )
 
 
-def _times_of_all(text: str) -> dict[int, float]:
+def _times_of_all(path: Path, text: str) -> dict[int, float]:
     """Seconds in MPI of every rank, from the table in the file of rank 0; the names of hosts stay there."""
     found: dict[int, float] = {}
     column: int | None = None
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if "taskid" in words and "comm(s)" in words:
             column = words.index("comm(s)")
-        elif column is not None and words and words[0].isdigit() and len(words) > column:
-            try:
-                found[int(words[0])] = float(words[column])
-            except ValueError:
-                break
+        elif column is not None and words and _RANK.fullmatch(words[0]) and len(words) > column:
+            found[int(words[0])] = _seconds(path, number, words[column])
         elif column is not None:
             break
     return found
 
 
-def _first(pattern: re.Pattern[str], lines: Sequence[str]) -> float | None:
-    matches = (pattern.match(line) for line in lines)
-    return next((float(match[1]) for match in matches if match), None)
+def _first(path: Path, pattern: re.Pattern[str], lines: Sequence[str]) -> float | None:
+    matches = ((number, pattern.match(line)) for number, line in enumerate(lines, start=1))
+    return next((_seconds(path, number, match[1]) for number, match in matches if match), None)
+
+
+def _seconds(path: Path, line: int, word: str) -> float:
+    if not _SECONDS.fullmatch(word):
+        raise CorruptDataError(
+            f"{path}, line {line}: expected seconds such as 105.816, got {word[:60]!r}; the file is damaged: copy it "
+            "again, or leave it out."
+        )
+    return float(word)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hvdkit.common import files
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
 from hvdkit.read.mpi_profile import mpip, mpitrace, recorded
 from hvdkit.read.mpi_profile.model import HVDKIT, MPIP, MPITRACE, Profile
 
 _READERS = {HVDKIT: recorded.read, MPITRACE: mpitrace.read, MPIP: mpip.read}
 _PATTERNS = ("mpi_profile.*", "*.mpiP")
-_MOST_BYTES = 1 << 30
 
 
 def read(paths: Sequence[Path]) -> Profile:
@@ -55,9 +55,7 @@ def _files(paths: Iterable[Path]) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path} is larger than 1 GiB: it is no MPI profile.")
-        return path.read_text(encoding="utf-8", errors="replace")
+        return files.text(path, errors="replace")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import zlib
 from dataclasses import dataclass
@@ -12,12 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common import files
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError
 from hvdkit.read.timeline.measures import union
 
 Floats = NDArray[np.float64]
 EARLIEST_EPOCH = 10**15
 """Microseconds since 1970 (September 2001) below which a time was not counted from 1970."""
+_MOST_BYTES = 1 << 30
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -94,9 +95,7 @@ def read_trace(path: str | Path) -> Trace:
 
 def _decode(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw], list[_Event]]:
     try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+        content = files.content(path, most=_MOST_BYTES, unzip=True)
     except FileNotFoundError as error:
         raise DataNotFoundError(
             f"no trace at {str(path)!r}; expected a file that torch.profiler's export_chrome_trace wrote."

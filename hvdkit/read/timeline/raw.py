@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import msgspec
 
 from hvdkit.read.timeline.reader import (
     LONGEST_EVENT,
+    LONGEST_GAP,
     OBJECT,
     PIECE,
     TRIES,
@@ -34,8 +35,8 @@ def raw_events(path: Path) -> Iterator[Pair]:
         path: a timeline, as it is or compressed with gzip; what is damaged is left out, as by ``read``.
     """
     with open_file(path) as file:
-        rest = b""
-        while True:
+        rest, gap = b"", 0
+        while gap <= LONGEST_GAP:
             try:
                 read = file.read(PIECE)
             except (EOFError, OSError, zlib.error):
@@ -46,17 +47,18 @@ def raw_events(path: Path) -> Iterator[Pair]:
                 return
             pairs, cut = _decode_most(piece)
             rest = piece[cut:]
+            gap = 0 if pairs else gap + len(read)
             yield from pairs
 
 
-def _decode_most(piece: bytes) -> tuple[Iterable[Pair], int]:
+def _decode_most(piece: bytes) -> tuple[list[Pair], int]:
     """The events of a piece up to one that may be incomplete, and where that starts."""
     cuts = list(islice(boundaries(piece), TRIES))
     for cut in cuts:
         if (pairs := _decode(piece[:cut])) is not None:
             return pairs, cut
     last = cuts[0] if cuts else max(0, len(piece) - LONGEST_EVENT)
-    return _decode_singly(piece[:last]), last
+    return list(_decode_singly(piece[:last])), last
 
 
 def _decode(piece: bytes) -> list[Pair] | None:

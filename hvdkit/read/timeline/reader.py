@@ -16,6 +16,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
+from hvdkit.common import files
 from hvdkit.errors import DataError, DataNotFoundError
 from hvdkit.read.timeline.assemble import Assembler
 from hvdkit.read.timeline.model import CycleMark, Operation
@@ -26,6 +27,8 @@ TRIES = 4
 """Places between two events at which a piece is cut before it is looked at event by event."""
 LONGEST_EVENT = 1 << 16
 """Bytes after which something that does not end is not an event."""
+LONGEST_GAP = 1 << 24
+"""Bytes without an event after which the rest is not read: a hole, or zeros that unpack from nearly nothing."""
 
 
 class Arguments(msgspec.Struct, gc=False):
@@ -128,7 +131,7 @@ def read(path: str | Path) -> Recording:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             file.read(1)  # some file systems open what they cannot read
             return Recording(path)
     except FileNotFoundError as error:
@@ -144,8 +147,8 @@ def read(path: str | Path) -> Recording:
 
 def open_file(path: Path) -> BinaryIO:
     """The file with a ``read`` that gives its content, unzipped if it is zipped; the end of damaged data is its end."""
-    file = path.open("rb")
-    compressed = file.read(2) == b"\x1f\x8b"
+    file = files.opened(path)
+    compressed = file.read(2) == files.GZIP_MAGIC
     file.seek(0)
     return cast(BinaryIO, _Unzipped(file)) if compressed else file
 
@@ -183,8 +186,8 @@ class _Unzipped:
 
 def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[Event]]:
     """All events of the file, a piece at a time; counts what is unreadable in ``dropped``."""
-    rest = b""
-    while True:
+    rest, gap = b"", 0
+    while gap <= LONGEST_GAP:
         try:
             read = file.read(PIECE)
         except (EOFError, OSError, zlib.error):
@@ -193,23 +196,21 @@ def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[Event]]:
         if not read:
             yield from _decode_end(rest, dropped)
             return
-        piece = rest + read
-        cuts = list(islice(boundaries(piece), TRIES))
-        for cut in cuts:
-            events = _decode(piece[:cut])
-            if events is not None:
-                rest = piece[cut:]
-                yield events
-                break
-        else:
-            if cuts:
-                rest = piece[cuts[0] :]
-                yield _decode_singly(piece[: cuts[0]], dropped)
-            elif len(piece) > LONGEST_EVENT:
-                rest = piece[-LONGEST_EVENT:]
-                yield _decode_singly(piece[:-LONGEST_EVENT], dropped)
-            else:
-                rest = piece
+        events, rest = _decode_most(rest + read, dropped)
+        gap = 0 if events else gap + len(read)
+        yield events
+    dropped[f"no event in {LONGEST_GAP >> 20} MiB, not read further"] += 1
+
+
+def _decode_most(piece: bytes, dropped: Counter[str]) -> tuple[list[Event], bytes]:
+    """The events of a piece up to one that may be incomplete, and what is left of the piece."""
+    cuts = list(islice(boundaries(piece), TRIES))
+    for cut in cuts:
+        events = _decode(piece[:cut])
+        if events is not None:
+            return events, piece[cut:]
+    last = cuts[0] if cuts else max(0, len(piece) - LONGEST_EVENT)
+    return _decode_singly(piece[:last], dropped) if last else [], piece[last:]
 
 
 def boundaries(piece: bytes) -> Iterator[int]:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from hvdkit.common.files import is_file
+from hvdkit.common.files import is_file, text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job.model import Site
 from hvdkit.run.job.systems import SYSTEMS
@@ -60,9 +60,10 @@ def read(file: Path) -> Site:
         InvalidArgumentError: it cannot be read, or a key is unknown, missing or of the wrong kind.
     """
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        values = tomllib.loads(text(file))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        nested = isinstance(error, RecursionError)
+        reason = "it is nested too deeply" if nested else getattr(error, "strerror", None) or str(error)
         raise InvalidArgumentError(f"Site file {file} cannot be read: {reason}.") from error
     return Site(name=file.stem, **_checked(values, file))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.common.files import exists, is_file
+from hvdkit.common.files import content, exists
 from hvdkit.errors import InvalidArgumentError
 
 _PYTHON = re.compile(r"python[0-9.]*$")
@@ -31,9 +31,12 @@ class Command:
     @property
     def imports_mpi4py(self) -> bool:
         """Whether it is a Python script that itself imports mpi4py."""
-        if self.script is None or not is_file(Path(self.words[self.script])):
+        if self.script is None:
             return False
-        return _IMPORTS_MPI4PY.search(Path(self.words[self.script]).read_bytes()) is not None
+        try:
+            return _IMPORTS_MPI4PY.search(content(Path(self.words[self.script]))) is not None
+        except OSError:  # Python itself will say so
+            return False
 
 
 def resolve(words: Sequence[str], search_path: str, python: Path) -> Command:

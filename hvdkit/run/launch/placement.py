@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.common import files
+from hvdkit.common.commands import shortened
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.model import Host
 from hvdkit.steps import hosts as job_hosts
@@ -65,7 +67,7 @@ def read(file: Path) -> list[Named]:
         InvalidArgumentError: it cannot be read, has a bad line, or names no host.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = files.text(file).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InvalidArgumentError(f"--hostfile {file} cannot be read: {reason}.") from error
@@ -77,7 +79,8 @@ def read(file: Path) -> list[Named]:
             found.append((match[1], int(match[2]) if match[2] else None))
         elif entry:
             raise InvalidArgumentError(
-                f"--hostfile {file}, line {number}: {line.strip()!r} is no HOST, HOST:SLOTS or HOST slots=SLOTS."
+                f"--hostfile {file}, line {number}: {shortened(line.strip())} is no HOST, HOST:SLOTS or "
+                "HOST slots=SLOTS."
             )
     if not found:
         raise InvalidArgumentError(f"--hostfile {file} names no host; write one HOST:SLOTS a line.")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, structs
 
-from hvdkit.common import json_files
+from hvdkit.common import files, json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 
@@ -151,7 +151,7 @@ def read(path: Path) -> Tuned:
         InvalidArgumentError: it cannot be read, is neither, or holds no usable row.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as tuned settings: {error}.") from error
     if text.lstrip().startswith("{"):

@@ -7,6 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A slow machine fails no property, nor does the example of an odd day: HVDKIT_FUZZ draws new ones.
+settings.register_profile(
+    "hvdkit",
+    deadline=None,
+    derandomize="HVDKIT_FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("hvdkit")
 
 # Another environment's mpirun is no match for this one's Horovod.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -179,7 +179,7 @@ STRANGE = st.one_of(
 def test_no_bytes_are_a_rank():
     with rank_0(size=2, timeout=120) as waiting:
 
-        @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=100, suppress_health_check=list(HealthCheck))
         @given(STRANGE)
         def thrown(parts):
             answer = throw(b"".join(parts) + b"\n")

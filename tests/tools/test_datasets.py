@@ -85,7 +85,7 @@ def test_digits_without_scikit_learn_name_the_command(monkeypatch: pytest.Monkey
     classes=st.integers(2, 12),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_synthetic_has_the_asked_shape(n: int, shape: tuple[int, int, int], classes: int, seed: int) -> None:
     data = load("synthetic", n=n, shape=shape, classes=classes, seed=seed)
     assert_contract(data)

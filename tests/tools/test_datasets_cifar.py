@@ -326,7 +326,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(cut=st.floats(0, 1, exclude_max=True))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_archive_cut_anywhere_is_corrupt(workplace: Path, cut: float) -> None:
     archive = workplace / "cifar-10-binary.tar.gz"
     write_archive(archive, "cifar-10-batches-bin", {f"{name}.bin": binary(name) for name in BATCHES})
@@ -346,7 +346,7 @@ def test_archive_cut_anywhere_is_corrupt(workplace: Path, cut: float) -> None:
         ]
     ),
 )
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 def test_pickle_with_changed_bytes_raises_nothing_else(data: st.DataObject, content: bytes) -> None:
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):

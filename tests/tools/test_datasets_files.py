@@ -325,7 +325,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(cut=st.floats(0, 1, exclude_max=True), pack=st.sampled_from([bytes, gzip.compress]))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_idx_cut_anywhere_is_corrupt(workplace: Path, cut: float, pack: Callable[[bytes], bytes]) -> None:
     whole = pack(idx(X_TEST[:, :4, :4]))
     path = workplace / "cut"
@@ -337,7 +337,7 @@ def test_idx_cut_anywhere_is_corrupt(workplace: Path, cut: float, pack: Callable
 
 
 @given(data=st.data(), pack=st.sampled_from([bytes, gzip.compress]))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_idx_with_a_changed_byte_raises_nothing_else(
     workplace: Path, data: st.DataObject, pack: Callable[[bytes], bytes]
 ) -> None:
@@ -354,7 +354,7 @@ def test_idx_with_a_changed_byte_raises_nothing_else(
 
 
 @given(cut=st.floats(0, 1, exclude_max=True))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_npz_cut_anywhere_is_corrupt(workplace: Path, cut: float) -> None:
     path = workplace / "mnist.npz"
     write_npz(path)
@@ -365,7 +365,7 @@ def test_npz_cut_anywhere_is_corrupt(workplace: Path, cut: float) -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_npz_with_changed_bytes_raises_nothing_else(workplace: Path, data: st.DataObject) -> None:
     path = workplace / "mnist.npz"
     write_npz(path)

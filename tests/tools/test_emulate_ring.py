@@ -99,7 +99,7 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(ring, "SEGMENT_BYTES", 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 6), elements=st.integers(1, 90), segment=st.sampled_from([4, 16, 52, 1 << 20]))
 def test_every_rank_has_the_sums_whatever_the_sizes(size, elements, segment):
     with pytest.MonkeyPatch.context() as patch:

@@ -166,7 +166,7 @@ def test_every_script_is_clean_and_launches_what_was_typed(site_name):
     assert passes_shellcheck(text) is True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=12), min_size=1, max_size=4))
 def test_whatever_is_typed_reaches_the_command_as_it_is(words):
     text = script.write(Job(1, 1, "00:01:00", ("x", *words)), site.find("slurm", None), "/venv/bin")

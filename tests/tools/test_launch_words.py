@@ -47,7 +47,7 @@ def started(words, launcher):
 
 
 @pytest.mark.parametrize("launcher", [*MPIS, *PROGRAMS])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(WORDS)
 @example([":", *ALL])
 def test_launchers_that_part_programs_by_colons(launcher, words):
@@ -62,7 +62,7 @@ def test_launchers_that_part_programs_by_colons(launcher, words):
 
 
 @pytest.mark.parametrize("kind", ["static", "elastic"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(WORDS)
 @example(ALL)
 def test_horovodrun_by_its_own_parser_and_its_own_command_line(kind, words):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from predict_measured import results
 
@@ -80,7 +80,6 @@ def test_a_gradient_waits_for_the_next_cycle():
     assert late.exposed_s == pytest.approx(2.0)  # a cycle begins at 10, and it takes until 11
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.integers(1, 10**8)), min_size=1, max_size=30),
     st.floats(0, 10), st.floats(0, 1e8), st.floats(0, 1), st.floats(1e-9, 1e-7),

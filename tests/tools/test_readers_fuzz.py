@@ -152,12 +152,7 @@ def test_the_real_files_are_read(place: Path, real: Callable[[str], bytes], name
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(
-    max_examples=int(FILES or 25),
-    derandomize=not FILES,  # else the damage of an odd day stops whoever works on something else
-    deadline=None,
-    suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
-)
+@settings(max_examples=int(FILES or 25), suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow])
 @given(data=st.data())
 def test_damage_is_an_error_of_ours_or_none(
     place: Path, real: Callable[[str], bytes], name: str, data: st.DataObject

@@ -26,7 +26,7 @@ words = st.text("abc0123456789.-", min_size=1, max_size=12)
 texts = st.lists(words, min_size=1, max_size=12).map(" ".join)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 14), st.integers(40, 120))
 def test_no_word_is_split_or_lost_and_no_line_is_too_wide(data, columns, width):
     names = [f"{data.draw(words)}{at}" for at in range(columns)]

@@ -211,7 +211,7 @@ def fragments():
     return st.lists(st.one_of(st.sampled_from(pieces + noise), st.binary(max_size=12)), max_size=40).map(b"".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(content=st.one_of(st.binary(max_size=400), fragments()), compressed=st.booleans(), piece=st.integers(1, 90))
 def test_no_bytes_make_it_fail(content, compressed, piece, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "fuzz.json"

@@ -158,7 +158,7 @@ def test_hostile_names_of_operations_and_phases_are_text(tmp_path):
     assert {"</script><b>", "MPI_<i>"} <= set(page.lanes["words"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(names=st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=4, unique=True))
 def test_any_name_is_text(tmp_path_factory, names):
     page = Page(render_report(timeline(tmp_path_factory.mktemp("names") / "t.json", names, steps=3)))

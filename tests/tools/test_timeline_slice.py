@@ -70,7 +70,7 @@ def test_training_steps(tmp_path):
     assert len({operation.tensor for operation in operations}) == 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_damage_costs_events_but_never_the_slice(data):
     source = (DATA / "torch-mpi-2ranks-cycles.json").read_bytes()

@@ -344,7 +344,7 @@ raw_events = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(raw_events, max_size=60), st.sampled_from([0, 1, 1 << 27]))
 def test_no_events_make_the_summary_fail(events, threshold):
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

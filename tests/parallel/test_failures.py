@@ -17,7 +17,6 @@ import pytest
 pytestmark = pytest.mark.parallel
 
 HERE = Path(__file__).parent
-WITHOUT_TENSORFLOW = HERE / "without_tensorflow"
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 180
 FAIL_FAST_S = 10.0
@@ -50,11 +49,9 @@ def launch(tmp_path):
     """``hvdkit launch -n 2`` of a script; gives status, standard output, lines of standard error, time of the end."""
     outer = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment.update(TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
+    environment.update(PYTHONPATH=str(HERE.parent.parent), TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
 
-    def run(*words, tensorflow=False):
-        path = [HERE.parent.parent] if tensorflow else [WITHOUT_TENSORFLOW, HERE.parent.parent]
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+    def run(*words):
         argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
         done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         return done.returncode, done.stdout, done.stderr.splitlines(), time.time()
@@ -73,9 +70,7 @@ def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
     options = ["--launcher", launcher]
     if status_wanted == 75:
         options += ["--stall-timeout", str(STALL_TIMEOUT_S), "--stall-dir", "stacks"]
-    status, out, errors, end = launch(
-        *options, str(HERE / "programs_failures.py"), framework, how, tensorflow=framework == "keras"
-    )
+    status, out, errors, end = launch(*options, str(HERE / "programs_failures.py"), framework, how)
     text = "\n".join(errors)
     failed_at = re.search(r"^\[1\] failing at (\S+)$", out, re.MULTILINE)
     assert failed_at is not None, text
@@ -127,7 +122,7 @@ while not Path({str(seen)!r}).exists():
     time.sleep(0.05)
 """)
     argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", "--launcher", launcher, str(script)]
-    environment = {**os.environ, "PYTHONPATH": f"{WITHOUT_TENSORFLOW}{os.pathsep}{HERE.parent.parent}"}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent)}
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
     for line in process.stderr:
@@ -142,14 +137,7 @@ while not Path({str(seen)!r}).exists():
 def test_the_users_own_sitecustomize_still_runs_beside_the_one_for_stacks(launch, tmp_path, launcher, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 'yes'\n")
     (tmp_path / "show.py").write_text("import faulthandler, os\nprint(customized, 'HVDKIT_STACKS' in os.environ)\n")
-    options = [
-        "--launcher",
-        launcher,
-        "--stall-timeout",
-        "60",
-        "--env",
-        f"PYTHONPATH={tmp_path}{os.pathsep}{WITHOUT_TENSORFLOW}",
-    ]
+    options = ["--launcher", launcher, "--stall-timeout", "60", "--env", f"PYTHONPATH={tmp_path}"]
     status, out, errors, _ = launch(*options, str(tmp_path / "show.py"))
     assert status == 0, errors
     assert sorted(out.splitlines()) == ["[0] yes True", "[1] yes True"]

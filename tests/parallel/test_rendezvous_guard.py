@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.prepare.install.record import read_record
+
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.parallel,
@@ -68,3 +70,17 @@ def test_only_ranks_read_and_write_where_ranks_are(ranks_command, tmp_path, kind
     for rank in range(2):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert found == {"stranger": [403] * 4, "rank": 404, "elsewhere": "closed"}
+
+
+def test_horovodrun_loads_no_framework_to_ask_what_horovod_was_built_with(ranks_command, tmp_path):
+    """That takes seconds; hvdkit's build record says it."""
+    if read_record() is None:
+        pytest.skip("Horovod was not built by `hvdkit install`")
+    _, environment = ranks_command(1, "gloo")
+    for name in ("torch", "tensorflow", "mxnet"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'loaded')!r}, 'a').write('{name}')\n")
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    launch = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", "--launcher", "horovodrun", "--", "true"]
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "loaded").exists()

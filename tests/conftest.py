@@ -3,11 +3,14 @@
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from hvdkit.run.launch.open_mpi import SESSIONS
 
 # A slow machine fails no property, nor does the example of an odd day: HVDKIT_FUZZ draws new ones.
 settings.register_profile(
@@ -20,6 +23,10 @@ settings.load_profile("hvdkit")
 
 # Another environment's mpirun is no match for this one's Horovod.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+# Nor does what an mpirun that was killed has left in the temporary directory stop one of the same process id.
+_SESSIONS = tempfile.TemporaryDirectory(prefix="hvdkit-tests-", ignore_cleanup_errors=True)
+os.environ[SESSIONS] = _SESSIONS.name
 
 ON_RANKS = re.compile(r"[\[-](torch|tensorflow|keras(-torch|-jax)?)-\d+-(gloo|mpi)\b")
 """The name of a test on ranks that stay alive (parallel/ranks.py)."""

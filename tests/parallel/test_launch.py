@@ -48,10 +48,9 @@ WAIT_FOR_EVER = "\nwhile True: time.sleep(60)\n"
 
 def outer_environment() -> dict[str, str]:
     """This environment as a user's shell has it: no job around it, no settings that the launcher makes itself."""
-    ours = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+    ours = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    path = f"{Path(__file__).parent / 'without_tensorflow'}{os.pathsep}{REPOSITORY}"
-    return {**environment, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return {**environment, "PYTHONPATH": str(REPOSITORY), "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
 def hears_signals() -> None:
@@ -379,6 +378,22 @@ print("ready")
 def test_a_rank_that_ends_well_leaves_nothing_behind(launch):
     done = launch.run("-n", "1", "--launcher", "mpirun", launch.script(DAEMON + "print('done')"))
     assert (done.returncode, done.stdout) == (0, b"[0] done\n")
+
+
+@needs_mpi
+def test_an_mpirun_that_is_killed_leaves_no_directory_that_stops_the_next_with_its_process_id(launch):
+    temporary = launch.directory / "temporary"
+    temporary.mkdir()
+    launch.environment["TMPDIR"] = str(temporary)
+    script = launch.script("""
+from pathlib import Path
+def parent(pid): return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+os.kill(parent(os.getppid()), signal.SIGKILL)
+time.sleep(60)
+""")
+    done = launch.run("-n", "1", "--launcher", "mpirun", script)
+    assert b"mpirun was killed by SIGKILL" in done.stderr
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -10,6 +10,8 @@ from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Request, Setting
 from hvdkit.steps import secret
 
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
+SESSIONS = "PRTE_MCA_prte_tmpdir_base"
+"""Where Open MPI 5 makes a directory for each job."""
 
 _KEEPALIVE = {"time": "20", "intvl": "10", "probes": "4"}
 """Seconds without a word until a host is asked whether it lives, between two such questions, and how many."""

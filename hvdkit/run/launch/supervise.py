@@ -11,13 +11,16 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.model import Plan
+from hvdkit.run.launch.open_mpi import SESSIONS
 from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, left_early, signal_name
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
 from hvdkit.run.launch.shown import STDERR, STDOUT, Shown
@@ -55,8 +58,25 @@ def run(plan: Plan, *, tagged: bool = True, verbose: bool = False) -> Ended:
     Raises:
         LaunchError: the launcher cannot be started.
     """
-    with watched_signals() as signals, contextlib.closing(listener()) as server:
+    with watched_signals() as signals, contextlib.closing(listener()) as server, _sessions(plan) as variables:
+        plan = replace(plan, environment={**plan.environment, **variables})
         return _Job(plan, signals, server, tagged=tagged, verbose=verbose).run()
+
+
+@contextlib.contextmanager
+def _sessions(plan: Plan) -> Iterator[dict[str, str]]:
+    """A directory of its own for Open MPI, which names what it makes there by its process id alone.
+
+    What an mpirun that was killed has left keeps another one, to which its id falls, from starting.
+    """
+    above = plan.environment.get(SESSIONS)
+    try:
+        own = tempfile.TemporaryDirectory(prefix="hvdkit-job-", dir=above, ignore_cleanup_errors=True)
+    except OSError:  # then as without hvdkit
+        yield {}
+        return
+    with own as directory:
+        yield {SESSIONS: directory}
 
 
 class Phase(Enum):

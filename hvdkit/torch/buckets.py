@@ -7,8 +7,10 @@ rank has a gradient; and last two that say whether this rank needs another layou
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import mmap
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -26,6 +28,7 @@ Named = Sequence[tuple[str, Parameter]]
 
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
+_HUGE_PAGE = 2**21
 _REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
 
@@ -99,6 +102,21 @@ class Wire:
         return handle
 
 
+def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of a bucket, on a CPU in huge pages where the kernel has them.
+
+    Ranks of one host copy out of each other's memory, for which the kernel looks up page by page.
+    """
+    size = length * dtype.itemsize
+    if device.type != "cpu" or size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(length, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(dtype)
+
+
 class Travelling(Protocol):
     """Gradients that leave together."""
 
@@ -131,14 +149,12 @@ class Bucket:
         self.holds = [id(parameter) for _, parameter in named]
         self.early = True
         self._sparse_as_dense = sparse_as_dense
-        kind: dict[str, Any] = {}
-        if named:
-            kind = {"dtype": named[0][1].dtype, "device": named[0][1].device}
+        kind = (named[0][1].dtype, named[0][1].device) if named else (torch.float32, torch.device("cpu"))
         self._places = {key: place for place, key in enumerate(self.holds)}
         starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
         self._numbers = starts.pop()
         self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
-        self._lie_in(torch.zeros(self._numbers + len(named) + 2, **kind))
+        self._lie_in(_zeros(self._numbers + len(named) + 2, *kind))
         self._begin()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
@@ -156,7 +172,7 @@ class Bucket:
         if all(now <= own for now, own in zip(self._count_owners(place), self._owners, strict=True)):
             return
         before = self._views
-        self._lie_in(self._flat.clone())
+        self._lie_in(_zeros(self._flat.numel(), self._flat.dtype, self._flat.device).copy_(self._flat))
         for weak, old, new in zip(self._parameters, before, self._views, strict=True):
             parameter = weak()
             if parameter is not None and parameter.grad is old:

@@ -504,6 +504,21 @@ def gradients_that_are_assigned(distribute, data):
     return [model]
 
 
+def a_large_layer(distribute, data):
+    """A bucket of some MB, in huge pages; the last gradients are kept and used."""
+    model = net(width=60_000)
+    optimizer = distribute(momentum(model.parameters(), lr=1e-5), model)
+    last = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        for one, before in zip(model.parameters(), last, strict=False):
+            one.grad += 0.1 * before
+        optimizer.step()
+        last = [one.grad for one in model.parameters()]
+    return [model]
+
+
 def sharpness(distribute, data):
     """SAM: an optimizer that is stepped by hand, twice a batch, with another one inside."""
     import torch
@@ -570,6 +585,7 @@ PROGRAMS = [
     training_a_head,
     gradients_that_are_kept,
     gradients_that_are_assigned,
+    a_large_layer,
     sharpness,
 ]
 

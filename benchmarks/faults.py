@@ -483,7 +483,7 @@ class Campaign:
 def audit(place, saved):
     """Copy each valid checkpoint for the next job to restore; the names of those that are lost or invalid."""
     from hvdkit.errors import CheckpointError
-    from hvdkit.steps.checkpoint import verify
+    from hvdkit.steps.manifest import verify
 
     valid, there = set(), [path.name for path in (place / "run").glob("step-*")]
     for name in there:

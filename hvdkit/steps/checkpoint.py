@@ -13,7 +13,6 @@ Source of the protocol: write, fsync, rename, fsync the directory: Pillai et al.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -29,14 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps import manifest
 from hvdkit.steps.lock import PATIENCE_S, WriterLock
 
-MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{10,30})(?:-r(\d{1,9}))?")
 _TEMPORARY = ".writing-"
-_LONGEST_MANIFEST = 64 * 2**20
-_LONGEST_NAME = 200
-_LARGEST_SCORE = 10**300
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +134,13 @@ class CheckpointDirectory:
         temporary = Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY}{self._lock.token}-", dir=self.directory))
         try:
             write(temporary)
-            self._seal(temporary, step, metadata, score)
+            manifest.seal(temporary, step, metadata, score)
             try:
                 temporary.rename(final := self._free_name(step))
             except OSError:  # without locks: a job that has yet to see that it lost the directory was faster
                 temporary.rename(final := self._free_name(step))
             self._written.add(final)
-            _fsync(self.directory)
+            manifest.fsync(self.directory)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return final
@@ -169,12 +165,12 @@ class CheckpointDirectory:
         skipped: list[str] = []
         for path in paths:
             try:
-                manifest = verify(path)
+                found = manifest.verify(path)
             except CheckpointError as error:
                 skipped.append(f"{path.name}: {error}")
                 self._complain(f"{path} is left out: {error}")
                 continue
-            return Saved(path, manifest["step"], manifest["metadata"], manifest.get("score"), tuple(skipped))
+            return Saved(path, found["step"], found["metadata"], found.get("score"), tuple(skipped))
         if skipped:
             raise CheckpointError(f"no valid checkpoint in {self.directory}: {'; '.join(skipped)}")
         return None
@@ -224,7 +220,7 @@ class CheckpointDirectory:
     def _is_valid(self, path: Path) -> bool:
         """Whether all files are what they were; of one that this process wrote, whether they are there."""
         try:
-            verify(path, contents=path not in self._written)
+            manifest.verify(path, contents=path not in self._written)
         except CheckpointError as error:
             self._complain(f"{path} is left out: {error}")
             return False
@@ -244,7 +240,7 @@ class CheckpointDirectory:
             self._complain(f"{path} cannot be removed: {error.strerror or error}")
 
     def _best_first(self) -> list[Path]:
-        scored = [(score, path) for path in self._newest_first() if (score := _score(path)) is not None]
+        scored = [(score, path) for path in self._newest_first() if (score := manifest.score_of(path)) is not None]
         return [path for _, path in sorted(scored, key=lambda pair: pair[0], reverse=True)]
 
     def _generations(self) -> list[tuple[int, int, Path]]:
@@ -253,7 +249,7 @@ class CheckpointDirectory:
         if self.directory.is_dir():
             for path in self.directory.iterdir():
                 match = _NAME.fullmatch(path.name)
-                if match and _kind(path) == stat.S_IFDIR:
+                if match and manifest.kind_of(path) == stat.S_IFDIR:
                     found.append((int(match[2] or 0), int(match[1]), path))
                 elif match:
                     self._complain(f"{path} is named like a checkpoint and is no directory: left out")
@@ -266,21 +262,6 @@ class CheckpointDirectory:
         generation, newest, _ = next(iter(self._generations()), (0, -1, None))
         generation += step <= newest
         return self.directory / (f"step-{step:010d}" + (f"-r{generation}" if generation else ""))
-
-    def _seal(self, temporary: Path, step: int, metadata: dict[str, Any], score: float | None) -> None:
-        temporary.chmod(0o755)
-        files = {}
-        for path in _files(temporary):
-            _fsync(path)
-            files[path.relative_to(temporary).as_posix()] = {"sha256": _sha256(path), "size": path.stat().st_size}
-        for path in temporary.rglob("*"):
-            if path.is_dir():
-                _fsync(path)
-        manifest = {"format": 1, "step": step, "score": score, "files": files, "metadata": metadata}
-        target = temporary / MANIFEST
-        target.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        _fsync(target)
-        _fsync(temporary)
 
 
 def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> dict[str, Any]:
@@ -302,111 +283,3 @@ def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> dict[str,
                 "state dicts and numbers that are inf or nan."
             ) from error
     return dict(json.loads(json.dumps(metadata or {})))
-
-
-def verify(path: Path, *, contents: bool = True) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest and return the manifest.
-
-    Args:
-        contents: read the files, too; else only their sizes are compared.
-    Raises:
-        CheckpointError: the manifest is missing or unreadable, or a file is missing, of another size or content, or
-            cannot be read.
-    """
-    manifest = _manifest(path)
-    for name, expected in manifest["files"].items():
-        file, shown = path / name, name if len(name) < _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
-        if _kind(file) != stat.S_IFREG:
-            raise CheckpointError(f"{shown} is missing")
-        try:
-            size = file.stat().st_size
-            if size != expected["size"]:
-                raise CheckpointError(f"{shown} has {size} bytes, {expected['size']} were written")
-            if contents and _sha256(file) != expected["sha256"]:
-                raise CheckpointError(f"{shown} has another SHA-256 than when it was written")
-        except OSError as error:
-            raise CheckpointError(f"{shown} cannot be read ({error.strerror or error})") from error
-    return manifest
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    kind = _kind(file)
-    if kind is None:
-        raise CheckpointError(f"{MANIFEST} is missing")
-    if kind != stat.S_IFREG:  # a FIFO would be waited for
-        raise CheckpointError(f"{MANIFEST} is no plain file")
-    try:
-        if file.stat().st_size > _LONGEST_MANIFEST:
-            raise CheckpointError(f"{MANIFEST} is longer than hvdkit's, {_LONGEST_MANIFEST} bytes at most")
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
-    _check_form(manifest)
-    return dict(manifest)
-
-
-def _kind(path: Path) -> int | None:
-    """The type of what stands there, links not followed, such as ``stat.S_IFREG``; None for nothing."""
-    try:
-        return stat.S_IFMT(path.lstat().st_mode)
-    except (OSError, ValueError):  # also a name that no file can have
-        return None
-
-
-def _score(path: Path) -> float | None:
-    """The score in a checkpoint's manifest; None where there is none, or no manifest to be read."""
-    try:
-        return _manifest(path).get("score")
-    except CheckpointError:
-        return None
-
-
-def _check_form(manifest: Any) -> None:
-    well_formed = (
-        isinstance(manifest, dict)
-        and isinstance(manifest.get("step"), int)
-        and _is_score(manifest.get("score"))
-        and isinstance(manifest.get("metadata"), dict)
-        and isinstance(manifest.get("files"), dict)
-        and all(
-            isinstance(entry, dict) and {"sha256", "size"} <= entry.keys() and _inside(name)
-            for name, entry in manifest["files"].items()
-        )
-    )
-    if not well_formed:
-        raise CheckpointError(f"{MANIFEST} is not one of hvdkit's")
-    if manifest.get("format") != 1:
-        raise CheckpointError(f"{MANIFEST} has format {manifest.get('format')!r}, this version reads 1")
-
-
-def _is_score(value: Any) -> bool:
-    """Not a number that no float holds."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < _LARGEST_SCORE
-    return value is None or (isinstance(value, float) and math.isfinite(value))
-
-
-def _inside(name: str) -> bool:
-    return not Path(name).is_absolute() and ".." not in Path(name).parts
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for path in sorted(directory.rglob("*")):
-        if path.is_symlink():
-            raise CheckpointError(f"{path.name} is a link; a checkpoint holds plain files only.")
-        if path.is_file():
-            yield path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

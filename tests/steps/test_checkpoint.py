@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit import CheckpointError, InvalidArgumentError
-from hvdkit.steps.checkpoint import MANIFEST, CheckpointDirectory, verify
+from hvdkit.steps.checkpoint import CheckpointDirectory
 from hvdkit.steps.lock import LOCK, WRITER
+from hvdkit.steps.manifest import MANIFEST, verify
 
 
 def writer(text):
@@ -174,7 +175,7 @@ def test_a_file_that_cannot_be_read_or_removed_is_left_out(tmp_path, monkeypatch
             raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="Input/output error"):
-        patched.setattr("hvdkit.steps.checkpoint._sha256", fails)
+        patched.setattr("hvdkit.steps.manifest._sha256", fails)
         with pytest.raises(CheckpointError, match="slots cannot be read"):
             store.latest()
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="cannot be removed: Input/output error"):

@@ -16,12 +16,14 @@ import pytest
 
 from hvdkit import CheckpointError, InvalidArgumentError
 from hvdkit.steps import lock
-from hvdkit.steps.checkpoint import CheckpointDirectory, verify
+from hvdkit.steps.checkpoint import CheckpointDirectory
+from hvdkit.steps.manifest import verify
 
 JOB = """
 import errno, fcntl, itertools, os, sys
 from hvdkit import CheckpointError
-from hvdkit.steps.checkpoint import CheckpointDirectory, verify
+from hvdkit.steps.checkpoint import CheckpointDirectory
+from hvdkit.steps.manifest import verify
 
 directory, locks, saves, wait = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 lockf = fcntl.lockf

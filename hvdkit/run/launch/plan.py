@@ -224,20 +224,8 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         _check_here(request, facts)
     line = LAUNCHERS[name](request, facts)
     settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
-    if name != "horovodrun" and facts.mpi4py and command.imports_mpi4py:
-        command = through_mpi4py(command)
-        settings.append(
-            Setting(
-                "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others",
-                ("-m", "mpi4py"),
-            )
-        )
-    if request.mpi_profile is not None:
-        command, recorded = _recorded(request.mpi_profile, request, facts, command, environ)
-        settings += recorded
-    if any(map(line.taken.fullmatch, command.words[1:])):
-        command = as_one_word(command, facts.python)
-        settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
+    command, changes = _as_started(name, line, request, facts, command, environ)
+    settings += changes
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
     settings += _torch_profiled(request, environ)
@@ -266,6 +254,24 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         direct=direct,
         hosts=request.hosts if direct else (),
     )
+
+
+def _as_started(
+    name: str, line: LauncherLine, request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
+) -> tuple[Command, list[Setting]]:
+    """The command with what has to stand around it, and why."""
+    settings = []
+    if name != "horovodrun" and facts.mpi4py and command.imports_mpi4py:
+        command = through_mpi4py(command)
+        why = "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others"
+        settings.append(Setting(why, ("-m", "mpi4py")))
+    if request.mpi_profile is not None:
+        command, recorded = _recorded(request.mpi_profile, request, facts, command, environ)
+        settings += recorded
+    if any(map(line.taken.fullmatch, command.words[1:])):
+        command = as_one_word(command, facts.python)
+        settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
+    return command, settings
 
 
 def _torch_profiled(request: Request, environ: Mapping[str, str]) -> list[Setting]:

@@ -2,14 +2,13 @@
 
 import random
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from programs_checks import signs
+from programs_checks import message, signs
 
 import hvdkit
 import hvdkit.tensorflow as hk
@@ -38,15 +37,6 @@ def make_model() -> keras.Model:
 
 def flat(variables: Any) -> list[float]:
     return np.concatenate([np.asarray(variable).astype(float).ravel() for variable in variables]).tolist()
-
-
-def message(attempt: Callable[[], Any]) -> str:
-    """The error of an attempt, "" where there was none."""
-    try:
-        attempt()
-    except hvdkit.HvdkitError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class Training:

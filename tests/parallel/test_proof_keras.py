@@ -9,13 +9,12 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from programs_checks import signs
+from programs_checks import message, signs
 from ranks import KERAS, on_ranks
 
 BETWEEN = "differs between rank 0 and rank 1, by at most"
@@ -55,17 +54,6 @@ def compiled(hk: Any, loss: Any = None, **normalisation: Any) -> Any:
     optimizer = hk.distribute(keras.optimizers.SGD(0.01, momentum=0.9))
     model.compile(optimizer, loss or make_loss(), metrics=["accuracy"])
     return model
-
-
-def message(attempt: Callable[[], Any]) -> str:
-    """The error of an attempt, "" where there was none."""
-    from hvdkit import HvdkitError
-
-    try:
-        attempt()
-    except HvdkitError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def nudge(variable: Any) -> None:

@@ -2,12 +2,12 @@
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from programs_checks import signs
+from programs_checks import message, signs
 from ranks import on_ranks
 
 import hvdkit
@@ -26,15 +26,6 @@ def flat(tensors: Any) -> list[float]:
     import torch
 
     return torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).tolist()
-
-
-def message(attempt: Callable[[], Any]) -> str:
-    """The error of an attempt, "" where there was none."""
-    try:
-        attempt()
-    except hvdkit.HvdkitError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class Training:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs_checks import message
 from ranks import on_ranks
 
-from hvdkit import HvdkitError, Topology, datasets
+from hvdkit import Topology, datasets
 from hvdkit.steps.shards import Shard
 
 SAMPLES, BATCH, EVERY = 1437, 24, 3
@@ -25,14 +26,6 @@ LAST_KILL = {"torch": 5, "tensorflow": 3, "keras": 3, "keras-torch": 2, "keras-j
 def digits() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     found = datasets.load("digits")
     return (found.x_train.reshape(-1, 64), found.y_train), (found.x_test.reshape(-1, 64), found.y_test)
-
-
-def message(attempt: Any) -> str:
-    try:
-        attempt()
-    except HvdkitError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def train(hk: Any, on: Any, directory: Path, epochs: int, killed_at: int = 0, **checkpointing: Any) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """``hvdkit memory``: the terms, what the stages of ZeRO cut, and predictions beside what PyTorch really allocates."""
 
+import importlib
 import importlib.util
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from hvdkit import cli
+from hvdkit.measure.memory import live as asking
 from hvdkit.measure.memory import terms
+from hvdkit.measure.model_factory import making
 
 NETS = str(Path(__file__).parent / "memory_nets.py")
 TRILLION = ["--parameters", "1e12", "--dtype", "float16", "--layers", "120", "--sequence", "2048", "--hidden", "12288"]
@@ -20,7 +24,32 @@ def live(framework):
     return lambda test: pytest.mark.parallel(skipped(test))
 
 
-needs_torch, needs_keras = live("torch"), live("keras")
+needs_torch_alone, needs_keras = live("torch"), live("keras")
+
+
+def needs_torch(test):
+    """In a fork of a process that has PyTorch loaded already, which takes most of the time of most tests."""
+    return pytest.mark.usefixtures("forked")(needs_torch_alone(test))
+
+
+def answer_in_fork(process, words):
+    making.reply(importlib.import_module(process).answer, words)
+
+
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
+
+    def ask(process, question):
+        reply = tmp_path / "reply.json"
+        reply.unlink(missing_ok=True)
+        child = context.Process(target=answer_in_fork, args=(process, [json.dumps(question), str(reply)]))
+        child.start()
+        child.join()
+        return json.loads(reply.read_text())
+
+    monkeypatch.setattr(asking, "ask", ask)
 
 
 def found(capsys, *words, status=0):
@@ -95,7 +124,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_what_pytorch_allocates(capsys, 
     assert need["states"] == pytest.approx({"sgd": 0, "adam": 2}[optimizer] * need["parameters"], rel=0.01)
 
 
-@needs_torch
+@needs_torch_alone
 def test_activations_grow_with_the_batch_and_parameters_do_not(capsys):
     few, many = (found(capsys, "--model", f"{NETS}:mlp", "--batch", batch)["need"] for batch in ("10", "40"))
     assert many["activations"] == 4 * few["activations"] > 0

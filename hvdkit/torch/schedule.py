@@ -10,6 +10,8 @@ import torch
 from hvdkit.steps.learning_rate import WarmupBase
 from hvdkit.steps.topology import Topology
 
+_STATE = ("last_epoch", "base_lrs", "_step_count", "_last_lr")
+
 
 class Warmup(WarmupBase, torch.optim.lr_scheduler.LambdaLR):
     """Multiplies the scaled learning rates by the warmup's multiplier, and then by that of ``after``.
@@ -30,6 +32,14 @@ class Warmup(WarmupBase, torch.optim.lr_scheduler.LambdaLR):
     ) -> None:
         self._begin(world, steps_per_epoch, epochs, rule, after)
         super().__init__(optimizer, self._multiplier)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is; not the number of ranks, nor ``after``: these are made anew."""
+        return {name: vars(self)[name] for name in _STATE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken; the optimizer's rates come back with the optimizer."""
+        vars(self).update({name: state_dict[name] for name in _STATE})
 
     def follow(self, world: Topology, steps_per_epoch: int) -> None:
         """Become the schedule of another number of ranks; ``go_to`` then sets the rates."""

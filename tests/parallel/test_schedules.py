@@ -78,8 +78,12 @@ def test_a_decay_after_the_warmup_is_the_same(hk, world, tmp_path):
     assert rate(names) == pytest.approx(warm_cosine(STEPS))
     found = rates(names, 29 * STEPS)
     assert found == pytest.approx([warm_cosine(step) for step in range(STEPS, 30 * STEPS)], abs=1e-12)
-    with pytest.raises(hvdkit.InvalidArgumentError, match="function"):
-        run(SAVE.replace("loader=loader, ", ""), names)
+    run(SAVE.replace("loader=loader, ", ""), names)
+    again = names_of_the_page(hk, hvdkit.Topology(world.rank, 4), checkpoints=hk.Checkpoints(tmp_path))
+    run(AFTER, again)
+    run(RESTORE.replace(", loader=loader", ""), again)
+    assert again["schedule"].last_epoch == 30 * STEPS
+    assert rates(again, 1) == rates(names, 1) == pytest.approx([warm_cosine(30 * STEPS)], abs=1e-12)
 
 
 @on_ranks("torch", n=1)

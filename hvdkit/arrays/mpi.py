@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.arrays.farewell import Farewell, Marked
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
-from hvdkit.steps import agreement, launchers, topology
+from hvdkit.steps import agreement, launchers, starting
 from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
 from hvdkit.steps.root import stop_together
 from hvdkit.steps.topology import Topology
@@ -33,7 +33,7 @@ def library() -> Any:
 
 
 class Places:
-    """What ``steps.topology.start`` asks of Horovod, answered by mpi4py."""
+    """What ``steps.starting.start`` asks of Horovod, answered by mpi4py."""
 
     def init(self) -> None:
         """Start MPI, and find the ranks that share this host."""
@@ -86,7 +86,7 @@ def start(environ: Mapping[str, str]) -> Topology:
         LauncherError, MissingFrameworkError: see ``hvdkit.arrays.init``.
     """
     try:
-        world = topology.start(Places(), environ)
+        world = starting.start(Places(), environ)
     except TopologyMismatchError:
         raise _mismatch(environ) from None
     if not _started:

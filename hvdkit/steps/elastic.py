@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from hvdkit.steps import learning_rate, topology
+from hvdkit.steps import learning_rate, starting
 from hvdkit.steps.topology import Topology
 
 
@@ -122,7 +122,7 @@ class ElasticBase(ABC):
 
     def _follow_size(self, before: int) -> None:
         """Adapt loader, schedule and learning rates, which are those of ``before`` ranks."""
-        self.world = self._place(topology.of(self._horovod, self.world.launcher))
+        self.world = self._place(starting.of(self._horovod, self.world.launcher))
         self.loader.follow(self.world)
         if self.world.size != before:
             now, then = (learning_rate.scale_factor(size, self._rule) for size in (self.world.size, before))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import step_times, topology
+from hvdkit.steps import starting, step_times
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -79,7 +79,7 @@ def init() -> Topology:
         LauncherError: the launcher's environment is incomplete.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
-    return topology.start(hvd, os.environ)
+    return starting.start(hvd, os.environ)
 
 
 # 2 ------------------------------------------------------------------------------------------------------------------

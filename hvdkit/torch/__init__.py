@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import step_times, topology
+from hvdkit.steps import starting, step_times
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -94,7 +94,7 @@ def init() -> Topology:
     """
     if not os.environ.get("HOROVOD_AUTOTUNE"):
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
-    return topology.start(hvd, os.environ)
+    return starting.start(hvd, os.environ)
 
 
 # 2 ------------------------------------------------------------------------------------------------------------------

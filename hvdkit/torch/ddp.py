@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
-from hvdkit.steps import bootstrap, launchers, meeting, topology
+from hvdkit.steps import bootstrap, launchers, meeting, starting
 from hvdkit.steps.launchers import Launched
 from hvdkit.steps.topology import Topology
 
@@ -47,7 +47,7 @@ def init_process_group(backend: str | None = None, timeout: float = 60.0) -> Top
     atexit.register(_end_workers)
     launched = launchers.detect(os.environ)
     if launched is None:
-        topology.say_alone()
+        starting.say_alone()
     if launched is None or launched.size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         _groups.append(dist.group.WORLD)

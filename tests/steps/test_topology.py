@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit import InvalidArgumentError, LauncherError, Topology, TopologyMismatchError
-from hvdkit.steps import launchers, topology
+from hvdkit.steps import launchers, starting
 
 RECORDED = json.loads((Path(__file__).parent / "launcher_environments.json").read_text())
 
@@ -52,7 +52,7 @@ def test_topology_is_immutable_and_checked():
 
 def test_agreeing_launcher_is_confirmed():
     world = Topology(1, 4)
-    assert topology.confirm(world, 1, 4, "srun", "Open MPI v5") is world
+    assert starting.confirm(world, 1, 4, "srun", "Open MPI v5") is world
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_agreeing_launcher_is_confirmed():
 )
 def test_disagreement_names_both_sides(seen, told, explains):
     with pytest.raises(TopologyMismatchError, match=explains) as raised:
-        topology.confirm(seen, *told, "srun", "Open MPI v5.0.11")
+        starting.confirm(seen, *told, "srun", "Open MPI v5.0.11")
     assert f"srun started rank {told[0]} of {told[1]}" in str(raised.value)
     assert f"(over Open MPI v5.0.11) sees rank {seen.rank} of {seen.size}" in str(raised.value)
 
 
 def test_what_a_launcher_does_not_say_comes_from_horovod():
     world = Topology(3, 8, 1, 2, 1, 4, "aprun")
-    assert topology.confirm(world, 3, None, "aprun", "MPICH") is world
+    assert starting.confirm(world, 3, None, "aprun", "MPICH") is world
     with pytest.raises(TopologyMismatchError, match=r"aprun started rank 3, but Horovod .* sees rank 0 of 1"):
-        topology.confirm(Topology(0, 1), 3, None, "aprun", "MPICH")
+        starting.confirm(Topology(0, 1), 3, None, "aprun", "MPICH")
 
 
 class OneProcess:
@@ -85,7 +85,7 @@ class OneProcess:
 
 
 def test_a_process_without_a_launcher_says_that_it_is_alone(caplog):
-    assert topology.start(OneProcess(), {}) == Topology(0, 1, 0, 1, 0, 1, "none")
+    assert starting.start(OneProcess(), {}) == Topology(0, 1, 0, 1, 0, 1, "none")
     (record,) = caplog.records
     assert "no launcher started this process (known: horovodrun, torchrun, jsrun" in record.getMessage()
     assert "trains alone, as rank 0 of 1" in record.getMessage()

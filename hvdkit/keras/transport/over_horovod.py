@@ -14,7 +14,7 @@ from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import digests as keras_digests
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.steps import step_times, topology
+from hvdkit.steps import starting, step_times
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
@@ -34,7 +34,7 @@ class HorovodTransport(OverHorovod, Transport):
     """What does not depend on the framework."""
 
     def start(self) -> Topology:
-        return topology.start(self.hvd, os.environ)
+        return starting.start(self.hvd, os.environ)
 
     def ranks(self, process_set: Any) -> Ranks:
         """The ranks that a gradient of this process is combined over; a rank outside the set is alone."""

@@ -15,7 +15,7 @@ from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, next_name
-from hvdkit.steps import agreement, launchers, step_times, topology
+from hvdkit.steps import agreement, launchers, starting, step_times
 from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
@@ -112,7 +112,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         if launched is None:
             return world
         library = MPI.Get_library_version().split(",")[0]
-        return topology.confirm(world, launched.rank, launched.size, launched.launcher, library)
+        return starting.confirm(world, launched.rank, launched.size, launched.launcher, library)
 
     def _in_order(self) -> Any:
         import jax

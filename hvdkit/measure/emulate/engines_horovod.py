@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
 from hvdkit.measure.emulate.run_job import Job
-from hvdkit.steps import topology
+from hvdkit.steps import starting
 
 _ONE_BY_ONE = (
     "Horovod was built for TensorFlow alone, whose tensors are given one by one outside of a graph: nothing was fused, "
@@ -46,7 +46,7 @@ class _Horovod:
 
     def __init__(self, hvd: Any) -> None:
         self._hvd = hvd
-        world = topology.start(hvd, os.environ)
+        world = starting.start(hvd, os.environ)
         self.rank = world.rank
         self.size = world.size
         self.notes: tuple[str, ...] = ()

@@ -1,0 +1,95 @@
+"""Starting Horovod, and confirming that it sees the job that the launcher started (step 1)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hvdkit.errors import TopologyMismatchError
+from hvdkit.steps import bootstrap, launchers, stalls
+from hvdkit.steps.mpi_library import loaded_mpi
+from hvdkit.steps.topology import Topology
+
+_LOG = logging.getLogger("hvdkit")
+
+
+def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
+    """Start Horovod and say who this process is, confirmed against the launcher; a job of one without a launcher.
+
+    Where a launcher started several ranks and MPI would leave each of them alone (srun without a PMI that this MPI
+    understands), or Horovod was built without MPI, the ranks are connected over Gloo, unless HOROVOD_CONTROLLER=mpi.
+
+    Args:
+        horovod: Horovod's module for a framework (``horovod.torch``, ``horovod.tensorflow``).
+        environ: the process environment, ``os.environ``.
+    Raises:
+        LauncherError: the launcher's environment is incomplete.
+        TopologyMismatchError: the launcher and Horovod disagree about rank or size.
+    """
+    launched = launchers.detect(environ)
+    stalls.hand_in_stacks_when_asked()
+    if launched is not None and bootstrap.is_needed(horovod, launched, environ):
+        os.environ.update(bootstrap.connect(launched, environ))
+    horovod.init()
+    world = of(horovod, launched.launcher if launched else "none")
+    if launched is None:
+        if world.size == 1:
+            say_alone()
+        return world
+    if environ.get("HOROVOD_ELASTIC") == "1":  # the ranks may have changed since this process was started
+        return world
+    library = (loaded_mpi() or "MPI") if horovod.mpi_enabled() else "Gloo"
+    return confirm(world, launched.rank, launched.size, launched.launcher, library)
+
+
+def say_alone() -> None:
+    """Log that this process trains alone, which several processes would each do if their launcher is not known."""
+    _LOG.warning(
+        "hvdkit: no launcher started this process (known: %s); it trains alone, as rank 0 of 1.",
+        ", ".join(launchers.KNOWN),
+    )
+
+
+def of(horovod: Any, launcher: str) -> Topology:
+    """The place of this process as Horovod, which has been started, says."""
+    return Topology(
+        rank=horovod.rank(),
+        size=horovod.size(),
+        local_rank=horovod.local_rank(),
+        local_size=horovod.local_size(),
+        cross_rank=horovod.cross_rank(),
+        cross_size=horovod.cross_size(),
+        launcher=launcher,
+    )
+
+
+def confirm(horovod: Topology, rank: int, size: int | None, launcher: str, horovod_mpi: str) -> Topology:
+    """Horovod's topology, confirmed against what the launcher said of rank and size.
+
+    Args:
+        horovod: what Horovod says after its ``init``.
+        rank: rank by the launcher's environment.
+        size: number of processes by the launcher's environment, None where it does not say.
+        launcher: the launcher's name.
+        horovod_mpi: the library that Horovod communicates through, for the message ("Open MPI 5.0.11", "Gloo").
+    Returns:
+        ``horovod``, unchanged.
+    Raises:
+        TopologyMismatchError: rank or size differ; the message says which MPI is the likely cause.
+    """
+    if horovod.rank == rank and size in (None, horovod.size):
+        return horovod
+    started = f"rank {rank}" if size is None else f"rank {rank} of {size}"
+    seen = f"{launcher} started {started}, but Horovod (over {horovod_mpi}) sees rank {horovod.rank} of {horovod.size}"
+    if horovod.size == 1:
+        raise TopologyMismatchError(
+            f"{seen}: every process would train alone. {launcher} does not belong to the {horovod_mpi} that Horovod "
+            "was built with; start the job with `hvdkit launch` or that library's own mpirun, or rebuild with "
+            "`hvdkit install --force` after loading the launcher's MPI (`hvdkit doctor` shows both)."
+        )
+    raise TopologyMismatchError(
+        f"{seen}. Two launchers are nested or variables of an outer job were inherited; unset them or start the job "
+        "with `hvdkit launch`."
+    )

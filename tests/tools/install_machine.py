@@ -7,6 +7,7 @@ place where it kills itself, as a machine without power would.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import io
 import os
 import signal
@@ -16,6 +17,8 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+
+from hvdkit.prepare.install.pins import RUNTIME_NEEDS
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(sysconfig.get_path("platlib"))
@@ -136,6 +139,11 @@ class StandIn(Environment):
             wheel.writestr("tools-0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tools\nVersion: 0\n")
             wheel.writestr("tools-0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
             wheel.writestr("tools-0.dist-info/RECORD", "")
+        for need in RUNTIME_NEEDS:  # which this environment has only where Horovod was installed into it
+            if not any(importlib.metadata.distributions(name=need)):
+                info = self.site / f"{need}-99.dist-info"
+                info.mkdir()
+                (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {need}\nVersion: 99\n")
         if not self.source.exists():
             write_source(self.source)
         self.sum = hashlib.sha256(self.source.read_bytes()).hexdigest()

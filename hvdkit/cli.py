@@ -78,20 +78,26 @@ def run(argv: list[str]) -> int:
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "hvdkit"
         return _fail(f"{error.format_message().rstrip('.')} (see '{where} --help').", 2)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("Interrupted.", 130)
     except hvdkit.HvdkitError as error:
         return _fail(str(error), error.exit_code)
     except MemoryError:
         return _fail("The memory does not suffice; give smaller files, or run it where there is more.", 1)
+    except BrokenPipeError:
+        _forget_output()
+        return 0
     except OSError as error:
-        if error.errno not in (*_FULL, errno.EPIPE):
+        if error.errno not in _FULL:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
-        if error.errno == errno.EPIPE:  # who read the output has enough of it
-            return 1
+        _forget_output()
         return _fail(f"Nothing more could be written ({error.strerror}); free space, or write to another place.", 1)
     return status if isinstance(status, int) else 0
+
+
+def _forget_output() -> None:
+    """Else Python tries to write the rest of it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> int:

@@ -11,7 +11,7 @@
     ├── RootError                               the root failed at what it does for every rank
     ├── CheckpointError                         nothing valid to load, or nothing could be written
     ├── DataError                               a data set cannot be used
-    │   ├── DataNotFoundError (FileNotFoundError)
+    │   ├── DataNotFoundError (FileNotFoundError)   exit 2
     │   └── CorruptDataError
     ├── InstallError                            Horovod could not be built or installed
     └── LaunchError                             the processes could not be started
@@ -66,7 +66,9 @@ class DataError(HvdkitError):
 
 
 class DataNotFoundError(DataError, FileNotFoundError):
-    """The files of a data set are not where they were looked for."""
+    """A file that was named, or the files of a data set, are not where they were looked for."""
+
+    exit_code = 2
 
 
 class CorruptDataError(DataError):

@@ -6,11 +6,13 @@ Why this room exists: ``hvdkit`` itself and those of its commands that have subc
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,6 +20,15 @@ _DIGITS = 16
 """More than any number of ranks has; Python refuses to read numbers of thousands of digits."""
 _LONGEST = 200
 """Characters of what was received that a message quotes."""
+
+
+@contextlib.contextmanager
+def _enough() -> Iterator[None]:
+    """A reader of the output that has enough, as head has, is no failure; click alone would make it status 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise click.exceptions.Exit(0) from None
 
 
 class LazyGroup(click.Group):
@@ -30,6 +41,16 @@ class LazyGroup(click.Group):
 
     table: Mapping[str, tuple[str, str]] = {}
     sections: Mapping[str, Mapping[str, tuple[str, str]]] = {}
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        """Read the words of a command line; what is printed here is help."""
+        with _enough():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that they name."""
+        with _enough():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Names, in the order of the table."""

@@ -28,7 +28,7 @@ def datasets(name: str, directory: str | None, download: bool) -> None:
     For all nodes of a cluster:        python -m hvdkit.datasets cifar10 --download --directory /shared/data
                                        export HVDKIT_DATA=/shared/data
 
-    Exit status: 0 loaded, 1 missing or corrupt, 2 bad usage.
+    Exit status: 0 loaded, 1 corrupt, 2 missing or bad usage.
     """
     for line in _description(load(name, directory=directory, download=download)):
         click.echo(line)

@@ -191,7 +191,65 @@ def test_a_reader_that_has_enough_is_no_error():
         [sys.executable, "-m", "hvdkit.cli", "check", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True
     )
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("module", ["click", "hvdkit.read.timeline.cli"])
+def test_ctrl_c_while_the_command_line_loads_is_quiet(module):
+    code = f"""
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:] = ["timeline", "--help"]
+from hvdkit.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (130, -2), done.stderr
+
+
+def test_mpiruns_names_of_options(capsys):
+    words = [["-n", "4", "--hosts", "a:2,b:2"], ["-np", "4", "-H", "a:2,b:2"]]
+    shown = [(cli.run(["launch", "--dry-run", *some, "--", "true"]), capsys.readouterr().out) for some in words]
+    assert shown[0] == shown[1] and shown[0][0] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "check gone.py",
+        "timeline summary gone",
+        "timeline report gone -o r.html",
+        "timeline slice gone --since 0 -o part",
+        "timeline export gone -o r.csv",
+        "timeline diff gone gone",
+        "timeline merge gone gone -o both",
+        "trace summary gone",
+        "trace diff gone gone",
+        "mpi-profile show gone",
+        "mpi-profile compare gone gone",
+        "emulate sizes --timeline gone",
+        "emulate show gone",
+        "emulate compare gone gone",
+        "emulate -n 2 --plan gone",
+        "predict --fit gone",
+        "bench show gone",
+        "bench compare gone gone",
+        "bench report gone",
+        "launch -n 2 --tuned gone -- true",
+        "launch -n 2 --hostfile gone -- true",
+    ],
+)
+def test_an_input_that_is_missing_is_status_2(words, capsys):
+    assert cli.run(words.split()) == 2
+    err = capsys.readouterr().err
+    assert "gone" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_the_command_fails_only_when_asked_to(tmp_path, capsys):
     assert values["slower"][0]["phase"] == "collective"
     assert run(["timeline", "diff", str(b), str(a), "--fail-above", "1.5"]) == 0
     assert run(["timeline", "diff", str(a), str(b), "--fail-above", "0.5"]) == 2
-    assert run(["timeline", "diff", str(a), str(tmp_path / "missing.json")]) == 1
+    assert run(["timeline", "diff", str(a), str(tmp_path / "missing.json")]) == 2
 
 
 def test_a_file_without_operations(tmp_path):

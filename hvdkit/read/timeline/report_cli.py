@@ -53,7 +53,7 @@ def report(
       hvdkit timeline report timeline.json.gz -o report.html --step 20
       hvdkit timeline report timeline.json -o report.html --since 60 --until 61.5
 
-    Exit status: 0 success, 1 no such file or no operation of Horovod in it, 2 for bad usage.
+    Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
     """
     from hvdkit.read.timeline.report import write_report
 

@@ -44,8 +44,8 @@ def summary(
       hvdkit timeline summary timeline.json.gz --step 20 --top 3
       hvdkit timeline summary timeline.json --since 60 --json > summary.json
 
-    Exit status: 0 success, 1 no such file, or no operation of Horovod in it or in that part, 2 for bad
-    usage.
+    Exit status: 0 success, 1 no operation of Horovod in it or in that part, 2 for bad usage or no such
+    file.
     """
     found = summarize(file, since=since, until=until, step=step, ranks=ranks, fusion_threshold=fusion_threshold)
     if not found.operations:

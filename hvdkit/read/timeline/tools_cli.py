@@ -44,7 +44,7 @@ def slice_(
       hvdkit timeline slice timeline.json --since 60 --until 70 -o minute.json
       hvdkit timeline slice timeline.json.gz --steps 100..119 -o steps.json.gz
 
-    Exit status: 0 success, 1 no such file or nothing in that part, 2 for bad usage.
+    Exit status: 0 success, 1 nothing in that part, 2 for bad usage or no such file.
     """
     from hvdkit.read.timeline.slicing import Written, slice_timeline
 
@@ -212,7 +212,7 @@ def export(file: Path, output: Path, json_: bool) -> int:
       hvdkit timeline export timeline.json -o timeline.pftrace
       hvdkit timeline export timeline.json -o operations.csv
 
-    Exit status: 0 success, 1 no such file or no operation in it, 2 for bad usage.
+    Exit status: 0 success, 1 no operation in it, 2 for bad usage or no such file.
     """
     from hvdkit.read.timeline.export import ExportWritten
     from hvdkit.read.timeline.export import export as write

@@ -33,7 +33,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
       hvdkit trace summary profile
       hvdkit trace summary trace-0-of-2.json.gz trace-1-of-2.json.gz --json > summary.json
 
-    Exit status: 0 success, 1 a file is missing or no whole trace, 2 for bad usage.
+    Exit status: 0 success, 1 a file is no whole trace, 2 for bad usage, such as a file that is missing.
     """
     found = summarize(traces)
     if json_:
@@ -57,7 +57,7 @@ def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     Example:
       hvdkit trace diff before/trace-0-of-2.json.gz after/trace-0-of-2.json.gz
 
-    Exit status: 0, also when they differ; 1 a file is missing or no whole trace; 2 for bad usage.
+    Exit status: 0, also when they differ; 1 a file is no whole trace; 2 for bad usage or a missing file.
     """
     found = compare(a, b)
     if json_:

@@ -59,7 +59,7 @@ def _profiled_steps(_ctx: click.Context, _parameter: click.Parameter, text: str 
 
 OPTIONS = (
     click.option(
-        "-n", "n", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes (ranks)."
+        "-n", "-np", "n", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes (ranks)."
     ),
     click.option(
         "--launcher",
@@ -71,7 +71,7 @@ OPTIONS = (
     ),
     click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks on each host."),
     click.option(
-        "--hosts", metavar="H:S,...", help="Hosts and the ranks that each may take  [default: the batch job's]"
+        "--hosts", "-H", metavar="H:S,...", help="Hosts and the ranks that each may take  [default: the batch job's]"
     ),
     click.option(
         "--hostfile",

@@ -116,7 +116,9 @@ def test_the_closing_line_serves_where_no_steps_are_recorded(start, capsys):
     assert bench() == 0
     assert saved()["summary"]["measure"] == "closing line"
     assert saved()["summary"]["rows"][2]["speedup"]["value"] == pytest.approx(amdahl(1) / amdahl(4), rel=0.01)
-    assert "by the closing line" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "by the closing line" in out
+    assert err.count("write `for x, y in hk.record_steps(loader)`") == 1
 
 
 # What cannot be told

@@ -23,6 +23,10 @@ Run = Callable[[int], tuple[Job, Steps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
 Record = Callable[[int], tuple[Job, Accounting | None]]
 """Runs the job on so many ranks with Horovod's timeline; the accounting is None where the job failed."""
+_WITHOUT_STEPS = (
+    "COMMAND records no steps: the seconds of its closing line count, start-up and evaluation with them; write `for x, "
+    "y in hk.record_steps(loader)` (Keras: the callback hk.RecordSteps()) to measure the steps"
+)
 _USELESS = (
     "neither recorded its steps (record_steps of the adapters) nor printed 'Hvd Procs N Total time: X second' with a "
     "time above 0"
@@ -139,6 +143,8 @@ def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], watch
         measured = Measured(ranks, repeat, job.wall_s, closing_s, steps, job.failure or useless)
         results.jobs.append(measured)
         keep()
+        if measured.failure is None and steps is None and len(results.counted()) == 1:
+            watcher.says(_WITHOUT_STEPS)
         if measured.failure is not None:
             watcher.says(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
         if len(results.jobs) == len(asked.ranks) and not results.counted():

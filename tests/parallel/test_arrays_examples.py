@@ -66,5 +66,5 @@ def test_half_precision_learns_and_a_mistake_is_one_sentence(train):
     assert done.returncode == 0, done.stderr
     assert number(r"Test accuracy: ([\d.]+) %", done.stdout) >= 75
     wrong = train("numpy_mlp", 1, "--data", "mnist", "--data_dir", "/nowhere")
-    assert wrong.returncode == 1
+    assert wrong.returncode == 2
     assert wrong.stderr.count("numpy_mlp.py: ") == 1 and "Traceback" not in wrong.stderr

@@ -236,7 +236,7 @@ def test_own_data_parallelism_is_ddp_and_horovod(both):
 MISTAKES = [
     ("resnet9.py", ["--data", "digits", "--batch_size", "1"], 2, "BatchNorm needs at least 2 samples per step"),
     ("resnet9.py", ["--data", "digits", "--samples", "50"], 2, "--samples 50 is for --data synthetic"),
-    ("resnet9.py", ["--data_dir", "nowhere"], 1, "cifar10"),
+    ("resnet9.py", ["--data_dir", "nowhere"], 2, "cifar10"),
     ("resnet9.py", ["--data", "synthetic", "--samples", "9" * 15], 2, "do not fit into memory"),
     ("own_ddp.py", ["--bucket_mb", "1e300"], 2, "--bucket_mb must be at most 1000000, got 1e+300"),
     ("own_ddp.py", ["--niters", "3"], 2, "--niters is 3: the first 3 steps are not timed."),

@@ -71,7 +71,7 @@ def test_a_bad_value_is_one_sentence(capsys, argv, answer):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(None, 0), (InvalidArgumentError("It is 0."), 2), (DataNotFoundError("No file."), 1)]
+    ("error", "status"), [(None, 0), (InvalidArgumentError("It is 0."), 2), (DataNotFoundError("No file."), 2)]
 )
 def test_run_ends_with_a_status_and_the_sentence_of_a_mistake(monkeypatch, capsys, error, status):
     monkeypatch.setattr("sys.argv", ["train.py", "--stages", "2"])

@@ -10,10 +10,8 @@ from typing import Any
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import not_below_0
+from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
 from hvdkit.common.units import duration_text, printable
-
-FILE = click.Path(path_type=Path)
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
@@ -26,11 +24,11 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command("slice")
-@click.argument("file", type=FILE)
+@click.argument("file", type=PATH)
 @click.option("--since", type=float, metavar="SECONDS", help="What began at this time of the recording or later.")
 @click.option("--until", type=float, metavar="SECONDS", help="What began before this time.")
 @click.option("--steps", callback=_steps, metavar="A..B", help="Training steps A to B, both included, from 0.")
-@click.option("-o", "--output", type=FILE, required=True, metavar="OUT.json[.gz]", help="The file to write.")
+@click.option("-o", "--output", type=PATH, required=True, metavar="OUT.json[.gz]", help="The file to write.")
 @click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
 def slice_(
     file: Path, since: float | None, until: float | None, steps: tuple[int, int] | None, output: Path, json_: bool
@@ -63,9 +61,9 @@ def slice_(
 
 
 @click.command()
-@click.argument("a", type=FILE)
-@click.argument("b", type=FILE)
-@click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, metavar="N", help="Lines to print.")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
 @click.option("--all", "show_all", is_flag=True, help="Also print changes that may be chance.")
 @click.option(
     "--fail-above", type=float, metavar="RATIO", help="Exit 1 when a phase became slower by more than this, like 1.2."
@@ -75,7 +73,6 @@ def slice_(
     type=float,
     callback=not_below_0,
     default=10.0,
-    show_default=True,
     metavar="US",
     help="Growth of a median that --fail-above takes notice of.",
 )
@@ -158,12 +155,10 @@ def _ratio(ratio: float | None) -> str:
 
 
 @click.command()
-@click.argument("timeline", type=FILE)
-@click.argument("trace", type=FILE)
-@click.option("-o", "--output", type=FILE, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
-@click.option(
-    "--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE  [default: 0]"
-)
+@click.argument("timeline", type=PATH)
+@click.argument("trace", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
+@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bool) -> int:
     """Put a timeline and a trace of torch.profiler on one time axis, and say how much communication is exposed.
@@ -198,8 +193,8 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 
 
 @click.command()
-@click.argument("file", type=FILE)
-@click.option("-o", "--output", type=FILE, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
+@click.argument("file", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
 @click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
 def export(file: Path, output: Path, json_: bool) -> int:
     """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.

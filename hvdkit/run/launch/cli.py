@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from hvdkit.common.commands import with_options
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import (
     attempts,
@@ -32,8 +33,8 @@ from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Plan, Request
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@options.add
+@click.command(context_settings={"allow_interspersed_args": False})
+@with_options(options.OPTIONS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def launch(
     *,

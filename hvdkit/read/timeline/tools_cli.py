@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
@@ -44,13 +45,13 @@ def slice_(
 
     Exit status: 0 success, 1 no such file or nothing in that part, 2 for bad usage.
     """
-    from hvdkit.read.timeline.slicing import Written, slice_timeline
+    from hvdkit.read.timeline.slicing import slice_timeline
 
     if since is None and until is None and steps is None:
         raise click.UsageError("Say which part: --since, --until or both, or --steps.")
     written = slice_timeline(file, output, since=since, until=until, steps=steps)
     if json_:
-        click.echo(json_files.encode(Written(written)), nl=False)
+        click.echo(json_files.encode(written), nl=False)
     else:
         end = "the end" if math.isinf(written.until) else f"{written.until:g} s"
         click.echo(
@@ -99,9 +100,7 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
     found = difference.compare(a, b)
     above = [] if limit is None else found.slower(limit, at_least_us)
     if json_:
-        only_a, only_b = (tuple(difference.Only(*row) for row in rows) for rows in (found.only_a, found.only_b))
-        shown = difference.DifferenceFound(difference.CORRECTION, found, only_a, only_b, tuple(above))
-        click.echo(json_files.encode(shown), nl=False)
+        click.echo(json_files.encode(replace(found, slower_than_limit=tuple(above))), nl=False)
     else:
         _print_difference(found, top, show_all)
         for change in above:
@@ -138,8 +137,8 @@ def _print_difference(found: Any, top: int, show_all: bool) -> None:
             "such time is that of rare long operations, or chance"
         )
     for name, rows in (("A", found.only_a), ("B", found.only_b)):
-        for tensor, kind, count in rows:
-            click.echo(f"only in {name}: {kind} of {printable(tensor)} ({count} operations)")
+        for row in rows:
+            click.echo(f"only in {name}: {row.kind} of {printable(row.tensor)} ({row.operations} operations)")
 
 
 def _signed(time: float) -> str:
@@ -172,12 +171,11 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 
     Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
     """
-    from hvdkit.read.timeline.merging import OverlapFound
     from hvdkit.read.timeline.merging import merge as merge_files
 
     overlap = merge_files(timeline, trace, output, offset_us=offset_us)
     if json_:
-        click.echo(json_files.encode(OverlapFound(overlap)), nl=False)
+        click.echo(json_files.encode(overlap), nl=False)
         return 0
     click.echo(f"{printable(str(output))}: {overlap.operations} operations in {overlap.window:.3f} ms of both files")
     for name, value in (
@@ -209,12 +207,11 @@ def export(file: Path, output: Path, json_: bool) -> int:
 
     Exit status: 0 success, 1 no such file or no operation in it, 2 for bad usage.
     """
-    from hvdkit.read.timeline.export import ExportWritten
     from hvdkit.read.timeline.export import export as write
 
     written = write(file, output)
     if json_:
-        click.echo(json_files.encode(ExportWritten(written)), nl=False)
+        click.echo(json_files.encode(written), nl=False)
     else:
         click.echo(f"{printable(written.path)}: {written.operations} operations of {written.tensors} tensors")
     return 0

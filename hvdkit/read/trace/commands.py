@@ -9,8 +9,7 @@ import click
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH
 from hvdkit.read.trace import show
-from hvdkit.read.trace.difference import DifferenceFound, compare
-from hvdkit.read.trace.results import SummaryFound
+from hvdkit.read.trace.difference import compare
 from hvdkit.read.trace.summary import summarize
 
 
@@ -34,7 +33,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     """
     found = summarize(traces)
     if json_:
-        click.echo(json_files.encode(SummaryFound(found)), nl=False)
+        click.echo(json_files.encode(found), nl=False)
     else:
         show.summary_page(found, top).print()
     return 0
@@ -58,7 +57,7 @@ def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     """
     found = compare(a, b)
     if json_:
-        click.echo(json_files.encode(DifferenceFound(found)), nl=False)
+        click.echo(json_files.encode(found), nl=False)
     else:
         show.difference_page(found, top).print()
     return 0

@@ -51,7 +51,11 @@ FLOORS = {
 COMMANDS = {name: row for commands in FLOORS.values() for name, row in commands.items()}
 
 
-@click.group(cls=group_of(COMMANDS, FLOORS), context_settings={"help_option_names": ["-h", "--help"]})
+_FOR_ALL = {"help_option_names": ["-h", "--help"], "show_default": True}
+"""Settings that every command inherits."""
+
+
+@click.group(cls=group_of(COMMANDS, FLOORS), context_settings=_FOR_ALL)
 @click.version_option(hvdkit.__version__, prog_name="hvdkit")
 def hvdkit_command() -> None:
     """The eight steps of data-parallel training with Horovod, and the tools around them.

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ _DIGITS = 16
 """More than any number of ranks has; Python refuses to read numbers of thousands of digits."""
 _LONGEST = 200
 """Characters of what was received that a message quotes."""
+AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+"""A file to read from."""
 
 
 @contextlib.contextmanager
@@ -80,6 +84,17 @@ def group_of(
     return type("Group", (LazyGroup,), {"table": commands, "sections": sections or {"Commands": commands}})
 
 
+def with_options(options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """A decorator that gives a click command all of these options, in their order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
     """A click callback for ``1,2,4``: each number once, in ascending order.
 
@@ -133,6 +148,20 @@ def require_possible(path: Path) -> None:
         pass
     except OSError as error:
         raise click.BadParameter(f"{shortened(str(path))} cannot be a path ({error.strerror})") from error
+
+
+def number(least: float, *, above: bool = False, most: float = math.inf) -> Callable[..., float | None]:
+    """A click callback for a finite number: at least, or above, one and at most another; None stays None."""
+
+    def check(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+        if value is None or (least <= value <= most and value < math.inf and not (above and value == least)):
+            return value
+        limit = f" and at most {most:g}" if most < math.inf else ""
+        raise click.BadParameter(
+            f"expected a finite number {'above' if above else 'of at least'} {least:g}{limit}, got {value}"
+        )
+
+    return check
 
 
 def seconds_above_0(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:

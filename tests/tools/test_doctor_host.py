@@ -39,9 +39,7 @@ def test_the_tightest_cpu_quota_counts(
     tmp_path: Path, membership: str, files: dict[str, str], expected: float | None
 ) -> None:
     root = write(tmp_path / "cgroup", files)
-    file = tmp_path / "membership"
-    file.write_text(membership + "\n")
-    assert host.cpu_quota(file, root) == expected
+    assert host.cpu_quota(membership + "\n", root) == expected
 
 
 @pytest.mark.parametrize(

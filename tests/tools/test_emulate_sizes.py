@@ -373,17 +373,15 @@ def test_a_file_and_the_shape_of_an_input_give_the_same(nets):
 def test_the_shape_of_an_input_reaches_the_process_of_the_model(capsys, monkeypatch):
     asked = []
 
-    def ask(_, question):
-        asked.append(question)
+    def ask(_, model, **more):
+        asked.append({"model": model, **more})
         return {"framework": "torch", "order": "as told", "gradients": [{"name": "w", "elements": 3, "dtype": "int8"}]}
 
     monkeypatch.setattr("hvdkit.measure.emulate.model_sizes.ask", ask)
     words = ["--input-shape", "2,784", "--per", "layer", "--framework", "torch"]
     plan = sizes(capsys, "--model", "nets.py:Classifier", *words)
     assert plan.collectives == (Collective("w", 3, "int8"),)
-    assert asked == [
-        {"module": "nets.py", "factory": "Classifier", "framework": "torch", "per": "layer", "input_shape": [2, 784]}
-    ]
+    assert asked == [{"model": "nets.py:Classifier", "framework": "torch", "per": "layer", "input_shape": (2, 784)}]
 
 
 def test_an_input_of_a_shape_has_the_type_of_the_model(monkeypatch):

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from hvdkit.run.launch.machine import cpu_quota, physical_cores, usable_cores
+from hvdkit.prepare.doctor.host import cpu_quota
+from hvdkit.run.launch.machine import physical_cores, usable_cores
 
 
 def test_hyperthreads_count_once(tmp_path):

@@ -86,7 +86,7 @@ def test_the_bus_bandwidth_of_a_size_leaves_measured_waiting_out(tmp_path):
 def test_control_and_payload_of_one_size_are_two_lines(tmp_path):
     profile = reading.read([write(tmp_path, record(0))])
     lines = [one for one in measures.sizes(profile, shown(profile)) if one.routine == "MPI_Allreduce"]
-    assert [(one.purpose, one.total.calls, one.least_bytes, one.most_bytes) for one in lines] == [
+    assert [(one.purpose, one.calls, one.least_bytes, one.most_bytes) for one in lines] == [
         ("payload", 57, 8, 8), ("control", 1000, 8, 8), ("payload", 100, 1_000_000, 1_000_000),
     ]  # fmt: skip
     assert lines[2].processes == 4
@@ -97,8 +97,8 @@ def test_routines_and_the_ranks(tmp_path):
     early = [group("MPI_Allreduce", (1, 8, 3.0))]
     profile = reading.read([write(tmp_path, record(0, 2, late), record(1, 2, early))])
     first, second = measures.routines(profile, shown(profile))
-    assert (first.name, first.seconds.least, first.seconds.least_rank, first.seconds.most) == ("MPI_Send", 0, 1, 2)
-    assert (second.seconds.median, second.seconds.imbalance) == (2, 0.5)
+    assert (first.routine, first.ranks.least, first.ranks.least_rank, first.ranks.most) == ("MPI_Send", 0, 1, 2)
+    assert (second.ranks.median, second.ranks.imbalance) == (2, 0.5)
 
 
 def test_every_call_has_one_purpose(tmp_path):

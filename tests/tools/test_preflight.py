@@ -127,7 +127,7 @@ def test_one_fault_is_one_finding():
 
 def test_reports_travel_as_json_and_as_files(tmp_path):
     for report in job():
-        assert Report.from_json(json.loads(json.dumps(report.as_json()))) == report
+        assert Report.from_json(report.as_json()) == report
         exchange.write(tmp_path, report)
     assert exchange.read(tmp_path) == job()
 

@@ -7,7 +7,7 @@ from timeline_files import ATPESC, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.difference import check_ratio, compare
+from hvdkit.read.timeline.difference import Only, check_ratio, compare
 
 
 def training(path, seed, collective, steps=40, negotiate=200, fused=False, outlier=None):
@@ -89,7 +89,7 @@ def test_what_is_in_one_only_is_told_and_not_tested(tmp_path):
     a = training(tmp_path / "a.json", 1, {"both": 100, "gone": 100}, fused=True)
     b = training(tmp_path / "b.json", 2, {"both": 100, "new": 100}, steps=30)
     found = compare(a, b)
-    assert (found.only_a, found.only_b) == ([("gone", "ALLREDUCE", 40)], [("new", "ALLREDUCE", 30)])
+    assert (found.only_a, found.only_b) == ((Only("gone", "ALLREDUCE", 40),), (Only("new", "ALLREDUCE", 30),))
     (copied,) = [change for change in found.changes if change.phase == "memcpy in"]
     assert (copied.count_a, copied.count_b, copied.median_b, copied.ratio, copied.p_value) == (40, 0, None, None, None)
     assert copied.explains == -40 * 5

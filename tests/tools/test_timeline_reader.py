@@ -237,9 +237,7 @@ def test_a_large_file_of_rubbish_ends(content, tmp_path):
 def test_a_file_is_not_read_far_beyond_its_events(gap, tmp_path, monkeypatch):
     """Zeros that a gzip file unpacks to, or that a hole holds, cost no time."""
     monkeypatch.setattr(reader, "PIECE", 1 << 10)
-    monkeypatch.setattr(raw, "PIECE", 1 << 10)
     monkeypatch.setattr(reader, "LONGEST_GAP", 200 << 10)
-    monkeypatch.setattr(raw, "LONGEST_GAP", 200 << 10)
     first, last = (as_json([named(7, "grads"), *operation(7, time)]) for time in (100, 200))
     found, recording = read_bytes(tmp_path, first + bytes(gap << 10) + b"," + last)
     events = len(list(raw.raw_events(recording.path)))

@@ -13,7 +13,7 @@ from hvdkit.measure.bench import comparison, results, side_by_side
 from hvdkit.measure.bench.analysis import ranks_text
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @side_by_side.arguments
 @side_by_side.fail_below("number of ranks")
 @click.option("--json", "want_json", is_flag=True, help="Print JSON.")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from hvdkit.common.commands import FILE, PATH
 from hvdkit.common.extras import require_scipy
 from hvdkit.measure.bench import show_cli
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("-o", "output", type=click.Path(path_type=Path), required=True, metavar="HTML", help="The page to write.")
+@click.command()
+@click.argument("file", type=FILE)
+@click.option("-o", "output", type=PATH, required=True, metavar="HTML", help="The page to write.")
 def report(file: Path, output: Path) -> int:
     """Write one HTML page about what `hvdkit bench scaling` kept in FILE; it opens from disk and loads nothing.
 

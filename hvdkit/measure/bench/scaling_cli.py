@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
-from hvdkit.common.commands import numbers_of_ranks, output_file, seconds_above_0
+from hvdkit.common.commands import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    PATH,
+    numbers_of_ranks,
+    output_file,
+    seconds_above_0,
+    with_options,
+)
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import readable
 from hvdkit.measure.bench import laws, results, show_cli
@@ -19,8 +27,7 @@ from hvdkit.measure.bench.analysis import analyse, ranks_text
 from hvdkit.measure.bench.results import Results
 from hvdkit.measure.bench.scaling import Jobs, Watcher, go, record
 from hvdkit.measure.bench.subject import Asked, describe
-from hvdkit.run.launch import plan
-from hvdkit.run.launch.options import environment_variables
+from hvdkit.run.launch import options
 from hvdkit.run.trials import here
 from hvdkit.run.trials.ending import Ended, ended_by_signals
 
@@ -38,14 +45,14 @@ class _Shown(Watcher):
         self._console.print(f"hvdkit bench: {readable(sentence)}", soft_wrap=True)
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n", "ranks", required=True, callback=numbers_of_ranks, metavar="N,...", help="Numbers of ranks, such as 1,2,4."
 )
 @click.option(
     "-o",
     "output",
-    type=click.Path(path_type=Path),
+    type=PATH,
     required=True,
     callback=output_file,
     metavar="FILE",
@@ -57,19 +64,12 @@ class _Shown(Watcher):
     "mode",
     flag_value=laws.STRONG,
     default=laws.STRONG,
-    help="All ranks together do the same work at every N (an epoch of the same data). The default.",
+    help="All ranks together do the same work at every N (an epoch of the same data).",
 )
 @click.option("--weak", "mode", flag_value=laws.WEAK, help="Each rank does the same work in a step at every N.")
+@click.option("--repeats", type=AT_LEAST_1, default=5, metavar="R", help="Jobs at each N.")
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, metavar="R", help="Jobs at each N."
-)
-@click.option(
-    "--warmup-steps",
-    type=click.IntRange(min=0),
-    default=5,
-    show_default=True,
-    metavar="K",
-    help="First steps of each job that are left out.",
+    "--warmup-steps", type=AT_LEAST_0, default=5, metavar="K", help="First steps of each job that are left out."
 )
 @click.option(
     "--timeline",
@@ -80,23 +80,15 @@ class _Shown(Watcher):
 @click.option(
     "--timeout", type=float, callback=seconds_above_0, metavar="S", help="End a job after S seconds, as failed."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the jobs.")
-@click.option(
-    "--launcher",
-    type=click.Choice(["auto", *plan.LAUNCHERS]),
-    default="auto",
-    show_default=True,
-    help="As in `hvdkit launch`; so are the next six.",
-)
-@click.option("--threads", type=click.IntRange(min=1), metavar="T")
-@click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks on each host; at smaller N that many.")
-@click.option("--depth", type=click.IntRange(min=1), metavar="D")
-@click.option("--hosts", metavar="H:S,...")
-@click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE")
-@show_cli.FORMS[0]
-@show_cli.FORMS[1]
-@show_cli.FORMS[2]
+@click.option("--seed", type=AT_LEAST_0, default=0, help="Of the order of the jobs.")
+@options.LAUNCHER
+@options.THREADS
+@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks on each host; at smaller N that many.")
+@options.DEPTH
+@options.HOSTS
+@options.HOSTFILE
+@options.ENV
+@with_options(show_cli.FORMS)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def scaling(
     *,
@@ -108,15 +100,9 @@ def scaling(
     timeline: bool,
     timeout: float | None,
     seed: int,
-    launcher: str,
-    threads: int | None,
-    ppn: int | None,
-    depth: int | None,
-    hosts: str | None,
-    hostfile: Path | None,
-    variables: Mapping[str, str],
     form: str | None,
     command: tuple[str, ...],
+    **where: Any,
 ) -> int:
     """Run COMMAND on each of N ranks several times, in random order, and say how it scales.
 
@@ -133,7 +119,7 @@ def scaling(
       hvdkit bench scaling -n 1,2 --weak --timeline -o r.json -- hvdkit bench synthetic --model mlp
     """
     require_scipy(show_cli.NEEDS_SCIPY)
-    wish = here.Wish(1, command, launcher, ppn, depth, hosts, hostfile, variables, threads)
+    wish = here.Wish(1, command, **where)
     asked = Asked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
     subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
     found = results.resume(output, subject)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hvdkit.common import json_files
+from hvdkit.common.commands import FILE, PATH, with_options
 from hvdkit.common.extras import require_scipy
 from hvdkit.measure.bench import plots, results, tables
 from hvdkit.measure.bench.analysis import Analysis, analyse
@@ -31,14 +32,12 @@ def show_analysis(analysis: Analysis, form: str | None) -> None:
         tables.page(analysis).print(form)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@FORMS[0]
-@FORMS[1]
-@FORMS[2]
+@click.command()
+@click.argument("file", type=FILE)
+@with_options(FORMS)
 @click.option(
     "--plot",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE.svg|.png",
     help="Draw speed-up and efficiency with their intervals and the ideal.",
 )

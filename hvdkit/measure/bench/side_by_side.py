@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
 
+from hvdkit.common.commands import FILE
 from hvdkit.common.table import Page, Table
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 SPEED = "speed of B / A"
 
 
@@ -35,8 +34,8 @@ class Line:
 
 def arguments(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a click command with the two files, ``before`` and ``after``."""
-    return click.argument("before", type=_FILE, metavar="A.json")(
-        click.argument("after", type=_FILE, metavar="B.json")(command)
+    return click.argument("before", type=FILE, metavar="A.json")(
+        click.argument("after", type=FILE, metavar="B.json")(command)
     )
 
 

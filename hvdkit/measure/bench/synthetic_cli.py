@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import launchers
 from hvdkit.synthetic import benchmark as steps
@@ -17,26 +18,25 @@ PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow",
 """What is run for a framework, with ``python -m``."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--framework", type=click.Choice(list(PROGRAMS)), default="torch", show_default=True)
-@click.option("--model", type=click.Choice(list(steps.MODELS)), default="cnn", show_default=True)
-@click.option("-n", "ranks", type=click.IntRange(min=1), metavar="N", help="Start N ranks with `hvdkit launch`.")
+@click.command()
+@click.option("--framework", type=click.Choice(list(PROGRAMS)), default="torch")
+@click.option("--model", type=click.Choice(list(steps.MODELS)), default="cnn")
+@click.option("-n", "ranks", type=AT_LEAST_1, metavar="N", help="Start N ranks with `hvdkit launch`.")
 @click.option(
-    "--batch-size", "--batch_size", type=click.IntRange(min=1), default=32, show_default=True, metavar="B",
-    help="Images per step on each rank.",
-)  # fmt: skip
+    "--batch-size", "--batch_size", type=AT_LEAST_1, default=32, metavar="B", help="Images per step on each rank."
+)
 @click.option(
-    "--num-warmup-batches", "warmup_batches", type=click.IntRange(min=0), default=10, show_default=True, metavar="K",
-    help="Steps that do not count.",
-)  # fmt: skip
+    "--num-warmup-batches", "warmup_batches", type=AT_LEAST_0, default=10, metavar="K", help="Steps that do not count."
+)
 @click.option(
-    "--num-batches-per-iter", "batches_per_iter", type=click.IntRange(min=1), default=10, show_default=True,
-    metavar="K", help="Steps that are timed together.",
-)  # fmt: skip
-@click.option(
-    "--num-iters", "iters", type=click.IntRange(min=1), default=10, show_default=True, metavar="K",
-    help="How many times.",
-)  # fmt: skip
+    "--num-batches-per-iter",
+    "batches_per_iter",
+    type=AT_LEAST_1,
+    default=10,
+    metavar="K",
+    help="Steps that are timed together.",
+)
+@click.option("--num-iters", "iters", type=AT_LEAST_1, default=10, metavar="K", help="How many times.")
 @click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
 @click.option(
     "--use-adasum",
@@ -46,9 +46,11 @@ PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow",
 )
 @click.option("--no-cuda", is_flag=True, help="Use no GPU.")
 @click.option(
-    "--image-size", type=click.IntRange(min=steps.LEAST_IMAGE_SIZE), metavar="PIXELS",
+    "--image-size",
+    type=click.IntRange(min=steps.LEAST_IMAGE_SIZE),
+    metavar="PIXELS",
     help=f"For resnet50-shape: height and width  [default: {steps.IMAGE_SIZE}]",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> int:
     """Train a model on random data, and say how many images a second that makes.

@@ -9,16 +9,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdkit.common.commands import group_of, not_below_0, output_file, seconds_above_0
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, group_of, output_file, seconds_above_0, with_options
 from hvdkit.measure.emulate import results as kept
 from hvdkit.measure.emulate import run, run_setup
 from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
 from hvdkit.measure.emulate.results import Results
 from hvdkit.measure.emulate.run_job import BUSY, COMPUTE
 from hvdkit.measure.emulate.run_setup import Setup
-from hvdkit.measure.emulate.sizes_cli import plan_of, plan_options
-from hvdkit.run.launch import plan
-from hvdkit.run.launch.options import environment_variables
+from hvdkit.measure.emulate.sizes_cli import PLAN_OPTIONS, plan_of
+from hvdkit.run.launch import options
 
 SUBCOMMANDS = {
     "sizes": (
@@ -35,20 +34,19 @@ SUBCOMMANDS = {
 
 
 def _file(option: str, what: str) -> Callable[..., Any]:
-    return click.option(option, type=click.Path(path_type=Path), callback=output_file, metavar="FILE", help=what)
+    return click.option(option, type=PATH, callback=output_file, metavar="FILE", help=what)
 
 
 _OPTIONS = (
-    click.option("-n", "n", type=click.IntRange(min=1), metavar="N", help="Number of processes (ranks)."),
+    click.option("-n", "n", type=AT_LEAST_1, metavar="N", help="Number of processes (ranks)."),
     click.option(
         "--engine",
         type=click.Choice(list(run_setup.ENGINES)),
         default="horovod",
-        show_default=True,
         help="What carries the collectives out: Horovod, MPI's own choice (mpi), this tool's ring over MPI messages "
         "(ring), torch.distributed (torch: NCCL where there are GPUs, else Gloo; or name one of the two).",
     ),
-    click.option("--collective", type=click.Choice(COLLECTIVES), default=ALLREDUCE, show_default=True),
+    click.option("--collective", type=click.Choice(COLLECTIVES), default=ALLREDUCE),
     click.option(
         "--algorithm",
         type=click.Choice(["library", "ring"]),
@@ -60,23 +58,10 @@ _OPTIONS = (
         help="Horovod: give it all tensors of a step at once, as a training does, so that it may fuse them, or one "
         "after the other, each alone  [default: on]",
     ),
-    click.option("--cycle-time-ms", type=float, callback=not_below_0, metavar="MS", help="Horovod's (as in launch)."),
-    click.option("--fusion-threshold-mb", type=float, callback=not_below_0, metavar="MB", help="Horovod's, in MiB."),
-    click.option("--cache-capacity", type=click.IntRange(min=0), metavar="N", help="Horovod's."),
-    click.option("--hierarchical-allreduce/--no-hierarchical-allreduce", default=None, help="Horovod's (NCCL)."),
+    *options.OF_HOROVOD,
+    click.option("--warmup-trials", type=AT_LEAST_0, default=2, metavar="K", help="Steps before those that count."),
     click.option(
-        "--warmup-trials",
-        type=click.IntRange(min=0),
-        default=2,
-        show_default=True,
-        metavar="K",
-        help="Steps before those that count.",
-    ),
-    click.option(
-        "--straggler",
-        multiple=True,
-        metavar="RANK:MS",
-        help="Have a rank come late to every collective; repeatable.",
+        "--straggler", multiple=True, metavar="RANK:MS", help="Have a rank come late to every collective; repeatable."
     ),
     click.option(
         "--delay",
@@ -88,49 +73,34 @@ _OPTIONS = (
         "--compute",
         type=click.Choice(COMPUTE),
         default=BUSY,
-        show_default=True,
         help="What a rank does in the gaps of the plan: multiply matrices, as a training keeps its core, or sleep.",
     ),
     click.option(
         "--check/--no-check",
         default=True,
-        show_default=True,
         help="Check every element of every result on every rank, outside of the time that is measured.",
     ),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random delays."),
+    click.option("--seed", type=AT_LEAST_0, default=0, help="Of the random delays."),
     _file("--json", "Write all samples and the summary (docs/json.md)."),
     _file("--plot", "Draw the distribution of the delays, .svg or .png."),
     _file("--size-plot", "Draw the delays by size."),
     _file("--report", "Write an HTML report."),
-    click.option(
-        "--launcher",
-        type=click.Choice(["auto", *plan.LAUNCHERS]),
-        default="auto",
-        show_default=True,
-        help="As in `hvdkit launch`; so are the next five.",
-    ),
-    click.option("--hosts", metavar="H:S,..."),
-    click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE"),
-    click.option("--ppn", type=click.IntRange(min=1), metavar="P"),
-    click.option("--threads", type=click.IntRange(min=1), metavar="T"),
-    click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE"),
+    options.LAUNCHER,
+    options.HOSTS,
+    options.HOSTFILE,
+    options.PPN,
+    options.THREADS,
+    options.ENV,
     click.option("--timeout", type=float, callback=seconds_above_0, metavar="S", help="End the job after S seconds."),
 )
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.group(
     cls=group_of(SUBCOMMANDS),
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
-@_options
-@plan_options
+@with_options(_OPTIONS)
+@with_options(PLAN_OPTIONS)
 @click.pass_context
 def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     """Replay the collectives of a training without its model, on N processes, and measure every one of them.

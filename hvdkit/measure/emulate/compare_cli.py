@@ -16,13 +16,12 @@ from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, Compared
 from hvdkit.measure.emulate.tables import DIGITS
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @side_by_side.arguments
 @click.option(
     "--by",
     type=click.Choice([SLOWEST, TRANSFER]),
     default=SLOWEST,
-    show_default=True,
     help="What is compared: the delay of the slowest rank, or the time from the last rank's arrival on.",
 )
 @side_by_side.fail_below("size")

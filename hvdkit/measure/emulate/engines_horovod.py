@@ -52,11 +52,9 @@ class _Horovod:
         self.notes: tuple[str, ...] = ()
 
     def barrier(self) -> None:
-        """See ``engines.Engine``."""
         self._hvd.barrier()
 
     def close(self) -> None:
-        """See ``engines.Engine``."""
         self._hvd.shutdown()
 
 
@@ -69,7 +67,6 @@ class OfTorch(_Horovod):
         self.overlaps = job.fusion
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> TorchOperation:
-        """See ``engines.Engine``."""
         return TorchOperation(self._hvd, self._torch, f"hvdkit.emulate.{index}", collective, elements, dtype)
 
 
@@ -85,11 +82,9 @@ class TorchOperation:
         self._output = self._tensor
 
     def load(self, values: NDArray[Any]) -> None:
-        """See ``engines.Operation``."""
         self._array[:] = values
 
     def start(self) -> None:
-        """See ``engines.Operation``."""
         hvd = self._hvd
         if self._collective == ALLREDUCE:
             self._handle = hvd.allreduce_async_(self._tensor, op=hvd.Sum, name=self._name)
@@ -101,14 +96,12 @@ class TorchOperation:
             self._handle = hvd.alltoall_async(self._tensor, self._splits, name=self._name)
 
     def finish(self) -> None:
-        """See ``engines.Operation``."""
         output = self._hvd.synchronize(self._handle)
         if self._collective == REDUCE_SCATTER:
             output = self._hvd.synchronize(self._hvd.allgather_async(output, name=f"{self._name}.gather"))
         self._output = output[0] if self._collective == ALL_TO_ALL and isinstance(output, tuple) else output
 
     def result(self) -> NDArray[Any]:
-        """See ``engines.Operation``."""
         return np.asarray(self._output.numpy())
 
 
@@ -127,7 +120,6 @@ class OfTensorFlow(_Horovod):
         self._hvd.allreduce(self._tensorflow.constant(0), op=self._hvd.Sum, name="hvdkit.emulate.barrier")
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> TensorFlowOperation:  # noqa: ARG002
-        """See ``engines.Engine``."""
         return TensorFlowOperation(self._hvd, self._tensorflow, f"hvdkit.emulate.{index}", collective, elements)
 
 
@@ -141,14 +133,12 @@ class TensorFlowOperation:
         self._output: Any = None
 
     def load(self, values: NDArray[Any]) -> None:
-        """See ``engines.Operation``."""
         self._input = self._tensorflow.constant(values)
 
     def start(self) -> None:
         """Nothing: the operations block."""
 
     def finish(self) -> None:
-        """See ``engines.Operation``."""
         hvd = self._hvd
         if self._collective == ALLREDUCE:
             self._output = hvd.allreduce(self._input, op=hvd.Sum, name=self._name)
@@ -162,5 +152,4 @@ class TensorFlowOperation:
             self._output = output[0] if isinstance(output, tuple | list) else output
 
     def result(self) -> NDArray[Any]:
-        """See ``engines.Operation``."""
         return np.asarray(self._output.numpy())

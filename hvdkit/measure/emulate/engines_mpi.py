@@ -33,18 +33,15 @@ class Mpi:
         self.notes: tuple[str, ...] = ()
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> Ring | Library:  # noqa: ARG002
-        """See ``engines.Engine``."""
         array = np.empty(elements, storage(dtype))
         if self._by_ring:
             return Ring(Messages(self._comm, self.rank, self.size), collective, array)
         return Library(self._library, self._comm, collective, array)
 
     def barrier(self) -> None:
-        """See ``engines.Engine``."""
         self._comm.Barrier()
 
     def close(self) -> None:
-        """See ``engines.Engine``."""
         self._library.Finalize()
 
 
@@ -57,11 +54,9 @@ class Messages:
         self.size = size
 
     def send(self, array: NDArray[Any], to: int) -> _Message:
-        """See ``ring.Transport``."""
         return _Message(self._comm.Isend(array.view(np.uint8), to))
 
     def receive(self, array: NDArray[Any], source: int) -> _Message:
-        """See ``ring.Transport``."""
         return _Message(self._comm.Irecv(array.view(np.uint8), source))
 
 
@@ -86,19 +81,16 @@ class Ring:
         }[collective]
 
     def load(self, values: NDArray[Any]) -> None:
-        """See ``engines.Operation``."""
         self._array[:] = values
 
     def start(self) -> None:
         """Nothing: the ring needs this thread to go round."""
 
     def finish(self) -> None:
-        """See ``engines.Operation``."""
         for step in self._steps:
             step(self._messages, self._array)
 
     def result(self) -> NDArray[Any]:
-        """See ``engines.Operation``."""
         return self._array
 
 
@@ -121,14 +113,12 @@ class Library:
         }[collective]
 
     def load(self, values: NDArray[Any]) -> None:
-        """See ``engines.Operation``."""
         self._array[:] = values
 
     def start(self) -> None:
         """Nothing: the operations block."""
 
     def result(self) -> NDArray[Any]:
-        """See ``engines.Operation``."""
         return self._result
 
     def _allreduce(self) -> None:

@@ -72,16 +72,13 @@ class Torch:
         self.notes: tuple[str, ...] = (f"torch.distributed used {backend}.",)
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> TorchOperation:  # noqa: ARG002
-        """See ``engines.Engine``."""
         place = "cuda" if self._backend == "nccl" else "cpu"
         return TorchOperation(self._torch, self._distributed, place, collective, elements, dtype)
 
     def barrier(self) -> None:
-        """See ``engines.Engine``."""
         self._distributed.barrier()
 
     def close(self) -> None:
-        """See ``engines.Engine``."""
         self._distributed.destroy_process_group()
 
 
@@ -104,7 +101,6 @@ class TorchOperation:
             self._output = self._as_tensor(np.zeros(self._shares[rank] * size, storage(dtype)))
 
     def load(self, values: NDArray[Any]) -> None:
-        """See ``engines.Operation``."""
         self._input[: self._elements] = self._as_tensor(values)
         self._wait()
 
@@ -112,7 +108,6 @@ class TorchOperation:
         """Nothing: the operations block."""
 
     def finish(self) -> None:
-        """See ``engines.Operation``."""
         distributed = self._distributed
         if self._collective == ALLREDUCE:
             distributed.all_reduce(self._input)
@@ -127,7 +122,6 @@ class TorchOperation:
         self._wait()
 
     def result(self) -> NDArray[Any]:
-        """See ``engines.Operation``."""
         output = self._output.cpu()
         if self._bfloat16:
             output = output.view(self._torch.int16)

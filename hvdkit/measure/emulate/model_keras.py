@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.model_process import Gradient
-from hvdkit.measure.model_factory.making import Made
+from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
 
 REVERSED = "in the reverse order of model.trainable_variables"
 NO_INPUTS = f"{REVERSED}, since no input is known (give --input-shape, or return (model, inputs))"
@@ -32,7 +32,8 @@ def gradients(made: Made) -> tuple[list[Gradient], str]:
         )
     known = _with_inputs(made)
     if known.inputs is not None:
-        _called(known)
+        with user_code("the model's call", TAKEN):
+            _output(known)  # which also makes variables that are made in a first call
     variables = list(made.model.trainable_variables)
     order, words = _order(known, variables)
     return [_gradient(variables[index]) for index in order], words
@@ -55,18 +56,6 @@ def _with_inputs(made: Made) -> Made:
         for one, shape in zip(wanted, shapes, strict=True)
     ]
     return replace(made, inputs=zeros[0] if len(zeros) == 1 else (zeros,))
-
-
-def _called(made: Made) -> Any:
-    """What the model gives for its inputs, which also makes variables that are made in a first call."""
-    try:
-        return _output(made)
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise InvalidArgumentError(
-            f"the model's call failed with {type(error).__name__}: {text}; expected inputs that it takes "
-            "(--input-shape is with the batch, such as 2,784)."
-        ) from error
 
 
 def _output(made: Made) -> Any:

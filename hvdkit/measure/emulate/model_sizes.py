@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective
-from hvdkit.measure.model_factory.asking import ask, split_factory
+from hvdkit.measure.model_factory.asking import ask
 
 FRAMEWORKS = ("auto", "torch", "keras", "tensorflow")
 PER = ("parameter", "layer")
@@ -35,18 +34,8 @@ def of_model(
         InvalidArgumentError: FACTORY cannot be found, fails, or gives no model.
         DataError: the process that makes the model ended without an answer.
     """
-    module, name = split_factory(factory)
-    answer = ask(
-        "hvdkit.measure.emulate.model_process",
-        {
-            "module": module,
-            "factory": name,
-            "framework": framework,
-            "per": per,
-            "input_shape": None if input_shape is None else list(input_shape),
-        },
-    )
-    if "error" in answer:
-        raise InvalidArgumentError(f"--model {factory}: {answer['error']}")
+    process = "hvdkit.measure.emulate.model_process"
+    answer = ask(process, factory, framework=framework, per=per, input_shape=input_shape)
+    name = factory.rpartition(":")[2]
     collectives = [Collective(one["name"], one["elements"], one["dtype"]) for one in answer["gradients"]]
     return collectives, f"model {name} ({answer['framework']}), per {per}, {answer['order']}"

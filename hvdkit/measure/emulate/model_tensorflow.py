@@ -9,7 +9,7 @@ from typing import Any
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import tape_order
 from hvdkit.measure.emulate.model_process import Gradient
-from hvdkit.measure.model_factory.making import Made
+from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
 
 REVERSED = (
     "in the reverse order of module.trainable_variables, which is that of the names of attributes, since no input is "
@@ -28,7 +28,8 @@ def gradients(made: Made) -> tuple[list[Gradient], str]:
     """
     known = _with_inputs(made)
     if known.inputs is not None:
-        _called(known)
+        with user_code("the module's call", TAKEN):
+            _output(known)  # many modules make their variables then
     variables = list(made.model.trainable_variables)
     order, words = list(range(len(variables)))[::-1], REVERSED
     if known.inputs is not None:
@@ -44,18 +45,6 @@ def _with_inputs(made: Made) -> Made:
     import tensorflow as tf
 
     return replace(made, inputs=tf.zeros(tuple(made.input_shape)))
-
-
-def _called(made: Made) -> None:
-    """Call it once: many modules make their variables then."""
-    try:
-        _output(made)
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise InvalidArgumentError(
-            f"the module's call failed with {type(error).__name__}: {text}; expected inputs that it takes "
-            "(--input-shape is with the batch, such as 2,784)."
-        ) from error
 
 
 def _output(made: Made) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.model_process import Gradient
-from hvdkit.measure.model_factory.making import Made
+from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
 from hvdkit.measure.model_factory.torch_step import forward, loss_of
 
 NO_INPUTS = (
@@ -63,17 +63,8 @@ def loss_by(made: Made, run: Callable[[], Any]) -> Any:
     """
     import torch
 
-    try:
-        with torch.enable_grad():
-            return loss_of(made, run())
-    except InvalidArgumentError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise InvalidArgumentError(
-            f"the model's forward failed with {type(error).__name__}: {text}; expected inputs that it takes "
-            "(--input-shape is with the batch, such as 2,784)."
-        ) from error
+    with user_code("the model's forward", TAKEN), torch.enable_grad():
+        return loss_of(made, run())
 
 
 def arrivals(parameters: Sequence[Any], loss: Any) -> tuple[list[int], str]:
@@ -91,14 +82,10 @@ def arrivals(parameters: Sequence[Any], loss: Any) -> tuple[list[int], str]:
     for index, parameter in enumerate(parameters):
         parameter.grad = None
         hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived.append(index)))
+    expected = "a loss that depends on parameters (return (model, inputs, loss function))."
     try:
-        loss.backward()
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        raise InvalidArgumentError(
-            f"the model's backward failed with {type(error).__name__}: {text}; expected a loss that depends on "
-            "parameters (return (model, inputs, loss function))."
-        ) from error
+        with user_code("the model's backward", expected):
+            loss.backward()
     finally:
         for hook in hooks:
             hook.remove()

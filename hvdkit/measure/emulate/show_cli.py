@@ -7,21 +7,20 @@ from pathlib import Path
 import click
 
 from hvdkit.common import json_files
+from hvdkit.common.commands import FILE, PATH
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
 
-_FILE = click.Path(path_type=Path)
 
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.command()
+@click.argument("file", type=FILE)
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each size and one for all.")
 @click.option("--samples", "form", flag_value="samples", help="Print CSV, a line for each collective measured.")
 @click.option("--json", "form", flag_value="json", help="Print JSON: the analysis.")
-@click.option("--plot", type=_FILE, metavar="FILE", help="Draw the distribution of the delays (.svg, .png).")
-@click.option("--size-plot", type=_FILE, metavar="FILE", help="Draw the delays by size (.svg, .png).")
-@click.option("--report", type=_FILE, metavar="FILE", help="Write an HTML page.")
+@click.option("--plot", type=PATH, metavar="FILE", help="Draw the distribution of the delays (.svg, .png).")
+@click.option("--size-plot", type=PATH, metavar="FILE", help="Draw the delays by size (.svg, .png).")
+@click.option("--report", type=PATH, metavar="FILE", help="Write an HTML page.")
 def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None, report: Path | None) -> int:
     """Print what `hvdkit emulate --json FILE` measured, once more or in another form; nothing is run.
 

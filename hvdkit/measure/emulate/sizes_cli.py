@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from hvdkit.common import json_files
+from hvdkit.common.commands import AT_LEAST_1, PATH, with_options
 from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
@@ -24,15 +24,10 @@ def _numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None)
     return tuple(map(int, words))
 
 
-_FILE = click.Path(path_type=Path)
-_OPTIONS = (
+PLAN_OPTIONS = (
     click.option("--sizes", callback=_numbers, metavar="B,B,...", help="Sizes in bytes, first layer first."),
     click.option(
-        "--csv",
-        "csv_file",
-        type=_FILE,
-        metavar="FILE",
-        help="Columns name, bytes or elements, dtype, gap_ms; or bytes.",
+        "--csv", "csv_file", type=PATH, metavar="FILE", help="Columns name, bytes or elements, dtype, gap_ms; or bytes."
     ),
     click.option(
         "--model",
@@ -48,10 +43,8 @@ _OPTIONS = (
         metavar="N,N,...",
         help="Of an input of zeros for the model, with the batch, such as 2,784, where FACTORY returns no inputs.",
     ),
-    click.option("--timeline", type=_FILE, metavar="FILE", help="What HOROVOD_TIMELINE recorded: sizes, order, gaps."),
-    click.option(
-        "--plan", "plan_file", type=_FILE, metavar="FILE", help="A plan that `hvdkit emulate sizes -o` saved."
-    ),
+    click.option("--timeline", type=PATH, metavar="FILE", help="What HOROVOD_TIMELINE recorded: sizes, order, gaps."),
+    click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="A plan that `hvdkit emulate sizes -o` saved."),
     click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of --sizes and --csv  [default: float32]"),
     click.option(
         "--order",
@@ -60,22 +53,17 @@ _OPTIONS = (
         "listed  [default: layers]",
     ),
     click.option(
-        "--trials",
-        type=click.IntRange(min=1),
-        metavar="T",
-        help=f"Steps to replay  [default: the plan's, else {TRIALS}]",
+        "--trials", type=AT_LEAST_1, metavar="T", help=f"Steps to replay  [default: the plan's, else {TRIALS}]"
     ),
     click.option(
         "--samples",
-        type=click.IntRange(min=1),
+        type=AT_LEAST_1,
         metavar="S",
         help="Samples of the data set, instead of --trials: T is S / B, rounded up (a last, smaller batch counts), "
         "times E.",
     ),
-    click.option(
-        "--batch-size", type=click.IntRange(min=1), metavar="B", help="Samples of a step, all ranks together."
-    ),
-    click.option("--epochs", type=click.IntRange(min=1), metavar="E", help="Passes over the data set  [default: 1]"),
+    click.option("--batch-size", type=AT_LEAST_1, metavar="B", help="Samples of a step, all ranks together."),
+    click.option("--epochs", type=AT_LEAST_1, metavar="E", help="Passes over the data set  [default: 1]"),
     click.option(
         "--gap-ms",
         type=float,
@@ -83,20 +71,14 @@ _OPTIONS = (
         help="Computation before each collective  [default: what FILE says, else 0]",
     ),
 )
-
-
-def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a click command the options that choose a plan; their names are the fields of ``sizes.Wanted``."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+"""Options that choose a plan; their names are the fields of ``sizes.Wanted``."""
 
 
 def plan_of(**wanted: Any) -> Plan:
     """The plan that these options ask for.
 
     Args:
-        wanted: by the names that ``plan_options`` gives a command; None where an option is not given.
+        wanted: by the names that ``PLAN_OPTIONS`` gives a command; None where an option is not given.
     Raises:
         InvalidArgumentError: options that do not go together, or a value that cannot be right.
         DataError: a file that cannot be used.
@@ -104,9 +86,9 @@ def plan_of(**wanted: Any) -> Plan:
     return making.plan_of(making.Wanted(**wanted))
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@plan_options
-@click.option("-o", "output", type=_FILE, metavar="FILE", help="Save the plan, for --plan.")
+@click.command()
+@with_options(PLAN_OPTIONS)
+@click.option("-o", "output", type=PATH, metavar="FILE", help="Save the plan, for --plan.")
 @click.option("--json", "want_json", is_flag=True, help="Print JSON.")
 def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
     """Say which collectives a training step makes, how large they are and in which order: the plan of an emulation.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import is_count, numbers_of_ranks, shortened
+from hvdkit.common.commands import is_count, number, numbers_of_ranks, shortened
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory import live, tables, terms
 from hvdkit.measure.memory.counts import count
@@ -19,12 +18,6 @@ _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "
 _OF_MODELS = ("framework", "input_shape", "device", "measure")
 _WHOLE = click.IntRange(min=1, max=10**9)
 """Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
-
-
-def _finite(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"expected a finite number, got {value}")
-    return value
 
 
 def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -38,39 +31,30 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
     return tuple(int(word) for word in words)
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
               "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
 @click.option("--parameters", callback=count, metavar="P", help="Their number: 25557032, 1e12, 7B.")
-@click.option(
-    "--batch",
-    "--batch-size",
-    "batch",
-    type=_WHOLE,
-    default=1,
-    show_default=True,
-    metavar="B",
-    help="Samples on a rank.",
-)
-@click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam", show_default=True)
-@click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32", show_default=True,
+@click.option("--batch", "--batch-size", "batch", type=_WHOLE, default=1, metavar="B", help="Samples on a rank.")
+@click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam")
+@click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32",
               help="Of parameters and all else (with --parameters).")  # fmt: skip
 @click.option("--mixed", is_flag=True, help="The optimizer keeps float32 states and a float32 copy of the parameters.")
 @click.option("--layers", type=_WHOLE, metavar="L", help="Of a transformer, as are the next three.")
 @click.option("--sequence", type=_WHOLE, metavar="S")
 @click.option("--hidden", type=_WHOLE, metavar="H")
 @click.option("--heads", type=_WHOLE, metavar="A", help="Count all that a layer keeps, not only its output.")
-@click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto", show_default=True)
+@click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto")
 @click.option("--input-shape", callback=_shape, metavar="B,...", help="Of an input of zeros, batch first.")
-@click.option("--device", type=click.Choice(live.DEVICES), default="cpu", show_default=True,
+@click.option("--device", type=click.Choice(live.DEVICES), default="cpu",
               help="Where small steps of the model are run; meta computes shapes only.")  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")
 @click.option("--fp16-allreduce", is_flag=True, help="Gradients travel in half precision.")
-@click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), callback=_finite, metavar="MB",
+@click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), callback=number(0), metavar="MB",
               help="Horovod's buffer (default: its own, 128 MiB).")  # fmt: skip
-@click.option("-n", "ranks", callback=numbers_of_ranks, default="1,8,64", show_default=True, metavar="N,...")
-@click.option("--capacity-gb", type=click.FloatRange(min=0, min_open=True), callback=_finite, metavar="GB",
-              help="What a rank has.")  # fmt: skip
+@click.option("-n", "ranks", callback=numbers_of_ranks, default="1,8,64", metavar="N,...")
+@click.option("--capacity-gb", type=click.FloatRange(min=0, min_open=True), callback=number(0, above=True),
+              metavar="GB", help="What a rank has.")  # fmt: skip
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON; sizes are bytes.")
 @click.pass_context

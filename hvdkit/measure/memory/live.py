@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory.terms import Need, with_horovod
-from hvdkit.measure.model_factory.asking import ask, split_factory
+from hvdkit.measure.model_factory.asking import ask
 
 FRAMEWORKS = ("auto", "torch", "keras")
 DEVICES = ("cpu", "meta")
@@ -40,22 +39,16 @@ def of_model(
         InvalidArgumentError: the factory fails, or its model cannot be measured.
         DataError: the process ended without an answer.
     """
-    module, name = split_factory(factory)
     said = ask(
         "hvdkit.measure.memory.process",
-        {
-            "module": module,
-            "factory": name,
-            "framework": framework,
-            "input_shape": None if input_shape is None else list(input_shape),
-            "batch": batch,
-            "optimizer": optimizer,
-            "device": device,
-            "measure": measure,
-        },
+        factory,
+        framework=framework,
+        input_shape=input_shape,
+        batch=batch,
+        optimizer=optimizer,
+        device=device,
+        measure=measure,
     )
-    if "error" in said:
-        raise InvalidArgumentError(f"--model {factory}: {said['error']}")
     how = _how(said, optimizer, device, batch)
     need = Need(said["parameters"], said["gradients"], said["states"], said["activations"], 0, 0, how, said["peak"])
     return with_horovod(need, said["gradient_size"], fp16_allreduce, fusion_bytes), said

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory.making import Made
+from hvdkit.measure.model_factory.making import Made, user_code
 from hvdkit.measure.model_factory.torch_step import forward, loss_of
 
 
@@ -171,22 +171,15 @@ def _course(made: Made, batch: int, question: Mapping[str, Any]) -> Course:
     return found
 
 
-@contextmanager
-def _failures_told(made: Made, batch: int, device: str) -> Iterator[None]:
+def _failures_told(made: Made, batch: int, device: str) -> AbstractContextManager[None]:
     """What the model raises, as one sentence."""
-    try:
-        yield
-    except InvalidArgumentError:
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())[:300]
-        samples = "1 sample" if batch == 1 else f"{batch} samples"
-        other = " --input-shape makes float32 zeros: return (model, inputs) for others." if made.inputs is None else ""
-        raise InvalidArgumentError(
-            f"a step with {samples} on {device} failed with {type(error).__name__}: {text}; expected a model, and a "
-            "loss function where there is one, that take any batch size (and --device cpu where an operation needs "
-            f"values).{other}"
-        ) from error
+    samples = "1 sample" if batch == 1 else f"{batch} samples"
+    other = " --input-shape makes float32 zeros: return (model, inputs) for others." if made.inputs is None else ""
+    return user_code(
+        f"a step with {samples} on {device}",
+        "a model, and a loss function where there is one, that take any batch size (and --device cpu where an "
+        f"operation needs values).{other}",
+    )
 
 
 def _step(made: Made, model: Any, optimizer: Any, inputs: Any) -> None:

@@ -13,29 +13,23 @@ from typing import Any
 from hvdkit.errors import DataError, InvalidArgumentError
 
 
-def split_factory(factory: str) -> tuple[str, str]:
-    """The module (or file) and the name of ``MODULE:FACTORY``.
-
-    Raises:
-        InvalidArgumentError: it is something else.
-    """
-    module, colon, name = factory.rpartition(":")
-    if not (colon and module and name):
-        raise InvalidArgumentError(
-            f"--model is {factory!r}; expected MODULE:FACTORY or FILE.py:FACTORY, such as nets:Classifier."
-        )
-    return module, name
-
-
-def ask(process: str, question: dict[str, Any]) -> dict[str, Any]:
+def ask(process: str, model: str, **more: Any) -> dict[str, Any]:
     """What a module answers that is run as ``python -m PROCESS QUESTION REPLY``; its prints are kept off ours.
 
     Args:
         process: name of the module; it writes JSON to the file REPLY.
-        question: is given to it as JSON.
+        model: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``; told apart it is part of QUESTION.
+        more: the rest of QUESTION, which is JSON.
     Raises:
+        InvalidArgumentError: ``model`` is something else, or what the module found wrong with it.
         DataError: it ended without an answer.
     """
+    module, colon, name = model.rpartition(":")
+    if not (colon and module and name):
+        raise InvalidArgumentError(
+            f"--model is {model!r}; expected MODULE:FACTORY or FILE.py:FACTORY, such as nets:Classifier."
+        )
+    question = {"module": module, "factory": name, **more}
     with tempfile.TemporaryDirectory() as folder:
         reply = Path(folder) / "reply.json"
         done = subprocess.run(
@@ -53,4 +47,6 @@ def ask(process: str, question: dict[str, Any]) -> dict[str, Any]:
             raise DataError(
                 f"The process that makes the model ended with status {done.returncode} and no answer: {last[:300]}"
             ) from error
+    if "error" in answer:
+        raise InvalidArgumentError(f"--model {model}: {answer['error']}")
     return answer

@@ -5,16 +5,20 @@ The frameworks are the user's to import: which one made the model is told from w
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
+
+TAKEN = "inputs that it takes (--input-shape is with the batch, such as 2,784)."
+"""What is expected where a model fails on its inputs."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,24 @@ class Made:
     inputs: Any = None
     loss: Callable[[Any], Any] | None = None
     input_shape: Sequence[int] | None = None
+
+
+@contextlib.contextmanager
+def user_code(what: str, expected: str) -> Iterator[None]:
+    """Around what the user's model does: an error of its is one sentence.
+
+    Args:
+        what: that fails, the beginning of the sentence: "the model's forward".
+        expected: the end of it.
+    Raises:
+        InvalidArgumentError: it fails.
+    """
+    try:
+        yield
+    except InvalidArgumentError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(f"{what} failed with {_words(error)}; expected {expected}") from error
 
 
 def _find(module: str, factory: str) -> Any:
@@ -87,13 +109,8 @@ def make(module: str, name: str, input_shape: Sequence[int] | None) -> Made:
             raise InvalidArgumentError(
                 f"it names a {type(factory).__name__}; expected a function that returns a model."
             )
-        try:
+        with user_code("calling it", "a function without arguments that returns a model, or (model, inputs)."):
             model = factory()
-        except Exception as error:
-            raise InvalidArgumentError(
-                f"calling it failed with {_words(error)}; expected a function without arguments that returns a model, "
-                "or (model, inputs)."
-            ) from error
     parts = model if isinstance(model, tuple) else (model,)
     if not 1 <= len(parts) <= 3 or (len(parts) == 3 and not callable(parts[2])):
         raise InvalidArgumentError(

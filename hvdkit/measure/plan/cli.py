@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import numbers_of_ranks, output_file
+from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, number, numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory.counts import count
@@ -26,67 +25,51 @@ _MOST_EPOCHS = 10**6
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-def _rate(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise click.BadParameter(f"expected a finite number above 0, got {value}")
-    return value
-
-
-def _some_epochs(_ctx: click.Context, _parameter: click.Parameter, value: float) -> float:
-    if not 0 <= value <= _MOST_EPOCHS:
-        raise click.BadParameter(f"expected a number from 0 to {_MOST_EPOCHS}, got {value}")
-    return value
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--samples", callback=count, required=True, metavar="S", help="Samples in the training set.")
 @click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples a step on a rank.")
-@click.option("--lr", type=float, callback=_rate, required=True, metavar="L", help="Learning rate for one process.")
-@click.option("--epochs", type=click.IntRange(1, _MOST_EPOCHS), default=1, show_default=True, metavar="E")
 @click.option(
-    "-n",
-    "ranks",
+    "--lr",
+    type=float,
+    callback=number(0, above=True),
     required=True,
-    callback=numbers_of_ranks,
-    metavar="N,...",
-    help="Numbers of ranks, such as 1,2,4,8.",
+    metavar="L",
+    help="Learning rate for one process.",
 )
-@click.option("--rule", type=click.Choice(RULES), default="linear", show_default=True, help="Scales the rate.")
+@click.option("--epochs", type=click.IntRange(1, _MOST_EPOCHS), default=1, metavar="E")
 @click.option(
-    "--warmup-epochs", type=float, callback=_some_epochs, default=5.0, show_default=True, metavar="W", help="0: none."
+    "-n", "ranks", required=True, callback=numbers_of_ranks, metavar="N,...", help="Numbers of ranks, such as 1,2,4,8."
+)
+@click.option("--rule", type=click.Choice(RULES), default="linear", help="Scales the rate.")
+@click.option(
+    "--warmup-epochs", type=float, callback=number(0, most=_MOST_EPOCHS), default=5.0, metavar="W", help="0: none."
 )
 @click.option(
     "--remainder",
     type=click.Choice(REMAINDERS),
     default="drop",
-    show_default=True,
     help="What becomes of the ragged end of an epoch; all three are shown, the steps are those of this one.",
 )
 @click.option(
     "--checkpoint-epochs",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     default=1,
-    show_default=True,
     metavar="K",
     help="A checkpoint after every K epochs, and after the last.",
 )
 @click.option("--parameters", callback=count, metavar="P", help="Of the model; its gradients are as many.")
-@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", show_default=True, help="Of gradients.")
+@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", help="Of gradients.")
 @click.option(
     "--fit",
     "fits",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=FILE,
     multiple=True,
     metavar="FILE",
     help="Of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes and, without "
     "--parameters, how large they are. May be repeated.",
 )
 @click.option(
-    "--plot",
-    type=click.Path(path_type=Path),
-    callback=output_file,
-    metavar="FILE",
-    help="Draw the learning rate (.svg, .png, .pdf).",
+    "--plot", type=PATH, callback=output_file, metavar="FILE", help="Draw the learning rate (.svg, .png, .pdf)."
 )
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON.")

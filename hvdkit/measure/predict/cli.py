@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common import plot as drawing
-from hvdkit.common.commands import numbers_of_ranks
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, number, numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plan as plans
@@ -31,43 +29,28 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     return None if text is None else numbers_of_ranks(ctx, parameter, text)
 
 
-def _number(least: float, *, above: bool = False, most: float = math.inf) -> Callable[..., float | None]:
-    def check(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-        if value is None or (least <= value <= most and value < math.inf and not (above and value == least)):
-            return value
-        limit = f" and at most {most:g}" if most < math.inf else ""
-        raise click.BadParameter(
-            f"expected a finite number {'above' if above else 'of at least'} {least:g}{limit}, got {value}"
-        )
-
-    return check
-
-
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option(
     "--fit",
     "fit",
-    type=_FILE,
+    type=FILE,
     multiple=True,
     metavar="FILE...",
     help="What `hvdkit emulate --json` wrote; several files may follow. One host, several hosts, or both; two numbers "
     "of ranks or more.",
 )
-@click.argument("more", nargs=-1, type=_FILE, metavar="")
+@click.argument("more", nargs=-1, type=FILE, metavar="")
 @click.option(
     "--at",
     callback=_ranks,
     metavar="N,...",
     help="Numbers of ranks.  [default: 1, 2, 4 ... 1024, as far as the measurements reach]",
 )
-@click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks that a host holds.  [default: as measured]")
+@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks that a host holds.  [default: as measured]")
 @click.option(
     "--step-ms",
     type=float,
-    callback=_number(0, above=True),
+    callback=number(0, above=True),
     metavar="MS",
     help="Forward, backward and update in one process; without it only communication is predicted.",
 )
@@ -75,14 +58,15 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "--backward-share",
     type=float,
     default=prediction.BACKWARD_SHARE,
-    callback=_number(0, above=True, most=1),
+    callback=number(0, above=True, most=1),
     metavar="S",
+    show_default=False,
     help="Share of backward in --step-ms.  [default: 2/3]",
 )
 @click.option(
     "--plan",
     "plan",
-    type=_FILE,
+    type=FILE,
     metavar="FILE",
     help="Gradients, as `hvdkit emulate sizes -o` wrote them.  [default: the plan in the first --fit file]",
 )
@@ -90,7 +74,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option(
     "--alpha-us",
     type=float,
-    callback=_number(0),
+    callback=number(0),
     metavar="US",
     help="The network's alpha: microseconds of a message without content.",
 )
@@ -98,31 +82,26 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "--bandwidth-gbit",
     "--beta-gbit",
     type=float,
-    callback=_number(0, above=True),
+    callback=number(0, above=True),
     metavar="G",
     help="The rate of one host's link, in Gbit/s.",
 )
 @click.option(
     "--faster-links",
     type=float,
-    callback=_number(0, above=True),
+    callback=number(0, above=True),
     metavar="X",
     help="What if the network carried X times as many bytes in a second?",
 )
 @click.option("--fp16-allreduce", "--fp16", "fp16", is_flag=True, help="What if gradients were sent in half precision?")
 @click.option(
-    "--accumulate",
-    type=click.IntRange(min=1),
-    default=1,
-    metavar="K",
-    help="What if K backward passes went before each exchange?",
+    "--accumulate", type=AT_LEAST_1, default=1, metavar="K", help="What if K backward passes went before each exchange?"
 )
 @click.option(
     "--fusion-threshold-mb",
     type=float,
     default=128,
-    show_default=True,
-    callback=_number(0),
+    callback=number(0),
     metavar="MIB",
     help="Horovod's fusion buffer in MiB, 0 for none.",
 )
@@ -132,23 +111,16 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "cycle_ms",
     type=float,
     default=1,
-    show_default=True,
-    callback=_number(0),
+    callback=number(0),
     metavar="MS",
     help="Horovod's cycle time.",
 )
 @click.option("--no-overlap", is_flag=True, help="What if communication began when backward has ended?")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the resamples.")
+@click.option("--seed", type=AT_LEAST_0, default=0, help="Of the resamples.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each number of ranks, in seconds.")
 @click.option("--json", "form", flag_value="json", help="Print JSON, in seconds.")
-@click.option(
-    "--plot",
-    "figure",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Draw the efficiency, too: .png, .svg or .pdf.",
-)
+@click.option("--plot", "figure", type=PATH, metavar="FILE", help="Draw the efficiency, too: .png, .svg or .pdf.")
 def predict(**given: Any) -> int:
     """Say what a training step will take on more ranks than there are.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,16 +80,16 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Coefficients, in the order overhead, alpha, gamma, the slopes of the pieces, the steps between them.
+    """Coefficients: overhead s, alpha s, gamma s/byte, the slopes of the pieces s/byte, the steps between them s.
 
     Attributes:
         algorithm: what the library's choice behaves like; "ring" where nothing but rings was measured.
         knots: where the pieces begin, in bytes, the first at 0.
         best: from the measurements, shape (2 + 2 pieces,).
         draws: from their resamples, shape (DRAWS, 2 + 2 pieces).
-        misfit: how far measurements are off the formula.
-        residuals: measured / fitted - 1, by cell.
+        misfit: how far measurements are off the formula; None where nothing was measured.
         told: which coefficients the measurements tell, shape (2 + 2 pieces,); the others are 0.
+        residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
         rivals: algorithms that fit about as well.
     """
 
@@ -96,10 +97,13 @@ class Fitted:
     knots: tuple[float, ...]
     best: Array
     draws: Array
-    misfit: Misfit
-    residuals: tuple[float, ...]
+    misfit: Misfit | None
     told: tuple[bool, ...]
-    rivals: tuple[str, ...]
+    residuals: tuple[float, ...] = ()
+    rivals: tuple[str, ...] = ()
+
+
+F = TypeVar("F", bound=Fitted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +136,16 @@ def steps(knots: Sequence[float]) -> slice:
 
 
 def fit(
-    cells: Sequence[Cell], algorithms: Sequence[str], terms: Callable[[Cell, str], Terms], rng: np.random.Generator
-) -> Fitted:
+    kind: type[F],
+    cells: Sequence[Cell],
+    algorithms: Sequence[str],
+    terms: Callable[[Cell, str], Terms],
+    rng: np.random.Generator,
+) -> F:
     """Fit the cells.
 
     Args:
+        kind: of what is returned.
         cells: two or more sizes.
         algorithms: what a library's choice may be, the likeliest first.
         terms: of a cell by an algorithm.
@@ -161,14 +170,14 @@ def fit(
     spread = np.log1p(np.clip(residuals, -0.9, None)) * np.sqrt(len(cells) / freedom)
     moved = np.log([terms(cell, best.algorithm).moved for cell in cells])
     luck = rng.permutation((np.arange(DRAWS) + 0.5) / DRAWS)
-    return Fitted(
+    return kind(
         best.algorithm,
         best.knots,
         best.best,
         draws,
         Misfit(moved, spread, luck),
-        tuple(map(float, residuals)),
         tuple(map(bool, best.told)),
+        tuple(map(float, residuals)),
         rivals,
     )
 

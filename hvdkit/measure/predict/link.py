@@ -10,33 +10,13 @@ import numpy as np
 
 from hvdkit.common.intervals import Estimate
 from hvdkit.measure.predict import fitting, formulas
-from hvdkit.measure.predict.fitting import Array, Misfit, estimated
+from hvdkit.measure.predict.fitting import Array, Fitted, estimated
 from hvdkit.measure.predict.formulas import Terms
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """What a level costs: the memory of a host, or the network between hosts.
-
-    Attributes:
-        algorithm: the formula of ``formulas.FLAT`` that belongs to it.
-        knots: where the pieces of the cost of a byte begin, in bytes.
-        best: overhead s, alpha s, gamma s/byte, slopes s/byte, steps s; shape (2 + 2 pieces,).
-        draws: the same from resamples, shape (fitting.DRAWS, 2 + 2 pieces).
-        misfit: how far measurements are off the formula; None where nothing was measured.
-        told: which coefficients the measurements tell; the others are 0.
-        residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
-        rivals: algorithms that fit about as well.
-    """
-
-    algorithm: str
-    knots: tuple[float, ...]
-    best: Array
-    draws: Array
-    misfit: Misfit | None
-    told: tuple[bool, ...]
-    residuals: tuple[float, ...] = ()
-    rivals: tuple[str, ...] = ()
+class Link(Fitted):
+    """What a level costs: the memory of a host, or the network between hosts."""
 
     def seconds(self, terms: Terms) -> tuple[float, Array]:
         """The time of an allreduce with these terms: the best one, and by draw, shape (fitting.DRAWS,)."""

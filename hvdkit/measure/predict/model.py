@@ -256,17 +256,7 @@ def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> L
         return formulas.shared(formulas.RING if cell.ring else algorithm, cell.nbytes, cell.ranks, ppn)
 
     algorithms = (formulas.RING,) if all(cell.ring for cell in cells) else _LIKELY
-    found = fitting.fit(cells, algorithms, terms, rng)
-    return Link(
-        found.algorithm,
-        found.knots,
-        found.best,
-        found.draws,
-        found.misfit,
-        found.told,
-        found.residuals,
-        found.rivals,
-    )
+    return fitting.fit(Link, cells, algorithms, terms, rng)
 
 
 def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:

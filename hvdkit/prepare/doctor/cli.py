@@ -21,7 +21,6 @@ _WIDEST = 110
     type=click.FloatRange(min=1, max=3600),
     callback=seconds_above_0,  # not a number is in every range
     default=DEFAULT_SECONDS,
-    show_default=True,
     metavar="SECONDS",
     help="Time for each import and trial run; a slow network file system may need more.",
 )

@@ -42,7 +42,7 @@ def look(environ: Mapping[str, str]) -> Host:
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
-        cpu_quota=cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")),
+        cpu_quota=cpu_quota(_text(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
         shm_bytes=_free_bytes(Path("/dev/shm")),  # noqa: S108
         gpus=gpus(Path("/")),
         compiler=next((found for name in compilers if (found := shutil.which(name, path=path))), None),
@@ -50,17 +50,18 @@ def look(environ: Mapping[str, str]) -> Host:
     )
 
 
-def cpu_quota(membership: Path, root: Path) -> float | None:
+def cpu_quota(membership: str, root: Path) -> float | None:
     """CPUs' worth of time that the control groups of this process allow: the smallest on the way up.
 
     Args:
-        membership: ``/proc/self/cgroup``; ``root``: ``/sys/fs/cgroup``.
+        membership: the text of ``/proc/self/cgroup``.
+        root: ``/sys/fs/cgroup``.
     Returns:
         None without a limit.
     Source: kernel documentation, cgroup-v2 ``cpu.max`` and cgroup-v1 ``cpu.cfs_quota_us``.
     """
     limits = []
-    for line in _text(membership).splitlines():
+    for line in membership.splitlines():
         hierarchy, controllers, group = line.split(":", 2)
         if hierarchy == "0":
             limits += [_v2_limit(directory) for directory in _upwards(root, group)]

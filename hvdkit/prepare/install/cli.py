@@ -26,9 +26,7 @@ from hvdkit.prepare.install.requirements import GPU_OPERATIONS, Options, check_o
 
 
 @click.command()
-@click.option(
-    "--gpu", type=click.Choice(GPU_OPERATIONS), default="none", show_default=True, help="Collectives on GPUs."
-)
+@click.option("--gpu", type=click.Choice(GPU_OPERATIONS), default="none", help="Collectives on GPUs.")
 @click.option("--without-mpi", is_flag=True, help="Build with Gloo alone.")
 @click.option("--frameworks", metavar="LIST", help="torch, tensorflow or both, with a comma.  [default: all installed]")
 @click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")

@@ -21,7 +21,6 @@ from hvdkit.prepare.preflight.report import look
     type=click.FloatRange(min=1, max=3600),
     callback=seconds_above_0,  # not a number is in every range
     default=60.0,
-    show_default=True,
     metavar="SECONDS",
     help="Time for all ranks to meet.",
 )

@@ -7,7 +7,6 @@ In a job: over Horovod where it connects the ranks, else over mpi4py, else each 
 from __future__ import annotations
 
 import importlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +31,7 @@ def meet(own: Report) -> list[Report]:
         if gather is not None and (place.size == own.size or (place.size or 1) > 1):
             gather("")  # the ranks meet here, so that their clocks are read at the same time
             mine = replace(own, clock=time.time())
-            reports = [Report.from_json(json.loads(text)) for text in gather(json.dumps(mine.as_json()))]
+            reports = [Report.from_json(text) for text in gather(mine.as_json())]
             return sorted(reports, key=lambda report: report.rank)
     return [replace(own, clock=time.time())]
 
@@ -40,13 +39,13 @@ def meet(own: Report) -> list[Report]:
 def write(directory: Path, own: Report) -> None:
     """Leave this rank's report for ``read``, complete or not at all."""
     file = directory / f"rank-{own.rank}.json"
-    file.with_suffix(".part").write_text(json.dumps(own.as_json()), encoding="utf-8")
+    file.with_suffix(".part").write_text(own.as_json(), encoding="utf-8")
     file.with_suffix(".part").rename(file)
 
 
 def read(directory: Path) -> list[Report]:
     """The reports that ranks have left, by rank."""
-    reports = [Report.from_json(json.loads(file.read_text(encoding="utf-8"))) for file in directory.glob("rank-*.json")]
+    reports = [Report.from_json(file.read_text(encoding="utf-8")) for file in directory.glob("rank-*.json")]
     return sorted(reports, key=lambda report: report.rank)
 
 

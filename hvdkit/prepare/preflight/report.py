@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import msgspec
 
 from hvdkit.errors import LauncherError
 from hvdkit.steps import launchers
@@ -88,16 +90,14 @@ class Report:
             return None
         return self.devices[self.local_rank]
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+    def as_json(self) -> str:
+        """For ``from_json`` on another rank."""
+        return msgspec.json.encode(self).decode()
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Report:
+    def from_json(cls, text: str) -> Report:
         """What ``as_json`` gave."""
-        places = {name: Place(**values[name]) for name in ("launched", "horovod", "mpi")}
-        lists = {name: tuple(values[name]) for name in ("cores", "devices")}
-        return cls(**{**values, **places, **lists})
+        return msgspec.json.decode(text, type=cls)
 
 
 def look(environ: Mapping[str, str]) -> Report:

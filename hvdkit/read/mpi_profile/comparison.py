@@ -89,12 +89,12 @@ def _elapsed(profile: Profile) -> float:
 
 
 def _sides(profile: Profile) -> dict[tuple[str, str], Side]:
-    by_rank: list[dict[tuple[str, str], measures.Total]] = []
+    by_rank: list[dict[tuple[str, str], measures.Sums]] = []
     for one in traffic.of_profile(profile):
         keys = {(row.routine, purpose) for row, purpose in one.calls}
         by_rank.append({key: measures.total(one.of(key[1], key[0])) for key in keys})
     names = dict.fromkeys(key for totals in by_rank for key in totals)
-    nothing = measures.Total(0, 0.0, None, None)
+    nothing = measures.total(())
     found = {}
     for key in names:
         totals = [one.get(key, nothing) for one in by_rank]

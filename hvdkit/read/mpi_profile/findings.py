@@ -164,18 +164,18 @@ def _bandwidth(profile: Profile, traffic: Traffic) -> Finding | None:
     lines = [
         one
         for one in measures.sizes(profile, traffic)
-        if one.purpose == PAYLOAD and one.bus_bytes_per_s is not None and (one.total.average_bytes or 0) >= _SMALL_BYTES
+        if one.purpose == PAYLOAD and one.bus_bytes_per_s is not None and (one.average_bytes or 0) >= _SMALL_BYTES
     ]
     if not lines:
         return None
-    one = max(lines, key=lambda line: line.total.bytes or 0)
-    size = bytes_text(one.total.average_bytes or 0)
+    one = max(lines, key=lambda line: line.bytes or 0)
+    size = bytes_text(one.average_bytes or 0)
     return Finding(
         "bandwidth",
-        f"Most bytes go in {one.routine} of {size}: {one.total.calls:,} of them in {_seconds(one.total.seconds)}, "
-        f"{duration_text(1e6 * one.total.seconds / one.total.calls)} each, {bytes_text(one.bus_bytes_per_s or 0)}/s of "
+        f"Most bytes go in {one.routine} of {size}: {one.calls:,} of them in {_seconds(one.seconds)}, "
+        f"{duration_text(1e6 * one.seconds / one.calls)} each, {bytes_text(one.bus_bytes_per_s or 0)}/s of "
         f"bus bandwidth over {one.processes} processes"
-        + ("." if one.total.wait_s is not None else ", time in which ranks waited for one another included."),
+        + ("." if one.wait_s is not None else ", time in which ranks waited for one another included."),
     )
 
 

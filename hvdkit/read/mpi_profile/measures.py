@@ -6,6 +6,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import asdict
+
+from hvdkit.common.json_files import Part
 from hvdkit.read.mpi_profile.model import HVDKIT, Calls, Profile
 from hvdkit.read.mpi_profile.traffic import PURPOSES, Traffic
 
@@ -28,70 +31,64 @@ class Spread:
     imbalance: float
 
 
-@dataclass(frozen=True, slots=True)
-class Total:
+class Sums(Part, frozen=True):
     """Calls summed up.
 
     Attributes:
         calls, seconds: of all.
         bytes: of those whose bytes are known; None where none are.
+        average_bytes: of one call.
         wait_s: seconds until all ranks were there; None where that was not measured.
     """
 
     calls: int
     seconds: float
     bytes: float | None
+    average_bytes: float | None
     wait_s: float | None
 
-    @property
-    def average_bytes(self) -> float | None:
-        """Of one call."""
-        return None if self.bytes is None or not self.calls else self.bytes / self.calls
 
-
-@dataclass(frozen=True, slots=True)
-class Routine:
-    """One routine: on one rank, and its seconds over all ranks (0 on a rank that did not call it)."""
-
-    name: str
-    total: Total
-    seconds: Spread
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The calls of one routine, purpose and range of sizes, on one rank.
+class Routine(Sums, frozen=True):
+    """One routine on the rank that is shown.
 
     Attributes:
-        routine, purpose: see ``traffic``.
-        processes: of the communicator; of the job where the file does not say.
-        total: of the calls.
-        least_bytes, most_bytes: of one call, None where it is not known.
-        fastest_s: the fastest call, None where it is not known.
-        bus_bytes_per_s: bus bandwidth, None where there is none: see ``bus_bandwidth``.
+        routine: its name.
+        ranks: seconds, over the ranks with a record.
+    """
+
+    routine: str
+    ranks: Spread
+
+
+class Size(Sums, frozen=True):
+    """Calls of one routine, purpose and range of sizes.
+
+    Attributes:
+        routine: its name.
+        purpose: "payload", "control", "synchronisation" or "management".
+        processes: of the communicator.
+        least_bytes, most_bytes: of one call.
+        fastest_s: seconds of the fastest call.
+        bus_bytes_per_s: bus bandwidth as nccl-tests define it; waiting left out where it was measured.
     """
 
     routine: str
     purpose: str
     processes: int
-    total: Total
     least_bytes: float | None
     most_bytes: float | None
     fastest_s: float | None
     bus_bytes_per_s: float | None
 
 
-def total(rows: Iterable[Calls]) -> Total:
+def total(rows: Iterable[Calls]) -> Sums:
     """The sum of some calls."""
     rows = list(rows)
     sizes = [row.bytes for row in rows if row.bytes is not None]
     waits = [row.wait_s for row in rows if row.wait_s is not None]
-    return Total(
-        calls=sum(row.calls for row in rows),
-        seconds=sum(row.seconds for row in rows),
-        bytes=sum(sizes) if sizes else None,
-        wait_s=sum(waits) if waits else None,
-    )
+    calls, size = sum(row.calls for row in rows), sum(sizes) if sizes else None
+    average = None if size is None or not calls else size / calls
+    return Sums(calls, sum(row.seconds for row in rows), size, average, sum(waits) if waits else None)
 
 
 def spread(values: dict[int, float]) -> Spread:
@@ -118,16 +115,16 @@ def routines(profile: Profile, traffic: Traffic) -> list[Routine]:
     found = []
     for name in names:
         seconds = {rank.rank: total(rank.of(name)).seconds for rank in profile.ranks}
-        found.append(Routine(name, total(traffic.rank.of(name)), spread(seconds)))
-    return sorted(found, key=lambda routine: (-routine.total.seconds, routine.name))
+        found.append(Routine(**asdict(total(traffic.rank.of(name))), routine=name, ranks=spread(seconds)))
+    return sorted(found, key=lambda one: (-one.seconds, one.routine))
 
 
-def purposes(traffic: Traffic) -> dict[str, Total]:
+def purposes(traffic: Traffic) -> dict[str, Sums]:
     """What a rank spent on each purpose; all of ``traffic.PURPOSES``, also those without a call."""
     return {purpose: total(traffic.of(purpose)) for purpose in PURPOSES}
 
 
-def sizes(profile: Profile, traffic: Traffic) -> list[Sizes]:
+def sizes(profile: Profile, traffic: Traffic) -> list[Size]:
     """The calls of a rank by routine, purpose and size, in the order of time of their routine, then by size.
 
     Calls of a power-of-two range are one line for ours; mpitrace has ranges of its own, and mpiP call sites.
@@ -137,27 +134,25 @@ def sizes(profile: Profile, traffic: Traffic) -> list[Sizes]:
         known = row.most_bytes is not None and profile.source == HVDKIT
         which = int(row.most_bytes or 0).bit_length() if known else number
         groups.setdefault((row.routine, purpose, row.processes or profile.size, which), []).append(row)
-    order = {routine.name: place for place, routine in enumerate(routines(profile, traffic))}
+    order = {one.routine: place for place, one in enumerate(routines(profile, traffic))}
     found = [
         _sizes(rows, routine, purpose, processes, source=profile.source)
         for (routine, purpose, processes, _), rows in groups.items()
     ]
-    return sorted(
-        found, key=lambda one: (order[one.routine], one.total.average_bytes or 0, PURPOSES.index(one.purpose))
-    )
+    return sorted(found, key=lambda one: (order[one.routine], one.average_bytes or 0, PURPOSES.index(one.purpose)))
 
 
-def _sizes(rows: Sequence[Calls], routine: str, purpose: str, processes: int, *, source: str) -> Sizes:
+def _sizes(rows: Sequence[Calls], routine: str, purpose: str, processes: int, *, source: str) -> Size:
     whole = total(rows)
     least = [row.least_bytes for row in rows if row.least_bytes is not None]
     most = [row.most_bytes for row in rows if row.most_bytes is not None]
     fastest = [row.fastest_s for row in rows if row.fastest_s is not None]
     seconds = whole.seconds - (whole.wait_s or 0.0)
-    return Sizes(
+    return Size(
+        **asdict(whole),
         routine=routine,
         purpose=purpose,
         processes=processes,
-        total=whole,
         least_bytes=min(least, default=None),
         most_bytes=max(most, default=None),
         fastest_s=min(fastest, default=None),

@@ -25,56 +25,6 @@ def notes(profile: Profile, shown: Traffic) -> list[str]:
     return [*([missing] if missing else []), *([_GUESSED] if guessed else []), *profile.notes, findings.NOT_SEEN]
 
 
-class Sums(Part, frozen=True):
-    """Calls summed up.
-
-    Attributes:
-        calls, seconds: of all.
-        bytes: of those whose bytes are known; None where none are.
-        average_bytes: of one call.
-        wait_s: seconds until all ranks were there; None where that was not measured.
-    """
-
-    calls: int
-    seconds: float
-    bytes: float | None
-    average_bytes: float | None
-    wait_s: float | None
-
-
-class Routine(Sums, frozen=True):
-    """One routine on the rank that is shown.
-
-    Attributes:
-        routine: its name.
-        ranks: seconds, over the ranks with a record.
-    """
-
-    routine: str
-    ranks: measures.Spread
-
-
-class Size(Sums, frozen=True):
-    """Calls of one routine, purpose and range of sizes.
-
-    Attributes:
-        routine: its name.
-        purpose: "payload", "control", "synchronisation" or "management".
-        processes: of the communicator.
-        least_bytes, most_bytes: of one call.
-        fastest_s: seconds of the fastest call.
-        bus_bytes_per_s: bus bandwidth as nccl-tests define it; waiting left out where it was measured.
-    """
-
-    routine: str
-    purpose: str
-    processes: int
-    least_bytes: float | None
-    most_bytes: float | None
-    fastest_s: float | None
-    bus_bytes_per_s: float | None
-
-
 class Purposes(Part, frozen=True):
     """What the rank that is shown spent on each purpose.
 
@@ -86,10 +36,10 @@ class Purposes(Part, frozen=True):
 
     certain: bool
     horovod: bool
-    payload: Sums
-    control: Sums
-    synchronisation: Sums
-    management: Sums
+    payload: measures.Sums
+    control: measures.Sums
+    synchronisation: measures.Sums
+    management: measures.Sums
 
 
 class WithPurpose(Calls, frozen=True, kw_only=True):
@@ -146,8 +96,8 @@ class Shown(Document, frozen=True):
     missing: tuple[int, ...]
     mpi_seconds: measures.Spread | None
     shown_rank: int
-    routines: tuple[Routine, ...]
-    sizes: tuple[Size, ...]
+    routines: tuple[measures.Routine, ...]
+    sizes: tuple[measures.Size, ...]
     traffic: Purposes
     ranks: tuple[OneRank, ...]
     findings: tuple[findings.Finding, ...]
@@ -176,7 +126,6 @@ def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Sh
         traffic: of every rank.
         shown: of the rank that routines, sizes and findings are about.
     """
-    spent = {purpose: Sums(*_sums(one)) for purpose, one in measures.purposes(shown).items()}
     return Shown(
         profile.source,
         profile.library,
@@ -184,22 +133,13 @@ def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Sh
         tuple(profile.missing),
         measures.spread(dict(profile.mpi_seconds)) if profile.mpi_seconds else None,
         shown.rank.rank,
-        tuple(Routine(*_sums(one.total), one.name, one.seconds) for one in measures.routines(profile, shown)),
-        tuple(_size(one) for one in measures.sizes(profile, shown)),
-        Purposes(shown.certain, shown.horovod, **spent),
+        tuple(measures.routines(profile, shown)),
+        tuple(measures.sizes(profile, shown)),
+        Purposes(shown.certain, shown.horovod, **measures.purposes(shown)),
         tuple(_rank(one) for one in traffic),
         tuple(findings.find(profile, shown)),
         tuple(notes(profile, shown)),
     )
-
-
-def _sums(total: measures.Total) -> tuple[int, float, float | None, float | None, float | None]:
-    return total.calls, total.seconds, total.bytes, total.average_bytes, total.wait_s
-
-
-def _size(one: measures.Sizes) -> Size:
-    known = one.least_bytes, one.most_bytes, one.fastest_s, one.bus_bytes_per_s
-    return Size(*_sums(one.total), one.routine, one.purpose, one.processes, *known)
 
 
 def _rank(traffic: Traffic) -> OneRank:

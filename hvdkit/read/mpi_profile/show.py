@@ -62,26 +62,26 @@ def _routines(profile: Profile, traffic: Traffic) -> Table:
     title = f"Routines on rank {traffic.rank.rank}" + (", and their seconds over the ranks" if several else "")
     rows = []
     for one in measures.routines(profile, traffic):
-        over = one.seconds
+        over = one.ranks
         words = [f"{over.least:.3f}", f"{over.median:.3f}", f"{over.most:.3f}", f"{100 * over.imbalance:.1f} %"]
-        average = None if one.total.average_bytes is None else f"{one.total.average_bytes:.1f}"
+        average = None if one.average_bytes is None else f"{one.average_bytes:.1f}"
         rows.append(
-            [one.name, one.total.calls, average, f"{one.total.seconds:.3f}", *(words if several else ())],
+            [one.routine, one.calls, average, f"{one.seconds:.3f}", *(words if several else ())],
         )
     return Table(title, ("MPI routine", "#calls", "avg. bytes", "time (s)", *spread), rows, left=("MPI routine",))
 
 
 def _sizes(profile: Profile, traffic: Traffic) -> Table:
-    lines = [one for one in measures.sizes(profile, traffic) if one.total.bytes]
-    waits = any(one.total.wait_s is not None for one in lines)
+    lines = [one for one in measures.sizes(profile, traffic) if one.bytes]
+    waits = any(one.wait_s is not None for one in lines)
     rows = []
     for one in lines:
-        each = duration_text(1e6 * one.total.seconds / one.total.calls) if one.total.seconds else None
-        wait = None if one.total.wait_s is None else f"{one.total.wait_s:.3f}"
+        each = duration_text(1e6 * one.seconds / one.calls) if one.seconds else None
+        wait = None if one.wait_s is None else f"{one.wait_s:.3f}"
         speed = one.bus_bytes_per_s if one.purpose != CONTROL else None
         busbw = None if speed is None else f"{bytes_text(speed)}/s"
-        times = [f"{one.total.seconds:.3f}", *((wait,) if waits else ()), each, busbw]
-        rows.append([one.routine, one.purpose, _range(one), one.total.calls, *times])
+        times = [f"{one.seconds:.3f}", *((wait,) if waits else ()), each, busbw]
+        rows.append([one.routine, one.purpose, _range(one), one.calls, *times])
     left = ("MPI routine", "purpose", "bytes")
     names = (*left, "#calls", "time (s)", *(("waiting",) if waits else ()), "each", "busbw")
     return Table("By size of a call", names, rows, left)
@@ -102,10 +102,10 @@ def _purposes(traffic: Traffic) -> Table:
     return Table("What it was for", ("purpose", "#calls", "bytes", "time (s)", "share"), rows, left=("purpose",))
 
 
-def _range(one: measures.Sizes) -> str:
+def _range(one: measures.Size) -> str:
     """One size, a range, or an average."""
     if one.least_bytes is None or one.most_bytes is None:
-        return f"{one.total.average_bytes or 0:.1f}"
+        return f"{one.average_bytes or 0:.1f}"
     if one.least_bytes == one.most_bytes:
         return f"{one.least_bytes:.0f}"
     return f"{one.least_bytes:.0f}-{one.most_bytes:.0f}"

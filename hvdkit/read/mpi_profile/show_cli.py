@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hvdkit.common import json_files
+from hvdkit.common.commands import AT_LEAST_0
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.mpi_profile import comparison, reading, results
 from hvdkit.read.mpi_profile import show as tables
@@ -14,15 +15,12 @@ from hvdkit.read.mpi_profile import traffic as purposes
 from hvdkit.read.mpi_profile.model import Profile
 from hvdkit.read.mpi_profile.traffic import Traffic
 
-PATH = click.Path(path_type=Path, exists=True)
-_HELP = {"help_option_names": ["-h", "--help"]}
+_PATH = click.Path(path_type=Path, exists=True)
 
 
-@click.command(context_settings=_HELP)
-@click.argument("paths", nargs=-1, required=True, type=PATH, metavar="DIR|FILE...")
-@click.option(
-    "--rank", "number", type=click.IntRange(min=0), metavar="R", help="The rank to show  [default: the lowest there is]"
-)
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="DIR|FILE...")
+@click.option("--rank", "number", type=AT_LEAST_0, metavar="R", help="The rank to show  [default: the lowest there is]")
 @click.option("--json", "want_json", is_flag=True, help="Print JSON; times in seconds.")
 def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
     """Print what the ranks of a job called, for how long, and what stands out.
@@ -51,9 +49,9 @@ def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
     return 0
 
 
-@click.command(context_settings=_HELP)
-@click.argument("a", type=PATH)
-@click.argument("b", type=PATH)
+@click.command()
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
 @click.option("--json", "want_json", is_flag=True, help="Print JSON; times in seconds.")
 def compare(a: Path, b: Path, want_json: bool) -> int:
     """Put two profiles side by side: calls, bytes and seconds of each routine and purpose, medians over the ranks.

@@ -73,21 +73,44 @@ class Whole:
     communication: float
 
 
-@dataclass(frozen=True)
-class Difference:
-    """What differs between recordings A and B.
+class Only(Part, frozen=True):
+    """What is in one recording only.
+
+    Attributes:
+        tensor, kind: which.
+        operations: how many.
+    """
+
+    tensor: str
+    kind: str
+    operations: int
+
+
+class Difference(Document, frozen=True, rename={"slower_than_limit": "slower"}):
+    """What takes longer in recording B than in A; seconds.
+
+    Here they are microseconds still.
 
     Attributes:
         a, b: each as a whole.
         changes: every phase of every tensor that is in both, by the size of ``explains``, the largest first.
-        only_a, only_b: (tensor, kind, number of operations) of what is in one recording only.
+        only_a, only_b: what is in one recording only.
+        slower_than_limit: significant changes above --fail-above.
+        test: how it is decided that a change is no chance.
     """
+
+    kind = "timeline-diff"
+    written_by = "hvdkit timeline diff --json"
+    times = frozenset(["duration", "communication", "median_a", "median_b", "p95_a", "p95_b", "explains"])
+    unit_s = 1e-6
 
     a: Whole
     b: Whole
-    changes: list[Change]
-    only_a: list[tuple[str, str, int]]
-    only_b: list[tuple[str, str, int]]
+    changes: tuple[Change, ...]
+    only_a: tuple[Only, ...]
+    only_b: tuple[Only, ...]
+    slower_than_limit: tuple[Change, ...] = ()
+    test: str = CORRECTION
 
     def slower(self, ratio: float, at_least: float = 10.0) -> list[Change]:
         """Significant changes for the worse.
@@ -105,41 +128,6 @@ class Difference:
             and change.median_b > ratio * change.median_a
             and change.median_b - change.median_a >= at_least
         ]
-
-
-class Only(Part, frozen=True):
-    """What is in one recording only.
-
-    Attributes:
-        tensor, kind: which.
-        operations: how many.
-    """
-
-    tensor: str
-    kind: str
-    operations: int
-
-
-class DifferenceFound(Document, frozen=True):
-    """What takes longer in recording B than in A; seconds.
-
-    Attributes:
-        test: how it is decided that a change is no chance.
-        found: the difference.
-        only_a, only_b: what is in one recording only.
-        slower: significant changes above --fail-above.
-    """
-
-    kind = "timeline-diff"
-    written_by = "hvdkit timeline diff --json"
-    times = frozenset(["duration", "communication", "median_a", "median_b", "p95_a", "p95_b", "explains"])
-    unit_s = 1e-6
-
-    test: str
-    found: Difference
-    only_a: tuple[Only, ...]
-    only_b: tuple[Only, ...]
-    slower: tuple[Change, ...]
 
 
 def compare(a: str | Path, b: str | Path) -> Difference:
@@ -170,9 +158,9 @@ def compare(a: str | Path, b: str | Path) -> Difference:
     return Difference(
         a=_whole(a, columns_a),
         b=_whole(b, columns_b),
-        changes=sorted(_corrected(changes), key=lambda change: -abs(change.explains)),
-        only_a=[(*name, len(rows)) for name, rows in rows_a.items() if name not in rows_b],
-        only_b=[(*name, len(rows)) for name, rows in rows_b.items() if name not in rows_a],
+        changes=tuple(sorted(_corrected(changes), key=lambda change: -abs(change.explains))),
+        only_a=tuple(Only(*name, len(rows)) for name, rows in rows_a.items() if name not in rows_b),
+        only_b=tuple(Only(*name, len(rows)) for name, rows in rows_b.items() if name not in rows_a),
     )
 
 

@@ -6,7 +6,6 @@ import csv
 import io
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,27 +25,23 @@ _SEQUENCE = 1
 _ROOT, _CYCLES, _FIRST_TENSOR = 1, 2, 3
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written: complete operations, their tensors, and marks of cycles (which a CSV file leaves out)."""
-
-    path: str
-    operations: int
-    tensors: int
-    cycles: int
-
-
-class ExportWritten(Document, frozen=True):
+class Exported(Document, frozen=True):
     """What was written for another program.
 
     Attributes:
-        found: what.
+        path: the file.
+        operations: complete ones.
+        tensors: of these.
+        cycles: marks of them, which a CSV file leaves out.
     """
 
     kind = "timeline-export"
     written_by = "hvdkit timeline export --json"
 
-    found: Exported
+    path: str
+    operations: int
+    tensors: int
+    cycles: int
 
 
 def export(source: str | Path, output: str | Path) -> Exported:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ LONGEST_OFFSET = 10**12
 """Microseconds (eleven days) past which an offset is no correction of a clock."""
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Communication and computation while both files were recorded; times in milliseconds.
+class Overlap(Document, frozen=True):
+    """Communication and computation while both files were recorded; seconds.
+
+    Here they are milliseconds still.
 
     Attributes:
         window: from the first to the last operation of the trace, as far as the timeline has operations there.
@@ -39,6 +39,11 @@ class Overlap:
         operations: operations of the timeline whose collective lies in the window, at least in part.
     """
 
+    kind = "timeline-merge"
+    written_by = "hvdkit timeline merge --json"
+    times = frozenset(["window", "communication", "computation", "overlapped", "exposed", "neither"])
+    unit_s = 1e-3
+
     window: float
     communication: float
     computation: float
@@ -47,21 +52,6 @@ class Overlap:
     neither: float
     computed_by: str
     operations: int
-
-
-class OverlapFound(Document, frozen=True):
-    """Communication and computation while both files were recorded; seconds.
-
-    Attributes:
-        found: the times.
-    """
-
-    kind = "timeline-merge"
-    written_by = "hvdkit timeline merge --json"
-    times = frozenset(["window", "communication", "computation", "overlapped", "exposed", "neither"])
-    unit_s = 1e-3
-
-    found: Overlap
 
 
 def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset_us: float = 0.0) -> Overlap:

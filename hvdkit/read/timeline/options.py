@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD
 
 
@@ -14,13 +15,12 @@ def of_the_job(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a click command with ``--ranks`` and ``--fusion-threshold``, see ``summarize``."""
     threshold = click.option(
         "--fusion-threshold",
-        type=click.IntRange(min=0),
+        type=AT_LEAST_0,
         default=FUSION_THRESHOLD,
-        show_default=True,
         metavar="BYTES",
         help="HOROVOD_FUSION_THRESHOLD of the job.",
     )
     ranks = click.option(
-        "--ranks", type=click.IntRange(min=1), metavar="N", help="Ranks of the job  [default: what the file says]"
+        "--ranks", type=AT_LEAST_1, metavar="N", help="Ranks of the job  [default: what the file says]"
     )
     return ranks(threshold(command))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 
@@ -54,11 +54,14 @@ _EVENTS = msgspec.json.Decoder(list[Event])
 _EVENT = msgspec.json.Decoder(Event)
 _STRING = rb'"(?:[^"\\\x00-\x1f]|\\.){0,16384}+"'
 _LEAF = rb'\{(?:[^{}"]++|' + _STRING + rb"){0,64}+\}"
-OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\}")
+_OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\}")
 """What may be an event; it never goes back, so that searching damaged bytes for it stays fast."""
 _BETWEEN = re.compile(rb"\}\s*,?\s*(?=\{)")
 _NOTHING = re.compile(rb"[\s,\[\]]*+")
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+T = TypeVar("T")
+_Decode = Callable[[bytes], list[T] | None]
+_DecodeOne = Callable[[bytes], T | None]
 
 
 class Recording:
@@ -112,7 +115,7 @@ class Recording:
         self._assembler = Assembler()
         self.events = 0
         with open_file(self.path) as file:
-            for events in _pieces(file, self._assembler.dropped):
+            for events in pieces(file, self._assembler.dropped, _decode, decode_one):
                 self.events += len(events)
                 yield self._assembler.add(events)
         self._assembler.finish()
@@ -184,8 +187,15 @@ class _Unzipped:
                 return data
 
 
-def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[Event]]:
-    """All events of the file, a piece at a time; counts what is unreadable in ``dropped``."""
+def pieces(file: BinaryIO, dropped: Counter[str], decode: _Decode[T], one: _DecodeOne[T]) -> Iterator[list[T]]:
+    """All events of a file, a piece at a time.
+
+    Args:
+        file: of ``open_file``.
+        dropped: what is unreadable is counted there.
+        decode: all events of a piece; None if something in it is not one.
+        one: of the text of an event; None if it is none.
+    """
     rest, gap = b"", 0
     while gap <= LONGEST_GAP:
         try:
@@ -194,26 +204,26 @@ def _pieces(file: BinaryIO, dropped: Counter[str]) -> Iterator[list[Event]]:
             dropped["compressed data damaged or cut off"] += 1
             read = b""
         if not read:
-            yield from _decode_end(rest, dropped)
+            yield from _decode_end(rest, dropped, decode, one)
             return
-        events, rest = _decode_most(rest + read, dropped)
+        events, rest = _decode_most(rest + read, dropped, decode, one)
         gap = 0 if events else gap + len(read)
         yield events
     dropped[f"no event in {LONGEST_GAP >> 20} MiB, not read further"] += 1
 
 
-def _decode_most(piece: bytes, dropped: Counter[str]) -> tuple[list[Event], bytes]:
+def _decode_most(piece: bytes, dropped: Counter[str], decode: _Decode[T], one: _DecodeOne[T]) -> tuple[list[T], bytes]:
     """The events of a piece up to one that may be incomplete, and what is left of the piece."""
-    cuts = list(islice(boundaries(piece), TRIES))
+    cuts = list(islice(_boundaries(piece), TRIES))
     for cut in cuts:
-        events = _decode(piece[:cut])
+        events = decode(piece[:cut])
         if events is not None:
             return events, piece[cut:]
     last = cuts[0] if cuts else max(0, len(piece) - LONGEST_EVENT)
-    return _decode_singly(piece[:last], dropped) if last else [], piece[last:]
+    return _decode_singly(piece[:last], dropped, one) if last else [], piece[last:]
 
 
-def boundaries(piece: bytes) -> Iterator[int]:
+def _boundaries(piece: bytes) -> Iterator[int]:
     """Where the last event may start, which may be incomplete, then the one before; a name may look like that too."""
     cut = len(piece)
     while (cut := max(piece.rfind(b"},{", 0, cut), piece.rfind(b"},\n{", 0, cut))) >= 0:
@@ -230,30 +240,30 @@ def _decode(piece: bytes) -> list[Event] | None:
         return None
 
 
-def _decode_end(piece: bytes, dropped: Counter[str]) -> Iterator[list[Event]]:
+def _decode_end(piece: bytes, dropped: Counter[str], decode: _Decode[T], one: _DecodeOne[T]) -> Iterator[list[T]]:
     body = piece.strip(b" \t\r\n,[]")
     if not body:
         return
-    events = _decode(body)
+    events = decode(body)
     if events is not None:
         yield events
         return
     start = max(0, body.rfind(b'{"ph"'), body.rfind(b'{"name": "process'))
-    complete = OBJECT.match(body, start) is not None
+    complete = _OBJECT.match(body, start) is not None
     if not complete:
         dropped["cut off at the end"] += 1
         body = body[:start]
-    yield _decode_singly(body, dropped)
+    yield _decode_singly(body, dropped, one)
 
 
-def _decode_singly(piece: bytes, dropped: Counter[str]) -> list[Event]:
+def _decode_singly(piece: bytes, dropped: Counter[str], one: _DecodeOne[T]) -> list[T]:
     """What can be decoded of a damaged piece; each stretch of bytes between two events that cannot counts once."""
-    events: list[Event] = []
+    events: list[T] = []
     position = 0
     damaged = False
-    while (match := OBJECT.search(piece, position)) is not None:
+    while (match := _OBJECT.search(piece, position)) is not None:
         damaged = damaged or _NOTHING.fullmatch(piece, position, match.start()) is None
-        event = decode_one(match.group())
+        event = one(match.group())
         if event is None:
             damaged = True
             position = match.start() + 1

@@ -35,20 +35,14 @@ RANKS = 32
 def write_report(
     source: str | Path | Recording,
     output: str | Path,
-    *,
-    since: float | None = None,
-    until: float | None = None,
-    step: int | None = None,
-    top: int = TENSORS,
-    operations: int = OPERATIONS,
-    ranks: int | None = None,
-    fusion_threshold: int = FUSION_THRESHOLD,
+    **shown: Any,
 ) -> Path:
     """Writes the page to a file, completely or not at all, and returns its path.
 
     Args:
-        source, since, until, step, top, operations, ranks, fusion_threshold: as in ``render_report``.
+        source: a timeline file or a recording.
         output: the file to write; it must not be the recording.
+        shown: as in ``render_report``.
     Raises:
         DataError: as in ``render_report``, or the page cannot be written.
         InvalidArgumentError: as in ``render_report``, or the output is the recording or a directory.
@@ -56,17 +50,7 @@ def write_report(
     recording = source if isinstance(source, Recording) else read(source)
     output = Path(output)
     with replacing(output, recording.path) as file:
-        page = render_report(
-            recording,
-            since=since,
-            until=until,
-            step=step,
-            top=top,
-            operations=operations,
-            ranks=ranks,
-            fusion_threshold=fusion_threshold,
-        )
-        file.write(page.encode("utf-8", "replace"))
+        file.write(render_report(recording, **shown).encode("utf-8", "replace"))
     return output
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.common.files import replacing
@@ -17,9 +16,8 @@ from hvdkit.read.timeline.summary import summarize
 _NEGOTIATE = "NEGOTIATE_"
 
 
-@dataclass(frozen=True)
-class Slice:
-    """What was cut out.
+class Slice(Document, frozen=True):
+    """What was cut out; ``until_s`` is None for the rest of the recording.
 
     Attributes:
         path: the file that was written.
@@ -28,25 +26,15 @@ class Slice:
         events: how many events were written.
     """
 
+    kind = "timeline-slice"
+    written_by = "hvdkit timeline slice --json"
+    times = frozenset(("since", "until"))
+
     path: str
     since: float
     until: float
     operations: int
     events: int
-
-
-class Written(Document, frozen=True):
-    """What was cut out; ``until_s`` is None for the rest of the recording.
-
-    Attributes:
-        found: the part.
-    """
-
-    kind = "timeline-slice"
-    written_by = "hvdkit timeline slice --json"
-    times = frozenset(("since", "until"))
-
-    found: Slice
 
 
 def slice_timeline(

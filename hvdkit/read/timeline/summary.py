@@ -26,21 +26,6 @@ from hvdkit.read.timeline.results import (
     TensorSummary,
 )
 
-__all__ = [
-    "FUSION_THRESHOLD",
-    "Bandwidth",
-    "Batches",
-    "LastTensor",
-    "RankSkew",
-    "Skew",
-    "Steps",
-    "Summary",
-    "TensorSummary",
-    "find_steps",
-    "select",
-    "summarize",
-]
-
 FUSION_THRESHOLD = 128 << 20
 """Bytes of Horovod's fusion buffer when nothing else is said (0.28.1, horovod/common/operations.cc)."""
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")

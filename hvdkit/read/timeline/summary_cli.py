@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hvdkit.common import json_files
+from hvdkit.common.commands import AT_LEAST_0, PATH
 from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.diagnosis import diagnose
@@ -15,24 +17,14 @@ from hvdkit.read.timeline.summary import summarize
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PATH)
 @click.option("--since", type=float, metavar="SECONDS", help="Only what began at this time of the recording or later.")
 @click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
-@click.option("--step", type=click.IntRange(min=0), metavar="K", help="Only what began in this training step, from 0.")
-@click.option("--top", type=click.IntRange(min=0), metavar="N", help="Tensors to list  [default: 10; all with --json]")
+@click.option("--step", type=AT_LEAST_0, metavar="K", help="Only what began in this training step, from 0.")
+@click.option("--top", type=AT_LEAST_0, metavar="N", help="Tensors to list  [default: 10; all with --json]")
 @of_the_job
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
-def summary(
-    *,
-    file: Path,
-    since: float | None,
-    until: float | None,
-    step: int | None,
-    top: int | None,
-    ranks: int | None,
-    fusion_threshold: int,
-    json_: bool,
-) -> int:
+def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
     """Where the time of a recording went, in numbers, and what to try.
 
     Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
@@ -47,7 +39,7 @@ def summary(
     Exit status: 0 success, 1 no operation of Horovod in it or in that part, 2 for bad usage or no such
     file.
     """
-    found = summarize(file, since=since, until=until, step=step, ranks=ranks, fusion_threshold=fusion_threshold)
+    found = summarize(file, **part)
     if not found.operations:
         _check_part(file)
         dropped = "; ".join(f"{count} x {reason}" for reason, count in found.dropped.items()) or "nothing"

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import not_below_0
+from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
 from hvdkit.common.units import duration_text, printable
-
-FILE = click.Path(path_type=Path)
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
@@ -26,11 +25,11 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 
 
 @click.command("slice")
-@click.argument("file", type=FILE)
+@click.argument("file", type=PATH)
 @click.option("--since", type=float, metavar="SECONDS", help="What began at this time of the recording or later.")
 @click.option("--until", type=float, metavar="SECONDS", help="What began before this time.")
 @click.option("--steps", callback=_steps, metavar="A..B", help="Training steps A to B, both included, from 0.")
-@click.option("-o", "--output", type=FILE, required=True, metavar="OUT.json[.gz]", help="The file to write.")
+@click.option("-o", "--output", type=PATH, required=True, metavar="OUT.json[.gz]", help="The file to write.")
 @click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
 def slice_(
     file: Path, since: float | None, until: float | None, steps: tuple[int, int] | None, output: Path, json_: bool
@@ -46,13 +45,13 @@ def slice_(
 
     Exit status: 0 success, 1 nothing in that part, 2 for bad usage or no such file.
     """
-    from hvdkit.read.timeline.slicing import Written, slice_timeline
+    from hvdkit.read.timeline.slicing import slice_timeline
 
     if since is None and until is None and steps is None:
         raise click.UsageError("Say which part: --since, --until or both, or --steps.")
     written = slice_timeline(file, output, since=since, until=until, steps=steps)
     if json_:
-        click.echo(json_files.encode(Written(written)), nl=False)
+        click.echo(json_files.encode(written), nl=False)
     else:
         end = "the end" if math.isinf(written.until) else f"{written.until:g} s"
         click.echo(
@@ -63,9 +62,9 @@ def slice_(
 
 
 @click.command()
-@click.argument("a", type=FILE)
-@click.argument("b", type=FILE)
-@click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, metavar="N", help="Lines to print.")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
 @click.option("--all", "show_all", is_flag=True, help="Also print changes that may be chance.")
 @click.option(
     "--fail-above", type=float, metavar="RATIO", help="Exit 1 when a phase became slower by more than this, like 1.2."
@@ -75,7 +74,6 @@ def slice_(
     type=float,
     callback=not_below_0,
     default=10.0,
-    show_default=True,
     metavar="US",
     help="Growth of a median that --fail-above takes notice of.",
 )
@@ -102,9 +100,7 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
     found = difference.compare(a, b)
     above = [] if limit is None else found.slower(limit, at_least_us)
     if json_:
-        only_a, only_b = (tuple(difference.Only(*row) for row in rows) for rows in (found.only_a, found.only_b))
-        shown = difference.DifferenceFound(difference.CORRECTION, found, only_a, only_b, tuple(above))
-        click.echo(json_files.encode(shown), nl=False)
+        click.echo(json_files.encode(replace(found, slower_than_limit=tuple(above))), nl=False)
     else:
         _print_difference(found, top, show_all)
         for change in above:
@@ -141,8 +137,8 @@ def _print_difference(found: Any, top: int, show_all: bool) -> None:
             "such time is that of rare long operations, or chance"
         )
     for name, rows in (("A", found.only_a), ("B", found.only_b)):
-        for tensor, kind, count in rows:
-            click.echo(f"only in {name}: {kind} of {printable(tensor)} ({count} operations)")
+        for row in rows:
+            click.echo(f"only in {name}: {row.kind} of {printable(row.tensor)} ({row.operations} operations)")
 
 
 def _signed(time: float) -> str:
@@ -158,12 +154,10 @@ def _ratio(ratio: float | None) -> str:
 
 
 @click.command()
-@click.argument("timeline", type=FILE)
-@click.argument("trace", type=FILE)
-@click.option("-o", "--output", type=FILE, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
-@click.option(
-    "--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE  [default: 0]"
-)
+@click.argument("timeline", type=PATH)
+@click.argument("trace", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
+@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bool) -> int:
     """Put a timeline and a trace of torch.profiler on one time axis, and say how much communication is exposed.
@@ -177,12 +171,11 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 
     Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
     """
-    from hvdkit.read.timeline.merging import OverlapFound
     from hvdkit.read.timeline.merging import merge as merge_files
 
     overlap = merge_files(timeline, trace, output, offset_us=offset_us)
     if json_:
-        click.echo(json_files.encode(OverlapFound(overlap)), nl=False)
+        click.echo(json_files.encode(overlap), nl=False)
         return 0
     click.echo(f"{printable(str(output))}: {overlap.operations} operations in {overlap.window:.3f} ms of both files")
     for name, value in (
@@ -198,8 +191,8 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 
 
 @click.command()
-@click.argument("file", type=FILE)
-@click.option("-o", "--output", type=FILE, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
+@click.argument("file", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
 @click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
 def export(file: Path, output: Path, json_: bool) -> int:
     """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.
@@ -214,12 +207,11 @@ def export(file: Path, output: Path, json_: bool) -> int:
 
     Exit status: 0 success, 1 no operation in it, 2 for bad usage or no such file.
     """
-    from hvdkit.read.timeline.export import ExportWritten
     from hvdkit.read.timeline.export import export as write
 
     written = write(file, output)
     if json_:
-        click.echo(json_files.encode(ExportWritten(written)), nl=False)
+        click.echo(json_files.encode(written), nl=False)
     else:
         click.echo(f"{printable(written.path)}: {written.operations} operations of {written.tensors} tensors")
     return 0

@@ -7,19 +7,15 @@ from pathlib import Path
 import click
 
 from hvdkit.common import json_files
+from hvdkit.common.commands import AT_LEAST_0, PATH
 from hvdkit.read.trace import show
-from hvdkit.read.trace.difference import DifferenceFound, compare
-from hvdkit.read.trace.results import SummaryFound
+from hvdkit.read.trace.difference import compare
 from hvdkit.read.trace.summary import summarize
-
-FILE = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("traces", nargs=-1, required=True, type=FILE, metavar="TRACE...")
-@click.option(
-    "--top", type=click.IntRange(min=0), default=15, show_default=True, metavar="N", help="Operators to list."
-)
+@click.argument("traces", nargs=-1, required=True, type=PATH, metavar="TRACE...")
+@click.option("--top", type=AT_LEAST_0, default=15, metavar="N", help="Operators to list.")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object, with all operators; times in seconds.")
 def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     """What the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
@@ -37,16 +33,16 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     """
     found = summarize(traces)
     if json_:
-        click.echo(json_files.encode(SummaryFound(found)), nl=False)
+        click.echo(json_files.encode(found), nl=False)
     else:
         show.summary_page(found, top).print()
     return 0
 
 
 @click.command()
-@click.argument("a", type=FILE)
-@click.argument("b", type=FILE)
-@click.option("--top", type=click.IntRange(min=0), default=20, show_default=True, metavar="N", help="Lines to print.")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     """What takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
@@ -61,7 +57,7 @@ def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     """
     found = compare(a, b)
     if json_:
-        click.echo(json_files.encode(DifferenceFound(found)), nl=False)
+        click.echo(json_files.encode(found), nl=False)
     else:
         show.difference_page(found, top).print()
     return 0

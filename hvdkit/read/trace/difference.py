@@ -41,9 +41,10 @@ class Change:
     clear: bool
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Two traces compared.
+class Difference(Document, frozen=True):
+    """What takes longer in a step of trace B than in one of A; seconds.
+
+    Here they are milliseconds still.
 
     Attributes:
         a, b: of each.
@@ -52,27 +53,17 @@ class Difference:
         operators: by what they explain, the largest first.
     """
 
+    kind = "trace-diff"
+    written_by = "hvdkit trace diff --json"
+    times = TIMES
+    unit_s = 1e-3
+
     a: Rank
     b: Rank
     steps_a: int
     steps_b: int
     parts: tuple[Change, ...]
     operators: tuple[Change, ...]
-
-
-class DifferenceFound(Document, frozen=True):
-    """What takes longer in a step of trace B than in one of A; seconds.
-
-    Attributes:
-        found: the difference.
-    """
-
-    kind = "trace-diff"
-    written_by = "hvdkit trace diff --json"
-    times = TIMES
-    unit_s = 1e-3
-
-    found: Difference
 
 
 def compare(a: str | Path, b: str | Path) -> Difference:

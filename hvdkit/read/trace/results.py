@@ -176,21 +176,6 @@ class Skew:
     ranks: tuple[RankSkew, ...]
 
 
-@dataclass(frozen=True)
-class Summary:
-    """All traces that were given.
-
-    Attributes:
-        ranks: by number, those without one last.
-        skew: None where it cannot be told.
-        skew_note: why it is None; "" where it is not.
-    """
-
-    ranks: tuple[Rank, ...]
-    skew: Skew | None
-    skew_note: str
-
-
 _TIMES = (
     "self_ms total_ms gpu_self_ms gpu_total_ms covered_ms exposed_ms window computation communication overlapped "
     "exposed data exposed_data copies other begin duration late median largest mean_a mean_b explains"
@@ -199,11 +184,15 @@ TIMES = frozenset(_TIMES.split())
 """Names of the fields that are milliseconds."""
 
 
-class SummaryFound(Document, frozen=True):
+class Summary(Document, frozen=True):
     """What the steps of a training were spent on; seconds and bytes.
 
+    Here they are milliseconds still.
+
     Attributes:
-        found: the summary.
+        ranks: by number, those without one last.
+        skew: None where it cannot be told.
+        skew_note: why it is None; "" where it is not.
     """
 
     kind = "trace-summary"
@@ -211,4 +200,6 @@ class SummaryFound(Document, frozen=True):
     times = TIMES
     unit_s = 1e-3
 
-    found: Summary
+    ranks: tuple[Rank, ...]
+    skew: Skew | None
+    skew_note: str

@@ -5,16 +5,18 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
+from hvdkit.common.commands import AT_LEAST_1, PATH
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import script, site
 from hvdkit.run.job.model import Job
 from hvdkit.run.job.systems import SYSTEMS
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--system", type=click.Choice(list(SYSTEMS)), help="The batch system  [default: that of --site]")
 @click.option(
     "--site",
@@ -22,32 +24,24 @@ from hvdkit.run.job.systems import SYSTEMS
     metavar="NAME|FILE",
     help=f"What your site wants said: {', '.join(site.known())}, or a TOML file of your own  [default: the system's]",
 )
-@click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N", help="Number of hosts.")
-@click.option("--ppn", type=click.IntRange(min=1), required=True, metavar="P", help="Ranks on each host.")
+@click.option("--nodes", type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
+@click.option("--ppn", type=AT_LEAST_1, required=True, metavar="P", help="Ranks on each host.")
 @click.option("--walltime", required=True, metavar="HH:MM:SS", help="The most time that the job may take.")
 @click.option("--queue", metavar="Q", help="Queue or partition  [default: the site's]")
 @click.option("--account", metavar="A", help="Account or project to charge.")
-@click.option("--depth", type=click.IntRange(min=1), metavar="D", help="Cores of each rank  [default: the site's]")
-@click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="G", help="GPUs on each host.")
-@click.option("--name", default="hvdkit", show_default=True, help="Name of the job and of its logs.")
-@click.option("-o", "output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE, not to the screen.")
+@click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores of each rank  [default: the site's]")
+@click.option("--gpus-per-node", type=AT_LEAST_1, metavar="G", help="GPUs on each host.")
+@click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
+@click.option("-o", "output", type=PATH, metavar="FILE", help="Write to FILE, not to the screen.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def job(
     *,
     system: str | None,
     site_name: str | None,
-    nodes: int,
-    ppn: int,
-    walltime: str,
-    queue: str | None,
-    account: str | None,
-    depth: int | None,
-    gpus_per_node: int | None,
-    name: str,
     output: Path | None,
     force: bool,
-    command: tuple[str, ...],
+    **wanted: Any,
 ) -> int:
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
@@ -62,8 +56,7 @@ def job(
     Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
     """
     chosen = site.find(system, site_name)
-    wanted = Job(nodes, ppn, walltime, command, name, queue, account, depth, gpus_per_node)
-    text = script.write(wanted, chosen, str(Path(sys.executable).absolute().parent))
+    text = script.write(Job(**wanted), chosen, str(Path(sys.executable).absolute().parent))
     if output is None:
         click.echo(text, nl=False)
         return 0

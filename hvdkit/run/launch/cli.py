@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import click
 
+from hvdkit.common.commands import with_options
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import (
     attempts,
@@ -32,8 +32,8 @@ from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Plan, Request
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@options.add
+@click.command(context_settings={"allow_interspersed_args": False})
+@with_options(options.OPTIONS)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def launch(
     *,
@@ -135,7 +135,7 @@ def _request(
         raise InvalidArgumentError("--mpi-profile-wait needs --mpi-profile, the directory that it is written to.")
     if rest["torch_profile_steps"] and rest["torch_profile"] is None:
         raise InvalidArgumentError("--torch-profile-steps needs --torch-profile, the directory that it is about.")
-    placed = _place(n, ppn, hosts, hostfile, anywhere=launcher in batch.PROGRAMS)
+    placed = placement.asked(n, ppn, hosts, hostfile, os.environ, anywhere=launcher in batch.PROGRAMS)
     return Request(
         n=n,
         command=command,
@@ -151,18 +151,6 @@ def _request(
         dry_run=dry_run,
         **rest,
     )
-
-
-def _place(n: int, ppn: int | None, hosts: str | None, hostfile: Path | None, *, anywhere: bool) -> placement.Placement:
-    """Where the ranks are to run."""
-    if hosts is not None and hostfile is not None:
-        raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
-    given = None
-    if hosts is not None:
-        given = placement.parse(hosts)
-    elif hostfile is not None:
-        given = placement.read(hostfile)
-    return placement.place(n, ppn, given, os.environ, socket.gethostname(), anywhere=anywhere)
 
 
 def _check_elastic(request: Request, *, alone: bool) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
-from hvdkit.common.commands import not_below_0, require_possible, seconds_above_0, shortened
+from hvdkit.common.commands import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FILE,
+    PATH,
+    not_below_0,
+    require_possible,
+    seconds_above_0,
+    shortened,
+)
 from hvdkit.run.launch import plan
 from hvdkit.run.launch.model import BINDINGS
 
@@ -57,55 +64,84 @@ def _profiled_steps(_ctx: click.Context, _parameter: click.Parameter, text: str 
     return counts
 
 
+LAUNCHER = click.option(
+    "--launcher",
+    type=click.Choice(["auto", *plan.LAUNCHERS]),
+    default="auto",
+    help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun); without one over MPI (mpirun) when "
+    "Horovod was built with it, else over Gloo (horovodrun).",
+)
+PPN = click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks on each host.")
+HOSTS = click.option(
+    "--hosts", "-H", metavar="H:S,...", help="Hosts and the ranks that each may take  [default: the batch job's]"
+)
+HOSTFILE = click.option(
+    "--hostfile", type=PATH, metavar="FILE", help="The same from a file, one HOST:SLOTS or HOST slots=SLOTS a line."
+)
+THREADS = click.option(
+    "--threads",
+    type=AT_LEAST_1,
+    metavar="T",
+    help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
+)
+DEPTH = click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores of each rank, to which it is tied.")
+ENV = click.option(
+    "--env",
+    "variables",
+    multiple=True,
+    callback=environment_variables,
+    metavar="NAME=VALUE",
+    help="Set an environment variable in every rank; repeatable.",
+)
+OF_HOROVOD = (
+    click.option(
+        "--cycle-time-ms",
+        type=float,
+        callback=not_below_0,
+        metavar="MS",
+        help="Time between two negotiations (HOROVOD_CYCLE_TIME).",
+    ),
+    click.option(
+        "--fusion-threshold-mb",
+        type=float,
+        callback=not_below_0,
+        metavar="MB",
+        help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
+    ),
+    click.option(
+        "--cache-capacity",
+        type=AT_LEAST_0,
+        metavar="N",
+        help="Tensors whose negotiation Horovod remembers, 0 for none (HOROVOD_CACHE_CAPACITY).",
+    ),
+    click.option(
+        "--hierarchical-allreduce/--no-hierarchical-allreduce",
+        default=None,
+        help="Within each host first, then between hosts (NCCL).",
+    ),
+)
+"""Options that other commands take, too, for the jobs that they run."""
+
 OPTIONS = (
-    click.option(
-        "-n", "-np", "n", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes (ranks)."
-    ),
-    click.option(
-        "--launcher",
-        type=click.Choice(["auto", *plan.LAUNCHERS]),
-        default="auto",
-        show_default=True,
-        help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun); without one over MPI (mpirun) when "
-        "Horovod was built with it, else over Gloo (horovodrun).",
-    ),
-    click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="Ranks on each host."),
-    click.option(
-        "--hosts", "-H", metavar="H:S,...", help="Hosts and the ranks that each may take  [default: the batch job's]"
-    ),
-    click.option(
-        "--hostfile",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="The same from a file, one HOST:SLOTS or HOST slots=SLOTS a line.",
-    ),
-    click.option(
-        "--threads",
-        type=click.IntRange(min=1),
-        metavar="T",
-        help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
-    ),
-    click.option("--depth", type=click.IntRange(min=1), metavar="D", help="Cores of each rank, to which it is tied."),
-    click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="G", help="GPUs to ask srun or jsrun for."),
-    click.option("--gpus-per-task", type=click.IntRange(min=1), metavar="G", help="The same for each rank."),
+    click.option("-n", "-np", "n", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks)."),
+    LAUNCHER,
+    PPN,
+    HOSTS,
+    HOSTFILE,
+    THREADS,
+    DEPTH,
+    click.option("--gpus-per-node", type=AT_LEAST_1, metavar="G", help="GPUs to ask srun or jsrun for."),
+    click.option("--gpus-per-task", type=AT_LEAST_1, metavar="G", help="The same for each rank."),
     click.option(
         "--bind",
         type=click.Choice(BINDINGS),
         default="none",
-        show_default=True,
         help="Tie each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
     ),
-    click.option(
-        "--env",
-        "variables",
-        multiple=True,
-        callback=environment_variables,
-        metavar="NAME=VALUE",
-        help="Set an environment variable in every rank; repeatable.",
-    ),
+    ENV,
     click.option(
         "--timeline",
-        type=click.Path(path_type=Path),
+        type=PATH,
         callback=_output_file,
         metavar="FILE",
         help="Write Horovod's timeline to FILE (HOROVOD_TIMELINE).",
@@ -143,42 +179,18 @@ OPTIONS = (
     ),
     click.option(
         "--autotune-log",
-        type=click.Path(path_type=Path),
+        type=PATH,
         callback=_output_file,
         metavar="FILE",
         help="Let Horovod tune itself as it trains, and write what it tries to FILE (HOROVOD_AUTOTUNE_LOG).",
     ),
     click.option(
         "--tuned",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        type=FILE,
         metavar="FILE",
         help="Settings from a file of 'hvdkit tune', or the best row of an autotune log, in Horovod's units.",
     ),
-    click.option(
-        "--cycle-time-ms",
-        type=float,
-        callback=not_below_0,
-        metavar="MS",
-        help="Time between two negotiations (HOROVOD_CYCLE_TIME).",
-    ),
-    click.option(
-        "--fusion-threshold-mb",
-        type=float,
-        callback=not_below_0,
-        metavar="MB",
-        help="Size of the fusion buffer in MiB, 0 for no fusion (HOROVOD_FUSION_THRESHOLD is in bytes).",
-    ),
-    click.option(
-        "--cache-capacity",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="Tensors whose negotiation Horovod remembers, 0 for none (HOROVOD_CACHE_CAPACITY).",
-    ),
-    click.option(
-        "--hierarchical-allreduce/--no-hierarchical-allreduce",
-        default=None,
-        help="Within each host first, then between hosts (NCCL).",
-    ),
+    *OF_HOROVOD,
     click.option(
         "--stall-timeout",
         type=float,
@@ -198,29 +210,22 @@ OPTIONS = (
     ),
     click.option(
         "--restarts",
-        type=click.IntRange(min=0),
+        type=AT_LEAST_0,
         default=0,
         metavar="K",
         help="Start a job that fails again, at most K times; COMMAND goes on from its own checkpoints "
-        "(HVDKIT_RESTART counts)  [default: 0]",
+        "(HVDKIT_RESTART counts)",
     ),
-    click.option("--min-np", type=click.IntRange(min=1), metavar="N", help="Elastic: wait below so many ranks."),
-    click.option("--max-np", type=click.IntRange(min=1), metavar="N", help="Elastic: never more ranks."),
+    click.option("--min-np", type=AT_LEAST_1, metavar="N", help="Elastic: wait below so many ranks."),
+    click.option("--max-np", type=AT_LEAST_1, metavar="N", help="Elastic: never more ranks."),
     click.option(
         "--host-discovery-script",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        type=FILE,
         metavar="FILE",
         help="Elastic: a script that prints the hosts that there are now, one HOST:SLOTS a line.",
     ),
-    click.option("--tag/--no-tag", default=True, show_default=True, help="Put [rank] before each line of output."),
+    click.option("--tag/--no-tag", default=True, help="Put [rank] before each line of output."),
     click.option("--verbose", is_flag=True, help="Show TensorFlow's own start-up lines of every rank, too."),
     click.option("--dry-run", is_flag=True, help="Print the command line for a shell and start nothing."),
     click.option("--explain", is_flag=True, help="Print every setting and the reason for it, on stderr."),
 )
-
-
-def add(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a click command with all of them, in order."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,23 @@ def _merged(found: Sequence[Named], source: str) -> list[Named]:
         else:
             raise InvalidArgumentError(f"{source} names host {name!r} twice; give it once, with all its slots.")
     return list(slots.items())
+
+
+def asked(
+    n: int, ppn: int | None, hosts: str | None, hostfile: Path | None, environ: Mapping[str, str], *, anywhere: bool
+) -> Placement:
+    """``place`` on this machine for what ``--hosts`` or ``--hostfile`` says.
+
+    Raises:
+        InvalidArgumentError: hosts are named twice, or do not fit.
+        LauncherError: the batch job's list cannot be read.
+    """
+    if hosts is not None and hostfile is not None:
+        raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
+    given = None if hosts is None else parse(hosts)
+    if hostfile is not None:
+        given = read(hostfile)
+    return place(n, ppn, given, environ, socket.gethostname(), anywhere=anywhere)
 
 
 def place(

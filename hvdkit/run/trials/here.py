@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,15 +56,8 @@ class Wish:
         Raises:
             InvalidArgumentError: hosts are named twice, or do not fit.
         """
-        if self.hosts is not None and self.hostfile is not None:
-            raise InvalidArgumentError("--hosts and --hostfile say the same; give one of them.")
-        given = None
-        if self.hosts is not None:
-            given = placement.parse(self.hosts)
-        elif self.hostfile is not None:
-            given = placement.read(self.hostfile)
         anywhere = self.launcher in batch.PROGRAMS
-        placed = placement.place(self.n, self.ppn, given, environ, socket.gethostname(), anywhere=anywhere)
+        placed = placement.asked(self.n, self.ppn, self.hosts, self.hostfile, environ, anywhere=anywhere)
         return Request(
             self.n, self.command, self.launcher, self.threads, variables=self.variables, ppn=self.ppn or placed.ppn,
             depth=self.depth, hosts=placed.hosts, hosts_chosen=placed.chosen,

@@ -13,11 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import output_file, seconds_above_0
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, seconds_above_0
 from hvdkit.common.extras import require_scipy
 from hvdkit.errors import HvdkitError
-from hvdkit.run.launch import plan
-from hvdkit.run.launch.options import environment_variables
+from hvdkit.run.launch import options, plan
 from hvdkit.run.launch.tuned import MIB
 from hvdkit.run.trials import here
 from hvdkit.run.trials.ending import Ended, ended_by_signals
@@ -45,12 +44,12 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     return read
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@click.option("-n", "n", type=click.IntRange(min=1), required=True, metavar="N", help="Number of processes (ranks).")
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-n", "n", type=AT_LEAST_1, required=True, metavar="N", help="Number of processes (ranks).")
 @click.option(
     "-o",
     "output",
-    type=click.Path(path_type=Path),
+    type=PATH,
     callback=output_file,
     metavar="FILE",
     help="Write the result here, for `hvdkit launch --tuned FILE`.",
@@ -59,7 +58,6 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     "--launcher",
     type=click.Choice(["auto", *plan.LAUNCHERS]),
     default="auto",
-    show_default=True,
     help="Use this one in every job; auto: start as `hvdkit launch` does, and try the other one of mpirun and "
     "horovodrun that is here.",
 )
@@ -85,17 +83,15 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
 @click.option(
     "--candidates",
     "limit",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     default=8,
-    show_default=True,
     metavar="K",
     help="Settings to try: each change alone first, then combinations drawn at random.",
 )
 @click.option(
     "--repeats",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     default=2,
-    show_default=True,
     metavar="R",
     help="Runs of each setting before the first half is dropped; twice as many before the next, and so on.",
 )
@@ -103,7 +99,6 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     "--confirmations",
     type=click.IntRange(min=3),
     default=8,
-    show_default=True,
     metavar="R",
     help="Fresh runs of the two finalists and of the default; they alone decide.",
 )
@@ -111,12 +106,12 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     "--budget", type=float, callback=seconds_above_0, metavar="S", help="Begin no job that would end after S seconds."
 )
 @click.option("--wall", is_flag=True, help="Compare the wall time of whole jobs, even where a closing line tells more.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order of the jobs.")
-@click.option("--ppn", type=click.IntRange(min=1), metavar="P", help="As in `hvdkit launch`; so are the next four.")
-@click.option("--depth", type=click.IntRange(min=1), metavar="D")
-@click.option("--hosts", metavar="H:S,...")
-@click.option("--hostfile", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--env", "variables", multiple=True, callback=environment_variables, metavar="NAME=VALUE")
+@click.option("--seed", type=AT_LEAST_0, default=0, help="Of the order of the jobs.")
+@options.PPN
+@options.DEPTH
+@options.HOSTS
+@options.HOSTFILE
+@options.ENV
 @click.option("--json", "want_json", is_flag=True, help="Print the outcome as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def tune(

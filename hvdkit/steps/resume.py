@@ -190,6 +190,10 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
     def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
         """Set what ``_rates`` returned."""
 
+    def _optimizers(self, model: Any, optimizer: Any) -> Any:  # noqa: ARG002
+        """What the caller's ``optimizer`` stands for, in the terms of all other methods; None for none."""
+        return optimizer
+
     @abstractmethod
     def _broadcast(self, model: Any, optimizer: Any) -> None:
         """Give every rank the root's state; a collective."""
@@ -226,6 +230,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
             CheckpointError: it, or the asynchronous one before, could not be written, or another job writes into the
                 directory; earlier ones are intact.
         """
+        optimizer = self._optimizers(model, optimizer)
         written: Written = self._save(model, optimizer, step, loader, score, metadata)
         return written
 
@@ -264,6 +269,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
                 call inside ``tf.function``.
             AgreementError: it does not fit on another rank.
         """
+        optimizer = self._optimizers(model, optimizer)
         rates = [] if optimizer is None else self._rates(optimizer)  # those for this number of ranks
         saved, states = self._load(model, optimizer, which, loader, schedule)
         if saved is None:

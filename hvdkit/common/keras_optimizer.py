@@ -127,6 +127,16 @@ def make_slots(optimizers: Mapping[str, Any], variables: Sequence[Any], trained:
             optimizer.build([variables[place] for place in mine])
 
 
+def require_slots(optimizers: Mapping[str, Any], what: str) -> None:
+    """Raise InvalidArgumentError where one of several optimizers has no slots yet; ``what`` names who needs them."""
+    without = {name: one for name, one in optimizers.items() if not one.built}
+    if without and len(optimizers) > 1:
+        raise InvalidArgumentError(
+            f"{what} cannot know which variables {shown(without)} will train; build each for its own first, as in "
+            "d_optimizer.build(discriminator.trainable_variables)."
+        )
+
+
 def move_to_loss_scale(optimizer: Any) -> None:
     """Let a ``LossScaleOptimizer`` around a distributed optimizer combine the gradients in its place.
 

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from hvdkit.common.keras_optimizer import shown
+from hvdkit.common.keras_optimizer import require_slots
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state as keras_state
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
-from hvdkit.keras.optimizer import made_by_compile, meant_by
+from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.keras.transport.over_horovod import HorovodTransport
@@ -84,12 +84,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
     def _variables(self) -> list[Any]:
         model = keras_state.model_variables(self.model)
         optimizers = meant_by(self.optimizer, self.model)
-        without = {name: one for name, one in optimizers.items() if not (one.built or made_by_compile(one))}
-        if without and len(optimizers) > 1:
-            raise InvalidArgumentError(
-                f"ElasticState cannot know which variables {shown(without)} will train; build each for its own first, "
-                "as in gan.d_optimizer.build(gan.discriminator.trainable_variables)."
-            )
+        require_slots(optimizers, "ElasticState")
         return model + keras_state.optimizer_variables(optimizers, self.model)
 
 

@@ -146,7 +146,12 @@ class CheckpointsBase(ABC):
         saved, states = ranks.on_root(read)
         if saved is None:
             return None, None
-        ranks.together(lambda: self._require_fit(saved, states, optimizer, loader, schedule))
+
+        def require_fit() -> None:
+            for one in several(schedule) or [None]:
+                self._require_fit(saved, states, optimizer, loader, one)
+
+        ranks.together(require_fit)
         ranks.on_root(lambda: held["put"]())
         return replace(saved, extra=self._broadcast_extra(held.get("extra"))), states
 
@@ -174,6 +179,11 @@ class CheckpointsBase(ABC):
             self._branch(model, saved.step)
         elif states is not None:
             self._set_random_state(saved, model, states[self._ranks().rank()])
+
+
+def several(schedule: Any) -> list[Any]:
+    """The schedules of a caller: none, one or a list."""
+    return list(schedule) if isinstance(schedule, (list, tuple)) else [] if schedule is None else [schedule]
 
 
 class ModelCheckpoints(CheckpointsBase, Generic[Written]):
@@ -258,7 +268,8 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         Args:
             loader: from ``shard``, over the same data with the same seed; goes on where it was. In Keras that is the
                 next ``fit``, with ``initial_epoch=loader.epoch``, or the next loop over it.
-            schedule: from ``warmup``; needs the loader. In Keras only for loops of your own: ``fit`` sees to it.
+            schedule: from ``warmup``, or a list of such; needs the loader. In Keras only for loops of your own: ``fit``
+                sees to it.
             which: "latest" or "best" (the highest score).
         Returns:
             Where it was, its step, metadata and (PyTorch) extra, and which newer ones were skipped and why.
@@ -278,8 +289,8 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         if optimizer is not None and not self._has_this_size(saved):
             self._set_rates(optimizer, rates)
         self._go_on_in_data(saved, loader)
-        if schedule is not None:
-            schedule.go_to(loader.position.steps(loader.share))
+        for one in several(schedule):
+            one.go_to(loader.position.steps(loader.share))
         if optimizer is not None:
             self._go_on_drawing(saved, states, model)
         return saved

@@ -9,12 +9,14 @@ averages and the overflow test of a loss scale, so that all of them see what one
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
+import numpy.typing as npt
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
@@ -62,7 +64,7 @@ def distribute_optimizer(
             f"backward_passes_per_step={options.backward_passes_per_step} is Keras' own job; make the optimizer with "
             f"gradient_accumulation_steps={options.backward_passes_per_step} instead."
         )
-    if is_distributed(optimizer) or any(is_distributed(inner) for inner in _inner_optimizers(optimizer)):
+    if is_distributed(optimizer) or any(map(is_distributed, inner_optimizers(optimizer))):
         raise InvalidArgumentError(
             "this optimizer, or one inside it, is distributed already; call distribute once, on the outermost "
             "optimizer, its gradients are averaged."
@@ -82,10 +84,57 @@ def is_distributed(optimizer: Any) -> bool:
     return bool(inner) and all(map(is_distributed, inner))
 
 
-def taking_part(optimizer: Any) -> tuple[int, ...] | None:
-    """The ranks whose gradients a distributed optimizer combines; None: all."""
-    distribution = getattr(optimizer, "_hvdkit_distribution", None)
-    return distribution.ranks if distribution is not None else None
+def taking_part(optimizers: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The ranks whose gradients distributed optimizers combine, the first that not all take part in; None: all."""
+    distributions = [getattr(one, "_hvdkit_distribution", None) for one in optimizers.values()]
+    return next((one.ranks for one in distributions if one is not None and one.ranks is not None), None)
+
+
+def by_name(optimizers: Any) -> dict[str, Any]:
+    """A caller's optimizers by name: those of a mapping or a list by key or place, a single one as "optimizer"."""
+    if isinstance(optimizers, Mapping):
+        return {str(name): one for name, one in optimizers.items()}
+    if isinstance(optimizers, (list, tuple)):
+        return {f"optimizer[{place}]": one for place, one in enumerate(optimizers)}
+    return {} if optimizers is None else {"optimizer": optimizers}
+
+
+def shown(optimizers: Mapping[str, Any]) -> str:
+    """Optimizers for a message."""
+    return ", ".join(f"{name} ({type(one).__name__})" for name, one in optimizers.items())
+
+
+def trained_variables(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Which of the variables each optimizer has slots for, (n, 2): place of the optimizer, place of the variable.
+
+    Only the first step says it where there are several: it gives each its own.
+    """
+    places = {id(variable): place for place, variable in enumerate(variables)}
+    pairs = [
+        (number, places.get(id(variable), -1))
+        for number, optimizer in enumerate(optimizers.values())
+        if optimizer.built
+        for variable in getattr(optimizer, "_trainable_variables", [])
+    ]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def make_slots(optimizers: Mapping[str, Any], variables: Sequence[Any], trained: npt.NDArray[np.int64]) -> None:
+    """Give optimizers that have no slots yet those of ``trained_variables``, as they were on another rank or day."""
+    for number, optimizer in enumerate(optimizers.values()):
+        mine = trained[trained[:, 0] == number, 1].tolist()
+        if mine and not optimizer.built and 0 <= min(mine) <= max(mine) < len(variables):
+            optimizer.build([variables[place] for place in mine])
+
+
+def require_slots(optimizers: Mapping[str, Any], what: str) -> None:
+    """Raise InvalidArgumentError where one of several optimizers has no slots yet; ``what`` names who needs them."""
+    without = {name: one for name, one in optimizers.items() if not one.built}
+    if without and len(optimizers) > 1:
+        raise InvalidArgumentError(
+            f"{what} cannot know which variables {shown(without)} will train; build each for its own first, as in "
+            "d_optimizer.build(discriminator.trainable_variables)."
+        )
 
 
 def move_to_loss_scale(optimizer: Any) -> None:
@@ -118,9 +167,11 @@ def require_keras_3(thing: Any, wanted: type, what: str) -> None:
     )
 
 
-def _inner_optimizers(optimizer: Any) -> list[Any]:
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers inside a ``LossScaleOptimizer`` or a ``MultiOptimizer``, and inside these."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    return [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", [])]
+    found = [*([inner] if inner is not None else []), *getattr(optimizer, "optimizers", [])]
+    return [*found, *(one for outer in found for one in inner_optimizers(outer))]
 
 
 def _overrides(distribution: Distribution) -> dict[str, Any]:

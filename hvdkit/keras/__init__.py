@@ -133,7 +133,8 @@ def warmup(
     """Gradual warmup from the base learning rate to the scaled one (step 3): a callback for ``fit``.
 
     Args:
-        optimizer: its learning rate is the scaled one, a number from ``scale_lr`` with the same rule.
+        optimizer: one that the model holds; its learning rate is the scaled one, a number from ``scale_lr`` with the
+            same rule. For several optimizers give ``fit`` several callbacks.
         world: the job; only ``size`` is used.
         steps_per_epoch: optimizer steps in an epoch, from ``steps_per_epoch``.
         epochs: length of the warmup in epochs; 0 is none.
@@ -145,7 +146,7 @@ def warmup(
     """
     keras_optimizer.require_keras_3(optimizer, keras.optimizers.Optimizer, "warmup")
     callback = Warmup(world, steps_per_epoch, epochs, rule, after)
-    callback.remember(optimizer)
+    callback.give(optimizer)
     return callback
 
 
@@ -197,7 +198,9 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
             generators are not; after ``seed_everything`` they, and Keras itself, move from the stream that all ranks
             share to this rank's own, so that dropout differs.
         optimizer: its slots are made where it has none yet, and its whole state (slots, step counter, learning rate)
-            is overwritten too. No step is taken.
+            is overwritten too. No step is taken. One that the model holds (``compile``'s, an attribute) stands for all
+            that it holds. Others by name: ``{"d": d_optimizer, "g": g_optimizer}``. Of several optimizers those
+            without slots get them where the root's have them, else in their first step.
         root: rank to copy from.
     Raises:
         InvalidArgumentError: a root that is not a rank, or a model that is not built.

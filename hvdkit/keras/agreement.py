@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hvdkit.keras import seeds as keras_seeds
 from hvdkit.keras import state
 from hvdkit.keras.data import require_sharded, trained_on
+from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
@@ -28,7 +29,7 @@ def check_agreement(
 
     Args:
         model: built; its weights are compared.
-        optimizer: its slots, step counter and learning rate are compared.
+        optimizer: its slots, step counter and learning rate are compared; see ``broadcast_state`` for several.
         world: the job.
         loader: from ``shard``: its epoch, seed and sizes are compared. Not within ``fit``, where TensorFlow reads
             ahead: there ``fit`` itself compares the epochs.
@@ -45,12 +46,10 @@ def check_agreement(
     if not statistics:
         local = {id(variable) for variable in _statistics(model)}
         variables = [variable for variable in variables if id(variable) not in local]
-    if optimizer is not None:
-        variables += list(optimizer.variables)
     seeds = keras_seeds.CURRENT.facts()
     fixes = {**dict.fromkeys(loaders, agreement.ITERATE_ALIKE), **dict.fromkeys(seeds, agreement.SEED_ALIKE)}
     if world.size > 1:
-        compare(variables, {**loaders, **seeds}, fixes)
+        compare(variables, meant_by(optimizer, model), {**loaders, **seeds}, fixes)
 
 
 class CheckAgreement(Callback):
@@ -92,21 +91,25 @@ class CheckAgreement(Callback):
 
 
 def compare(
-    variables: Sequence[Any],
+    weights: Sequence[Any],
+    optimizers: Mapping[str, Any],
     facts: Mapping[str, float] | None = None,
     fixes: Mapping[str, str] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> None:
-    """Raise AgreementError on every rank where the values of the variables differ between ranks; a collective.
+    """Raise AgreementError on every rank where weights, or states of optimizers, differ between ranks; a collective.
 
     Args:
-        variables: the same ones on every rank.
+        weights, optimizers: the same ones on every rank.
         facts: numbers that must be the same, by name.
         fixes: what to do where a fact differs, by its name.
         ranks: those that must agree with this one; default: all.
     """
     numbers = {name: np.array(value) for name, value in (facts or {}).items()}
-    names = [*(variable.path for variable in variables), *numbers]
+    states = [(name, variable) for name, optimizer in optimizers.items() for variable in optimizer.variables]
+    variables = [*weights, *(variable for _, variable in states)]
+    several = [f"{name}: {variable.path}" if len(optimizers) > 1 else variable.path for name, variable in states]
+    names = [*(weight.path for weight in weights), *several, *numbers]
     rows = [*map(state.layout, variables), *numbers]
     values = [*TRANSPORT.digests(variables), *map(agreement.digest, numbers.values())]
 

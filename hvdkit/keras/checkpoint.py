@@ -16,6 +16,7 @@ from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras import random_state, seeds, state
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
+from hvdkit.keras.optimizer import held_by, meant_by
 from hvdkit.keras.trainer.callbacks import Callback, broadcast_state
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.checkpoint import Saved
@@ -47,6 +48,9 @@ class Checkpoints(ModelCheckpoints[Saved]):
         state.world()  # or an error that says what to do first
         return TRANSPORT
 
+    def _optimizers(self, model: Any, optimizer: Any) -> Any:
+        return meant_by(optimizer, model) or None
+
     def _facts(self, optimizer: Any) -> dict[str, Any]:
         facts = {
             "hvdkit": __version__,
@@ -60,10 +64,10 @@ class Checkpoints(ModelCheckpoints[Saved]):
     def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
         state.write_model(directory, model)
         if optimizer is not None:
-            state.write_optimizer(directory / "optimizer.npz", optimizer, model)
+            state.write_optimizers(directory / "optimizer.npz", optimizer, model)
 
     def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
-        slots = state.read_optimizer(directory / "optimizer.npz", optimizer, model) if optimizer else []
+        slots = state.read_optimizers(directory / "optimizer.npz", optimizer, model) if optimizer else []
 
         def put() -> None:
             state.read_model(directory, model)
@@ -98,7 +102,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
 
 class Checkpoint(Callback):
-    """Saves model and optimizer while ``fit`` trains, on the root, and resumes where the newest ended (step 6).
+    """Saves model and optimizers while ``fit`` trains, on the root, and resumes where the newest ended (step 6).
 
     ``fit`` goes on by itself, as with ``keras.callbacks.BackupAndRestore``; ``epochs`` stays the number of the last
     one. With data from ``shard`` it goes on at the right sample, also in mid-epoch and on another number of ranks; logs
@@ -182,7 +186,7 @@ class Checkpoint(Callback):
             return
         if batch + 1 < self.params["steps"]:  # the epoch's end has a save of its own
             model = self.model
-            if taking_part(model.optimizer) is None and state.world().size > 1:
+            if taking_part(held_by(model)) is None and state.world().size > 1:
                 state.average_statistics(model.non_trainable_weights)
             self._save(self._epoch, None)
 
@@ -192,7 +196,7 @@ class Checkpoint(Callback):
 
     def _save(self, epoch: int, score: float | None) -> None:
         model = self.model
-        step = int(state.number(model.optimizer.iterations))
+        step = max(int(state.number(one.iterations)) for one in held_by(model).values())
         self._checkpoints.save(model, model.optimizer, step=step, loader=self._data(), score=score, epoch=epoch)
 
     def _score(self, logs: dict[str, Any]) -> float | None:

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
+from hvdkit.common.keras_optimizer import require_slots
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state as keras_state
 from hvdkit.keras.data import ShardedData, require_sharded, trained_on
+from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.keras.transport.over_horovod import HorovodTransport
@@ -70,7 +72,8 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         keras_state.broadcast(self._variables(), root)
 
     def _scale_rates(self, factor: float) -> None:
-        keras_schedule.set_rates(self.optimizer, [rate * factor for rate in keras_schedule.rates(self.optimizer)])
+        optimizers = meant_by(self.optimizer, self.model)
+        keras_schedule.set_rates(optimizers, [rate * factor for rate in keras_schedule.rates(optimizers)])
 
     def _place(self, world: Topology) -> Topology:
         return keras_state.follow(world)
@@ -80,7 +83,9 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
 
     def _variables(self) -> list[Any]:
         model = keras_state.model_variables(self.model)
-        return model + keras_state.optimizer_variables(self.optimizer, self.model)
+        optimizers = meant_by(self.optimizer, self.model)
+        require_slots(optimizers, "ElasticState")
+        return model + keras_state.optimizer_variables(optimizers, self.model)
 
 
 class ElasticCommit(Callback):

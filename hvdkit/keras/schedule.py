@@ -8,52 +8,72 @@ from typing import Any
 
 import keras
 
-from hvdkit.common.keras_optimizer import require_keras_3
+from hvdkit.common.keras_optimizer import by_name, inner_optimizers, require_keras_3, shown
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.data import trained_on
+from hvdkit.keras.optimizer import held_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.steps import learning_rate
 from hvdkit.steps.topology import Topology
 
 
 class _Rate(Callback, ABC):
-    """Multiplies the learning rate that the optimizer had when Keras first showed it to this callback."""
+    """Multiplies the learning rate that an optimizer had when it was given or when Keras first showed it.
+
+    Without one given, those of all optimizers that the model holds.
+    """
 
     def __init__(self, steps_per_epoch: int | None) -> None:
         super().__init__()
         self._steps = steps_per_epoch
-        self._known: Any = None
+        self._given: Any = None
+        self._known: dict[str, Any] = {}
         self._full: list[float] = []
         self._epoch = 0
 
-    def remember(self, optimizer: Any) -> None:
-        """Take the optimizer's rate as the full one, now and not when training begins.
+    def give(self, optimizer: Any) -> None:
+        """Steer this optimizer alone, its rate now being the full one.
 
         Raises:
             InvalidArgumentError: the rate follows a schedule of the optimizer's own.
         """
-        self._known = optimizer
-        self._full = rates(optimizer)
+        self._given = optimizer
+        self._remember(by_name(optimizer))
+
+    def _remember(self, optimizers: dict[str, Any]) -> None:
+        self._known = optimizers
+        self._full = rates(optimizers)
         self.multiply(1.0)
 
     def multiply(self, multiplier: float) -> None:
-        """Set the rate to the full one times ``multiplier``."""
-        for optimizer, full in zip(_rated(self._known), self._full, strict=True):
+        """Set the rates to the full ones times ``multiplier``."""
+        for (name, optimizer), full in zip(_rated(self._known), self._full, strict=True):
             try:
                 optimizer.learning_rate = full * multiplier
             except (TypeError, AttributeError):
                 raise InvalidArgumentError(
-                    f"{type(self).__name__} cannot set a learning rate that follows a schedule of the optimizer's "
-                    "own; make the optimizer with a number."
+                    f"{type(self).__name__} cannot set the learning rate of {shown({name: optimizer})}, which follows "
+                    "a schedule of its own; make that optimizer with a number, or give warmup the one that is meant."
                 ) from None
 
     def set_model(self, model: Any) -> None:
         """Called by Keras, before any callback may restore an older rate."""
         super().set_model(model)
-        require_keras_3(model.optimizer, keras.optimizers.Optimizer, type(self).__name__)
-        if model.optimizer is not self._known:
-            self.remember(model.optimizer)
+        held = held_by(model)
+        if not held:
+            require_keras_3(getattr(model, "optimizer", None), keras.optimizers.Optimizer, type(self).__name__)
+        if self._given is None:
+            if list(held.values()) != list(self._known.values()):
+                self._remember(held)
+            return
+        names = [name for name, one in held.items() if self._given in (one, *inner_optimizers(one))]
+        if not names:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} was made for {self._given.name!r} ({type(self._given).__name__}), which the "
+                f"model does not hold, but {shown(held)}; give it one of these, or make it an attribute of the model."
+            )
+        self._known = {names[0]: self._given}
 
     def steps(self) -> int:
         """Steps per epoch, from the caller or from Keras."""
@@ -81,34 +101,39 @@ class _Rate(Callback, ABC):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
-        now = rates(self.model.optimizer)
-        if logs is not None and len(now) == 1:
-            logs["learning_rate"] = now[0]
+        _ = self.model  # on jax this brings the variables up to date
+        for name, optimizer in self._known.items():
+            now = rates(optimizer)
+            if logs is not None and len(now) == 1:
+                logs["learning_rate" if name == "optimizer" else f"{name}_learning_rate"] = now[0]
 
 
 def rates(optimizer: Any) -> list[float]:
-    """The optimizer's learning rate; of a MultiOptimizer all of them."""
-    return [state.number(one.learning_rate) for one in _rated(optimizer)]
+    """The learning rate of an optimizer, or of those of a mapping; of a MultiOptimizer all of them."""
+    return [state.number(one.learning_rate) for _, one in _rated(optimizer)]
 
 
 def set_rates(optimizer: Any, rates: list[float]) -> None:
     """Set what ``rates`` returned, but for rates that follow a schedule of the optimizer's own."""
-    for one, rate in zip(_rated(optimizer), rates, strict=True):
+    for (_, one), rate in zip(_rated(optimizer), rates, strict=True):
         if any(variable.name == "learning_rate" for variable in one.variables):
             one.learning_rate = rate
 
 
-def _rated(optimizer: Any) -> list[Any]:
+def _rated(optimizer: Any) -> list[tuple[str, Any]]:
     """The optimizers that have a learning rate: those inside a MultiOptimizer, else the optimizer itself."""
-    return list(getattr(optimizer, "optimizers", [optimizer]))
+    named = by_name(optimizer).items()
+    return [(name, one) for name, outer in named for one in getattr(outer, "optimizers", [outer])]
 
 
 class Warmup(_Rate):
     """Gradual warmup from the base learning rate to the scaled one, step by step (step 3).
 
     After k completed steps the rate is the scaled one times ``warmup_multiplier(k, ...)``; ``fit`` logs it as
-    ``learning_rate``. With 8 workers, base 0.01 and 3 epochs the epochs end with 0.0333, 0.0567 and 0.0800. When the
-    warmup is over, the rate is left to other callbacks.
+    ``learning_rate``, that of an attribute of the model as ``NAME_learning_rate``. With 8 workers, base 0.01 and 3
+    epochs the epochs end with 0.0333, 0.0567 and 0.0800. When the warmup is over, the rate is left to other callbacks.
+
+    Made by ``warmup`` it works on the optimizer given there, else on all that the model holds.
 
     Args:
         world: the job; only ``size`` is used.
@@ -152,7 +177,7 @@ class Warmup(_Rate):
 
     def go_to(self, steps: int) -> None:
         """Set the rate to that after ``steps`` steps, where it is still the warmup's."""
-        if self._known is not None and (self._steps or (self.params or {}).get("steps")):
+        if self._known and (self._steps or (self.params or {}).get("steps")):
             self.after_steps(steps)
 
     def _sync_and_multiply(self, multiplier: float) -> None:

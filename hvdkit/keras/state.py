@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import require_keras_3
+from hvdkit.common.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics
@@ -52,7 +54,7 @@ def model_variables(model: Any) -> list[Any]:
         InvalidArgumentError: not a Keras 3 model, or one that is not built.
     """
     require_keras_3(model, keras.Model, "hvdkit.keras")
-    if not model.built:
+    if not is_built(model):
         raise InvalidArgumentError(
             f"the model {model.name!r} is not built yet, so it has no weights to send or compare; give it a "
             "keras.Input, or call it on one batch, on every rank first."
@@ -60,12 +62,31 @@ def model_variables(model: Any) -> list[Any]:
     return list(model.weights)
 
 
-def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
-    """Counter, learning rate and slots of an optimizer; the slots are made first where it has none yet."""
-    require_keras_3(optimizer, keras.optimizers.Optimizer, "hvdkit.keras")
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    return list(optimizer.variables)
+def is_built(model: Any) -> bool:
+    """Whether a model has its weights. One without ``call`` is never built itself: there the layers say it."""
+    return bool(model.built or (model.weights and not unbuilt_layers(model)))
+
+
+def unbuilt_layers(model: Any) -> list[Any]:
+    """The layers that have yet to make their weights; the model is one of them where it has a ``call``."""
+    has_call = type(model).call is not keras.Model.call
+    return [layer for layer in model._flatten_layers(include_self=has_call) if not layer.built]
+
+
+def optimizer_variables(optimizers: Mapping[str, Any], model: Any) -> list[Any]:
+    """Counters, learning rates and slots of optimizers; the slots are made first where a single one has none yet."""
+    for optimizer in optimizers.values():
+        require_keras_3(optimizer, keras.optimizers.Optimizer, "hvdkit.keras")
+        if not optimizer.built and len(optimizers) == 1:
+            optimizer.build(model.trainable_variables)
+    return [variable for optimizer in optimizers.values() for variable in optimizer.variables]
+
+
+def make_slots_of(root: int, optimizers: Mapping[str, Any], model: Any) -> None:
+    """Have several optimizers keep slots for what the root's train, as far as they have none; a collective."""
+    if len(optimizers) > 1:
+        mine = trained_variables(optimizers, model.weights)
+        make_slots(optimizers, model.weights, TRANSPORT.gather(mine, "hvdkit.trained")[root])
 
 
 def values_of(variables: Iterable[Any]) -> list[npt.NDArray[Any]]:
@@ -124,34 +145,53 @@ def require_same_names(values: Iterable[str]) -> None:
     metrics.require_same_names(TRANSPORT.gather(metrics.names_table(names), "hvdkit.metric_names"), names)
 
 
-def write_optimizer(file: Path, optimizer: Any, model: Any) -> None:
-    """Write an optimizer's variables as an npz file, in their order.
+def write_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> None:
+    """Write optimizers' variables as an npz file: a single one's in their order, those of several by name.
 
     Raises:
         OSError: it could not be written.
     """
-    values = values_of(optimizer_variables(optimizer, model))
+    values = values_of(optimizer_variables(optimizers, model))
     # NumPy's file format does not know bfloat16 and its like (kind V); float32 holds them exactly.
-    np.savez(file, *[value.astype(np.float32) if value.dtype.kind == "V" else value for value in values])
+    plain = [value.astype(np.float32) if value.dtype.kind == "V" else value for value in values]
+    if list(optimizers) == ["optimizer"]:
+        np.savez(file, *plain)
+    else:
+        np.savez(file, *plain, names=list(optimizers), trained=trained_variables(optimizers, model.weights))
 
 
-def read_optimizer(file: Path, optimizer: Any, model: Any) -> list[tuple[Any, npt.NDArray[Any]]]:
-    """What ``write_optimizer`` wrote, each value with its variable; nothing is assigned.
+def read_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> list[tuple[Any, npt.NDArray[Any]]]:
+    """What ``write_optimizers`` wrote, each value with its variable; nothing is assigned.
 
     Raises:
-        CheckpointError: the file is missing or unreadable, or was written by another optimizer.
+        CheckpointError: the file is missing or unreadable, or was written by other optimizers.
     """
-    variables = optimizer_variables(optimizer, model)
     try:
         with np.load(file, allow_pickle=False) as archive:
-            values = [archive[f"arr_{position}"] for position in range(len(archive.files))]
+            names = archive["names"].tolist() if "names" in archive else ["optimizer"]
+            trained = archive["trained"] if "trained" in archive else np.zeros((0, 2), np.int64)
+            values = [archive[f"arr_{position}"] for position in range(len(set(archive.files) - {"names", "trained"}))]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if names == ["optimizer"] and len(optimizers) > 1:  # of the first alone: older files hold no others
+        (name, first), *rest = optimizers.items()
+        warnings.warn(f"{file} holds the state of {name} alone; {shown(dict(rest))} begin anew.", stacklevel=2)
+        optimizers = {name: first}
+    elif set(names) == optimizers.keys():
+        optimizers = {name: optimizers[name] for name in names}
+    else:
+        raise CheckpointError(
+            f"{file} holds the states of {', '.join(names)}, and this training has {shown(optimizers)}; restore into "
+            "the optimizers that were saved, under the same names."
+        )
+    make_slots(optimizers, model.weights, trained)
+    variables = optimizer_variables(optimizers, model)
     mine, theirs = [tuple(variable.shape) for variable in variables], [value.shape for value in values]
     if mine != theirs:
         raise CheckpointError(
-            f"{file} does not fit this {type(optimizer).__name__}: it has {len(theirs)} variables, {len(mine)} are "
-            "wanted, or their shapes differ; restore into the optimizer and model that were saved."
+            f"{file} does not fit this {' and '.join(type(one).__name__ for one in optimizers.values())}: it has "
+            f"{len(theirs)} variables, {len(mine)} are wanted, or their shapes differ; restore into the optimizer and "
+            "model that were saved."
         )
     return list(zip(variables, values, strict=True))
 
@@ -165,7 +205,8 @@ def write_model(directory: Path, model: Any) -> None:
     rows = _types_and_shapes(model_variables(model))
     (directory / _LAYOUT).write_text(json.dumps(rows), encoding="utf-8")
     try:
-        model.save_weights(directory / _WEIGHTS)
+        with _said_built(model):
+            model.save_weights(directory / _WEIGHTS)
     except (RuntimeError, ValueError) as error:  # h5py turns a full disk into one
         raise OSError(" ".join(str(error).split())) from error
 
@@ -181,10 +222,21 @@ def read_model(directory: Path, model: Any) -> None:
         theirs = json.loads((directory / _LAYOUT).read_text(encoding="utf-8"))
         if mine != theirs:  # load_weights itself would leave out the layers that the model has not
             raise ValueError(f"it holds {len(theirs)} weights, {len(mine)} are wanted, or their shapes differ")
-        model.load_weights(directory / _WEIGHTS)
+        with _said_built(model):
+            model.load_weights(directory / _WEIGHTS)
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{directory / _WEIGHTS} does not fit this {type(model).__name__}: {reason}") from error
+
+
+@contextmanager
+def _said_built(model: Any) -> Iterator[None]:
+    """Keras neither saves nor loads a model that says it is not built, as one without ``call`` always does."""
+    said, model.built = model.built, True
+    try:
+        yield
+    finally:
+        model.built = said
 
 
 def _types_and_shapes(variables: Sequence[Any]) -> list[str]:

@@ -146,7 +146,12 @@ class CheckpointsBase(ABC):
         saved, states = ranks.on_root(read)
         if saved is None:
             return None, None
-        ranks.together(lambda: self._require_fit(saved, states, optimizer, loader, schedule))
+
+        def require_fit() -> None:
+            for one in several(schedule) or [None]:
+                self._require_fit(saved, states, optimizer, loader, one)
+
+        ranks.together(require_fit)
         ranks.on_root(lambda: held["put"]())
         return replace(saved, extra=self._broadcast_extra(held.get("extra"))), states
 
@@ -176,6 +181,11 @@ class CheckpointsBase(ABC):
             self._set_random_state(saved, model, states[self._ranks().rank()])
 
 
+def several(schedule: Any) -> list[Any]:
+    """The schedules of a caller: none, one or a list."""
+    return list(schedule) if isinstance(schedule, (list, tuple)) else [] if schedule is None else [schedule]
+
+
 class ModelCheckpoints(CheckpointsBase, Generic[Written]):
     """What ``Checkpoints`` is where a training is a model and an optimizer. ``Written`` is what ``save`` returns."""
 
@@ -189,6 +199,10 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
     @abstractmethod
     def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
         """Set what ``_rates`` returned."""
+
+    def _optimizers(self, model: Any, optimizer: Any) -> Any:  # noqa: ARG002
+        """What the caller's ``optimizer`` stands for, in the terms of all other methods; None for none."""
+        return optimizer
 
     @abstractmethod
     def _broadcast(self, model: Any, optimizer: Any) -> None:
@@ -226,6 +240,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
             CheckpointError: it, or the asynchronous one before, could not be written, or another job writes into the
                 directory; earlier ones are intact.
         """
+        optimizer = self._optimizers(model, optimizer)
         written: Written = self._save(model, optimizer, step, loader, score, metadata)
         return written
 
@@ -253,7 +268,8 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         Args:
             loader: from ``shard``, over the same data with the same seed; goes on where it was. In Keras that is the
                 next ``fit``, with ``initial_epoch=loader.epoch``, or the next loop over it.
-            schedule: from ``warmup``; needs the loader. In Keras only for loops of your own: ``fit`` sees to it.
+            schedule: from ``warmup``, or a list of such; needs the loader. In Keras only for loops of your own: ``fit``
+                sees to it.
             which: "latest" or "best" (the highest score).
         Returns:
             Where it was, its step, metadata and (PyTorch) extra, and which newer ones were skipped and why.
@@ -264,6 +280,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
                 call inside ``tf.function``.
             AgreementError: it does not fit on another rank.
         """
+        optimizer = self._optimizers(model, optimizer)
         rates = [] if optimizer is None else self._rates(optimizer)  # those for this number of ranks
         saved, states = self._load(model, optimizer, which, loader, schedule)
         if saved is None:
@@ -272,8 +289,8 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         if optimizer is not None and not self._has_this_size(saved):
             self._set_rates(optimizer, rates)
         self._go_on_in_data(saved, loader)
-        if schedule is not None:
-            schedule.go_to(loader.position.steps(loader.share))
+        for one in several(schedule):
+            one.go_to(loader.position.steps(loader.share))
         if optimizer is not None:
             self._go_on_drawing(saved, states, model)
         return saved

@@ -202,7 +202,9 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
             after ``seed_everything`` they, and TensorFlow's seed, move from the stream that all ranks share to this
             rank's own.
         optimizer: a Keras optimizer; its slots are made where it has none yet, and its whole state (slots, step
-            counter, learning rate) is overwritten too. No step is taken.
+            counter, learning rate) is overwritten too. No step is taken. Several go by name, here as in all that
+            takes an optimizer (but ``warmup``, one for each): ``{"d": d_optimizer, "g": g_optimizer}``; those without
+            slots get them where the root's have them, else in their first step.
         root: rank to copy from.
     Raises:
         InvalidArgumentError: a root that is not a rank, a model that is not built, or a call inside ``tf.function``.

@@ -54,10 +54,12 @@ def check_agreement(
         local = {id(variable) for variable in local_statistics(model)}
         variables = [variable for variable in variables if id(variable) not in local]
     numbers: dict[str, float] = {}
-    if optimizer is not None:
-        state.require_keras_optimizer(optimizer)
-        variables += list(optimizer.variables)
-        _collect_numbers(numbers, "optimizer", optimizer.get_config())
+    optimizers = state.by_name(optimizer)
+    owners = [""] * len(variables)
+    for name, one in optimizers.items():
+        owners += [f"{name}: " if len(optimizers) > 1 else ""] * len(one.variables)
+        variables += list(one.variables)
+        _collect_numbers(numbers, name, one.get_config())
     fixes: dict[str, str] = {}
     for facts, fix in (
         (_loader_facts(loader), agreement.ITERATE_ALIKE),
@@ -66,7 +68,7 @@ def check_agreement(
         numbers.update(facts)
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
-        _compare(variables, numbers, fixes)
+        _compare(variables, owners, numbers, fixes)
     seeds.require_own_stream()
 
 
@@ -120,7 +122,7 @@ def _collect_numbers(numbers: dict[str, float], prefix: str, value: Any) -> None
             _collect_numbers(numbers, f"{prefix}.{index}", item)
 
 
-def _compare(variables: Sequence[Any], numbers: dict[str, float], fixes: dict[str, str]) -> None:
+def _compare(variables: Sequence[Any], owners: Sequence[str], numbers: dict[str, float], fixes: dict[str, str]) -> None:
     rows = [*map(state.layout, variables), *numbers]
     values = [*digests(variables), *(agreement.digest(np.float64(number)) for number in numbers.values())]
 
@@ -129,7 +131,8 @@ def _compare(variables: Sequence[Any], numbers: dict[str, float], fixes: dict[st
             name, number = list(numbers.items())[position - len(variables)]
             return name, np.array(number)
         variable = variables[position]
-        return getattr(variable, "path", None) or variable.name.removesuffix(":0"), native(variable).numpy()
+        path = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+        return owners[position] + path, native(variable).numpy()
 
     agreement.require_same_values(state.RANKS, rows, values, value_at, fixes)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from hvdkit import __version__
@@ -19,6 +20,8 @@ from hvdkit.tensorflow import random_state, seeds, state
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.optimizer import canonical_name, native
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
+
+_TRAINED = "trained.npy"  # which variables each of several optimizers has slots for
 
 
 class Checkpoints(ModelCheckpoints[Saved]):
@@ -48,18 +51,17 @@ class Checkpoints(ModelCheckpoints[Saved]):
             "tensorflow": tf.__version__,
             "seed": seeds.CURRENT.seed(),
         }
-        if optimizer is None:
-            return facts
-        state.require_keras_optimizer(optimizer)
-        return {**facts, "learning_rates": [get_rate(optimizer)]}
+        return facts if optimizer is None else {**facts, "learning_rates": [*map(get_rate, optimizer.values())]}
+
+    def _optimizers(self, model: Any, optimizer: Any) -> Any:  # noqa: ARG002
+        return dict(sorted(state.by_name(optimizer).items())) or None
 
     def _rates(self, optimizer: Any) -> list[float]:
-        state.require_keras_optimizer(optimizer)
-        return [get_rate(optimizer)] if has_own_rate(optimizer) else []
+        return [get_rate(one) for one in optimizer.values() if has_own_rate(one)]
 
     def _set_rates(self, optimizer: Any, rates: list[float]) -> None:
-        for rate in rates:
-            set_rate(optimizer, rate)
+        for one, rate in zip(filter(has_own_rate, optimizer.values()), rates, strict=True):
+            set_rate(one, rate)
 
     def _save(self, *arguments: Any) -> Any:
         state.require_eager("Checkpoints.save")
@@ -70,15 +72,25 @@ class Checkpoints(ModelCheckpoints[Saved]):
         return super()._load(*arguments)
 
     def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
-        _write_variables(directory / "model", state.model_variables(model))
+        variables = state.model_variables(model)
+        _write_variables(directory / "model", _keyed(variables))
         if optimizer is not None:
-            _write_variables(directory / "optimizer", state.optimizer_variables(optimizer, model))
+            _write_variables(directory / "optimizer", _keyed_slots(optimizer, model))
+            if len(optimizer) > 1:
+                from hvdkit.common.keras_optimizer import trained_variables
+
+                np.save(directory / _TRAINED, trained_variables(optimizer, variables), allow_pickle=False)
 
     def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
-        values = _read_variables(directory / "model", state.model_variables(model), model)
+        variables = state.model_variables(model)
+        values = _read_variables(directory / "model", _keyed(variables), type(model).__name__)
         if optimizer is not None:
-            slots = state.optimizer_variables(optimizer, model)
-            values += _read_variables(directory / "optimizer", slots, optimizer)
+            if (directory / _TRAINED).exists():
+                from hvdkit.common.keras_optimizer import make_slots
+
+                make_slots(optimizer, variables, np.load(directory / _TRAINED, allow_pickle=False))
+            kinds = " and ".join(type(one).__name__ for one in optimizer.values())
+            values += _read_variables(directory / "optimizer", _keyed_slots(optimizer, model), kinds)
 
         def put() -> None:
             for variable, value in values:
@@ -106,19 +118,28 @@ def _keyed(variables: Sequence[Any]) -> dict[str, tf.Variable]:
     }
 
 
-def _write_variables(prefix: Path, variables: Sequence[Any]) -> None:
+def _keyed_slots(optimizers: Mapping[str, Any], model: Any) -> dict[str, tf.Variable]:
+    """All variables of optimizers; those of several with the optimizer's name before theirs."""
+    if len(optimizers) == 1:
+        return _keyed(state.optimizer_variables(optimizers, model))
+    keyed = {name: _keyed(optimizer.variables) for name, optimizer in optimizers.items()}
+    names = {name: re.sub(r"[^A-Za-z0-9_]", "_", name) for name in optimizers}
+    return {f"{names[name]}_{key}": variable for name, mine in keyed.items() for key, variable in mine.items()}
+
+
+def _write_variables(prefix: Path, variables: Mapping[str, tf.Variable]) -> None:
     """Write variables in TensorFlow's checkpoint format, as PREFIX.index and PREFIX.data-*.
 
     Raises:
         OSError: TensorFlow could not write.
     """
     try:
-        tf.train.Checkpoint(variables=_keyed(variables)).write(str(prefix))
+        tf.train.Checkpoint(variables=dict(variables)).write(str(prefix))
     except tf.errors.OpError as error:
         raise OSError(str(error.message).split("; ")[-1].split(" [Op:")[0]) from error  # "... PATH; No space left ..."
 
 
-def _read_variables(prefix: Path, variables: Sequence[Any], owner: Any) -> list[tuple[tf.Variable, Any]]:
+def _read_variables(prefix: Path, variables: Mapping[str, tf.Variable], owner: str) -> list[tuple[tf.Variable, Any]]:
     """The values that ``_write_variables`` wrote, each with the variable that it belongs to; nothing is assigned.
 
     Raises:
@@ -128,9 +149,7 @@ def _read_variables(prefix: Path, variables: Sequence[Any], owner: Any) -> list[
         reader = tf.train.load_checkpoint(str(prefix))
         shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         saved = {name for name in shapes if name.startswith("variables/")}
-        wanted = {
-            f"variables/{key}/.ATTRIBUTES/VARIABLE_VALUE": variable for key, variable in _keyed(variables).items()
-        }
+        wanted = {f"variables/{key}/.ATTRIBUTES/VARIABLE_VALUE": variable for key, variable in variables.items()}
         for name in sorted(saved ^ wanted.keys()):
             _raise_misfit(prefix, owner, f"{name.split('/')[1]} is in {'the file' if name in saved else 'it'} alone")
         for name, variable in wanted.items():
@@ -143,5 +162,5 @@ def _read_variables(prefix: Path, variables: Sequence[Any], owner: Any) -> list[
         _raise_misfit(prefix, owner, " ".join(str(error.message).split()))
 
 
-def _raise_misfit(prefix: Path, owner: Any, reason: str) -> NoReturn:
-    raise CheckpointError(f"{prefix} does not fit this {type(owner).__name__}: {reason}")
+def _raise_misfit(prefix: Path, owner: str, reason: str) -> NoReturn:
+    raise CheckpointError(f"{prefix} does not fit this {owner}: {reason}")

@@ -23,7 +23,7 @@ from hvdkit.steps.elastic import ElasticBase
 from hvdkit.tensorflow.data import require_sharded
 from hvdkit.tensorflow.optimizer import native
 from hvdkit.tensorflow.schedule import get_rate, has_own_rate, require_warmup, set_rate
-from hvdkit.tensorflow.state import broadcast_variables, model_variables, optimizer_variables
+from hvdkit.tensorflow.state import broadcast_variables, by_name, model_variables, optimizer_variables
 
 Result = TypeVar("Result")
 _LOST = (tf.errors.UnknownError, tf.errors.InternalError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -59,6 +59,11 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
     ) -> None:
         require_warmup(schedule)
         self.model, self.optimizer = model, optimizer
+        self._optimizers = by_name(optimizer)
+        if len(self._optimizers) > 1:
+            from hvdkit.common.keras_optimizer import require_slots  # loads Keras
+
+            require_slots(self._optimizers, "ElasticState")
         self._variables = [native(one) for one in (*model_variables(model), *optimizer_variables(optimizer, model))]
         self._begin(hvd, require_sharded(loader), schedule, rule, values)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
@@ -80,8 +85,8 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         broadcast_variables(self._variables, root)
 
     def _scale_rates(self, factor: float) -> None:
-        if has_own_rate(self.optimizer):
-            set_rate(self.optimizer, get_rate(self.optimizer) * factor)
+        for optimizer in filter(has_own_rate, self._optimizers.values()):
+            set_rate(optimizer, get_rate(optimizer) * factor)
 
     def _peer_errors(self) -> AbstractContextManager[None]:
         return _peers()

@@ -103,16 +103,32 @@ def require_keras_optimizer(optimizer: Any) -> None:
         raise InvalidArgumentError(f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}.")
 
 
-def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
-    """The optimizer's counter, learning rate and slots; the slots are made first where it has none yet.
+def by_name(optimizer: Any) -> dict[str, Any]:
+    """A caller's optimizers by name: one, those of a mapping or a list, or none.
 
     Raises:
-        InvalidArgumentError: not a Keras 3 optimizer.
+        InvalidArgumentError: not Keras 3 optimizers.
     """
-    require_keras_optimizer(optimizer)
-    if not optimizer.built:
-        optimizer.build([variable for variable in model_variables(model) if variable.trainable])
-    return list(optimizer.variables)
+    if optimizer is None:
+        return {}
+    from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
+
+    named = keras_optimizer.by_name(optimizer)
+    for one in named.values():
+        require_keras_optimizer(one)
+    return named
+
+
+def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
+    """The optimizers' counters, learning rates and slots; these are made first where a single one has none yet.
+
+    Raises:
+        InvalidArgumentError: not Keras 3 optimizers.
+    """
+    optimizers = list(by_name(optimizer).values())
+    if len(optimizers) == 1 and not optimizers[0].built:
+        optimizers[0].build([variable for variable in model_variables(model) if variable.trainable])
+    return [variable for one in optimizers for variable in one.variables]
 
 
 def layout(variable: Any) -> str:
@@ -126,8 +142,12 @@ def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
     if not 0 <= root < hvd.size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {hvd.size() - 1}, got {root}.")
     variables = model_variables(model)
-    if optimizer is not None:
-        variables += optimizer_variables(optimizer, model)
+    if len(optimizers := by_name(optimizer)) > 1:
+        from hvdkit.common.keras_optimizer import make_slots, trained_variables
+
+        mine = trained_variables(optimizers, variables)
+        make_slots(optimizers, variables, RANKS.gather(mine, "hvdkit.trained")[root])
+    variables += optimizer_variables(optimizers, model)
     agreement.require_same_rows(RANKS, [layout(variable) for variable in variables])
     broadcast_variables(variables, root)
     seeds.move_to_own_stream(generator_states(model))

@@ -9,6 +9,7 @@ import keras
 from hvdkit.common.keras_optimizer import require_keras_3
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import seeds, state
+from hvdkit.keras.optimizer import meant_by
 
 
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -21,12 +22,12 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class BroadcastState(Callback):
-    """Gives every rank the root's weights and optimizer state before the first step (step 5).
+    """Gives every rank the root's weights and state of the model's optimizers before the first step (step 5).
 
     Args:
         root: rank to copy from.
     Raises:
-        InvalidArgumentError: (from ``fit``) the model is not built; TensorFlow builds it in the first step only.
+        InvalidArgumentError: (from ``fit``) the model is not built, and cannot be from the first batch's shapes.
         AgreementError: (from ``fit``) the ranks' models differ in layers, shapes or types.
     """
 
@@ -45,8 +46,10 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
     if not 0 <= root < world.size:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {world.size - 1}, got {root}.")
     variables = state.model_variables(model)
-    if optimizer is not None:
-        variables += state.optimizer_variables(optimizer, model)
+    optimizers = meant_by(optimizer, model)
+    if world.size > 1:
+        state.make_slots_of(root, optimizers, model)
+    variables += state.optimizer_variables(optimizers, model)
     if world.size > 1:
         state.require_same_layout(variables)
         state.broadcast(variables, root)

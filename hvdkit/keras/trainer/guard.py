@@ -24,15 +24,24 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.common.keras_optimizer import is_distributed, move_to_loss_scale, require_keras_3, taking_part
+from hvdkit.common.keras_optimizer import (
+    is_distributed,
+    move_to_loss_scale,
+    require_keras_3,
+    shown,
+    taking_part,
+)
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
+from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state
 from hvdkit.keras.data import ShardedData, set_trained_on
+from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.metrics import States
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
+from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.ranks import name_ranks
 
 _UNKNOWN, _ENDED = -1, -2
@@ -45,6 +54,8 @@ def install() -> None:
         private.replace(private.LEGACY_FIT, _refusing)
     private.replace(private.FIT, _guarded)
     private.replace(private.REST, private.go_on_in_mid_epoch)
+    if keras.backend.backend() == "tensorflow":
+        private.replace(private.BUILD, private.build_by_first_batch)
 
 
 def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +76,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
             call.arguments["x"] = guard.reader
         set_trained_on(model, data if isinstance(data, ShardedData) else None)
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
+        private.WITHOUT_BATCH.add(model)
         try:
             history = plain(*call.args, **call.kwargs)
             guard.check(model, "at the end")
@@ -92,17 +104,21 @@ def _prepare(model: Any) -> None:
     """Refuse or adapt what cannot be trained on several ranks as it is."""
     if not model.compiled:
         return  # Keras says so itself
-    attributes = keras.tree.flatten([value for value in vars(model).values() if not isinstance(value, dict)])
-    optimizers = [value for value in attributes if isinstance(value, keras.optimizers.Optimizer)]
-    for optimizer in optimizers:
+    optimizers = held_by(model)
+    for optimizer in optimizers.values():
         move_to_loss_scale(optimizer)
-    # A model with a train_step of its own may use other optimizers than the one that compile made.
-    if optimizers and not any(map(is_distributed, optimizers)):
+    local = {name: one for name, one in optimizers.items() if not is_distributed(one)}
+    if "optimizer" in local and len(optimizers) > 1 and made_by_compile(local["optimizer"]):
+        unasked = local.pop("optimizer")  # beside the user's own; what train_step does with it nobody knows
+        if not local:
+            distribute(unasked, GradientOptions(), None)
+    if local:
         world = state.world()
+        which = shown(local) if len(optimizers) > 1 else f"an {shown(local)}"
         raise InvalidArgumentError(
-            f"fit was called on rank {world.rank} of {world.size} with an optimizer ({type(model.optimizer).__name__}) "
-            "that hvdkit has not distributed: every process would train a model of its own; compile the model with "
-            "hvdkit.keras.distribute(optimizer)."
+            f"fit was called on rank {world.rank} of {world.size} with {which} that hvdkit has not distributed: every "
+            "process would train a model of its own; compile the model with "
+            f"{', '.join(f'hvdkit.keras.distribute({name})' for name in local)}."
         )
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
         warnings.warn(
@@ -203,7 +219,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             self._first_batch = self._data.steps_done
         if not self._alone:
             self._meet(epoch)
-            if not self._begun and self.model.built:
+            if not self._begun and state.is_built(self.model):
                 variables = state.model_variables(self.model)
                 self._check(variables, "before the first step")
         self._begun = True
@@ -266,18 +282,16 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             self._check(self.model.trainable_variables, "after the first step")
 
     def _check(self, variables: list[Any], when: str) -> None:
-        optimizer = self.model.optimizer
-        slots = list(optimizer.variables) if optimizer is not None else []
+        optimizers = held_by(self.model)
         try:
-            keras_agreement.compare([*variables, *slots], ranks=taking_part(optimizer))
+            keras_agreement.compare(variables, optimizers, ranks=taking_part(optimizers))
         except AgreementError as error:
             raise AgreementError(f"{when} of fit, {error}") from None
 
     def _meet(self, epoch: int) -> None:
         """All ranks begin the same epoch, or end together, with the same learning rate."""
-        optimizer = self.model.optimizer
-        inner = list(getattr(optimizer, "optimizers", [optimizer])) if optimizer is not None else []
-        rates = agreement.digest(np.array([state.number(one.learning_rate) for one in inner]))
+        optimizers = held_by(self.model)
+        rates = agreement.digest(np.array(keras_schedule.rates(optimizers)))
         data_epoch = self._data.epoch if self._data is not None else 0
         everyone = np.stack(TRANSPORT.gather(np.array([[epoch, rates, data_epoch]]), "hvdkit.epoch"))[:, 0]
         epochs, all_rates, data_epochs = everyone.T.tolist()
@@ -291,10 +305,11 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
                 f"the ranks went apart: {' while '.join(parts)}; let callbacks that stop decide by values that are "
                 "the same on all ranks (AverageMetrics first in the list), and resume from the same checkpoint."
             )
-        if taking_part(optimizer) is None and len(set(all_rates)) > 1:
+        if taking_part(optimizers) is None and len(set(all_rates)) > 1:
+            whose = f" in {' or '.join(optimizers)}" if len(optimizers) > 1 else ""
             raise AgreementError(
-                "the ranks use different learning rates; let callbacks that change it decide by values that are the "
-                "same on all ranks (AverageMetrics first in the list), and broadcast before training."
+                f"the ranks use different learning rates{whose}; let callbacks that change it decide by values that "
+                "are the same on all ranks (AverageMetrics first in the list), and broadcast before training."
             )
         if len(set(data_epochs)) > 1:
             raise AgreementError(
@@ -303,7 +318,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _average_statistics(self) -> None:
         """Make what no gradient trains (BatchNormalization's moving statistics) the mean over the ranks."""
-        if not self._alone and taking_part(self.model.optimizer) is None:
+        if not self._alone and taking_part(held_by(self.model)) is None:
             state.average_statistics(self.model.non_trainable_weights)
 
 

@@ -7,17 +7,19 @@ cannot be used.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import keras
 
 from hvdkit.errors import MissingFrameworkError
-from hvdkit.keras import random_state
+from hvdkit.keras import random_state, state
 from hvdkit.keras.data import ShardedData
 
 TESTED = ("3.15", "3.15")
@@ -57,14 +59,24 @@ REST = Inside(
     "the first epoch of a fit that goes on is the rest of one, its batches numbered as in the whole",
 )
 LEGACY_FIT = Inside("tf_keras", "Model", "fit", "no model of Keras 2 may train on several ranks unsynchronised")
+BUILD = Inside(
+    "keras.src.backend.tensorflow.trainer",
+    "TensorFlowTrainer",
+    "_maybe_symbolic_build",
+    "a model's state is shared before its first step, and TensorFlow makes it in this step only",
+)
 NEEDED = (
     FIT,
     REST,
+    *([BUILD] if keras.backend.backend() == "tensorflow" else []),
     Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
     Inside("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
     Inside("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),
 )
 """What there must be; of Keras 2, which may not be installed, nothing."""
+
+WITHOUT_BATCH: WeakSet[Any] = WeakSet()
+"""Models whose ``fit`` has yet to look at its data."""
 
 _replaced: dict[Inside, tuple[Any, Any, Any]] = {}  # the holder, what is there now, and what was, None: a base class's
 
@@ -142,6 +154,26 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
                 yield begin + done, end + done, batches
 
     return enumerate_rest
+
+
+def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``BUILD``: before the callbacks of ``fit`` begin, a model has its variables, as on the other backends.
+
+    They are made by tracing ``train_step`` for the first batch's shapes. No batch is read, and nothing is computed.
+    """
+
+    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if self in WITHOUT_BATCH and state.unbuilt_layers(self) and self._distribute_strategy is None:
+            import tensorflow as tf
+
+            step = tf.function(self._autoconvert_optionals(self.train_step), autograph=False)
+            with contextlib.suppress(Exception):  # what is wrong the first step says, in the user's own terms
+                step.get_concrete_function(iterator._distributed_dataset.element_spec)
+                self.built = True  # but for layers that no step uses
+        WITHOUT_BATCH.discard(self)
+        plain(self, iterator=iterator, data_batch=data_batch)
+
+    return build
 
 
 check(keras.__version__)

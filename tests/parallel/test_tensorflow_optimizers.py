@@ -1,0 +1,105 @@
+"""hvdkit.tensorflow in a loop of one's own with several optimizers, on real ranks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import on_ranks
+from test_keras_edges import refused
+from test_keras_optimizers import IMAGES, LATENT, NOISE, PIXELS, SAMPLES
+
+BATCH, STEPS = 12, 4
+
+
+class Gan:
+    """Two models, two optimizers, two tapes, as in TensorFlow's tutorial."""
+
+    def __init__(self, hk: Any, world: Any, seed: int) -> None:
+        import keras
+        import tensorflow as tf
+
+        keras.utils.set_random_seed(seed)
+        layers = keras.layers
+        self.discriminator = keras.Sequential([keras.Input((PIXELS,)), layers.Dense(8), layers.Dense(1)])
+        self.generator = keras.Sequential([keras.Input((NOISE,)), layers.Dense(8, "tanh"), layers.Dense(PIXELS)])
+        self.models = [self.discriminator, self.generator]
+        self.d, self.g = keras.optimizers.Adam(0.02), keras.optimizers.Adam(0.01)
+        self.optimizers = {"d_optimizer": self.d, "g_optimizer": self.g}
+        self.loader = hk.shard((IMAGES, LATENT), world, BATCH // world.size, seed=4)
+        self.schedules = [hk.warmup(self.d, world, STEPS, 2, "none"), hk.warmup(self.g, world, STEPS, 3, "none")]
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+
+        @tf.function
+        def step(real: Any, noise: Any) -> None:
+            with hk.distribute(tf.GradientTape()) as d_tape, hk.distribute(tf.GradientTape()) as g_tape:
+                made = self.generator(noise)
+                of_real, of_made = self.discriminator(real), self.discriminator(made)
+                d_loss = loss(tf.ones_like(of_real), of_real) + loss(tf.zeros_like(of_made), of_made)
+                g_loss = loss(tf.ones_like(of_made), of_made)
+            for tape, value, model, optimizer in (
+                (d_tape, d_loss, self.discriminator, self.d),
+                (g_tape, g_loss, self.generator, self.g),
+            ):
+                weights = model.trainable_variables
+                optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+
+        self.step = step
+
+    def everything(self) -> list[float]:
+        owned = [*self.discriminator.weights, *self.generator.weights, *self.d.variables, *self.g.variables]
+        return np.concatenate([np.ravel(one.numpy()) for one in owned]).astype(float).tolist()
+
+    def train(self, epochs: int, stop_after: int = 0, saves: Any = None) -> None:
+        for _ in range(self.loader.epoch, epochs):
+            for real, noise in self.loader:
+                self.step(real, noise)
+                for schedule in self.schedules:
+                    schedule.step()
+                if stop_after and int(self.d.iterations) == stop_after:
+                    saves.save(self.models, self.optimizers, step=stop_after, loader=self.loader)
+                    return
+
+
+def train(hk: Any, world: Any) -> list[float]:
+    gan = Gan(hk, world, world.rank)
+    hk.broadcast_state(gan.models, gan.optimizers)
+    gan.train(2)
+    hk.check_agreement(gan.models, gan.optimizers, world)
+    return gan.everything()
+
+
+@on_ranks("tensorflow", n=(2, 3))
+def test_two_tapes_and_two_optimizers_end_as_in_one_process(hk, world, everyone, alone):
+    found = train(hk, world)
+    assert everyone(found) == [found] * world.size
+    assert found == pytest.approx(alone(train), rel=2e-4, abs=2e-5)
+
+
+@on_ranks("tensorflow")
+def test_both_go_on_in_mid_epoch_with_the_same_bits(hk, world, everyone, tmp_path):
+    whole = Gan(hk, world, 0)
+    whole.train(3)
+    store = hk.Checkpoints(tmp_path / "run")
+    Gan(hk, world, 0).train(3, stop_after=6, saves=store)
+    parts = Gan(hk, world, 7 + world.rank)
+    backwards = dict(reversed(parts.optimizers.items()))
+    saved = store.restore(parts.models, backwards, loader=parts.loader, schedule=parts.schedules)
+    assert saved.step == int(parts.d.iterations) == int(parts.g.iterations) == 6
+    parts.train(3)
+    assert parts.everything() == whole.everything() and int(parts.g.iterations) == 3 * SAMPLES // BATCH
+    assert everyone(parts.everything()) == [parts.everything()] * 2
+
+
+@on_ranks("tensorflow")
+def test_errors_name_the_optimizer(hk, world, tmp_path):
+    gan = Gan(hk, world, 0)
+    gan.train(1)
+    hk.broadcast_state(gan.models, gan.optimizers)
+    store = hk.Checkpoints(tmp_path / "run")
+    store.save(gan.models, gan.optimizers, step=4)
+    error = refused(lambda: store.restore(gan.models, {"d_optimizer": gan.d, "other": gan.g}))
+    assert "CheckpointError" in error and "does not fit this Adam and Adam: " in error and "is in" in error
+    slot = gan.g.variables[-1]
+    slot.assign(slot + float(world.rank))
+    error = refused(lambda: hk.check_agreement(gan.models, gan.optimizers, world))
+    assert "the ranks disagree: g_optimizer: adam" in error

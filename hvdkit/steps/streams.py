@@ -65,6 +65,17 @@ class StreamShare:
         """Samples per step on all ranks together, but for an epoch's end."""
         return self.batch_size * self.world.size
 
+    @property
+    def n_samples(self) -> int:
+        """Nobody knows.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError(
+            "nobody counts the samples of a stream; hvdkit's own fit needs arrays; use Keras' fit or write the loop."
+        )
+
     def facts(self, epoch: int) -> dict[str, float]:
         """As of ``Shard``."""
         numbers = {"epoch": epoch, "batch_size": self.batch_size, "seed": self.seed, "shuffle": self.buffer}
@@ -145,12 +156,13 @@ class Exchange:
     Attributes:
         failure: what it raised; a framework that runs it shows a text of its own.
         order: a digest of the epoch's first samples, where they are known; 0: not.
+        answered: steps that were agreed on.
     """
 
     def __init__(self, ranks: Collectives, name: str, share: StreamShare, start: StreamPosition) -> None:
         self._ranks, self._name, self._share, self._start = ranks, name, share, start
         self._changed = threading.Condition()
-        self._answered = 0
+        self.answered = 0
         self._ended = False
         self._first_filler: int | None = None
         self.order = start.order
@@ -178,8 +190,8 @@ class Exchange:
                 self._ended = True
             else:
                 if size == 0 and self._first_filler is None:
-                    self._first_filler = self._answered
-                self._answered += 1
+                    self._first_filler = self.answered
+                self.answered += 1
             self._changed.notify_all()
         return weight
 
@@ -196,7 +208,7 @@ class Exchange:
         failed = [rank for rank, size in enumerate(sizes) if size == _FAILED]
         if failed:
             raise DataError(f"the data set of {name_ranks(failed)} raised an error, which that rank shows.")
-        if self._answered or self._start.samples:
+        if self.answered or self._start.samples:
             return
         wanted = self._share.batch_size if self._share.remainder == "drop" else 1
         short = [rank for rank, size in enumerate(sizes) if size < wanted]
@@ -219,7 +231,7 @@ class Exchange:
                 else f"the ranks read the samples in different orders in epoch {epoch}: some would be seen twice and "
                 f"others by nobody; {_SAME_ORDER}."
             )
-        rows = (self._start.samples // share.global_batch + self._answered + 1) * share.batch_size - 1
+        rows = (self._start.samples // share.global_batch + self.answered + 1) * share.batch_size - 1
         if not full or (not share.by_files and rows * share.world.size < HEAD):
             return
         if self.order not in (0, full[0]):
@@ -237,9 +249,9 @@ class Exchange:
             Exception: what ``ask`` raised then.
         """
         self._wait(taken, None)
-        if self._answered <= taken and self.failure is not None:
+        if self.answered <= taken and self.failure is not None:
             raise self.failure
-        return self._answered > taken
+        return self.answered > taken
 
     def fills(self, step: int) -> bool:
         """Whether this rank has no sample of its own in ``step``, which has been asked for."""
@@ -254,7 +266,7 @@ class Exchange:
     def _wait(self, taken: int, timeout: float | None) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._answered > taken or self._ended or self.failure is not None, timeout=timeout
+                lambda: self.answered > taken or self._ended or self.failure is not None, timeout=timeout
             )
 
 
@@ -264,6 +276,7 @@ class _Place:
     def __init__(self) -> None:
         self.start, self.taken = StreamPosition(), 0
         self.exchange: Exchange | None = None
+        self.lost = False
         self.passes = 0
 
 
@@ -275,6 +288,7 @@ class StreamInEpochs(InEpochs):
     """
 
     share: StreamShare  # type: ignore[assignment]
+    in_fit = False
 
     def _begin_stream(self, share: StreamShare, ranks: Collectives) -> None:
         self.share, self._ranks = share, ranks
@@ -282,7 +296,8 @@ class StreamInEpochs(InEpochs):
         self._name = f"hvdkit.stream.{next(_streams)}"
 
     def _begin_pass(self) -> tuple[Exchange, StreamPosition]:
-        place, start = self._place, self._next
+        place = self._place
+        start, place.lost = place.start.next_epoch() if place.lost else self._next, False
         exchange = Exchange(self._ranks, f"{self._name}.{place.passes}", self.share, start)
         place.start, place.taken, place.exchange = start, 0, exchange
         place.passes += 1
@@ -290,8 +305,17 @@ class StreamInEpochs(InEpochs):
 
     @property
     def position(self) -> StreamPosition:  # type: ignore[override]
-        """How far the training has come in its data, all ranks together."""
+        """How far the training has come in its data, all ranks together.
+
+        Raises:
+            InvalidArgumentError: batches were taken where they cannot be counted.
+        """
         place = self._place
+        if place.lost:
+            raise InvalidArgumentError(
+                "the position in this stream is unknown, because its iterator went into a tf.function; loop over it "
+                "outside, or give it to hvdkit.keras' fit."
+            )
         if place.exchange is None or not place.taken:
             return place.start
         here = place.start.after(self.share, place.taken)
@@ -318,7 +342,7 @@ class StreamInEpochs(InEpochs):
 
     def _go_on_at(self, position: Position) -> None:
         place = self._place
-        place.exchange, place.taken = None, 0
+        place.exchange, place.taken, place.lost = None, 0, False
         place.start = position if isinstance(position, StreamPosition) else StreamPosition(position.epoch)
 
     # What Keras' fit asks, where its guard counts the steps and not the iterator.
@@ -330,7 +354,10 @@ class StreamInEpochs(InEpochs):
 
     def advance(self, steps: int) -> None:
         """Count steps that were trained in the pass that is under way."""
-        self._place.taken += steps
+        place = self._place
+        place.taken += steps
+        if place.exchange is not None:  # several steps in one execution can be more than there were
+            place.taken = min(place.taken, place.exchange.answered)
 
     def fills(self, batch: int) -> bool:
         """Whether this rank has no sample of its own in a batch of the epoch, where that can be known."""

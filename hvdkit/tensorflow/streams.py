@@ -27,6 +27,7 @@ IN_MEMORY = 64 * 2**20
 """Bytes up to which a data set of known length and shapes is kept in memory, as arrays are."""
 BUFFER = 1024
 """Samples in the shuffle buffer of ``shuffle=True``."""
+_READ_AHEAD = 2  # batches: TensorFlow's own choice may be hundreds, and memory with them
 
 Weigh = Callable[[Any, Any], Any]
 
@@ -122,7 +123,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         self._source, self._weigh = source, weigh
         self._mark = files.mark if files is not None else 0
         self._maps: tuple[tuple[Any, str | None], ...] = ()
-        self._in_fit = False
+        self.in_fit = False
         self._begin_stream(share, ranks)
         self._spec = self._batches(StreamPosition())[0].element_spec
         self._element_spec = self._pipeline(lambda: [], self._spec[1]).element_spec
@@ -161,10 +162,10 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         """Nothing: batches are read ahead already, and the ranks' steps only by one."""
         return self
 
-    def reader(self) -> ShardedStream:
+    def reader(self, class_weight: Any = None) -> ShardedStream:  # noqa: ARG002  (Keras maps it)
         """The same for one ``fit``, whose iteration moves no position: ``advance`` does."""
         read = copy.copy(self)
-        read._in_fit = True
+        read.in_fit = True
         return read
 
     def go_to(self, other: ShardedStream) -> None:
@@ -184,10 +185,12 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         place = self._place
 
         def took(batches: int) -> None:
-            if not self._in_fit and place.exchange is exchange:
+            if not self.in_fit and place.exchange is exchange:
                 place.taken = batches
 
-        lost = (lambda: None) if self._in_fit else _raise_in_function
+        def lost() -> None:
+            place.lost = not self.in_fit
+
         return PassIterator(self._pipeline(steps, self._spec[1]), exchange, place, took, lost)
 
     def _batches(self, start: StreamPosition) -> tuple[Any, int]:
@@ -204,7 +207,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
             start_of_scan = (tf.zeros((), tf.int64),) * 3
             marked = samples.scan(start_of_scan, lambda state, one: _digested(state, one, first, share.world.size))
             marked = marked.skip(first).shard(share.world.size, share.world.rank)
-        return marked.batch(share.batch_size).prefetch(tf.data.AUTOTUNE).with_options(_options()), taken
+        return marked.batch(share.batch_size).prefetch(_READ_AHEAD).with_options(_options()), taken
 
     def _pipeline(self, steps: Callable[[], list[Any]], spec: Any) -> Any:
         """The batches that are handed out, step by step as the ranks agree."""

@@ -7,7 +7,7 @@ gradients travel over ``horovod.tensorflow``, over ``horovod.torch`` (torch and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hvdkit.errors import MissingFrameworkError
@@ -71,6 +71,7 @@ __all__ = [
     "scale_lr",
     "seed_everything",
     "shard",
+    "shard_files",
     "steps_per_epoch",
     "warmup",
 ]
@@ -221,28 +222,42 @@ def shard(
     batch_size: int,
     *,
     remainder: str = "drop",
-    shuffle: bool = True,
+    shuffle: bool | int = True,
     seed: int = 0,
-) -> keras_data.ShardedData:
+) -> Any:
     """This rank's part of the data set, for ``fit`` on every backend (step 7).
 
     Args:
         dataset: arrays with a common first axis, as ``(x, y)`` or ``(x, y, sample_weight)``; x and y may be dicts or
-            lists of arrays. The same on every rank.
+            lists of arrays. The same on every rank. Or a ``tf.data.Dataset`` of such samples, of known or unknown
+            length, which is streamed as ``hvdkit.tensorflow.shard`` says, on the tensorflow backend.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)`` and Keras weighs the losses by w (m,). That is exact for losses reduced by
             "sum_over_batch_size", Keras' default; on several ranks ``fit`` refuses "sum" and
             "mean_with_sample_weight", which would divide the weights out again.
-        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to repeat one.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to repeat one. Of a stream the
+            next sample is drawn from a buffer of 1024, or of so many as ``shuffle`` says.
         seed: of the order, the same on every rank.
     Raises:
-        InvalidArgumentError: not arrays, arrays of several lengths, or bad numbers.
+        InvalidArgumentError: not arrays, arrays of several lengths, an endless data set, bad numbers, or a
+            ``tf.data.Dataset`` on another backend than tensorflow.
+        AgreementError: (a ``tf.data.Dataset``) the ranks' samples or their order differ.
     """
+    if keras_data.is_tf_data(dataset):
+        options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
+        dataset, stream = keras_data.arrays_or_stream(dataset, world, **options)
+        if stream is not None:
+            return stream
     arrays = keras_data.as_arrays(dataset)
     n_samples = len(keras.tree.flatten(arrays)[0])
-    return keras_data.ShardedData(arrays, Shard(n_samples, world, batch_size, remainder, shuffle, seed))
+    return keras_data.ShardedData(arrays, Shard(n_samples, world, batch_size, remainder, bool(shuffle), seed))
+
+
+def shard_files(paths: Iterable[str | os.PathLike[str]], world: Topology) -> Any:
+    """This rank's files, as a ``tf.data.Dataset`` of their names; see ``hvdkit.tensorflow.shard_files`` (step 7)."""
+    return keras_data.streams().ShardedFiles(paths, world)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------

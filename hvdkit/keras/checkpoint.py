@@ -184,7 +184,8 @@ class Checkpoint(Callback):
         last, self._last_batch = self._last_batch, batch
         if self._every is None or (batch + 1) // self._every == (last + 1) // self._every:
             return
-        if batch + 1 < self.params["steps"]:  # the epoch's end has a save of its own
+        steps = self.params["steps"]
+        if self._data().goes_on() if steps is None else batch + 1 < steps:  # the epoch's end has a save of its own
             model = self.model
             if taking_part(held_by(model)) is None and state.world().size > 1:
                 state.average_statistics(model.non_trainable_weights)
@@ -206,7 +207,8 @@ class Checkpoint(Callback):
             raise InvalidArgumentError(f"monitor must be one of the logs {', '.join(logs)}, got {self._monitor!r}.")
         return self._sign * float(logs[self._monitor])
 
-    def _data(self) -> ShardedData | None:
+    def _data(self) -> Any:
         """What ``fit`` trains on, where Keras' epochs are its passes."""
         data = trained_on(self.model)
-        return data if data is not None and self.params["steps"] == len(data) else None
+        steps = len(data) if isinstance(data, ShardedData) else None
+        return data if self.params["steps"] == steps else None

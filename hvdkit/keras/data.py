@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +13,9 @@ import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
+from hvdkit.steps.streams import StreamInEpochs
 
 
 def as_arrays(dataset: Any) -> tuple[Any, ...]:
@@ -70,6 +74,10 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         share = self.share
         left = (share.n_samples - self.position.samples) % share.global_batch
         return share.remainder == "exact" and 0 < left <= share.world.rank
+
+    def fills(self, batch: int) -> bool:
+        """Whether this rank has no sample of its own in a batch of the epoch."""
+        return self.ends_with_filler and batch == len(self) - 1
 
     def advance(self, steps: int) -> None:
         """Count steps that were trained in the pass that is under way."""
@@ -138,27 +146,67 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         return (*parts[:2], weights)
 
 
-_TRAINED: WeakKeyDictionary[Any, ShardedData] = WeakKeyDictionary()
+def is_tf_data(dataset: Any) -> bool:
+    """Whether it is a ``tf.data.Dataset``; TensorFlow is not imported for it."""
+    return "tensorflow" in sys.modules and isinstance(dataset, sys.modules["tensorflow"].data.Dataset)
 
 
-def set_trained_on(model: Any, data: ShardedData | None) -> None:
+def streams() -> Any:
+    """``hvdkit.tensorflow.streams``.
+
+    Raises:
+        InvalidArgumentError: another backend than tensorflow, whose Horovod does not survive a second one's import.
+    """
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise InvalidArgumentError(
+            f"a tf.data.Dataset can be sharded on Keras' tensorflow backend, this process uses {backend}; set "
+            "KERAS_BACKEND=tensorflow, or give arrays."
+        )
+    return importlib.import_module("hvdkit.tensorflow.streams")
+
+
+def arrays_or_stream(dataset: Any, world: Any, **options: Any) -> tuple[Any, Any]:
+    """As of ``hvdkit.tensorflow.streams``, with Keras' weights."""
+    return streams().arrays_or_stream(dataset, world, TRANSPORT, with_weights, **options)  # type: ignore[no-any-return]
+
+
+def with_weights(parts: Any, weights: Any) -> Any:
+    """A stream's batch as ``(x, y, w)``, with what its samples counted anyway; ``(x, None, w)`` without y."""
+    tf = sys.modules["tensorflow"]
+    weights = tf.cast(weights, keras.config.floatx())
+    if not isinstance(parts, tuple) or len(parts) < 2:
+        return parts, None, weights
+    if len(parts) > 2:
+        own = tf.cast(parts[2], weights.dtype)
+        weights = own * tf.reshape(weights, [-1] + [1] * (len(own.shape) - 1))
+    return (*parts[:2], weights)
+
+
+SHARDED = (ShardedData, StreamInEpochs)
+"""What ``shard`` returns: of arrays, and of a ``tf.data.Dataset``."""
+
+_TRAINED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def set_trained_on(model: Any, data: Any) -> None:
     """Note what the ``fit`` that begins trains on, for its callbacks, which Keras does not tell."""
     _TRAINED.pop(model, None)
     if data is not None:
         _TRAINED[model] = data
 
 
-def trained_on(model: Any) -> ShardedData | None:
+def trained_on(model: Any) -> Any:
     """What the model's ``fit`` trains on, where that is from ``shard``."""
     return _TRAINED.get(model)
 
 
-def require_sharded(loader: Any) -> ShardedData:
+def require_sharded(loader: Any) -> Any:
     """The data of ``shard``.
 
     Raises:
         InvalidArgumentError: something else.
     """
-    if not isinstance(loader, ShardedData):
+    if not isinstance(loader, SHARDED):
         raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
     return loader

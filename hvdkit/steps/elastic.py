@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import learning_rate, starting
+from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
 
 
@@ -35,6 +37,10 @@ class ElasticBase(ABC):
             InvalidArgumentError: an unknown rule.
         """
         learning_rate.scale_factor(1, rule)
+        if isinstance(loader, StreamInEpochs):
+            raise InvalidArgumentError(
+                "a stream cannot follow ranks that come and go; give an elastic training arrays (shard((x, y), ...))."
+            )
         self._horovod, self._rule = horovod, rule
         self.loader, self.schedule, self.world = loader, schedule, loader.share.world
         self._names = tuple(values)

@@ -18,7 +18,6 @@ from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.lock import PATIENCE_S
-from hvdkit.steps.shards import Position
 
 Written = TypeVar("Written")
 Write = Callable[[Path], None]
@@ -163,7 +162,7 @@ class CheckpointsBase(ABC):
                 raise CheckpointError(
                     f"{saved.path} holds no position in the data; save with loader=, or restore without."
                 )
-            Position.of(data, self._require_loader(loader).share)
+            self._require_loader(loader).require_state(data)
         if states is not None and self._has_this_size(saved) and len(states) != self._ranks().size():
             raise CheckpointError(f"{saved.path} holds random states of {len(states)} ranks.")
 

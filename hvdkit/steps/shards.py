@@ -231,6 +231,10 @@ class InEpochs:
         """
         self._go_on_at(Position.of(state, self.share))
 
+    def require_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where ``state`` belongs to another data set or order, or is none."""
+        Position.of(state, self.share)
+
     def follow(self, world: Topology) -> None:
         """Go on at the same sample as this rank of another world."""
         position = self.position
@@ -250,9 +254,11 @@ def stream_weights(sizes: Sequence[int], batch_size: int, remainder: str) -> lis
     Args:
         sizes: samples that each rank has left for this step, by rank.
         batch_size: samples per step on one rank.
-        remainder: "drop" ends with the first rank that cannot fill a batch, "exact" when no rank has a sample left.
+        remainder: "drop" ends with the first rank that cannot fill a batch, the others when no rank has a sample left.
     """
     if remainder == "drop":
         return [1.0] * len(sizes) if min(sizes) == batch_size else None
     total = sum(sizes)
+    if total and remainder == "pad":
+        return [1.0] * len(sizes)
     return [size * len(sizes) / total for size in sizes] if total else None

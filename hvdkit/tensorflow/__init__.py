@@ -31,7 +31,7 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit.tensorflow import data, device, state
+from hvdkit.tensorflow import data, device, state, streams
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -61,6 +61,7 @@ __all__ = [
     "scale_lr",
     "seed_everything",
     "shard",
+    "shard_files",
     "steps_per_epoch",
     "warmup",
     "weighted_loss",
@@ -225,28 +226,53 @@ def shard(
     batch_size: int,
     *,
     remainder: str = "drop",
-    shuffle: bool = True,
+    shuffle: bool | int = True,
     seed: int = 0,
-) -> data.ShardedDataset:
+) -> data.ShardedDataset | streams.ShardedStream:
     """A ``tf.data.Dataset`` of batches of this rank's part of the data set (step 7).
 
     Args:
         dataset: arrays with a common first axis, such as ``(x, y)``; ``np.memmap`` works and stays on disk. Or a
-            ``tf.data.Dataset`` of single samples with a known number of them, the same in the same order on every
-            rank; as ``tf.data`` has no random access, it is read once, here, and kept in memory.
+            ``tf.data.Dataset`` of single samples, the same in the same order on every rank, or built on what
+            ``shard_files`` returned. It is streamed, never read into memory, whether its length is known or not; but
+            for at most 64 MiB of known length and shapes, which are read once, here, and kept as arrays.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)``, w (m,), for ``weighted_loss``. w is float64 where the first floating part of
-            a sample is, else float32.
-        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+            a sample is, else float32. Of a stream all ranks take as many steps: before each, and while the one before
+            computes, they ask each other who has samples left.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume. Of a stream the next
+            sample is drawn from a buffer of 1024, or of so many as ``shuffle`` says.
         seed: of the order, the same on every rank.
     Raises:
-        InvalidArgumentError: a data set of unknown length, arrays of several lengths, or bad numbers.
+        InvalidArgumentError: an endless data set, arrays of several lengths, or bad numbers.
+        AgreementError: (a ``tf.data.Dataset``, for which this is a collective, or its first steps) the ranks' samples
+            or their order differ.
     """
-    arrays = data.in_memory(dataset)
+    options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
+    arrays, stream = streams.arrays_or_stream(dataset, world, state.RANKS, streams.with_weights, **options)
+    if stream is not None:
+        return stream
     n_samples = len(tf.nest.flatten(arrays)[0])
-    return data.ShardedDataset(arrays, Shard(n_samples, world, batch_size, remainder, shuffle, seed))
+    return data.ShardedDataset(arrays, Shard(n_samples, world, batch_size, remainder, bool(shuffle), seed))
+
+
+def shard_files(paths: Iterable[str | os.PathLike[str]], world: Topology) -> streams.ShardedFiles:
+    """This rank's files, as a ``tf.data.Dataset`` of their names: every size-th from the rank-th on (step 7).
+
+    So each rank opens and reads only its own files; ``shard`` knows what is built on it::
+
+        files = hk.shard_files(sorted(glob("train-*.tfrecord")), world)
+        dataset = hk.shard(tf.data.TFRecordDataset(files).map(parse), world, 32, remainder="exact")
+
+    Args:
+        paths: the same on every rank, in the same order, at least one for each.
+        world: the job; rank and size are used.
+    Raises:
+        InvalidArgumentError: fewer files than ranks, or one twice.
+    """
+    return streams.ShardedFiles(paths, world)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------

@@ -183,4 +183,5 @@ def _salts() -> Any:
 def _loader_facts(loader: Any) -> dict[str, float]:
     if loader is None:
         return {}
-    return require_sharded(loader).share.facts(loader.epoch)
+    facts: dict[str, float] = require_sharded(loader).share.facts(loader.epoch)
+    return facts

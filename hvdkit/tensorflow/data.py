@@ -233,12 +233,15 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
         self._epochs.counted = True
 
 
-def require_sharded(loader: Any) -> ShardedDataset:
-    """The data set of ``shard``.
+def require_sharded(loader: Any) -> Any:
+    """The data set of ``shard``, also as a stream.
 
     Raises:
         InvalidArgumentError: something else, or what ``.map()`` and the like made of it.
     """
-    if not isinstance(loader, ShardedDataset):
-        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
+    if not isinstance(loader, InEpochs):
+        raise InvalidArgumentError(
+            f"loader must be what shard returned, got {type(loader).__name__}; of arrays, .map and the like belong "
+            "before shard, which then gets the tf.data.Dataset."
+        )
     return loader

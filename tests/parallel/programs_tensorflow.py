@@ -488,7 +488,6 @@ def pinned_too_late(world: hvdkit.Topology) -> list[str]:
 
 def mistakes(world: hvdkit.Topology, model: Any) -> dict[str, str]:
     tape, optimizer = hk.distribute(tf.GradientTape()), hk.distribute(sgd())
-    unknown = tf.data.Dataset.range(9).filter(lambda number: number >= 0)
     text = tf.Variable("a", trainable=False)
     scheduled = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
 
@@ -512,7 +511,6 @@ def mistakes(world: hvdkit.Topology, model: Any) -> dict[str, str]:
         "in a function": lambda: tf.function(lambda: hk.broadcast_state(model), autograph=False)(),
         "threads": lambda: hk.pin_device(world, threads=7),
         "gpu": lambda: hk.pin_device(world, "gpu"),
-        "unknown length": lambda: hk.shard(unknown, world, 2),
         "endless": lambda: hk.shard(tf.data.Dataset.range(9).repeat(), world, 2),
         "two lengths": lambda: hk.shard((np.zeros(3), np.zeros(4)), world, 2),
         "lists": lambda: hk.shard(([1, 2, 3], [1, 2, 3]), world, 2),

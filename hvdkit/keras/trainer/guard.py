@@ -35,7 +35,7 @@ from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state
-from hvdkit.keras.data import ShardedData, set_trained_on
+from hvdkit.keras.data import SHARDED, set_trained_on
 from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.metrics import States
@@ -43,8 +43,9 @@ from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.ranks import name_ranks
+from hvdkit.steps.streams import StreamInEpochs
 
-_UNKNOWN, _ENDED = -1, -2
+_UNKNOWN, _ENDED, _AGREED_ON = -1, -2, -3
 
 
 def install() -> None:
@@ -71,16 +72,18 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_what_undoes_weights(model, call.arguments["x"])
             if not state.world().is_root:
                 call.arguments["verbose"] = 0
-        if isinstance(data, ShardedData):
+        if isinstance(data, SHARDED):
             call.arguments["shuffle"] = False  # it draws the same order on all ranks; Keras would draw one on each
             call.arguments["x"] = guard.reader
-        set_trained_on(model, data if isinstance(data, ShardedData) else None)
+        set_trained_on(model, data if isinstance(data, SHARDED) else None)
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
         try:
             history = plain(*call.args, **call.kwargs)
             guard.check(model, "at the end")
         except Exception as error:
+            if (failure := getattr(guard.reader, "failure", None)) is not None:  # TensorFlow tells it as its own
+                raise failure from None
             _say_that_another_rank_is_gone(error)
             raise
         finally:
@@ -132,7 +135,7 @@ def _prepare(model: Any) -> None:
 
 def _refuse_what_undoes_weights(model: Any, data: Any) -> None:
     """Refuse losses that are no mean over the global batch, and say where Keras does not do what it is asked."""
-    if isinstance(data, ShardedData) and data.share.remainder == "exact" and model.compiled:
+    if isinstance(data, SHARDED) and data.share.remainder == "exact" and model.compiled:
         reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
         wrong = [one for one in reductions if one in ("sum", "mean_with_sample_weight")]
         if wrong:
@@ -186,9 +189,9 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
-        data = arguments["x"]
-        self._data = data if isinstance(data, ShardedData) else None
-        self.reader = self._data.reader() if self._data is not None else None
+        data, sharded = arguments["x"], isinstance(arguments["x"], SHARDED)
+        self._data: Any = data if sharded else None
+        self.reader: Any = data.reader() if sharded else None
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)
         self._validation = agreement.digest(when) if validates else _UNKNOWN
@@ -202,7 +205,8 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if self._alone:
             return
-        facts = {"steps per epoch": self.params.get("steps") or _UNKNOWN, "epochs": self.params["epochs"]}
+        unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else _UNKNOWN
+        facts = {"steps per epoch": self.params.get("steps") or unknown, "epochs": self.params["epochs"]}
         mine = np.array([[*facts.values(), self._validation]], dtype=np.int64)
         everyone = np.stack(TRANSPORT.gather(mine, "hvdkit.fit"))[:, 0]
         for name, values in zip(facts, everyone.T.tolist(), strict=False):
@@ -229,13 +233,14 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if batch > self._first_batch:
             self._check_first_step()
-        if self._data is not None and self._data.ends_with_filler and batch == len(self._data) - 1:
-            self._forget_filler = _remember(self.model) if batch > self._first_batch else self.model.reset_metrics
+        if self._data is not None and self._forget_filler is None and self._data.fills(batch):
+            from_first = self._data.fills(self._first_batch)
+            self._forget_filler = self.model.reset_metrics if from_first else _remember(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
         if self._data is not None:
-            self._data.advance(min(batch, self.params["steps"] - 1) - self._last_batch)
+            self._data.advance(min(batch, (self.params["steps"] or batch + 1) - 1) - self._last_batch)
         self._last_batch = max(self._last_batch, batch)
 
     def on_test_begin(self, logs: Any = None) -> None:  # noqa: ARG002
@@ -250,7 +255,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             return
         self._without_filler()
         taken, expected = self._last_batch + 1, self.params["steps"]
-        if taken < expected and not self.model.stop_training:
+        if expected is not None and taken < expected and not self.model.stop_training:
             raise InvalidArgumentError(
                 f"the data of rank {state.world().rank} ended after {taken} of {expected} steps in epoch "
                 f"{epoch + 1}, and the other ranks wait for it; give every rank the same number of batches (shard)."

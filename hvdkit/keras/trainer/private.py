@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import keras
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.keras import random_state, state
 from hvdkit.keras.data import ShardedData
+from hvdkit.steps.streams import StreamInEpochs
 
 TESTED = ("3.15", "3.15")
 """The first and the last version of Keras that the tests ran with."""
@@ -140,6 +142,13 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
     """For ``REST``."""
 
     def enumerate_rest(self: Any) -> Any:
+        stream = getattr(self.data_adapter, "_dataset", None)
+        if isinstance(stream, StreamInEpochs) and stream.in_fit and not self.steps_per_epoch:
+            begin, batches = stream.steps_done, iter(self._get_iterator())
+            for step in itertools.count(begin, self.steps_per_execution):
+                if step > begin and not stream.goes_on():  # at an end of its own Keras warns, and notes a length
+                    return
+                yield step, step + self.steps_per_execution - 1, batches
         data = getattr(self.data_adapter, "py_dataset", None)
         if not isinstance(data, ShardedData) or self.steps_per_epoch:
             yield from plain(self)

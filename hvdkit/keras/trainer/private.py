@@ -50,6 +50,8 @@ class Inside:
 
 
 FIT = Inside("keras", "Model", "fit", "every fit must be guarded, and Keras has no hook that every fit passes")
+TRAIN_ON_BATCH = Inside("keras", "Model", "train_on_batch", "a step without fit must be guarded, too")
+APPLY = Inside("keras.optimizers", "Optimizer", "apply", "every step of a loop of the user's own passes it")
 REST = Inside(
     "keras.src.trainers.epoch_iterator",
     "EpochIterator",
@@ -59,6 +61,8 @@ REST = Inside(
 LEGACY_FIT = Inside("tf_keras", "Model", "fit", "no model of Keras 2 may train on several ranks unsynchronised")
 NEEDED = (
     FIT,
+    TRAIN_ON_BATCH,
+    APPLY,
     REST,
     Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
     Inside("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),

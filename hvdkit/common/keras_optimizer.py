@@ -11,6 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 
 Reduce = Callable[[list[Any]], list[Any]]
+_under_way = ContextVar("hvdkit_step_under_way", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,11 @@ def is_distributed(optimizer: Any) -> bool:
         return True
     inner = list(getattr(optimizer, "optimizers", []))  # a MultiOptimizer's
     return bool(inner) and all(map(is_distributed, inner))
+
+
+def is_under_a_distributed_one() -> bool:
+    """Whether the step that is being taken is that of a distributed optimizer, whose inner one applies."""
+    return _under_way.get()
 
 
 def taking_part(optimizers: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -202,9 +209,11 @@ def _combined(optimizer: Any, grads: Any, reduce: Reduce) -> Iterator[list[Any]]
         for position, gradient in zip(present, reduced, strict=True):
             gradients[position] = gradient
     optimizer.__dict__["_hvdkit_applying"] = True
+    token = _under_way.set(True)
     try:
         yield gradients
     finally:
+        _under_way.reset(token)
         del optimizer.__dict__["_hvdkit_applying"]
 
 

@@ -85,10 +85,11 @@ def init() -> Topology:
 
     From now on every ``fit`` of this process is guarded, as no training may end unsynchronised unnoticed: ``init``
     replaces ``keras.Model.fit`` by one that runs the original with one more callback. On several ranks it refuses an
-    optimizer that is not distributed, ranks that would take different numbers of steps, and losses that undo the
-    weights of ``shard(remainder="exact")``; compares weights and
-    optimizer state before and after the first step and at the end; sets BatchNormalization's moving statistics to
-    their mean over the ranks after each epoch; and lets only rank 0 print progress.
+    optimizer that is not distributed, ranks that would take different numbers of steps, and losses and train steps that
+    undo the weights of ``shard(remainder="exact")``; compares weights and optimizer state before and after the first
+    step and at the end; sets BatchNormalization's moving statistics to their mean over the ranks after each epoch; lets
+    only rank 0 print progress; and ends all ranks where one stops or fails in mid-epoch. ``train_on_batch``, too,
+    refuses an optimizer that is not distributed; another step with one is warned of.
 
     Raises:
         LauncherError: the launcher's environment is incomplete.

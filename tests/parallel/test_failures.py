@@ -88,7 +88,10 @@ def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
     if how == "leave":
         assert errors[-1].endswith("exited with status 0 before the others were done; the job was ended.")
     if how == "raise":
-        assert errors[-2] == "[1] ValueError: the batch of rank 1 is bad"
+        cause = "ValueError: the batch of rank 1 is bad"
+        note = f"[1] hvdkit: rank 1 failed in epoch 1, batch 6 of 10: {cause}, while rank 0 went on."
+        told = [f"[1] {cause}", *([note] if framework == "keras" else [])]
+        assert errors[-1 - len(told) : -1] == told
         (start,) = [i for i, line in enumerate(errors) if line == "[1] Traceback (most recent call last):"]
         assert all(line.startswith("[1] ") for line in errors[start:-1])
 

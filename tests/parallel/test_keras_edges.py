@@ -9,6 +9,7 @@ import importlib
 import io
 import subprocess
 import sys
+import time
 import types
 import warnings
 from collections.abc import Callable
@@ -330,22 +331,152 @@ def test_ways_to_call_fit(hk, world, everyone):
     assert everyone(weights(late)) == [weights(late)] * 2
 
 
-@on_ranks(*KERAS, fresh=True)
-def test_data_that_end_early_are_an_error_and_no_hang(hk, world):
-    """Rank 1 has less data than it said. Horovod ends with it."""
+def acting(action: Callable[[Any], None], moment: str = "on_train_batch_end", batch: int = 2) -> Any:
+    """A callback that acts on the model after one batch."""
+    import keras
+
+    callback = keras.callbacks.Callback()
+    setattr(callback, moment, lambda at, *_, **__: action(callback.model) if at == batch else None)
+    return callback
+
+
+def stop(model: Any) -> None:
+    model.stop_training = True
+
+
+def fail(_: Any) -> None:
+    raise OSError("the disk is full")
+
+
+def ending(how: str) -> tuple[Any, list[Any]]:
+    """Data of ten batches, and callbacks, of a rank that ends in its third batch."""
+    import keras
+
+    def batches(last: int = 10) -> Any:
+        for batch in range(10):
+            if batch == last and how == "data fail":
+                raise OSError("the disk is full")
+            if batch == last:
+                return
+            yield (X[:4] * (np.nan if how == "nan" and batch == 2 else 1.0)).astype("float32"), Y[:4]
+
+    callbacks = {
+        "stop": [acting(stop)],
+        "nan": [keras.callbacks.TerminateOnNaN()],
+        "callback fails": [acting(fail)],
+        "exit": [acting(lambda _: sys.exit(3))],
+    }
+    return batches(3 if how.startswith("data") else 10), callbacks.get(how, [])
+
+
+@on_ranks("keras", fresh=True)
+@pytest.mark.parametrize("how", ["stop", "nan", "callback fails", "exit", "data fail", "data end"])
+def test_a_rank_that_ends_in_mid_epoch_ends_all(hk, world, everyone, how):
+    ends_alone(hk, world, everyone, how)
+
+
+@on_ranks("keras-torch", "keras-jax", n=3, fresh=True)
+@pytest.mark.parametrize("how", ["stop", "data fail"])
+def test_a_rank_of_three_that_ends_in_mid_epoch_ends_all(hk, world, everyone, how):
+    ends_alone(hk, world, everyone, how)
+
+
+def ends_alone(hk: Any, world: Any, everyone: Any, how: str) -> None:
+    """Rank 1 ends its ``fit`` alone, and lives on, so that its end does not free the others."""
     import keras
 
     model = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
-    batches = ((X[:4], Y[:4]) for _ in range(3 if world.rank == 1 else 10))
-    with pytest.raises(Exception) as ended:
-        model.fit(batches, steps_per_epoch=10, verbose=0)
-    said = f"{type(ended.value).__name__}: {ended.value}"
-    if world.rank == 1:
-        assert "InvalidArgumentError: the data of rank 1 ended after 3 of 10 steps in epoch 1" in said
-    else:
-        assert said.startswith(
-            "HorovodInternalError: rank 0 cannot go on, Horovod has been shut down: another rank has"
-        )
+    data, callbacks = ending(how if world.rank == 1 else "")
+    with pytest.raises(BaseException) as ended:
+        model.fit(data, steps_per_epoch=10, verbose=0, callbacks=callbacks)
+    everyone("out of fit")
+    said = "\n".join([f"{type(ended.value).__name__}: {ended.value}", *getattr(ended.value, "__notes__", [])])
+    reasons = {
+        "stop": "stopped in epoch 1, batch 3 of 10: a callback set model.stop_training (loss ",
+        "nan": "stopped in epoch 1, batch 3 of 10: a callback set model.stop_training (loss nan)",
+        "callback fails": "failed in epoch 1, batch 3 of 10: OSError: the disk is full",
+        "exit": "failed in epoch 1, batch 3 of 10: SystemExit: 3",
+        "data fail": "of 10: ",
+        "data end": "InvalidArgumentError: the data of rank 1 ended after 3 of 10 steps in epoch 1",
+    }
+    others = "rank 0" if world.size == 2 else "ranks 0, 2"
+    assert "rank 1 " in said and reasons[how] in said and f"while {others} went on" in said
+    first = (
+        "HorovodInternalError: rank" if world.rank != 1 else "AgreementError: rank 1" if how in ("stop", "nan") else ""
+    )
+    assert said.startswith(first)
+    assert "the disk is full" in said or how not in ("callback fails", "data fail")
+
+
+@on_ranks(*KERAS, n=(2, 3))
+def test_ranks_that_stop_or_fail_after_the_same_batch_do_what_one_does(hk, world):
+    """Nothing ends that all do together, however late one of them comes to it."""
+    import keras
+
+    def train(then: Callable[[Any], None] = nudge, samples: int = 48, **options: Any) -> list[float]:
+        model = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
+        late = acting(lambda _: time.sleep(1.5 if world.rank == 1 else 0.0))
+        callbacks = [] if then is nudge else [late, acting(then)]
+        model.fit(X[:samples], Y[:samples], batch_size=8, shuffle=False, verbose=0, callbacks=callbacks, **options)
+        return weights(model)
+
+    three = train(samples=24)
+    assert train(stop, validation_data=(X, Y)) == three
+    with pytest.raises(OSError, match=r"^the disk is full$") as ended:
+        train(fail)
+    assert not hasattr(ended.value, "__notes__")
+    assert train(stop, epochs=3) == three
+
+
+@on_ranks(*KERAS)
+def test_steps_without_fit_need_a_distributed_optimizer(hk, world):
+    import keras
+
+    error = refused(lambda: compiled(keras.optimizers.SGD(0.1)).train_on_batch(X, Y))
+    assert f"train_on_batch was called on rank {world.rank} of 2 with an optimizer (SGD) that hvdkit has not" in error
+    mixed = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert refused(lambda: compiled(hk.distribute(mixed)).train_on_batch(X, Y)) == ""
+        assert [one for one in warned if "hvdkit" in str(one.message)] == []
+        for _ in range(2):
+            variable = keras.Variable([1.0])
+            keras.optimizers.Adam(0.1).apply([keras.ops.ones(1)], [variable])
+    (said,) = [str(one.message) for one in warned if "hvdkit" in str(one.message)]
+    assert said.startswith(f"rank {world.rank} of 2 takes a step with an optimizer (Adam) that hvdkit has not dist")
+
+
+def forgetful(uses: bool) -> Any:
+    """A model with a train_step of the user's own, which uses the weights of the batch or does not."""
+    import keras
+
+    class Forgetful(keras.Sequential):
+        def train_step(self, *args: Any) -> Any:
+            *state, (x, y, w) = args
+            return super().train_step(*state, (x, y, w if uses else None))
+
+    keras.utils.set_random_seed(0)
+    return Forgetful([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+
+
+@on_ranks(*KERAS)
+def test_a_train_step_that_ignores_the_weights_of_exact_is_refused(hk, world, everyone):
+    import keras
+
+    def fit(uses: bool, remainder: str, **options: Any) -> str:
+        model = forgetful(uses)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(hk.distribute(keras.optimizers.SGD(0.1)), loss, **options)
+        data = hk.shard((X[:22], Y[:22], np.ones(22, "float32")), world, 4, remainder=remainder)
+        error = refused(lambda: model.fit(data, epochs=2, verbose=0))
+        assert "train_step" not in vars(model)
+        assert error or everyone(weights(model)) == [weights(model)] * 2
+        return error
+
+    assert fit(uses=False, remainder="exact").startswith(
+        "InvalidArgumentError: Forgetful.train_step does not use the weights of its batch"
+    )
+    assert fit(uses=True, remainder="exact") == fit(uses=False, remainder="drop") == ""
 
 
 def over_host_buffers(hide_horovod: bool) -> dict[str, Any]:
@@ -390,6 +521,25 @@ def test_jax_over_mpi4py_gives_what_horovod_gives(run_job):
         assert over_mpi[1]["history"][name] == pytest.approx(values, rel=1e-5)
     assert [rank["topology"] for rank in over_mpi] == [[0, 2, 0, 2], [1, 2, 1, 2]]
     assert "MPI cannot add up half precision" in over_mpi[0]["fp16"]
+
+
+def failing_over_mpi() -> None:
+    """Rank 1's data fail; all it says is to standard error."""
+    import keras
+
+    hide("horovod")
+    hk = importlib.import_module("hvdkit.keras")
+    world = hk.init()
+    data, _ = ending("data fail" if world.rank == 1 else "")
+    compiled(hk.distribute(keras.optimizers.SGD(0.1))).fit(data, steps_per_epoch=10, verbose=0)
+
+
+@pytest.mark.parallel
+def test_jax_over_mpi4py_ends_with_the_rank_that_fails(run_job, capsys):
+    pytest.importorskip("mpi4py")
+    told = run_job("keras-jax", failing_over_mpi, mpi=True, fails=True)
+    assert "OSError: the disk is full" in told
+    assert "hvdkit: rank 0 cannot go on: rank 1 failed in epoch 1, batch " in capsys.readouterr().out
 
 
 @on_ranks("keras-torch")

@@ -12,6 +12,7 @@ Every failure is one error, raised on all ranks that are still there to raise it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -37,7 +38,7 @@ from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state
 from hvdkit.keras.data import SHARDED, set_trained_on
 from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
-from hvdkit.keras.trainer import private
+from hvdkit.keras.trainer import own_steps, private, watch
 from hvdkit.keras.trainer.metrics import States
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
@@ -54,6 +55,8 @@ def install() -> None:
     if legacy and importlib.util.find_spec("tf_keras") is not None:
         private.replace(private.LEGACY_FIT, _refusing)
     private.replace(private.FIT, _guarded)
+    private.replace(private.TRAIN_ON_BATCH, _refusing_undistributed)
+    private.replace(private.APPLY, own_steps.warning_of_undistributed)
     private.replace(private.REST, private.go_on_in_mid_epoch)
     if keras.backend.backend() == "tensorflow":
         private.replace(private.BUILD, private.build_by_first_batch)
@@ -66,10 +69,11 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         model, data = call.arguments["self"], call.arguments["x"]
-        guard = Guard(call.arguments)
+        guard, weighted = Guard(call.arguments), False
         if state.world().size > 1:
             _prepare(model)
-            _refuse_what_undoes_weights(model, call.arguments["x"])
+            weighted = isinstance(data, SHARDED) and data.share.remainder == "exact"
+            _refuse_what_undoes_weights(model, weighted and model.compiled)
             if not state.world().is_root:
                 call.arguments["verbose"] = 0
         if isinstance(data, SHARDED):
@@ -79,12 +83,15 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
         try:
-            history = plain(*call.args, **call.kwargs)
+            with own_steps.requiring_weights(model) if weighted else contextlib.nullcontext():
+                history = plain(*call.args, **call.kwargs)
             guard.check(model, "at the end")
-        except Exception as error:
-            if (failure := getattr(guard.reader, "failure", None)) is not None:  # TensorFlow tells it as its own
-                raise failure from None
-            _say_that_another_rank_is_gone(error)
+            guard.done()
+        except BaseException as error:
+            cause = getattr(guard.reader, "failure", None) or error  # TensorFlow tells a stream's in words of its own
+            guard.left(cause)
+            if cause is not error:
+                raise cause from None
             raise
         finally:
             set_trained_on(model, None)
@@ -103,7 +110,16 @@ def _refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
     return fit
 
 
-def _prepare(model: Any) -> None:
+def _refusing_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.train_function is None and state.world().size > 1:
+            _prepare(self, "train_on_batch")
+        return plain(self, *args, **kwargs)
+
+    return train_on_batch
+
+
+def _prepare(model: Any, caller: str = "fit") -> None:
     """Refuse or adapt what cannot be trained on several ranks as it is."""
     if not model.compiled:
         return  # Keras says so itself
@@ -119,8 +135,8 @@ def _prepare(model: Any) -> None:
         world = state.world()
         which = shown(local) if len(optimizers) > 1 else f"an {shown(local)}"
         raise InvalidArgumentError(
-            f"fit was called on rank {world.rank} of {world.size} with {which} that hvdkit has not distributed: every "
-            "process would train a model of its own; compile the model with "
+            f"{caller} was called on rank {world.rank} of {world.size} with {which} that hvdkit has not distributed: "
+            "every process would train a model of its own; compile the model with "
             f"{', '.join(f'hvdkit.keras.distribute({name})' for name in local)}."
         )
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
@@ -133,9 +149,9 @@ def _prepare(model: Any) -> None:
         model.train_function = None
 
 
-def _refuse_what_undoes_weights(model: Any, data: Any) -> None:
+def _refuse_what_undoes_weights(model: Any, weighted: bool) -> None:
     """Refuse losses that are no mean over the global batch, and say where Keras does not do what it is asked."""
-    if isinstance(data, SHARDED) and data.share.remainder == "exact" and model.compiled:
+    if weighted:
         reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
         wrong = [one for one in reductions if one in ("sum", "mean_with_sample_weight")]
         if wrong:
@@ -157,16 +173,18 @@ def _warn_of_synchronized() -> None:
     )
 
 
-def _say_that_another_rank_is_gone(error: Exception) -> None:
+def _say_why_it_cannot_go_on(error: BaseException, why: str) -> None:
     """Horovod's error for a collective that has lost a rank, in a sentence; elastic training waits for this type."""
-    if "Horovod has been shut down" not in str(error):
+    if not why and "Horovod has been shut down" not in str(error):
         return
-    from horovod.common.exceptions import HorovodInternalError
+    if not why:
+        why = "Horovod has been shut down: another rank has failed or ended; the first error in its output says why"
+    gone: type[Exception] = AgreementError
+    with contextlib.suppress(ImportError):  # over mpi4py there may be no Horovod
+        from horovod.common.exceptions import HorovodInternalError
 
-    raise HorovodInternalError(
-        f"rank {state.world().rank} cannot go on, Horovod has been shut down: another rank has failed or ended "
-        "while this one still trained; the first error in the other ranks' output says why."
-    ) from error
+        gone = HorovodInternalError
+    raise gone(f"rank {state.world().rank} cannot go on: {why}.") from error
 
 
 def _with_guard(guard: Guard, callbacks: Any) -> Any:
@@ -199,6 +217,8 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._alone = state.world().size == 1
         self._begun = self._stepped = False
         self._first_batch, self._last_batch = 0, -1
+        self._epoch, self._batch, self._loss, self._stopped = 0, 0, None, False
+        self._watch: watch.Watch | None = None
         self._forget_filler: Callable[[], None] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
@@ -212,10 +232,11 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         for name, values in zip(facts, everyone.T.tolist(), strict=False):
             _require_same(name, values)
         self._all_validate = bool((everyone[:, 2] == self._validation).all()) and self._validation != _UNKNOWN
+        self._watch = watch.begin(TRANSPORT)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
-        self._first_batch = 0
+        self._first_batch, self._epoch, self._batch = 0, epoch, 0
         if not self._begun and self._data is not None and self.reader is not None:
             if epoch > self._data.epoch:  # a resumed training goes on with its own epoch's order
                 self._data.set_epoch(epoch)
@@ -231,20 +252,25 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
+        self._batch = batch
+        if self._watch is not None:
+            self._watch.at(self._epoch, batch)
         if batch > self._first_batch:
             self._check_first_step()
         if self._data is not None and self._forget_filler is None and self._data.fills(batch):
             from_first = self._data.fills(self._first_batch)
             self._forget_filler = self.model.reset_metrics if from_first else _remember(self.model)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Called by Keras."""
+        self._batch, self._loss = batch, (logs or {}).get("loss")
         if self._data is not None:
             self._data.advance(min(batch, (self.params["steps"] or batch + 1) - 1) - self._last_batch)
         self._last_batch = max(self._last_batch, batch)
 
     def on_test_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras before a validation."""
+        self._stop_together()
         self._without_filler()
         if self._all_validate:
             self._average_statistics()
@@ -253,6 +279,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if self._alone:
             return
+        self._stop_together()
         self._without_filler()
         taken, expected = self._last_batch + 1, self.params["steps"]
         if expected is not None and taken < expected and not self.model.stop_training:
@@ -267,6 +294,43 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if not self._alone:
             self._meet(_ENDED)
+
+    def done(self) -> None:
+        """All ranks have come to the end."""
+        if self._watch is not None:
+            self._watch.done()
+
+    def left(self, error: BaseException) -> None:
+        """Have the other ranks fail with this one.
+
+        Raises:
+            HorovodInternalError: this one fails because of another.
+        """
+        if self._watch is None:
+            _say_why_it_cannot_go_on(error, "")
+            return
+        self._watch.left(f"{self._place('failed')}: {' '.join(f'{type(error).__name__}: {error}'.split())}")
+        if self._watch.followed or not self._watch.verdict:
+            _say_why_it_cannot_go_on(error, self._watch.verdict)
+        elif self._watch.verdict not in str(error):
+            error.add_note(f"hvdkit: {self._watch.verdict}.")
+
+    def _stop_together(self) -> None:
+        """Go on when no rank stops in mid-epoch, or all do after the same batch."""
+        if self._watch is not None and self.model.stop_training and not self._stopped and self._is_unfinished():
+            self._stopped = True
+            loss = "" if self._loss is None else f" (loss {state.number(self._loss):g})"
+            self._watch.stopped(f"{self._place('stopped')}: a callback set model.stop_training{loss}")
+
+    def _is_unfinished(self) -> bool:
+        """Whether the epoch has steps left."""
+        if isinstance(self._data, StreamInEpochs):
+            return self._data.goes_on()
+        return self._last_batch + 1 < (self.params["steps"] or 0)
+
+    def _place(self, what: str) -> str:
+        steps = f" of {self.params['steps']}" if self.params.get("steps") else ""
+        return f"rank {state.world().rank} {what} in epoch {self._epoch + 1}, batch {self._batch + 1}{steps}"
 
     def _without_filler(self) -> None:
         """Take the filler, of weight 0, out of the epoch's metrics, of which Keras counts it in most."""

@@ -54,6 +54,8 @@ class Inside:
 
 
 FIT = Inside("keras", "Model", "fit", "every fit must be guarded, and Keras has no hook that every fit passes")
+TRAIN_ON_BATCH = Inside("keras", "Model", "train_on_batch", "a step without fit must be guarded, too")
+APPLY = Inside("keras.optimizers", "Optimizer", "apply", "every step of a loop of the user's own passes it")
 REST = Inside(
     "keras.src.trainers.epoch_iterator",
     "EpochIterator",
@@ -69,6 +71,8 @@ BUILD = Inside(
 )
 NEEDED = (
     FIT,
+    TRAIN_ON_BATCH,
+    APPLY,
     REST,
     *([BUILD] if keras.backend.backend() == "tensorflow" else []),
     Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.common.keras_optimizer import Reduce
-from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.collectives import Collectives, Words
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -27,6 +27,18 @@ class Transport(Collectives):
     @abstractmethod
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         """A digest of each variable's bits, int64 (len(variables),), made where they are; not collective."""
+
+    @abstractmethod
+    def aside(self, words: Words) -> Words:
+        """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective."""
+
+    @abstractmethod
+    def has_aside(self) -> bool:
+        """Whether ``aside`` can be used, the same on all ranks."""
+
+    @abstractmethod
+    def end(self, why: str) -> None:
+        """Have every call that waits for other ranks fail, here and on the others; they cannot communicate again."""
 
     @abstractmethod
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:

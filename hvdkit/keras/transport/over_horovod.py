@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -15,7 +16,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import digests as keras_digests
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import starting, step_times
-from hvdkit.steps.collectives import OverHorovod
+from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -23,6 +24,8 @@ Array = npt.NDArray[Any]
 
 _SENT = ("float16", "float32", "float64")  # what Horovod adds up in every framework
 _reductions = count()
+ASIDE_S = 0.01
+"""Pause between two looks for what other ranks say aside."""
 
 
 def next_name() -> str:
@@ -35,6 +38,13 @@ class HorovodTransport(OverHorovod, Transport):
 
     def start(self) -> Topology:
         return starting.start(self.hvd, os.environ)
+
+    def has_aside(self) -> bool:
+        # Horovod Elastic has its own way to go on without a rank that fails.
+        return self.size() > 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
+
+    def end(self, why: str) -> None:  # noqa: ARG002
+        self.hvd.shutdown()
 
     def ranks(self, process_set: Any) -> Ranks:
         """The ranks that a gradient of this process is combined over; a rank outside the set is alone."""
@@ -55,6 +65,15 @@ class OverTensorflow(HorovodTransport):
         import tensorflow as tf
 
         super().__init__(hvd, tf.constant)
+        # Outside of a function an operation has no name of its own, and would be taken for one of the first thread.
+        self._aside = tf.function(lambda words: hvd.allgather(words, name="hvdkit.aside"), autograph=False)
+
+    def aside(self, words: Words) -> Words:
+        import tensorflow as tf
+
+        with tf.device("/CPU:0"):
+            everyone: Words = self._aside(tf.constant(words[None])).numpy()
+        return everyone
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         import tensorflow as tf
@@ -88,6 +107,15 @@ class OverTorch(HorovodTransport):
         import torch
 
         super().__init__(hvd, torch.from_numpy)
+
+    def aside(self, words: Words) -> Words:
+        import torch
+
+        handle = self.hvd.allgather_async(torch.from_numpy(words[None].copy()), name="hvdkit.aside")
+        while not self.hvd.poll(handle):  # waiting in Horovod would take a core
+            time.sleep(ASIDE_S)
+        everyone: Words = self.hvd.synchronize(handle).numpy()
+        return everyone
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         return keras_digests.of_torch([variable.value.detach() for variable in variables])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +16,14 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, next_name
+from hvdkit.keras.transport.over_horovod import ASIDE_S, Array, OverTorch, by_sent_type, is_alone, next_name
 from hvdkit.steps import agreement, launchers, starting, step_times
-from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
+from hvdkit.steps.collectives import OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
+
+_LAST_WORDS_S = 1.0
+"""Seconds for the rank that failed to print its error, before the job ends."""
 
 
 class HostBuffers(Transport):
@@ -97,6 +102,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         if not hasattr(self, "_comm"):
             OverMpi.__init__(self, MPI.COMM_WORLD, MPI)
             end_the_job_with_the_process(self._comm)
+            self._apart = self._comm.Dup()
         launched = launchers.detect(os.environ)
         host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         across = self._comm.Split(host.Get_rank(), self._comm.Get_rank())
@@ -113,6 +119,24 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
             return world
         library = MPI.Get_library_version().split(",")[0]
         return starting.confirm(world, launched.rank, launched.size, launched.launcher, library)
+
+    def has_aside(self) -> bool:
+        from mpi4py import MPI
+
+        return self.size() > 1 and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+    def aside(self, words: Words) -> Words:
+        everyone = np.empty((self.size(), len(words)), dtype=np.int64)
+        request = self._apart.Iallgather(words, everyone)
+        while not request.Test():
+            time.sleep(ASIDE_S)
+        return everyone
+
+    def end(self, why: str) -> None:
+        sys.stderr.write(f"hvdkit: rank {self.rank()} cannot go on: {why}\n")
+        sys.stderr.flush()
+        time.sleep(_LAST_WORDS_S)
+        self._comm.Abort(1)
 
     def _in_order(self) -> Any:
         import jax

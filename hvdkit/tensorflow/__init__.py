@@ -243,7 +243,7 @@ def shard(
         InvalidArgumentError: a data set of unknown length, arrays of several lengths, or bad numbers.
     """
     arrays = data.in_memory(dataset)
-    n_samples = len(tf.nest.flatten(arrays)[0])
+    n_samples = tf.nest.flatten(arrays)[0].shape[0]
     return data.ShardedDataset(arrays, Shard(n_samples, world, batch_size, remainder, shuffle, seed))
 
 

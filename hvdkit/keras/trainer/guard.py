@@ -45,6 +45,8 @@ def install() -> None:
         private.replace(private.LEGACY_FIT, _refusing)
     private.replace(private.FIT, _guarded)
     private.replace(private.REST, private.go_on_in_mid_epoch)
+    private.replace(private.STANDARDIZE, private.as_packed)
+    private.replace(private.TF_DATASET, private.by_tf_data)
 
 
 def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +64,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
                 call.arguments["verbose"] = 0
         if isinstance(data, ShardedData):
             call.arguments["shuffle"] = False  # it draws the same order on all ranks; Keras would draw one on each
-            call.arguments["x"] = guard.reader
+            call.arguments["x"], call.arguments["class_weight"] = guard.reader, None
         set_trained_on(model, data if isinstance(data, ShardedData) else None)
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         try:
@@ -125,6 +127,12 @@ def _refuse_what_undoes_weights(model: Any, data: Any) -> None:
                 "that make the mean over the ranks exact; make the loss with reduction='sum_over_batch_size', or shard "
                 "with remainder='drop'."
             )
+        own = [getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss")]
+        if not data.has_labels and not any(own):
+            raise InvalidArgumentError(
+                "fit got data with remainder='exact' and no y, and Keras does not weigh the losses of add_loss; give "
+                "targets, as shard((x, x), ...), or shard with remainder='drop'."
+            )
     if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
         _warn_of_synchronized()
 
@@ -172,12 +180,13 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         data = arguments["x"]
         self._data = data if isinstance(data, ShardedData) else None
-        self.reader = self._data.reader() if self._data is not None else None
+        self.reader = self._data.reader(arguments["class_weight"]) if self._data is not None else None
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)
         self._validation = agreement.digest(when) if validates else _UNKNOWN
         self._all_validate = False
         self._alone = state.world().size == 1
+        self._mark = _UNKNOWN if self._alone else _mark_of([arguments["x"], arguments["y"]])
         self._begun = self._stepped = False
         self._first_batch, self._last_batch = 0, -1
         self._forget_filler: Callable[[], None] | None = None
@@ -187,10 +196,12 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         if self._alone:
             return
         facts = {"steps per epoch": self.params.get("steps") or _UNKNOWN, "epochs": self.params["epochs"]}
-        mine = np.array([[*facts.values(), self._validation]], dtype=np.int64)
+        mine = np.array([[*facts.values(), self._validation, self._mark]], dtype=np.int64)
         everyone = np.stack(TRANSPORT.gather(mine, "hvdkit.fit"))[:, 0]
         for name, values in zip(facts, everyone.T.tolist(), strict=False):
             _require_same(name, values)
+        if taking_part(self.model.optimizer) is None:
+            _warn_of_equal_data(everyone[:, 3].tolist())
         self._all_validate = bool((everyone[:, 2] == self._validation).all()) and self._validation != _UNKNOWN
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -305,6 +316,30 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Make what no gradient trains (BatchNormalization's moving statistics) the mean over the ranks."""
         if not self._alone and taking_part(self.model.optimizer) is None:
             state.average_statistics(self.model.non_trainable_weights)
+
+
+def _mark_of(arrays: list[Any]) -> int:
+    """A digest of the first samples and the number of them all; unknown for what are no arrays."""
+    leaves = [one for one in keras.tree.flatten(arrays) if isinstance(one, np.ndarray) or keras.ops.is_tensor(one)]
+    if not leaves or not all(one.shape for one in leaves):
+        return _UNKNOWN
+    rows = [keras.ops.convert_to_numpy(one[:32]) for one in leaves]
+    if any(one.dtype.hasobject for one in rows):
+        return _UNKNOWN
+    parts = [np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in [*rows, np.array([leaves[0].shape[0]])]]
+    return agreement.digest(np.concatenate(parts))
+
+
+def _warn_of_equal_data(marks: list[int]) -> None:
+    """Say once, on the root, where ranks got the same samples."""
+    same = [rank for rank, mark in enumerate(marks) if mark != _UNKNOWN and marks.count(mark) > 1]
+    if same and state.world().is_root:
+        warnings.warn(
+            f"fit got the same samples on {name_ranks(same)}: each trains on all of them, so that an epoch is as much "
+            "work as in one process and its samples count several times; give fit the data of "
+            "hvdkit.keras.shard((x, y), world, batch_size).",
+            stacklevel=2,
+        )
 
 
 def _remember(model: Any) -> Callable[[], None]:

@@ -6,6 +6,12 @@ The data are those of examples/pytorch/transformer.py: source (n, 1, 512) and ta
 order each epoch. Every reader goes through PyTorch's DataLoader without workers, and each round gives every reader the
 same batches, in a new order of readers; the ratio is that of the medians of milliseconds per batch to memory's. The
 files are in the page cache: a file system that must be waited for comes on top.
+
+    python benchmarks/input.py --images          (--samples 2048 --batch-size 32 --rounds 15 --json images.json)
+
+Arrays through ``hvdkit.tensorflow.shard`` and ``hvdkit.keras.shard`` on one rank, against plain ``tf.data`` (slices,
+shuffle, batch, prefetch), whole epochs in turn: large images (128, 128, 3) float32, and eight times as many small ones
+(28, 28, 1). The ratio is that of samples per second to plain tf.data's.
 """
 
 import argparse
@@ -153,12 +159,56 @@ def measure(found, args):
     return times
 
 
+def image_loaders(shape, samples, batch_size):
+    """Name to what gives an epoch's batches in each iteration."""
+    import tensorflow as tf
+
+    import hvdkit.keras
+    import hvdkit.tensorflow
+
+    world = hvdkit.tensorflow.init()
+    images = np.random.default_rng(0).random((samples, *shape), dtype=np.float32)
+    data = images, np.arange(samples)
+    plain = tf.data.Dataset.from_tensor_slices(data).shuffle(samples).batch(batch_size, drop_remainder=True)
+    return {
+        "plain tf.data": plain.prefetch(tf.data.AUTOTUNE),
+        "hvdkit.tensorflow.shard": hvdkit.tensorflow.shard(data, world, batch_size),
+        "hvdkit.keras.shard": hvdkit.keras.shard(data, world, batch_size).reader().tf_dataset(),  # as fit reads it
+    }
+
+
+def measure_images(args):
+    """Print and return the rates of each loader, by images' shape."""
+    results, shuffled = {}, random.Random(0)  # noqa: S311
+    for shape, samples in (((128, 128, 3), args.samples), ((28, 28, 1), 8 * args.samples)):
+        loaders = image_loaders(shape, samples, args.batch_size)
+        times = {name: [] for name in loaders}
+        for number in range(args.rounds + 1):
+            for name in shuffled.sample(list(loaders), len(loaders)):
+                start = time.perf_counter()
+                batches = sum(1 for _ in loaders[name])
+                if number:  # the first round warms up
+                    times[name].append(1e3 * (time.perf_counter() - start) / batches)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        print(
+            f"images {shape}, {args.rounds} epochs of {samples}, batches of {args.batch_size}, {os.cpu_count()} cores"
+        )
+        for name, median in medians.items():
+            print(f"{name:<50} {medians['plain tf.data'] / median:>9.2f} x plain {median:>9.3f} ms/batch")
+        results["x".join(map(str, shape))] = {
+            name: {"ms_per_batch": median, "ratio": medians["plain tf.data"] / median}
+            for name, median in medians.items()
+        }
+    return results
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2048, help="in the data set (default 2048)")
     parser.add_argument("--batch-size", type=int, default=32, help="samples in a batch (default 32)")
     parser.add_argument("--batches", type=int, default=16, help="batches in a round (default 16)")
     parser.add_argument("--rounds", type=int, default=15, help="rounds that are measured (default 15)")
+    parser.add_argument("--images", action="store_true", help="measure images through shard against plain tf.data")
     parser.add_argument("--directory", help="where to write (default: a temporary directory)")
     parser.add_argument("--json", help="write the numbers to this file, too")
     args = parser.parse_args()
@@ -169,6 +219,11 @@ def main():
     for directory in (args.directory, args.json and Path(args.json).absolute().parent):
         if directory and not os.access(directory, os.W_OK):
             parser.error(f"{str(directory)!r} is no directory that can be written to")
+    if args.images:
+        results = measure_images(args)
+        if args.json:
+            Path(args.json).write_text(json.dumps(results, indent=1))
+        return
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     data = [torch.rand((args.samples, length, 512), generator=generator) for length in (1, 20)]

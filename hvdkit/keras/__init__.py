@@ -229,15 +229,18 @@ def shard(
     """This rank's part of the data set, for ``fit`` on every backend (step 7).
 
     Args:
-        dataset: arrays with a common first axis, as ``(x, y)`` or ``(x, y, sample_weight)``; x and y may be dicts or
-            lists of arrays. The same on every rank. Or a ``tf.data.Dataset`` of such samples, of known or unknown
-            length, which is streamed as ``hvdkit.tensorflow.shard`` says, on the tensorflow backend.
+        dataset: arrays with a common first axis, as ``x``, ``(x, y)`` or ``(x, y, sample_weight)``; x and y may be
+            dicts or lists of arrays, on the tensorflow backend also of ragged and string tensors. The same on every
+            rank. There, TensorFlow gets a copy of what has rows of 16 KiB and more, but for ``np.memmap``. Or a
+            ``tf.data.Dataset`` of such samples, of known or unknown length, which is streamed as
+            ``hvdkit.tensorflow.shard`` says, on the tensorflow backend.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)`` and Keras weighs the losses by w (m,). That is exact for losses reduced by
             "sum_over_batch_size", Keras' default; on several ranks ``fit`` refuses "sum" and
-            "mean_with_sample_weight", which would divide the weights out again.
+            "mean_with_sample_weight", which would divide the weights out again. Without y a batch is ``(x, None, w)``,
+            for a ``train_step`` of your own that weighs its losses by w; without "exact" it is x, as in ``fit(x)``.
         shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to repeat one. Of a stream the
             next sample is drawn from a buffer of 1024, or of so many as ``shuffle`` says.
         seed: of the order, the same on every rank.
@@ -252,7 +255,7 @@ def shard(
         if stream is not None:
             return stream
     arrays = keras_data.as_arrays(dataset)
-    n_samples = len(keras.tree.flatten(arrays)[0])
+    n_samples = keras.tree.flatten(arrays)[0].shape[0]
     return keras_data.ShardedData(arrays, Shard(n_samples, world, batch_size, remainder, bool(shuffle), seed))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,22 +19,62 @@ from hvdkit.steps.streams import StreamInEpochs
 
 
 def as_arrays(dataset: Any) -> tuple[Any, ...]:
-    """``(x, y)`` and the like, checked; each part an array or a structure of arrays.
+    """``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, checked; each part an array or a structure of arrays.
 
     Raises:
-        InvalidArgumentError: not a tuple of arrays, or arrays of several lengths.
+        InvalidArgumentError: not arrays, or arrays of several lengths.
     """
-    parts = tuple(dataset) if isinstance(dataset, (tuple, list)) else ()
-    leaves = keras.tree.flatten(parts)
-    if len(parts) not in (2, 3) or not all(getattr(leaf, "shape", ()) for leaf in leaves):
-        raise InvalidArgumentError(
-            f"shard needs NumPy arrays as (x, y) or (x, y, sample_weight), got {type(dataset).__name__}; give lists as "
-            "np.asarray(...), and shard a tf.data.Dataset with hvdkit.tensorflow."
-        )
-    lengths = sorted({len(leaf) for leaf in leaves})
+    parts = tuple(dataset) if isinstance(dataset, (tuple, list)) else (dataset,)
+    arrays: tuple[Any, ...] = keras.tree.map_structure(_array, keras.tree.lists_to_tuples(parts))
+    lengths = sorted({leaf.shape[0] for leaf in keras.tree.flatten(arrays)})
     if len(lengths) != 1:
-        raise InvalidArgumentError(f"the arrays must have one length, got {', '.join(map(str, lengths))}.")
-    return parts
+        raise InvalidArgumentError(f"the arrays must have one length, got {', '.join(map(str, lengths)) or 'none'}.")
+    if len(arrays) > 3:
+        raise InvalidArgumentError(
+            f"shard needs arrays as x, (x, y) or (x, y, sample_weight), got {len(arrays)} of them; several inputs are "
+            "one x, as ((a, b), y)."
+        )
+    return arrays
+
+
+def _array(value: Any) -> Any:
+    """What rows can be taken of: NumPy's arrays, tensors of torch and jax, ragged ones of TensorFlow."""
+    backend = keras.backend.backend()
+    name = type(value).__name__
+    if name == "RaggedTensor" and backend == "tensorflow":
+        return value
+    if name in ("RaggedTensor", "SparseTensor"):
+        dense = "it.to_tensor()" if name == "RaggedTensor" else "tf.sparse.to_dense(it)"
+        raise InvalidArgumentError(f"shard takes no tf.{name} on Keras' {backend} backend; give {dense}.")
+    if not getattr(value, "shape", ()):
+        raise InvalidArgumentError(
+            f"shard needs NumPy arrays as x, (x, y) or (x, y, sample_weight), got {name}; {_instead_of(value)}."
+        )
+    array = value if keras.ops.is_tensor(value) and backend != "tensorflow" else np.asarray(value)
+    if backend != "tensorflow" and isinstance(array, np.ndarray) and array.dtype.kind in "OSU":
+        raise InvalidArgumentError(
+            f"shard takes no strings on Keras' {backend} backend, whose tensors hold none; give numbers, such as "
+            "np.asarray(TextVectorization()(strings))."
+        )
+    return array
+
+
+def _instead_of(value: Any) -> str:
+    """What to give in the place of data that has no rows to choose from."""
+    classes = {f"{one.__module__.split('.')[0]}.{one.__name__}" for one in type(value).__mro__}
+    if "torch.DataLoader" in classes:
+        return "give fit a DataLoader of this rank's part: hvdkit.torch.shard(loader.dataset, world, batch_size)"
+    if isinstance(value, keras.utils.PyDataset):
+        return (
+            "a PyDataset makes its own batches: have it make this rank's (len = batches // world.size, item i = batch "
+            "i * world.size + world.rank), and give it to fit as it is"
+        )
+    if callable(value) or hasattr(value, "__next__"):
+        return (
+            "what comes one after the other has no rows to choose from: make it a tf.data.Dataset.from_generator(make, "
+            "output_signature=...), on the tensorflow backend, and shard that"
+        )
+    return "give lists as np.asarray(...)"
 
 
 class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
@@ -51,6 +91,11 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         super().__init__(workers=1, use_multiprocessing=False)  # passes are told apart by reads that come in order
         self._begin(share)
         self._arrays = arrays
+        self._weights: Any = None
+        if len(arrays) == 3:
+            self._weights = keras.tree.map_structure(_as_weights, arrays[2])
+        elif share.remainder == "exact":
+            self._weights = np.ones(share.n_samples, keras.config.floatx())
         self._plan: list[Batch] = []
         self._training = False
         self._read = 0
@@ -86,16 +131,36 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             under_way = self.position.samples > 0
             self._next = Position(self.position.epoch + under_way)
 
-    def reader(self) -> ShardedData:
-        """A copy for one ``fit``, which may look at batches and read ahead without moving the position."""
-        return copy.copy(self)
+    @property
+    def has_labels(self) -> bool:
+        """Whether there is a y."""
+        return len(self._arrays) > 1
+
+    def reader(self, class_weight: Mapping[int, float] | None = None) -> ShardedData:
+        """A copy for one ``fit``, which may look at batches and read ahead without moving the position.
+
+        Args:
+            class_weight: of ``fit``: what each sample counts by its class, times what it counts anyway.
+        Raises:
+            InvalidArgumentError: y is no array of classes, or the data have weights of the user's own.
+        """
+        reader = copy.copy(self)
+        if class_weight:
+            weights = _class_weights(self._arrays[1], class_weight) if len(self._arrays) == 2 else None
+            if weights is None:
+                raise InvalidArgumentError(
+                    "fit(class_weight=...) needs data as (x, y) with one class in y for each sample; multiply the "
+                    "weights of the classes into the sample_weight of shard((x, y, sample_weight), ...)."
+                )
+            reader._weights = weights if self._weights is None else self._weights * weights
+        return reader
 
     def go_to(self, other: ShardedData) -> None:
         """Begin the next pass where ``other`` begins its."""
         self.share, self.position, self._next = other.share, other._next, other._next
         other.position = other._next
 
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
+    def __getitem__(self, index: int) -> Any:
         """Batch ``index`` of the pass that Keras is in; outside of one, of the next pass.
 
         Keras also looks at the first batches before it trains, and TensorFlow reads ahead in a thread of its own: a
@@ -105,9 +170,7 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             InvalidArgumentError: Keras shuffles the batches by itself, on each rank differently.
         """
         if index == 0 or not self._plan:
-            self._plan = list(self.share.batches(self._next.epoch, self._next.samples))
-            if self._training:
-                self._next = Position(self._next.epoch + 1)
+            self._plan = self._plan_pass()
         if self._training and index not in (0, self._read):
             raise InvalidArgumentError(
                 f"batch {index} was read where batch {self._read} was due: fit shuffles the batches, and the ranks' "
@@ -117,12 +180,12 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         # To know the batches' types Keras looks at two, and of an epoch there may be one left.
         return self._contents(self._plan[min(index, len(self._plan) - 1)])
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+    def __iter__(self) -> Iterator[Any]:
         start = self.position = self._next
         self._next = Position(start.epoch + 1)
         return self._counted(start)
 
-    def _counted(self, start: Position) -> Iterator[tuple[Any, ...]]:
+    def _counted(self, start: Position) -> Iterator[Any]:
         for taken, batch in enumerate(self.share.batches(start.epoch, start.samples), start=1):
             self.position = start.after(self.share, taken)
             yield self._contents(batch)
@@ -135,15 +198,59 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         """Called by Keras."""
         self._training = False
 
-    def _contents(self, batch: Batch) -> tuple[Any, ...]:
-        parts = keras.tree.map_structure(lambda array: array[batch.indices], self._arrays)
-        if self.share.remainder != "exact":
-            return tuple(parts)
-        weights = np.full(len(batch.indices), batch.weight, dtype=keras.config.floatx())
-        if len(parts) == 3:
-            own = np.asarray(parts[2])
-            weights = own * weights.reshape(-1, *(1 for _ in own.shape[1:]))
-        return (*parts[:2], weights)
+    def tf_dataset(self) -> Any:
+        """The same batches made by ``tf.data``, for Keras' tensorflow backend: a pass in each iteration."""
+        from hvdkit.tensorflow import rows
+
+        floatx = keras.config.floatx()
+        return rows.batches(
+            self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
+        )
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return (*self._arrays[:2], *([] if self._weights is None else [self._weights]))
+
+    def _plan_pass(self) -> list[Batch]:
+        """The batches of the pass that begins."""
+        plan = list(self.share.batches(self._next.epoch, self._next.samples))
+        if self._training:
+            self._next = Position(self._next.epoch + 1)
+        return plan
+
+    def _contents(self, batch: Batch) -> Any:
+        rows = keras.tree.map_structure(lambda array: _rows(array, batch.indices), self._parts)
+        return self._pack(rows, np.asarray(batch.weight, keras.config.floatx()))
+
+    def _pack(self, rows: tuple[Any, ...], weight: Any) -> Any:
+        """A batch as ``fit(x, y, sample_weight)`` would make it."""
+        if self._weights is None:
+            return keras.utils.pack_x_y_sample_weight(*rows)
+        y = rows[1] if self.has_labels else None
+        return rows[0], y, keras.tree.map_structure(lambda one: one * weight, rows[-1])
+
+
+def _rows(array: Any, indices: Any) -> Any:
+    if type(array).__name__ != "RaggedTensor":
+        return array[indices]
+    import tensorflow as tf
+
+    return tf.gather(array, indices)
+
+
+def _class_weights(y: Any, class_weight: Mapping[int, float]) -> Any:
+    """What each sample counts by its class, (n,), as Keras reads y: classes (n,) or (n, 1), or one-hot (n, classes)."""
+    classes = np.zeros((0, 0)) if keras.tree.is_nested(y) else np.round(keras.ops.convert_to_numpy(y))
+    if classes.ndim == 2 and classes.size:
+        classes = classes[:, 0] if classes.shape[1] == 1 else np.argmax(classes, axis=1)
+    if classes.ndim != 1:
+        return None
+    found, places = np.unique(classes.astype(np.int64), return_inverse=True)
+    return _as_weights(np.array([class_weight.get(int(one), 1.0) for one in found])[places])
+
+
+def _as_weights(values: Any) -> Any:
+    return keras.ops.convert_to_numpy(values).astype(keras.config.floatx())
 
 
 def is_tf_data(dataset: Any) -> bool:

@@ -254,7 +254,7 @@ def shard(
     arrays, stream = streams.arrays_or_stream(dataset, world, state.RANKS, streams.with_weights, **options)
     if stream is not None:
         return stream
-    n_samples = len(tf.nest.flatten(arrays)[0])
+    n_samples = tf.nest.flatten(arrays)[0].shape[0]
     return data.ShardedDataset(arrays, Shard(n_samples, world, batch_size, remainder, bool(shuffle), seed))
 
 

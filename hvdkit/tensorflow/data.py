@@ -14,6 +14,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
+from hvdkit.tensorflow import rows
 
 
 def in_memory(dataset: Any) -> Any:
@@ -25,13 +26,17 @@ def in_memory(dataset: Any) -> Any:
     if isinstance(dataset, tf.data.Dataset):
         return _read(dataset)
     arrays = tf.nest.map_structure(_array, tuple(dataset) if isinstance(dataset, list) else dataset)
-    lengths = {len(array) for array in tf.nest.flatten(arrays)}
+    lengths = {array.shape[0] for array in tf.nest.flatten(arrays)}
     if len(lengths) != 1:
         raise InvalidArgumentError(f"the arrays must have one length, got {', '.join(map(str, sorted(lengths)))}.")
     return arrays
 
 
 def _array(value: Any) -> Any:
+    if isinstance(value, tf.RaggedTensor):
+        return value
+    if isinstance(value, tf.SparseTensor):
+        raise InvalidArgumentError("shard takes no tf.SparseTensor; give tf.sparse.to_dense(it).numpy().")
     if not getattr(value, "shape", ()):
         raise InvalidArgumentError(
             f"shard needs NumPy arrays such as (x, y), or a tf.data.Dataset, got {type(value).__name__}; "
@@ -58,23 +63,16 @@ def _read(dataset: tf.data.Dataset) -> Any:
 
 
 class Epochs:
-    """The batches of one epoch after the other, for ``tf.data.Dataset.from_generator``."""
+    """Which batches one epoch after the other has, for ``rows.batches``."""
 
     def __init__(self, arrays: Any, share: Shard) -> None:
         self.share = share
         self.next = Position()
         self.counted = True  # whether somebody counts the batches that are taken from the last iteration begun
         self._planned: list[Position] = []
-        self._arrays = arrays
-        floating = [array.dtype for array in tf.nest.flatten(arrays) if np.issubdtype(array.dtype, np.floating)]
-        self._weight_type = np.float64 if floating[:1] == [np.float64] else np.float32
-
-    def signature(self) -> Any:
-        """The type of a batch, in TensorFlow's terms."""
-        parts = tf.nest.map_structure(
-            lambda array: tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(array.dtype)), self._arrays
-        )
-        return self._with_weights(parts, tf.TensorSpec((None,), self._weight_type))
+        types = [tf.as_dtype(array.dtype) for array in tf.nest.flatten(arrays)]
+        floating = [one for one in types if one.is_floating]
+        self._weight_type = tf.float64 if floating[:1] == [tf.float64] else tf.float32
 
     def begin(self) -> Position:
         """Where the next iteration begins; it is the one that ``tf.data`` asks for next, and the caller counts."""
@@ -82,7 +80,7 @@ class Epochs:
         self._planned, self.counted = [start], True
         return start
 
-    def __call__(self) -> Iterator[Any]:
+    def __call__(self) -> Iterator[Batch]:
         if self._planned:
             start = self._planned.pop()
         elif self.next.samples:
@@ -92,15 +90,13 @@ class Epochs:
             )
         else:
             start, self.next, self.counted = self.next, Position(self.next.epoch + 1), False
-        return map(self._contents, self.share.batches(start.epoch, start.samples))
+        return self.share.batches(start.epoch, start.samples)
 
-    def _contents(self, batch: Batch) -> Any:
-        parts = tf.nest.map_structure(lambda array: array[batch.indices], self._arrays)
-        return self._with_weights(parts, np.full(len(batch.indices), batch.weight, dtype=self._weight_type))
-
-    def _with_weights(self, parts: Any, weights: Any) -> Any:
+    def pack(self, parts: Any, weight: tf.Tensor, indices: tf.Tensor) -> Any:
+        """A batch, with the weights of "exact" where they are asked for."""
         if self.share.remainder != "exact":
             return parts
+        weights = tf.fill(tf.shape(indices), tf.cast(weight, self._weight_type))
         return (*parts, weights) if isinstance(parts, tuple) else (parts, weights)
 
 
@@ -158,8 +154,7 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
         options.deterministic = True
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         self._settings = options
-        batches = tf.data.Dataset.from_generator(self._epochs, output_signature=self._epochs.signature())
-        self._batches = batches.prefetch(tf.data.AUTOTUNE).with_options(options)
+        self._batches = rows.batches(arrays, self._epochs, self._epochs.pack).with_options(options)
         self._set_length()
 
     def _set_length(self) -> None:

@@ -144,6 +144,11 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         """The type of a batch."""
         return self._element_spec
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether a sample is ``(x, y)`` and not x alone."""
+        return isinstance(self._spec[1], tuple) and len(self._spec[1]) > 1
+
     def cardinality(self, name: str | None = None) -> Any:  # noqa: ARG002
         """Unknown."""
         return tf.constant(tf.data.UNKNOWN_CARDINALITY, dtype=tf.int64)

@@ -11,7 +11,6 @@ import numpy as np
 
 import hvdkit.keras as hk
 from hvdkit.keras.data import ShardedData
-from hvdkit.steps.shards import Batch
 
 FEATURES, CLASSES = 6, 3
 BASE_LR, WARMUP = 0.01, 2
@@ -35,9 +34,8 @@ def dataset(x: np.ndarray, y: np.ndarray) -> Any:
 class EqualWeights(ShardedData):
     """The mistake: every sample counts the same on its rank, however few the rank has."""
 
-    def _contents(self, batch: Batch) -> tuple[Any, ...]:
-        x, y, w = super()._contents(batch)
-        return x, y, np.ones_like(w)
+    def _pack(self, rows: tuple[Any, ...], weight: Any) -> Any:
+        return super()._pack(rows, 1.0)
 
 
 class Training:

@@ -37,7 +37,7 @@ def evaluate(model: Any, dataset: Any, world: Topology, batch_size: int) -> dict
     arrays = as_arrays(dataset)
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InvalidArgumentError(f"batch_size must be an integer >= 1, got {batch_size!r}.")
-    samples = len(keras.tree.flatten(arrays)[0])
+    samples = keras.tree.flatten(arrays)[0].shape[0]
     if samples == 0:
         raise InvalidArgumentError("evaluate needs at least one sample, got arrays of length 0.")
     count = len(range(world.rank, samples, world.size))

@@ -36,7 +36,7 @@ from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state
-from hvdkit.keras.data import SHARDED, set_trained_on
+from hvdkit.keras.data import SHARDED, ShardedData, set_trained_on
 from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
 from hvdkit.keras.trainer import own_steps, private, watch
 from hvdkit.keras.trainer.metrics import States
@@ -60,6 +60,8 @@ def install() -> None:
     private.replace(private.REST, private.go_on_in_mid_epoch)
     if keras.backend.backend() == "tensorflow":
         private.replace(private.BUILD, private.build_by_first_batch)
+    private.replace(private.STANDARDIZE, private.as_packed)
+    private.replace(private.TF_DATASET, private.by_tf_data)
 
 
 def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,12 +75,17 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         if state.world().size > 1:
             _prepare(model)
             weighted = isinstance(data, SHARDED) and data.share.remainder == "exact"
-            _refuse_what_undoes_weights(model, weighted and model.compiled)
+            if weighted and model.compiled:
+                _refuse_what_undoes_weights(model, data.has_labels)
+            if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
+                _warn_of_synchronized()
             if not state.world().is_root:
                 call.arguments["verbose"] = 0
         if isinstance(data, SHARDED):
             call.arguments["shuffle"] = False  # it draws the same order on all ranks; Keras would draw one on each
             call.arguments["x"] = guard.reader
+            if isinstance(data, ShardedData):
+                call.arguments["class_weight"] = None  # the reader knows it
         set_trained_on(model, data if isinstance(data, SHARDED) else None)
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
@@ -149,19 +156,22 @@ def _prepare(model: Any, caller: str = "fit") -> None:
         model.train_function = None
 
 
-def _refuse_what_undoes_weights(model: Any, weighted: bool) -> None:
-    """Refuse losses that are no mean over the global batch, and say where Keras does not do what it is asked."""
-    if weighted:
-        reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
-        wrong = [one for one in reductions if one in ("sum", "mean_with_sample_weight")]
-        if wrong:
-            raise InvalidArgumentError(
-                f"fit got data with remainder='exact' and a loss with reduction={wrong[0]!r}, which undoes the weights "
-                "that make the mean over the ranks exact; make the loss with reduction='sum_over_batch_size', or shard "
-                "with remainder='drop'."
-            )
-    if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
-        _warn_of_synchronized()
+def _refuse_what_undoes_weights(model: Any, has_labels: bool) -> None:
+    """Refuse losses that are no mean over the global batch."""
+    reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
+    wrong = [one for one in reductions if one in ("sum", "mean_with_sample_weight")]
+    if wrong:
+        raise InvalidArgumentError(
+            f"fit got data with remainder='exact' and a loss with reduction={wrong[0]!r}, which undoes the weights "
+            "that make the mean over the ranks exact; make the loss with reduction='sum_over_batch_size', or shard "
+            "with remainder='drop'."
+        )
+    own = [getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss")]
+    if not has_labels and not any(own):
+        raise InvalidArgumentError(
+            "fit got data with remainder='exact' and no y, and Keras does not weigh the losses of add_loss; give "
+            "targets, as shard((x, x), ...), or shard with remainder='drop'."
+        )
 
 
 @functools.cache
@@ -209,12 +219,13 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         data, sharded = arguments["x"], isinstance(arguments["x"], SHARDED)
         self._data: Any = data if sharded else None
-        self.reader: Any = data.reader() if sharded else None
+        self.reader: Any = data.reader(arguments["class_weight"]) if sharded else None
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)
         self._validation = agreement.digest(when) if validates else _UNKNOWN
         self._all_validate = False
         self._alone = state.world().size == 1
+        self._mark = _UNKNOWN if self._alone else _mark_of([arguments["x"], arguments["y"]])
         self._begun = self._stepped = False
         self._first_batch, self._last_batch = 0, -1
         self._epoch, self._batch, self._loss, self._stopped = 0, 0, None, False
@@ -227,10 +238,12 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             return
         unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else _UNKNOWN
         facts = {"steps per epoch": self.params.get("steps") or unknown, "epochs": self.params["epochs"]}
-        mine = np.array([[*facts.values(), self._validation]], dtype=np.int64)
+        mine = np.array([[*facts.values(), self._validation, self._mark]], dtype=np.int64)
         everyone = np.stack(TRANSPORT.gather(mine, "hvdkit.fit"))[:, 0]
         for name, values in zip(facts, everyone.T.tolist(), strict=False):
             _require_same(name, values)
+        if taking_part(held_by(self.model)) is None:
+            _warn_of_equal_data(everyone[:, 3].tolist())
         self._all_validate = bool((everyone[:, 2] == self._validation).all()) and self._validation != _UNKNOWN
         self._watch = watch.begin(TRANSPORT)
 
@@ -389,6 +402,30 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Make what no gradient trains (BatchNormalization's moving statistics) the mean over the ranks."""
         if not self._alone and taking_part(held_by(self.model)) is None:
             state.average_statistics(self.model.non_trainable_weights)
+
+
+def _mark_of(arrays: list[Any]) -> int:
+    """A digest of the first samples and the number of them all; unknown for what are no arrays."""
+    leaves = [one for one in keras.tree.flatten(arrays) if isinstance(one, np.ndarray) or keras.ops.is_tensor(one)]
+    if not leaves or not all(one.shape for one in leaves):
+        return _UNKNOWN
+    rows = [keras.ops.convert_to_numpy(one[:32]) for one in leaves]
+    if any(one.dtype.hasobject for one in rows):
+        return _UNKNOWN
+    parts = [np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in [*rows, np.array([leaves[0].shape[0]])]]
+    return agreement.digest(np.concatenate(parts))
+
+
+def _warn_of_equal_data(marks: list[int]) -> None:
+    """Say once, on the root, where ranks got the same samples."""
+    same = [rank for rank, mark in enumerate(marks) if mark != _UNKNOWN and marks.count(mark) > 1]
+    if same and state.world().is_root:
+        warnings.warn(
+            f"fit got the same samples on {name_ranks(same)}: each trains on all of them, so that an epoch is as much "
+            "work as in one process and its samples count several times; give fit the data of "
+            "hvdkit.keras.shard((x, y), world, batch_size).",
+            stacklevel=2,
+        )
 
 
 def _remember(model: Any) -> Callable[[], None]:

@@ -62,6 +62,18 @@ REST = Inside(
     "_enumerate_iterator",
     "the first epoch of a fit that goes on is the rest of one, its batches numbered as in the whole",
 )
+STANDARDIZE = Inside(
+    "keras.src.trainers.data_adapters.py_dataset_adapter",
+    "PyDatasetAdapter",
+    "_standardize_batch",
+    "a batch without labels is what fit(x) makes of an array, not a tuple",
+)
+TF_DATASET = Inside(
+    "keras.src.trainers.data_adapters.py_dataset_adapter",
+    "PyDatasetAdapter",
+    "get_tf_dataset",
+    "tf.data copies large rows several times faster than a generator of batches",
+)
 LEGACY_FIT = Inside("tf_keras", "Model", "fit", "no model of Keras 2 may train on several ranks unsynchronised")
 BUILD = Inside(
     "keras.src.backend.tensorflow.trainer",
@@ -75,6 +87,8 @@ NEEDED = (
     APPLY,
     REST,
     *([BUILD] if keras.backend.backend() == "tensorflow" else []),
+    STANDARDIZE,
+    TF_DATASET,
     Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
     Inside("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
     Inside("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),
@@ -187,6 +201,24 @@ def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
         plain(self, iterator=iterator, data_batch=data_batch)
 
     return build
+
+
+def as_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``STANDARDIZE``."""
+
+    def standardize(self: Any, batch: Any) -> Any:
+        return batch if isinstance(self.py_dataset, ShardedData) else plain(self, batch)
+
+    return standardize
+
+
+def by_tf_data(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``TF_DATASET``."""
+
+    def get_tf_dataset(self: Any) -> Any:
+        return self.py_dataset.tf_dataset() if isinstance(self.py_dataset, ShardedData) else plain(self)
+
+    return get_tf_dataset
 
 
 check(keras.__version__)

@@ -1,0 +1,252 @@
+"""What people give ``hvdkit.keras.shard`` and ``fit``, on real ranks, against one process on the union batch."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import KERAS, on_ranks
+
+GLOBAL_BATCH, SAMPLES, FEATURES = 12, 40, 6
+X = np.random.default_rng(5).normal(size=(SAMPLES, FEATURES)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64") + (X[:, 0] > 1)
+WORDS = np.array([f"word{int(one)}" for one in Y], dtype=object)
+LENGTHS = 1 + np.arange(SAMPLES) % 3
+
+
+def weights(model: Any) -> list[float]:
+    return np.concatenate([np.asarray(value, "float64").reshape(-1) for value in model.get_weights()]).tolist()
+
+
+def dense(*inputs: Any) -> Any:
+    """The middle of a small model of one or several inputs."""
+    import keras
+
+    merged = keras.layers.concatenate(inputs) if len(inputs) > 1 else inputs[0]
+    return keras.layers.Dense(8, activation="tanh")(merged)
+
+
+def classifier(hk: Any = None) -> Any:
+    """Compiled, and distributed where hvdkit's adapter is given."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((FEATURES,))
+    model = keras.Model(inputs, keras.layers.Dense(3)(dense(inputs)))
+    optimizer = keras.optimizers.SGD(0.1)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hk.distribute(optimizer) if hk else optimizer, loss)
+    return model
+
+
+def autoencoder(custom: bool) -> Any:
+    """As in Keras' guides: what it learns from is x alone."""
+    import keras
+
+    class Own(keras.Model):
+        """Its loss is made of x; ``fit(x)`` gives it the bare array."""
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            assert y is None and len(x.shape) == 2
+            losses = keras.ops.mean(keras.ops.square(y_pred - x), axis=1)
+            return keras.ops.mean(losses if sample_weight is None else losses * sample_weight)
+
+    class Compare(keras.layers.Layer):
+        def call(self, x, found):
+            self.add_loss(keras.ops.mean(keras.ops.square(found - x)))
+            return found
+
+    inputs = keras.Input((FEATURES,))
+    found = keras.layers.Dense(FEATURES)(dense(inputs))
+    return Own(inputs, found) if custom else keras.Model(inputs, Compare()(inputs, found))
+
+
+def train(hk: Any, world: Any, case: str, remainder: str = "drop") -> list[float]:
+    """Two epochs; the weights."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    sgd = hk.distribute(keras.optimizers.SGD(0.1, momentum=0.9))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    inputs, fitting = keras.Input((FEATURES,), name="a"), {}
+    if case in ("no labels", "no labels, add_loss"):
+        model, data, loss = autoencoder(custom=case == "no labels"), X, None
+    elif case == "dicts":
+        other = keras.Input((FEATURES,), name="b")
+        hidden = dense(inputs, other)
+        outputs = {"k": keras.layers.Dense(3, name="k")(hidden), "l": keras.layers.Dense(3, name="l")(hidden)}
+        model, data = keras.Model({"a": inputs, "b": other}, outputs), ({"a": X, "b": X[::-1]}, {"k": Y, "l": Y[::-1]})
+        loss = {"k": loss, "l": loss}
+    elif case == "lists":
+        other = keras.Input((FEATURES,), name="b")
+        model = keras.Model([inputs, other], keras.layers.Dense(3)(dense(inputs, other)))
+        data = ([X, X[::-1]], Y)
+    elif case in ("ragged", "strings"):
+        import tensorflow as tf
+
+        vocabulary = [f"word{number}" for number in range(3)]
+        words = keras.Input((None,) if case == "ragged" else (1,), dtype="int64" if case == "ragged" else "string")
+        find = keras.layers.StringLookup(vocabulary=vocabulary)
+        found = words if case == "ragged" else find(words)
+        embedded = keras.layers.Embedding(5, 4)(found)
+        model = keras.Model(words, keras.layers.Dense(3)(dense(keras.layers.GlobalAveragePooling1D()(embedded))))
+        if case == "ragged":
+            values = tf.constant(np.arange(LENGTHS.sum()) % 5)
+            data = (tf.RaggedTensor.from_row_lengths(values, LENGTHS), Y)
+        else:
+            data = (tf.constant(WORDS[:, None].tolist()), Y)
+    else:
+        model, data = keras.Model(inputs, keras.layers.Dense(3)(dense(inputs))), (X, Y)
+        if case == "large rows":
+            inputs = keras.Input((70, 70))
+            flat = keras.layers.Flatten()(inputs)[:, ::700]
+            model = keras.Model(inputs, keras.layers.Dense(3)(dense(flat)))
+            data = (np.random.default_rng(1).normal(size=(SAMPLES, 70, 70)).astype("float32"), Y)
+        if case == "class weights":
+            fitting = {"class_weight": {0: 0.5, 1: 3.0}}
+        if case == "class weights, one-hot":
+            fitting, data = {"class_weight": {0: 0.5, 1: 3.0}}, (X, np.eye(3)[Y])
+            loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+        if case == "sample weights":
+            data = (X, Y, np.linspace(0.5, 2, SAMPLES))
+    model.compile(sgd, loss)
+    sharded = hk.shard(data, world, GLOBAL_BATCH // world.size, remainder=remainder, seed=3)
+    model.fit(sharded, epochs=2, verbose=0, callbacks=[hk.BroadcastState()], **fitting)
+    return weights(model)
+
+
+CASES = [
+    ("no labels", "drop"),
+    ("no labels", "exact"),
+    ("no labels, add_loss", "drop"),
+    ("dicts", "exact"),
+    ("class weights", "exact"),
+]
+ON_TENSORFLOW = [
+    ("lists", "exact"),
+    ("large rows", "exact"),
+    ("class weights", "drop"),
+    ("class weights, one-hot", "exact"),
+    ("sample weights", "exact"),
+    ("ragged", "exact"),
+    ("strings", "exact"),
+]
+
+
+@on_ranks("keras-torch", "keras-jax", n=3)
+@pytest.mark.parametrize(("case", "remainder"), CASES)
+def test_the_ranks_end_as_one_process_on_the_union_batch(hk, world, everyone, alone, case, remainder):
+    found = train(hk, world, case, remainder)
+    assert everyone(found) == [found] * world.size
+    assert found == pytest.approx(alone(train, case=case, remainder=remainder), rel=1e-5, abs=1e-6)
+
+
+@on_ranks("keras", n=(2, 3))
+@pytest.mark.parametrize(("case", "remainder"), [*CASES, *ON_TENSORFLOW])
+def test_the_same_where_tf_data_makes_the_batches(hk, world, everyone, alone, case, remainder):
+    test_the_ranks_end_as_one_process_on_the_union_batch(hk, world, everyone, alone, case, remainder)
+
+
+def plainly(hk: Any, world: Any) -> list[list[float]]:
+    """The same data by hvdkit and by plain Keras, in one process, in order."""
+    weighted = {"class_weight": {0: 0.5, 1: 3.0}, "epochs": 2, "verbose": 0, "shuffle": False}
+    found = []
+    for data, options in (
+        ((X, Y), {"batch_size": GLOBAL_BATCH}),
+        ((hk.shard((X, Y), world, GLOBAL_BATCH, remainder="exact", shuffle=False),), {}),
+    ):
+        model = classifier()
+        model.fit(*data, **options, **weighted)
+        found.append(weights(model))
+    return found
+
+
+@on_ranks(*KERAS, n=1)
+def test_class_weights_are_those_of_keras(hk, world):
+    plain, sharded = plainly(hk, world)
+    assert sharded == pytest.approx(plain, rel=1e-5, abs=1e-6)
+
+
+@on_ranks(*KERAS)
+def test_what_cannot_be_sharded_says_what_to_give(hk, world, everyone):
+    import keras
+    import tensorflow as tf
+
+    from hvdkit import HvdkitError
+
+    def refused(attempt: Any) -> str:
+        with pytest.raises(HvdkitError) as error:
+            attempt()
+        return str(error.value)
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return SAMPLES // 4 // world.size
+
+        def __getitem__(self, index: int) -> Any:
+            own = slice((index * world.size + world.rank) * 4, (index * world.size + world.rank + 1) * 4)
+            return X[own], Y[own]
+
+    backend = keras.backend.backend()
+    ragged, sparse = tf.ragged.constant([[1], [2, 3]]), tf.sparse.eye(3)
+    for data, part in (
+        (Batches(), "item i = batch i * world.size + world.rank"),
+        (((x, y) for x, y in zip(X, Y, strict=True)), "tf.data.Dataset.from_generator(make, output_signature=...)"),
+        (lambda: iter(X), "tf.data.Dataset.from_generator(make, output_signature=...)"),
+        (([[1.0, 2.0]], [1]), "give lists as np.asarray(...)"),
+        ((X, Y, Y, Y), "several inputs are one x"),
+        (sparse, "tf.sparse.to_dense(it)"),
+        *([] if backend == "tensorflow" else [((ragged, Y[:2]), "it.to_tensor()"), ((WORDS, Y), "no strings")]),
+    ):
+        assert part in refused(lambda data=data: hk.shard(data, world, 4))
+    model = autoencoder(custom=False)
+    model.compile(hk.distribute(keras.optimizers.SGD(0.1)))
+    assert "give targets, as shard((x, x), ...)" in refused(
+        lambda: model.fit(hk.shard(X, world, 4, remainder="exact"), verbose=0)
+    )
+    model = classifier(hk)
+    assert "multiply the weights of the classes" in refused(
+        lambda: model.fit(hk.shard((X, Y, X[:, 0]), world, 4), class_weight={0: 1.0}, verbose=0)
+    )
+    model.fit(Batches(), epochs=2, shuffle=False, verbose=0, callbacks=[hk.BroadcastState()])  # the advice
+    assert everyone(weights(model)) == [weights(model)] * world.size
+
+
+@on_ranks("keras-torch", n=(2, 3))
+def test_a_dataloader_is_sharded_by_hvdkit_torch(hk, world, everyone, alone):
+    import torch
+
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y)), 4)
+    with pytest.raises(ValueError, match=r"hvdkit\.torch\.shard.loader.dataset, world, batch_size"):
+        hk.shard(loader, world, 4)
+    found = train_loader(hk, world)
+    assert everyone(found) == [found] * world.size
+    assert found == pytest.approx(alone(train_loader), rel=1e-5, abs=1e-6)
+
+
+def train_loader(hk: Any, world: Any) -> list[float]:
+    """What the error says to give."""
+    import torch
+
+    import hvdkit.torch
+
+    world = hvdkit.torch.init()
+    dataset = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    model = classifier(hk)
+    sharded = hvdkit.torch.shard(dataset, world, GLOBAL_BATCH // world.size, remainder="exact", seed=3)
+    model.fit(sharded, epochs=2, shuffle=False, verbose=0, callbacks=[hk.BroadcastState()])
+    return weights(model)
+
+
+@on_ranks(*KERAS, n=3)
+@pytest.mark.parametrize(("same", "said"), [((0, 0, 0), "ranks 0-2"), ((1, 0, 1), "ranks 0, 2"), ((0, 1, 2), "")])
+def test_the_same_data_on_several_ranks_is_one_warning(hk, world, everyone, same, said):
+    model = classifier(hk)
+    part = slice(same[world.rank], 37 + same[world.rank])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.fit(X[part], Y[part], batch_size=8, verbose=0)
+    mine = [str(one.message) for one in warned if "fit got the same samples on" in str(one.message)]
+    found = [text for texts in everyone(mine) for text in texts]
+    assert len(found) == (1 if said else 0)
+    assert not said or f"the same samples on {said}:" in found[0]

@@ -124,6 +124,12 @@ def require_same_names(values: Iterable[str]) -> None:
     metrics.require_same_names(TRANSPORT.gather(metrics.names_table(names), "hvdkit.metric_names"), names)
 
 
+def same_names(values: Iterable[str]) -> bool:
+    """Whether all ranks give the same names, the same answer on every rank; a collective."""
+    table = metrics.names_table(dict.fromkeys(sorted(values), (0.0, 0.0)))
+    return agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.metric_names"))
+
+
 def write_optimizer(file: Path, optimizer: Any, model: Any) -> None:
     """Write an optimizer's variables as an npz file, in their order.
 

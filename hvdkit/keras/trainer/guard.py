@@ -1,7 +1,8 @@
 """What keeps every ``fit`` of a job synchronised; the inside of ``hvdkit.keras.init``.
 
 Horovod cannot know that an optimizer was not distributed, and Keras has no hook that every ``fit`` passes. So ``init``
-replaces ``keras.Model.fit`` by one that adds a callback, which checks
+replaces ``keras.Model.fit`` by one that averages the logs of each epoch before any callback of the user's sees them
+(metrics.py), lets callbacks that write do so on the root (writers.py), and adds a callback that checks
 
 - before training: the optimizer is distributed; epochs, and steps per epoch, are equal on all ranks;
 - before and after the first step, and after the last: weights and optimizer state are bit-identical on all ranks;
@@ -30,7 +31,8 @@ from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import state
 from hvdkit.keras.data import ShardedData, set_trained_on
 from hvdkit.keras.trainer import private
-from hvdkit.keras.trainer.metrics import States
+from hvdkit.keras.trainer.metrics import AverageOfFit, States
+from hvdkit.keras.trainer.writers import on_the_root
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
 from hvdkit.steps.ranks import name_ranks
@@ -151,12 +153,16 @@ def _say_that_another_rank_is_gone(error: Exception) -> None:
 
 
 def _with_guard(guard: Guard, callbacks: Any) -> Any:
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        return [guard, *keras.tree.flatten(callbacks or [])]
-    guard.set_params(callbacks.params)
-    guard.set_model(callbacks.model)
-    callbacks.callbacks.insert(0, guard)
-    return callbacks
+    """The callbacks of one ``fit``: the guard, on several ranks the means of the logs, the user's, what they share."""
+    own = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    world = state.world()
+    if world.size > 1:
+        whole = [guard, AverageOfFit(world), *on_the_root(own)]
+    else:
+        whole = [guard, *keras.tree.flatten(own or [])]
+    if own is callbacks:
+        return whole
+    return keras.callbacks.CallbackList(whole, model=callbacks.model, **(callbacks.params or {}))
 
 
 class Guard(keras.callbacks.Callback):  # type: ignore[misc]
@@ -289,12 +295,12 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             ]
             raise AgreementError(
                 f"the ranks went apart: {' while '.join(parts)}; let callbacks that stop decide by values that are "
-                "the same on all ranks (AverageMetrics first in the list), and resume from the same checkpoint."
+                "the same on all ranks (the logs of an epoch), and resume from the same checkpoint."
             )
         if taking_part(optimizer) is None and len(set(all_rates)) > 1:
             raise AgreementError(
                 "the ranks use different learning rates; let callbacks that change it decide by values that are the "
-                "same on all ranks (AverageMetrics first in the list), and broadcast before training."
+                "same on all ranks (the logs of an epoch), and broadcast before training."
             )
         if len(set(data_epochs)) > 1:
             raise AgreementError(

@@ -273,11 +273,50 @@ def _is_horovods(text):
     return "horovod.torch" in text.source and bool(text.calls("DistributedOptimizer"))
 
 
-@mistake("keras-3-optimizer", "the line that asks for the Keras that Horovod knows is taken out")
-def keras_3(text):
+def _without_keras_2(text):
     for statement in [node for node in text.nodes if isinstance(node, (ast.Assign, ast.Expr))]:
         if "TF_USE_LEGACY_KERAS" in ast.unparse(statement):
             yield lambda statement=statement: text.splice(statement, [])
+
+
+@mistake("keras-3-optimizer", "the line that asks for the Keras that Horovod knows is taken out")
+def keras_3(text):
+    if text.calls("DistributedOptimizer"):
+        yield from _without_keras_2(text)
+
+
+@mistake("keras-3-variables", "the line that asks for the Keras that Horovod knows is taken out")
+def keras_3_variables(text):
+    if text.calls("DistributedGradientTape"):
+        yield from _without_keras_2(text)
+
+
+@mistake("keras-3-callback", "Horovod's callback for metrics is put before hvdkit's")
+def horovods_callback(text):
+    for call in text.calls("BroadcastState") if "hvdkit.keras" in text.source else []:
+        if isinstance(text.parents[call], ast.List):
+            new = ast.parse("horovod.keras.callbacks.MetricAverageCallback()", mode="eval").body
+
+            def change(listed=text.parents[call].elts, new=new):
+                text.tree.body[1:1] = ast.parse("import horovod.keras").body
+                listed.insert(0, new)
+
+            yield change
+
+
+@mistake("removed", "compile gets an argument of Keras 2")
+def removed_argument(text):
+    for call in text.calls("compile") if "TF_USE_LEGACY_KERAS" not in text.source else []:
+        if any(one.arg == "optimizer" for one in call.keywords):
+            old = ast.keyword("experimental_run_tf_function", ast.Constant(False))
+            yield lambda call=call, old=old: call.keywords.append(old)
+
+
+@mistake("resume-on-some-ranks", "the root alone backs up instead of saving")
+def backup_on_root(text):
+    for call in text.calls("ModelCheckpoint") if "horovod" in text.source else []:
+        if isinstance(call.func, ast.Attribute):
+            yield lambda call=call: setattr(call.func, "attr", "BackupAndRestore")
 
 
 # State ------------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def at_most(hits, trials):
 def table(paths, missed=lambda *_: None):
     false, planted_, lost, blamed = measure(paths, missed)
     lines = ["| rule | false | planted | missed |", "|---|---|---|---|"]
-    for name in (rule.name for rule in RULES):
+    for name in dict.fromkeys(rule.name for rule in RULES):
         lines.append(f"| {name} | {false[name]} | {planted_[name]} | {lost[name]} |")
     total, gone = sum(planted_.values()), sum(lost.values())
     lines.append(f"| all | {blamed} of {len(paths)} scripts | {total} | {gone} |")

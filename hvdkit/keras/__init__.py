@@ -87,9 +87,10 @@ def init() -> Topology:
     replaces ``keras.Model.fit`` by one that runs the original with one more callback. On several ranks it refuses an
     optimizer that is not distributed, ranks that would take different numbers of steps, and losses and train steps that
     undo the weights of ``shard(remainder="exact")``; compares weights and optimizer state before and after the first
-    step and at the end; sets BatchNormalization's moving statistics to their mean over the ranks after each epoch; lets
-    only rank 0 print progress; and ends all ranks where one stops or fails in mid-epoch. ``train_on_batch``, too,
-    refuses an optimizer that is not distributed; another step with one is warned of.
+    step and at the end; sets BatchNormalization's moving statistics to their mean over the ranks after each epoch;
+    gives callbacks the logs of all ranks together; lets Keras' callbacks that write do so on rank 0, with their effects
+    on all ranks; lets only rank 0 print progress; and ends all ranks where one stops or fails in mid-epoch. An
+    optimizer that is not distributed is refused by ``train_on_batch``, too; another step with one is warned of.
 
     Raises:
         LauncherError: the launcher's environment is incomplete.
@@ -317,6 +318,6 @@ def fit(
     saving = [Checkpoint(checkpoint_dir)] if checkpoint_dir is not None else []  # 6
     data = shard(train_set, world, batch_size, seed=seed)  # 7
     steps = steps_per_epoch(data.share.n_samples, batch_size, world)  # 8
-    callbacks = [RecordSteps(), AverageMetrics(world), warmup(optimizer, world, steps, warmup_epochs), *saving]
+    callbacks = [RecordSteps(), warmup(optimizer, world, steps, warmup_epochs), *saving]
     history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
     return [{"loss": mean} for mean in history.get("loss", [])]

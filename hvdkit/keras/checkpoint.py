@@ -117,7 +117,7 @@ class Checkpoint(Callback):
         every: save after so many steps of each epoch, again and again, and at its end; default: at its end only.
             BatchNormalization's moving statistics are set to their mean over the ranks first, as after an epoch.
         keep_best: how many with the best ``monitor`` stay beside the newest; they are saved at an epoch's end.
-        monitor: the log whose value is the score, such as "val_accuracy"; put ``AverageMetrics`` before this callback.
+        monitor: the log whose value is the score, such as "val_accuracy".
         mode: "max" or "min": which values of ``monitor`` are better.
         wait: see ``Checkpoints``.
     Attributes:

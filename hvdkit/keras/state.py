@@ -145,6 +145,12 @@ def require_same_names(values: Iterable[str]) -> None:
     metrics.require_same_names(TRANSPORT.gather(metrics.names_table(names), "hvdkit.metric_names"), names)
 
 
+def same_names(values: Iterable[str]) -> bool:
+    """Whether all ranks give the same names, the same answer on every rank; a collective."""
+    table = metrics.names_table(dict.fromkeys(sorted(values), (0.0, 0.0)))
+    return agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.metric_names"))
+
+
 def write_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> None:
     """Write optimizers' variables as an npz file: a single one's in their order, those of several by name.
 

@@ -64,7 +64,10 @@ def restore(states: States, layers: Sequence[Any]) -> None:
     # Last, since whoever made a generator above has drawn its seed from these.
     version, *words = eager.tolist()
     try:
-        context.context()._rng.setstate((version, tuple(words), None))
+        if version:
+            if not hasattr(context.context(), "_rng"):
+                tf.random.set_seed(0)
+            context.context()._rng.setstate((version, tuple(words), None))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"the saved state of TensorFlow's seeds cannot be read: {error}") from error
     random_state.restore(python.view(np.uint8)[: random_state.BYTES])
@@ -72,8 +75,13 @@ def restore(states: States, layers: Sequence[Any]) -> None:
 
 
 def _eager_seeds() -> States:
-    """What gives the eager ``tf.random`` operations their seeds: a ``random.Random`` in TensorFlow's context."""
+    """What gives the eager ``tf.random`` operations their seeds: a ``random.Random`` in TensorFlow's context.
+
+    TensorFlow has none, here zeros, until a seed is set.
+    """
     context.ensure_initialized()
+    if not hasattr(context.context(), "_rng"):
+        return np.zeros(_WORDS, dtype=np.int64)
     version, words, _ = context.context()._rng.getstate()
     return np.array([version, *words], dtype=np.int64)
 

@@ -180,7 +180,13 @@ MUTATIONS = [
         "    if hvd.rank() == 0:\n        accuracy = evaluate()\n",
         ["collective-on-some-ranks"],
     ),
-    ("horovod_keras", 'os.environ["TF_USE_LEGACY_KERAS"] = "1"\n', "", ["keras-3-optimizer"]),
+    ("horovod_tensorflow", 'os.environ["TF_USE_LEGACY_KERAS"] = "1"\n', "", ["keras-3-variables"] * 3),
+    (
+        "horovod_keras",
+        'os.environ["TF_USE_LEGACY_KERAS"] = "1"\n',
+        "",
+        ["keras-3-callback"] * 3 + ["keras-3-optimizer"],
+    ),
     ("horovod_keras", "        hvd.callbacks.BroadcastGlobalVariablesCallback(0),\n", "", ["broadcast-missing"]),
     (
         "horovod_keras",
@@ -284,6 +290,18 @@ MUTATIONS = [
     ("hvdkit_tensorflow", "            tape = hk.distribute(tape)\n", "", ["optimizer-not-distributed"]),
     ("hvdkit_keras", "hk.distribute(optimizer)\n", "", ["optimizer-not-distributed"]),
     ("hvdkit_keras", "    hk.BroadcastState(),\n", "", ["broadcast-missing"]),
+    (
+        "horovod_keras",
+        'ModelCheckpoint("checkpoint-{epoch}.h5")',
+        'BackupAndRestore("backup")',
+        ["resume-on-some-ranks"],
+    ),
+    (
+        "horovod_keras",
+        'if hvd.rank() == 0:\n        callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5"))',
+        'if True:\n        callbacks.append(tf.keras.callbacks.BackupAndRestore(f"backup-{hvd.rank()}"))',
+        [],
+    ),
     (
         "ddp_torchrun",
         "    if is_main_process():\n        torch.save",

@@ -1,7 +1,8 @@
 """What keeps every ``fit`` of a job synchronised; the inside of ``hvdkit.keras.init``.
 
 Horovod cannot know that an optimizer was not distributed, and Keras has no hook that every ``fit`` passes. So ``init``
-replaces ``keras.Model.fit`` by one that adds a callback, which checks
+replaces ``keras.Model.fit`` by one that averages the logs of each epoch before any callback of the user's sees them
+(metrics.py), lets callbacks that write do so on the root (writers.py), and adds a callback that checks
 
 - before training: the optimizer is distributed; epochs, and steps per epoch, are equal on all ranks;
 - before and after the first step, and after the last: weights and optimizer state are bit-identical on all ranks;
@@ -18,7 +19,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,10 +26,7 @@ import keras
 import numpy as np
 
 from hvdkit.common.keras_optimizer import (
-    is_distributed,
-    move_to_loss_scale,
     require_keras_3,
-    shown,
     taking_part,
 )
 from hvdkit.errors import AgreementError, InvalidArgumentError
@@ -37,16 +34,17 @@ from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state
 from hvdkit.keras.data import SHARDED, ShardedData, set_trained_on
-from hvdkit.keras.optimizer import distribute, held_by, made_by_compile
-from hvdkit.keras.trainer import own_steps, private, watch
-from hvdkit.keras.trainer.metrics import States
+from hvdkit.keras.optimizer import held_by
+from hvdkit.keras.trainer import own_steps, private, requirements, watch
+from hvdkit.keras.trainer.metrics import AverageOfFit, States
+from hvdkit.keras.trainer.requirements import UNKNOWN
+from hvdkit.keras.trainer.writers import on_the_root
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement
-from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.streams import StreamInEpochs
 
-_UNKNOWN, _ENDED, _AGREED_ON = -1, -2, -3
+_ENDED, _AGREED_ON = -2, -3
 
 
 def install() -> None:
@@ -73,12 +71,12 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         model, data = call.arguments["self"], call.arguments["x"]
         guard, weighted = Guard(call.arguments), False
         if state.world().size > 1:
-            _prepare(model)
+            requirements.prepare(model)
             weighted = isinstance(data, SHARDED) and data.share.remainder == "exact"
             if weighted and model.compiled:
-                _refuse_what_undoes_weights(model, data.has_labels)
+                requirements.refuse_what_undoes_weights(model, data.has_labels)
             if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
-                _warn_of_synchronized()
+                requirements.warn_of_synchronized()
             if not state.world().is_root:
                 call.arguments["verbose"] = 0
         if isinstance(data, SHARDED):
@@ -120,67 +118,10 @@ def _refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _refusing_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.train_function is None and state.world().size > 1:
-            _prepare(self, "train_on_batch")
+            requirements.prepare(self, "train_on_batch")
         return plain(self, *args, **kwargs)
 
     return train_on_batch
-
-
-def _prepare(model: Any, caller: str = "fit") -> None:
-    """Refuse or adapt what cannot be trained on several ranks as it is."""
-    if not model.compiled:
-        return  # Keras says so itself
-    optimizers = held_by(model)
-    for optimizer in optimizers.values():
-        move_to_loss_scale(optimizer)
-    local = {name: one for name, one in optimizers.items() if not is_distributed(one)}
-    if "optimizer" in local and len(optimizers) > 1 and made_by_compile(local["optimizer"]):
-        unasked = local.pop("optimizer")  # beside the user's own; what train_step does with it nobody knows
-        if not local:
-            distribute(unasked, GradientOptions(), None)
-    if local:
-        world = state.world()
-        which = shown(local) if len(optimizers) > 1 else f"an {shown(local)}"
-        raise InvalidArgumentError(
-            f"{caller} was called on rank {world.rank} of {world.size} with {which} that hvdkit has not distributed: "
-            "every process would train a model of its own; compile the model with "
-            f"{', '.join(f'hvdkit.keras.distribute({name})' for name in local)}."
-        )
-    if keras.backend.backend() == "tensorflow" and model.jit_compile:
-        warnings.warn(
-            "hvdkit trains without jit_compile: Horovod's allreduce has no XLA kernel in TensorFlow. Results are the "
-            "same; compile the model with jit_compile=False to say so yourself.",
-            stacklevel=3,
-        )
-        model.jit_compile = False
-        model.train_function = None
-
-
-def _refuse_what_undoes_weights(model: Any, has_labels: bool) -> None:
-    """Refuse losses that are no mean over the global batch."""
-    reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
-    wrong = [one for one in reductions if one in ("sum", "mean_with_sample_weight")]
-    if wrong:
-        raise InvalidArgumentError(
-            f"fit got data with remainder='exact' and a loss with reduction={wrong[0]!r}, which undoes the weights "
-            "that make the mean over the ranks exact; make the loss with reduction='sum_over_batch_size', or shard "
-            "with remainder='drop'."
-        )
-    own = [getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss")]
-    if not has_labels and not any(own):
-        raise InvalidArgumentError(
-            "fit got data with remainder='exact' and no y, and Keras does not weigh the losses of add_loss; give "
-            "targets, as shard((x, x), ...), or shard with remainder='drop'."
-        )
-
-
-@functools.cache
-def _warn_of_synchronized() -> None:
-    warnings.warn(
-        "BatchNormalization(synchronized=True) synchronises within a tf.distribute strategy, not over Horovod's ranks: "
-        "each rank normalises by its own part of the batch.",
-        stacklevel=4,
-    )
 
 
 def _say_why_it_cannot_go_on(error: BaseException, why: str) -> None:
@@ -198,12 +139,16 @@ def _say_why_it_cannot_go_on(error: BaseException, why: str) -> None:
 
 
 def _with_guard(guard: Guard, callbacks: Any) -> Any:
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        return [guard, *keras.tree.flatten(callbacks or [])]
-    guard.set_params(callbacks.params)
-    guard.set_model(callbacks.model)
-    callbacks.callbacks.insert(0, guard)
-    return callbacks
+    """The callbacks of one ``fit``: the guard, on several ranks the means of the logs, the user's, what they share."""
+    own = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    world = state.world()
+    if world.size > 1:
+        whole = [guard, AverageOfFit(world), *on_the_root(own)]
+    else:
+        whole = [guard, *keras.tree.flatten(own or [])]
+    if own is callbacks:
+        return whole
+    return keras.callbacks.CallbackList(whole, model=callbacks.model, **(callbacks.params or {}))
 
 
 class Guard(keras.callbacks.Callback):  # type: ignore[misc]
@@ -222,10 +167,10 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self.reader: Any = data.reader(arguments["class_weight"]) if sharded else None
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)
-        self._validation = agreement.digest(when) if validates else _UNKNOWN
+        self._validation = agreement.digest(when) if validates else UNKNOWN
         self._all_validate = False
         self._alone = state.world().size == 1
-        self._mark = _UNKNOWN if self._alone else _mark_of([arguments["x"], arguments["y"]])
+        self._mark = UNKNOWN if self._alone else requirements.mark_of([arguments["x"], arguments["y"]])
         self._begun = self._stepped = False
         self._first_batch, self._last_batch = 0, -1
         self._epoch, self._batch, self._loss, self._stopped = 0, 0, None, False
@@ -236,15 +181,15 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if self._alone:
             return
-        unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else _UNKNOWN
+        unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else UNKNOWN
         facts = {"steps per epoch": self.params.get("steps") or unknown, "epochs": self.params["epochs"]}
         mine = np.array([[*facts.values(), self._validation, self._mark]], dtype=np.int64)
         everyone = np.stack(TRANSPORT.gather(mine, "hvdkit.fit"))[:, 0]
         for name, values in zip(facts, everyone.T.tolist(), strict=False):
-            _require_same(name, values)
+            requirements.require_same(name, values)
         if taking_part(held_by(self.model)) is None:
-            _warn_of_equal_data(everyone[:, 3].tolist())
-        self._all_validate = bool((everyone[:, 2] == self._validation).all()) and self._validation != _UNKNOWN
+            requirements.warn_of_equal_data(everyone[:, 3].tolist())
+        self._all_validate = bool((everyone[:, 2] == self._validation).all()) and self._validation != UNKNOWN
         self._watch = watch.begin(TRANSPORT)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -385,13 +330,13 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             ]
             raise AgreementError(
                 f"the ranks went apart: {' while '.join(parts)}; let callbacks that stop decide by values that are "
-                "the same on all ranks (AverageMetrics first in the list), and resume from the same checkpoint."
+                "the same on all ranks (the logs of an epoch), and resume from the same checkpoint."
             )
         if taking_part(optimizers) is None and len(set(all_rates)) > 1:
             whose = f" in {' or '.join(optimizers)}" if len(optimizers) > 1 else ""
             raise AgreementError(
                 f"the ranks use different learning rates{whose}; let callbacks that change it decide by values that "
-                "are the same on all ranks (AverageMetrics first in the list), and broadcast before training."
+                "are the same on all ranks (the logs of an epoch), and broadcast before training."
             )
         if len(set(data_epochs)) > 1:
             raise AgreementError(
@@ -404,47 +349,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             state.average_statistics(self.model.non_trainable_weights)
 
 
-def _mark_of(arrays: list[Any]) -> int:
-    """A digest of the first samples and the number of them all; unknown for what are no arrays."""
-    leaves = [one for one in keras.tree.flatten(arrays) if isinstance(one, np.ndarray) or keras.ops.is_tensor(one)]
-    if not leaves or not all(one.shape for one in leaves):
-        return _UNKNOWN
-    rows = [keras.ops.convert_to_numpy(one[:32]) for one in leaves]
-    if any(one.dtype.hasobject for one in rows):
-        return _UNKNOWN
-    parts = [np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in [*rows, np.array([leaves[0].shape[0]])]]
-    return agreement.digest(np.concatenate(parts))
-
-
-def _warn_of_equal_data(marks: list[int]) -> None:
-    """Say once, on the root, where ranks got the same samples."""
-    same = [rank for rank, mark in enumerate(marks) if mark != _UNKNOWN and marks.count(mark) > 1]
-    if same and state.world().is_root:
-        warnings.warn(
-            f"fit got the same samples on {name_ranks(same)}: each trains on all of them, so that an epoch is as much "
-            "work as in one process and its samples count several times; give fit the data of "
-            "hvdkit.keras.shard((x, y), world, batch_size).",
-            stacklevel=2,
-        )
-
-
 def _remember(model: Any) -> Callable[[], None]:
     """What brings the metrics back to where they are now."""
     states = States(model)
     return functools.partial(states.assign, states.values)
-
-
-def _require_same(name: str, values: list[int]) -> None:
-    """Raise unless a number is known on all ranks and the same."""
-    if _UNKNOWN in values:
-        ranks = name_ranks([rank for rank, value in enumerate(values) if value == _UNKNOWN])
-        raise InvalidArgumentError(
-            f"the number of {name} is unknown on {ranks} for this kind of data, and ranks with different numbers would "
-            "wait for each other for ever; give fit(steps_per_epoch=...) or data with a length."
-        )
-    if len(set(values)) > 1:
-        shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values[:8]))
-        raise AgreementError(
-            f"the ranks would take different numbers of {name} ({shown}{', ...' if len(values) > 8 else ''}) and wait "
-            "for each other for ever; give every rank the same, see shard and steps_per_epoch."
-        )

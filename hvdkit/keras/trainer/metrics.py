@@ -20,9 +20,10 @@ class AverageMetrics(Callback):
 
     The states of Keras' own metrics are added up, as if one process had seen all samples; other metrics and logs are
     weighted by each rank's number of samples. What follows in the list, the history and the progress line see the
-    result. To validate on every sample exactly once, give each rank its part: ``x[world.rank::world.size]``, or call
-    ``evaluate`` after training. With ``remainder="exact"`` a filler is not counted (but where steps_per_execution > 1),
-    and the loss is weighted as in the gradient.
+    result. ``fit`` begins with one on several ranks; one of your own averages what callbacks before it add. To validate
+    on every sample exactly once, give each rank its part: ``x[world.rank::world.size]``, or call ``evaluate`` after
+    training. With ``remainder="exact"`` a filler is not counted (but where steps_per_execution > 1), and the loss is
+    weighted as in the gradient.
 
     Args:
         world: the job.
@@ -52,11 +53,12 @@ class AverageMetrics(Callback):
         if logs is None or self._world.size == 1:
             return
         latest, before_validation, self._training = States(self.model), self._training, None
-        phases = [("", before_validation), ("val_", latest)] if before_validation is not None else [("", latest)]
-        state.require_same_names(logs)
+        phases = {"": before_validation or latest, "val_": latest if before_validation is not None else None}
         weighted: dict[str, tuple[float, float]] = {}
-        for prefix, states in phases:
-            names = [name for name in logs if name.startswith("val_") == bool(prefix)]
+        for prefix, states in phases.items():
+            names = [name for name in logs if name.startswith("val_") == bool(prefix)] if states is not None else []
+            if not self._on_all_ranks(names) or not names or states is None:
+                continue
             results = {prefix + name: value for name, value in states.summed_results().items()}
             # As in Keras: a train_step of the user's own may return what no metric knows.
             known = states.samples is not None and results.keys() <= set(names)
@@ -69,6 +71,20 @@ class AverageMetrics(Callback):
                     logs[name] = value
         latest.assign(latest.values)
         logs.update(state.average(weighted, self._world.size))
+
+    def _on_all_ranks(self, names: list[str]) -> bool:
+        """Whether these logs can be averaged; a collective."""
+        state.require_same_names(names)
+        return True
+
+
+class AverageOfFit(AverageMetrics):
+    """The one that every ``fit`` on several ranks begins with: what only some ranks log, such as a validation on the
+    root alone, stays theirs.
+    """
+
+    def _on_all_ranks(self, names: list[str]) -> bool:
+        return state.same_names(names)
 
 
 class States:

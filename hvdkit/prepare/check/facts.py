@@ -64,6 +64,11 @@ class Facts(Flow):
         return sorted(one for one in found if one.startswith(self.library))
 
     @cached_property
+    def guards_fit(self) -> bool:
+        """Whether Keras' ``fit`` is hvdkit's: it averages the logs, and lets callbacks that write do so on the root."""
+        return "hvdkit.keras" in self.modules
+
+    @cached_property
     def others(self) -> list[str]:
         """Other ways to distribute a training, which are not checked."""
         found = {OTHER_DISTRIBUTORS[root] for name in self.used if (root := name.split(".")[0]) in OTHER_DISTRIBUTORS}

@@ -78,25 +78,6 @@ def not_distributed(case: JudgedCase) -> Iterator[Event | int]:
         yield from step_gradients.unwrapped_models(case)
 
 
-def keras_3(case: JudgedCase) -> Iterator[Event]:
-    """Horovod's Keras optimizer, unless the script asks for the Keras that it was made for."""
-    legacy = any(isinstance(node, ast.Constant) and node.value == "TF_USE_LEGACY_KERAS" for node in case.nodes)
-    imports = {name.split(".")[0] for name in case.imported}
-    if legacy or "tf_keras" in imports or any(".legacy" in name for name in case.used):
-        return
-    for event in case.having(Role.DISTRIBUTE, Role.LOAD_MODEL):
-        name = case.name(event.node)
-        if any("__version__" in ast.unparse(guard.test) for guard in event.guards) or name.endswith("Tape"):
-            continue
-        wrapped = argument(event.node, "optimizer", 0)
-        sources = case.calls(wrapped) if wrapped is not None else []
-        on_keras = any(case.name(call).startswith("keras.") for call in sources)
-        if name.startswith(("horovod.keras.", "horovod.tensorflow.keras.")) or (
-            name.startswith("horovod.tensorflow.") and on_keras
-        ):
-            yield event
-
-
 # Data -----------------------------------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ def _takes_part(case: Case, given: ast.expr | None) -> bool:
 
 def _fitted(case: Case) -> Iterator[int]:
     """``fit`` that reports or decides on what one rank sees, without a callback that averages."""
-    if case.having(Role.AVERAGE_CALLBACK) or case.having(Role.REDUCE):
+    if case.guards_fit or case.having(Role.AVERAGE_CALLBACK) or case.having(Role.REDUCE):
         return
     deciding = [event for event in case.named(*_DECIDES) if event.reached]
     for event in case.fits:

@@ -6,13 +6,13 @@ import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import collectives, find, metrics, step_data, step_gradients, step_state
+from hvdkit.prepare.check import collectives, find, metrics, removed, step_data, step_gradients, step_state
 from hvdkit.prepare.check.case import Case
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.uncalled import uncalled
 
-Place = Event | ast.expr | int
+Place = Event | ast.expr | ast.keyword | int
 """Where a rule is broken: a call, an expression, or a line where the rule's words are enough."""
 
 
@@ -153,9 +153,48 @@ RULES = (
         "keras-3-optimizer",
         "`{}` is Horovod's own wrapper for Keras optimizers, which does nothing in Keras 3",
         "Keras 3 does not call what Horovod overrides: training runs without an error and no gradient is averaged",
-        "use hvdkit.keras.distribute(optimizer), or set os.environ['TF_USE_LEGACY_KERAS'] = '1' before TensorFlow is "
-        "imported and install tf_keras",
-        find.keras_3,
+        "use hvdkit.keras.distribute(optimizer); under TF_USE_LEGACY_KERAS and tf_keras Horovod's averages, but its "
+        "callbacks for warmup and metrics fail there, as they ask Keras 3 for what it has not",
+        removed.optimizers,
+    ),
+    Rule(
+        "keras-3-variables",
+        "`{}` is Horovod's and meets variables of Keras 3, which are not TensorFlow's",
+        "it raises an AttributeError (they have no `ref`), and `optimizer.variables()` a TypeError: it is a list",
+        "import hvdkit.tensorflow as hk: `tape = hk.distribute(tape)`, and before the first step "
+        "`hk.broadcast_state(model, optimizer)`",
+        removed.variables,
+    ),
+    Rule(
+        "keras-3-callback",
+        "`{}` is Horovod's callback for Keras 2",
+        "with Keras 3 it raises an AttributeError in fit; those for warmup and metrics also under tf_keras",
+        "use hvdkit.keras: BroadcastState(), warmup(optimizer, world, steps_per_epoch); its fit averages the logs",
+        removed.callbacks,
+    ),
+    *(
+        Rule(
+            "removed",
+            "`{}` was removed: TensorFlow 2 and Keras 3 do not know it",
+            "it raises an error",
+            fix,
+            find_it,
+        )
+        for fix, find_it in (
+            (
+                "TensorFlow 2 has no sessions: hk.pin_device(world), or "
+                "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
+                removed.sessions,
+            ),
+            ("leave it out", removed.argument_named("experimental_run_tf_function", r"\.compile$")),
+            ("write learning_rate=", removed.argument_named("lr", r"^keras\.optimizers\.")),
+            ("call fit, evaluate or predict, which take such data, too", removed.generators),
+            (
+                "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "
+                "tensorflow.keras.preprocessing.image",
+                removed.image_generators,
+            ),
+        )
     ),
     Rule(
         "broadcast-missing",
@@ -177,8 +216,17 @@ RULES = (
         "checkpoint-on-every-rank",
         "every rank writes this file",
         "processes that write one file at the same time leave a damaged one",
-        "write it under `if hvd.rank() == 0:`, or use hk.Checkpoints",
+        "write it under `if hvd.rank() == 0:`, or use hk.Checkpoints; BackupAndRestore, which every rank must restore: "
+        "give each rank a directory of its own, or train with hvdkit.keras, whose fit takes care of such callbacks",
         _blamed(6),
+    ),
+    Rule(
+        "resume-on-some-ranks",
+        "`{}` is given to some ranks only",
+        "these ranks go on from the backup, in its epoch, and the others begin anew and wait for steps that never come",
+        "give it to every rank, each with a directory of its own; or train with hvdkit.keras, whose fit lets the root "
+        "back up and restores all ranks",
+        step_state.lone_backups,
     ),
     Rule(
         "dataset-not-sharded",

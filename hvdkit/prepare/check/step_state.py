@@ -20,6 +20,7 @@ _STATE = {
 _LOADS = {"load_state_dict", "load_weights", "set_weights"}
 _OWN_FILES = ("io.BytesIO", "tempfile.mk", "tempfile.Named", "tempfile.Temporary", "tempfile.Spooled")
 _SAVES = {"torch.save", "torch.jit.save", "tensorflow.saved_model.save", "keras.models.save_model"}
+_BACKUP = "keras.callbacks.BackupAndRestore"
 _TF_CHECKPOINTS = ("tensorflow.train.Checkpoint",)
 
 
@@ -211,6 +212,8 @@ def loads(case: Case) -> list[Event]:
 def checkpoint(case: Case) -> Verdict:
     """Step 6."""
     kept = case.having(Role.CHECKPOINTS, Role.CHECKPOINT_CALLBACK)
+    if case.guards_fit:
+        kept += [event for event in case.events if _is_callback(case, event.node)]
     if any(argument(event.node, "checkpoint_dir") is not None for event in case.having(Role.FIT)):
         kept = [*kept, *case.having(Role.FIT)]
     states = {event.node: _state(case, event) for event in writes(case)}
@@ -248,7 +251,17 @@ def _use_states(case: Case, name: ast.Name) -> set[str]:
 
 def _paths(case: Case, call: ast.Call) -> list[ast.expr]:
     """The arguments that say where to write, those of the checkpoint object included."""
-    named = ("f", "filepath", "path", "directory", "checkpoint_dir", "export_dir", "file_prefix", "save_path")
+    named = (
+        "f",
+        "filepath",
+        "path",
+        "directory",
+        "backup_dir",
+        "checkpoint_dir",
+        "export_dir",
+        "file_prefix",
+        "save_path",
+    )
     given = [argument(call, name) for name in named]
     given.append(argument(call, "", 1 if case.name(call) else 0) or argument(call, "", 0))
     makers = [] if case.name(call) else case.calls(receiver(call))
@@ -271,7 +284,7 @@ def _writes(case: Case, call: ast.Call) -> bool:
         target = argument(call, "f", 1) or argument(call, "filepath", 1)
         return target is None or not any(case.name(one).startswith(_OWN_FILES) for one in case.calls(target))
     if _is_callback(case, call):
-        return True
+        return not case.guards_fit
     if name or not isinstance(call.func, ast.Attribute) or case.role(call):
         return False
     made = [case.name(one) for one in case.calls(call.func.value)]
@@ -282,4 +295,12 @@ def _writes(case: Case, call: ast.Call) -> bool:
 
 
 def _is_callback(case: Case, call: ast.Call) -> bool:
-    return case.name(call) in ("keras.callbacks.ModelCheckpoint", "keras.callbacks.BackupAndRestore")
+    return case.name(call) in ("keras.callbacks.ModelCheckpoint", _BACKUP)
+
+
+def lone_backups(case: Case) -> Iterator[Event]:
+    """``BackupAndRestore`` on some ranks only: the others do not go on where it does."""
+    for event in writes(case):
+        own = any(case.has_rank(path) for path in _paths(case, event.node))
+        if case.name(event.node) == _BACKUP and not own and _state(case, event) == "some ranks":
+            yield event

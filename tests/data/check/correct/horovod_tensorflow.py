@@ -1,10 +1,13 @@
 """A loop of one's own with a distributed tape; the state is sent after the first step."""
 
 import argparse
+import os
 
-import tensorflow as tf
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
-import horovod.tensorflow as hvd
+import tensorflow as tf  # noqa: E402
+
+import horovod.tensorflow as hvd  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch_size", type=int, default=128)

@@ -10,13 +10,15 @@ hk.pin_device(world)
 train_set = hk.shard((x_train / 255.0, y_train), world, batch_size=64)
 steps = hk.steps_per_epoch(len(x_train), 64, world)
 
-model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(10, activation="softmax")])
+model = keras.Sequential([keras.Input((28, 28)), keras.layers.Flatten(), keras.layers.Dense(10, activation="softmax")])
 optimizer = keras.optimizers.Adam(hk.scale_lr(1e-3, world))
 hk.distribute(optimizer)
 model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", metrics=["accuracy"])
 callbacks = [
     hk.BroadcastState(),
-    hk.AverageMetrics(),
+    keras.callbacks.EarlyStopping("loss", patience=2),
+    keras.callbacks.ModelCheckpoint("best.keras", "loss", save_best_only=True),
+    keras.callbacks.BackupAndRestore("backup"),
     hk.warmup(optimizer, world, steps),
     hk.Checkpoint("runs/mnist"),
 ]

@@ -1,3 +1,6 @@
+import os
+
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
 import tensorflow as tf
 
 import horovod.tensorflow as hvd

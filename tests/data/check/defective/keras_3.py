@@ -2,25 +2,36 @@ import tensorflow as tf
 from tensorflow.keras import layers, models
 
 import horovod.tensorflow.keras as hvd
+from keras.preprocessing.image import ImageDataGenerator
 
 hvd.init()
-gpus = tf.config.experimental.list_physical_devices("GPU")
-for gpu in gpus:
-    tf.config.experimental.set_memory_growth(gpu, True)
-if gpus:
-    tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+config = tf.ConfigProto()  # finds: removed
+config.gpu_options.visible_device_list = str(hvd.local_rank())
+tf.keras.backend.set_session(tf.Session(config=config))  # finds: removed
 (images, labels), _ = tf.keras.datasets.mnist.load_data(path="mnist-%d.npz" % hvd.rank())
-dataset = tf.data.Dataset.from_tensor_slices((images / 255.0, labels)).repeat().shuffle(10000).batch(128)
+images = images[..., tf.newaxis] / 255.0
 model = models.Sequential([layers.Flatten(), layers.Dense(10, activation="softmax")])
 scaled_lr = 0.001 * hvd.size()
-opt = tf.optimizers.Adam(scaled_lr)
+opt = tf.optimizers.Adadelta(lr=scaled_lr)  # finds: removed
 opt = hvd.DistributedOptimizer(opt)  # finds: keras-3-optimizer
-model.compile(loss="sparse_categorical_crossentropy", optimizer=opt, metrics=["accuracy"])
+model.compile(
+    loss="sparse_categorical_crossentropy",
+    optimizer=opt,
+    experimental_run_tf_function=False,  # finds: removed
+)
 callbacks = [
-    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    hvd.callbacks.MetricAverageCallback(),
-    hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3),
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # finds: keras-3-callback
+    hvd.callbacks.MetricAverageCallback(),  # finds: keras-3-callback
+    hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3),  # finds: keras-3-callback
 ]
 if hvd.rank() == 0:
     callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5"))
-model.fit(dataset, steps_per_epoch=500 // hvd.size(), callbacks=callbacks, epochs=24, verbose=hvd.rank() == 0)
+    callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))  # finds: resume-on-some-ranks
+turned = ImageDataGenerator(rotation_range=8)  # finds: removed
+model.fit_generator(  # finds: removed
+    turned.flow(images, labels, batch_size=128),
+    steps_per_epoch=500 // hvd.size(),
+    callbacks=callbacks,
+    epochs=24,
+    verbose=hvd.rank() == 0,
+)

@@ -64,6 +64,15 @@ SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.
             "/site/bin/aprun -n 8 -N 4 --cc depth -d 16 python train.py",
         ),
         (
+            {"launcher": "mpiexec", "ppn": 4, "depth": 8, "cpu_bind": "list:8-15:0-7"},
+            "/site/bin/mpiexec -n 8 --ppn 4 --cpu-bind list:8-15:0-7 python train.py",
+        ),
+        (
+            {"launcher": "srun", "ppn": 4, "depth": 7, "cpu_bind": "mask_cpu:fe,fe00"},
+            "/site/bin/srun --ntasks=8 --ntasks-per-node=4 --nodes=2 --cpus-per-task=7 --cpu-bind=mask_cpu:fe,fe00 "
+            f"{SRUN_ENDS}",
+        ),
+        (
             {"launcher": "srun", "ppn": 4, "depth": 16},
             f"/site/bin/srun --ntasks=8 --ntasks-per-node=4 --nodes=2 --cpus-per-task=16 {SRUN_ENDS}",
         ),
@@ -210,6 +219,7 @@ def test_notes_name_what_other_hosts_need():
         ({"launcher": "mpirun", "ppn": 4}, "needs 2 hosts, and there is this one machine"),
         ({"launcher": "mpirun", "depth": 9}, "need 72 cores, and this machine has 64"),
         ({"launcher": "mpirun", "gpus_per_task": 1}, "are for srun and jsrun"),
+        ({"launcher": "jsrun", "cpu_bind": "list:0:1"}, "--cpu-bind is for srun, mpiexec, aprun, and this job is st"),
         ({"launcher": "horovodrun", "bind": "core", **TWO_HOSTS}, "cannot tie ranks"),
         ({"launcher": "aprun", "bind": "socket"}, "use core or numa"),
         ({"launcher": "aprun", **TWO_HOSTS}, "'h1': aprun takes node ids"),

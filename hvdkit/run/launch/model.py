@@ -35,6 +35,7 @@ class Request:
         launcher: "auto" or a name of ``plan.LAUNCHERS``.
         threads: compute threads per rank, > 0, None for an even share of the cores.
         bind: one of ``BINDINGS``: what each rank is tied to.
+        cpu_bind: the same in the launcher's own words, None for none; wins over ``bind`` and over what ``depth`` ties.
         variables: further environment variables; they win over every other setting.
         timeline: absolute path of the Horovod timeline to write, None for none.
         mark_cycles: the timeline also shows Horovod's cycles.
@@ -79,6 +80,7 @@ class Request:
     torch_profile: Path | None = None
     torch_profile_steps: tuple[int, int, int] | None = None
     dry_run: bool = False
+    cpu_bind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,11 @@ OPTIONS = (
         default="none",
         help="Tie each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
     ),
+    click.option(
+        "--cpu-bind",
+        metavar="SPEC",
+        help="The same in the words of srun, PALS's mpiexec or aprun, such as list:0-7:8-15; passed on as it is.",
+    ),
     ENV,
     click.option(
         "--timeline",

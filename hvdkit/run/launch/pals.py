@@ -17,7 +17,7 @@ def line(request: Request, program: Path) -> LauncherLine:
     settings = [Setting("one process per rank", ("-n", str(request.n)))]
     if request.ppn is not None:
         settings.append(Setting("--ppn: ranks on each host", ("--ppn", str(request.ppn))))
-    if request.depth is not None:
+    if request.depth is not None and request.cpu_bind is None:
         settings.append(Setting("--depth: cores of each rank", (f"--depth={request.depth}",)))
     settings.append(binding(request, "--cpu-bind", {name: name for name in BINDINGS}))
     if request.hosts_chosen and request.hosts:
@@ -28,6 +28,8 @@ def line(request: Request, program: Path) -> LauncherLine:
 
 def binding(request: Request, option: str, names: Mapping[str, str]) -> Setting:
     """What each rank is tied to, said with an option of PALS or of ALPS, its predecessor, in its own names."""
+    if request.cpu_bind is not None:
+        return Setting("--cpu-bind: the cores of each rank on a host", (option, request.cpu_bind))
     if request.bind == "none" and request.depth is not None:
         return Setting("each rank is tied to the cores of its --depth, all of them", (option, "depth"))
     if request.bind == "none":

@@ -79,6 +79,8 @@ LAUNCHERS: dict[str, Callable[[Request, Facts], LauncherLine]] = {
 
 _OF_GPUS = ("srun", "jsrun")
 """Launchers that hand out GPUs."""
+_OF_CORES = ("srun", "mpiexec", "aprun")
+"""Launchers that take a list of the cores of each rank."""
 _EVEN = {
     "srun": "SLURM_NTASKS_PER_NODE, by which a rank knows how many share its host, would be wrong on the last one",
     "jsrun": "it starts as many resource sets on every host",
@@ -298,6 +300,10 @@ def _check(name: str, request: Request) -> None:
         raise InvalidArgumentError(
             "--mpi-profile records MPI calls, and this job is started by 'horovodrun --gloo', which makes none; use "
             "--launcher mpirun with a Horovod that was built with MPI, or --timeline."
+        )
+    if request.cpu_bind is not None and name not in _OF_CORES:
+        raise InvalidArgumentError(
+            f"--cpu-bind is for {', '.join(_OF_CORES)}, and this job is started by {name}; use --bind or --depth."
         )
     if name not in _OF_GPUS and (request.gpus_per_node is not None or request.gpus_per_task is not None):
         raise InvalidArgumentError(

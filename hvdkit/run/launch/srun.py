@@ -54,6 +54,8 @@ def inside_a_step(environ: Mapping[str, str]) -> list[Setting]:
 
 
 def _binding(request: Request) -> list[Setting]:
+    if request.cpu_bind is not None:
+        return [Setting("--cpu-bind: the cores of each rank on a host", (f"--cpu-bind={request.cpu_bind}",))]
     if request.bind != "none":
         return [Setting(f"--bind {request.bind}", (f"--cpu-bind={_BINDINGS[request.bind]}",))]
     if request.depth is not None:

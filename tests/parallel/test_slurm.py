@@ -93,3 +93,28 @@ def test_a_batch_script_of_hvdkit_job_trains_the_cnn_on_two_nodes(cluster, envir
     assert float(re.search(r"Test accuracy: ([\d.]+) %", text)[1]) > 90
     assert len(re.findall(r"^Hvd Procs 2 Total time: [\d.]+ second", text, re.MULTILINE)) == 1, text
     assert list((tmp_path / "with a blank").glob("step-*"))
+
+
+def test_slurm_takes_every_option_of_hvdkit_job_from_a_site_of_ones_own(cluster, environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    queue = (
+        '{ name = "short", partition = "all", max_nodes = 2, max_walltime = "00:10:00", directives = ["--requeue"] }'
+    )
+    (tmp_path / "mine.toml").write_text(
+        'system = "slurm"\nlauncher = "srun"\ncpus_per_node = 2\ndepth = 2\ncpu_bind = "mask_cpu:0x3"\n'
+        f"gpus_per_node = 1\nqueues = [{queue}]\n"
+    )
+    wanted = ["--site", "mine.toml", "--nodes", "2", "--ppn", "2", "--walltime", "00:05:00", "--gpus-per-node", "0"]
+    wanted += ["--mem", "1M", "--exclusive", "--array", "3-4%1", "--output", "said.%a", "-o", "job.sh"]
+    told = [sys.executable, "-m", "hvdkit.cli", "job"]
+    program = ["printenv", "SLURM_ARRAY_TASK_ID"]
+    written = cluster.run(*told, *wanted, "--", *program, **environment)
+    assert written.returncode == 0, written.stderr
+    done = cluster.run("sbatch", "--wait", "job.sh", **environment)
+    for index in ("3", "4"):
+        text = (tmp_path / f"said.{index}").read_text()
+        assert text.split() == [index] * 4, text
+    assert done.returncode == 0
+    refused = cluster.run(*told, *wanted, "--force", "--nodes", "3", "--", *program, **environment)
+    assert refused.returncode == 2
+    assert "site mine has no queue for that (short: 1 to 2 nodes, 00:10:00)" in refused.stderr

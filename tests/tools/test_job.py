@@ -1,11 +1,13 @@
 """Batch scripts: what they say, that nothing in them is read otherwise than typed, and those in jobs/."""
 
 import importlib.resources
+import itertools
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench.scaling_cli import scaling
 from hvdkit.run.job import script, site
-from hvdkit.run.job.model import Job
+from hvdkit.run.job.model import Job, Queue, Site
 from hvdkit.run.job.systems import SYSTEMS
 from hvdkit.run.launch.cli import launch
 
@@ -86,6 +88,10 @@ def test_the_script_for_polaris_word_for_word():
         "module use /soft/modulefiles\n"
         "module load conda\n"
         "conda activate base\n"
+        "export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1 NCCL_NET='AWS Libfabric'\n"
+        "export LD_LIBRARY_PATH=/soft/libraries/hwloc/lib:/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:"
+        "$LD_LIBRARY_PATH\n"
+        "export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DEFAULT_CQ_SIZE=131072\n"
         'export PATH=/venv/bin:"$PATH"  # the hvdkit that wrote this script\n'
         "\n"
         'cd "$PBS_O_WORKDIR" || exit 1\n'
@@ -156,14 +162,19 @@ def test_what_each_system_is_told(site_name, changes, expected):
 
 @pytest.mark.parametrize("site_name", site.known())
 def test_every_script_is_clean_and_launches_what_was_typed(site_name):
+    chosen = site.find(None, site_name)
     asked = Job(2, 4, "00:30:00", NASTY, account="me", gpus_per_node=4, depth=2, queue="q")
-    text = script.write(asked, site.find(None, site_name), "/my venv/of $USER/it's/bin")
-    assert passes_bash(text) is True
-    (line,) = launch_lines(text)
-    options = parsed(line)
-    assert options["command"] == NASTY
-    assert (options["n"], options["ppn"], options["depth"]) == (8, 4, 2)
-    assert passes_shellcheck(text) is True
+    every = Job(2, 4, "00:30:00", NASTY, account="me", mem="64G", exclusive=True, array="1-4:2%2", log="log/%j.out",
+                qos="q", constraint="gpu&hbm80g")  # fmt: skip
+    every = replace(every, **dict.fromkeys(SYSTEMS[chosen.system].lacks))
+    for wanted in (asked, every):
+        text = script.write(wanted, chosen, "/my venv/of $USER/it's/bin")
+        assert passes_bash(text) is True
+        (line,) = launch_lines(text)
+        options = parsed(line)
+        assert options["command"] == NASTY
+        assert (options["n"], options["ppn"], options["depth"]) == (8, 4, wanted.depth or chosen.depth)
+        assert passes_shellcheck(text) is True
 
 
 @settings(max_examples=40)
@@ -196,8 +207,17 @@ def test_whatever_is_typed_reaches_the_command_as_it_is(words):
         (["--depth", "-1"], "--depth"),
         (["--system", "loadleveler"], "--system"),
         (["--system", "pbs", "--site", "theta"], "Site theta has cobalt, and --system says pbs"),
-        (["--site", "nosuch"], "neither one of cobalt, lsf, pbs, polaris"),
+        (["--site", "nosuch"], "neither one of aurora, cobalt, frontier, leonardo"),
         (["--site", "polaris"], "give it with --account"),
+        (["--mem", "64"], "--mem must be a number with M, G or T"),
+        (["--mem", "64GB\n#PBS -q x"], "--mem must be a number"),
+        (["--array", "1,2"], "--array must be FIRST-LAST"),
+        (["--output", "a b"], "--output must be a file name without spaces"),
+        (["--qos", "a b"], "--qos must be a name"),
+        (["--qos", "high"], "--qos cannot be asked of pbs"),
+        (["--site", "slurm", "--constraint", "gpu;id"], "--constraint must be features"),
+        (["--site", "lsf", "--mem", "64G"], "--mem cannot be asked of lsf"),
+        (["--site", "theta", "--account", "me", "--array", "1-2"], "--array cannot be asked of cobalt"),
         (["-o", "nosuch/job.sh"], "No such file"),
     ],
 )
@@ -242,6 +262,180 @@ def test_a_file_is_written_once_unless_forced(capsys, tmp_path):
     assert launch_lines(file.read_text())[0].endswith("-- false")
 
 
+# What a site gives
+
+
+def asked(site_name, nodes, walltime, ppn=4, **others):
+    chosen = site.find(None, site_name)
+    text = script.write(Job(nodes, ppn, walltime, ("true",), account="me", **others), chosen, "/venv/bin")
+    return [line.removeprefix(f"{SYSTEMS[chosen.system].prefix} ") for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("site_name", "options", "message"),
+    [
+        ("polaris", "--nodes 64 --ppn 4 --walltime 12:00:00", "has no queue for that (debug: 1 to 2 nodes, "),
+        ("polaris", "--nodes 64 --ppn 4 --walltime 12:00:00", "prod: 25 to 99 nodes, 06:00:00"),
+        ("polaris", "--nodes 3 --ppn 4 --walltime 00:30:00 --queue debug", "queue debug of site polaris does not give "
+         "that (debug: 1 to 2 nodes, 01:00:00); ask for what is given there, or with --queue of debug-scaling, "),
+        ("polaris", "--nodes 9 --ppn 4 --walltime 06:00:00", "or with --queue of preemptable."),
+        ("polaris", "--nodes 2 --ppn 8 --walltime 00:30:00", "each rank takes a GPU of its own, and a host of polaris "
+         "has 4; give --ppn 4 or less"),
+        ("polaris", "--nodes 2 --ppn 4 --walltime 00:30:00 --gpus-per-node 8", "a host of polaris has 4"),
+        ("polaris", "--nodes 2 --ppn 4 --walltime 00:30:00 --depth 17", "that is 68 cores, and a job has 64 on a host"),
+        ("polaris", "--nodes 2 --ppn 65 --walltime 00:30:00 --gpus-per-node 0", "that is 65 cores"),
+        ("slurm", "--nodes 2 --ppn 8 --walltime 00:30:00 --gpus-per-node 4", "and --gpus-per-node asks for 4"),
+        ("frontier", "--nodes 91 --ppn 8 --walltime 06:00:00", "batch: 92 to 183 nodes, 06:00:00"),
+        ("frontier", "--nodes 2 --ppn 8 --walltime 02:00:01 --qos debug", "no queue for that (debug: 1 to 9472 nodes"),
+        ("perlmutter", "--nodes 9 --ppn 4 --walltime 00:30:00 --queue debug", "or with --queue of regular, prem"),
+    ],
+)  # fmt: skip
+def test_what_a_site_does_not_give_is_one_sentence(capsys, site_name, options, message):
+    status, out, err = job(capsys, "--site", site_name, "--account", "me", *options.split(), "--", "x")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("site_name", "nodes", "walltime", "others", "expected"),
+    [
+        ("polaris", 2, "01:00:00", {}, ["-q debug"]),
+        ("polaris", 3, "01:00:00", {}, ["-q debug-scaling"]),
+        ("polaris", 24, "03:00:00", {}, ["-q prod"]),
+        ("polaris", 496, "24:00:00", {}, ["-q prod"]),
+        ("polaris", 4, "100:00:00", {}, ["-q capacity"]),
+        ("polaris", 4, "01:00:00", {"queue": "preemptable"}, ["-q preemptable"]),
+        ("polaris", 4, "01:00:00", {"queue": "R1234"}, ["-q R1234"]),
+        ("aurora", 2, "00:30:00", {}, ["-q debug", "-l select=2:ncpus=208", "-l place=scatter"]),
+        ("aurora", 1025, "18:00:00", {}, ["-q prod"]),
+        ("frontier", 64, "24:00:00", {}, ["--partition=extended", "--cpus-per-task=7", "--gpus-per-node=8"]),
+        ("frontier", 2, "00:30:00", {"qos": "debug"}, ["--partition=batch", "--qos=debug"]),
+        ("perlmutter", 2, "00:30:00", {}, ["--qos=debug", "--constraint=gpu", "--cpus-per-task=32"]),
+        ("perlmutter", 9, "00:30:00", {"constraint": "gpu&hbm80g"}, ["--qos=regular", "--constraint=gpu&hbm80g"]),
+        ("perlmutter", 9, "00:30:00", {"queue": "premium"}, ["--qos=premium"]),
+        ("lumi", 4, "60:00:00", {}, ["--partition=small-g", "--exclusive", "--gpus-per-node=8"]),
+        ("leonardo", 65, "24:00:00", {}, ["--partition=boost_usr_prod", "--qos=boost_qos_bprod"]),
+        ("parallelcluster", 9, "60:00:00", {"queue": "efa"}, ["--partition=efa"]),
+    ],
+)
+def test_the_queue_that_fits(site_name, nodes, walltime, others, expected, capsys):
+    lines = asked(site_name, nodes, walltime, **others)
+    assert [line for line in expected if line not in lines] == []
+    assert len([line for line in lines if line.startswith(("-q ", "--partition="))]) == (site_name != "perlmutter")
+    (line,) = launch_lines("\n".join(lines))
+    assert cli.run(["launch", "--dry-run", *shlex.split(line)[2:]]) == 0, capsys.readouterr().err
+
+
+@given(
+    st.sampled_from([name for name in site.known() if site.find(None, name).queues]),
+    st.integers(1, 12000),
+    st.integers(1, 200 * 3600),
+)
+def test_no_script_asks_a_queue_for_more_than_it_gives(name, nodes, seconds):
+    walltime = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    given_by = [
+        queue
+        for queue in site.find(None, name).queues
+        if not queue.by_name
+        and queue.min_nodes <= nodes <= (queue.max_nodes or nodes)
+        and walltime.zfill(9) <= (queue.max_walltime or walltime).zfill(9)
+    ]
+    try:
+        lines = asked(name, nodes, walltime)
+    except InvalidArgumentError as error:
+        assert given_by == [] and f"site {name} has no queue for that" in str(error)
+        return
+    first = given_by[0]
+    partition = first.name if first.partition is None else first.partition
+    assert {f"-q {partition}", f"--partition={partition}", f"--qos={first.qos}"} & set(lines)
+
+
+@pytest.mark.parametrize("name", site.known())
+def test_the_sizes_of_a_queue_follow_each_other(name):
+    sizes = {}
+    for queue in site.find(None, name).queues:
+        sizes.setdefault(queue.name, []).append((queue.min_nodes, queue.max_nodes))
+    for of_queue in sizes.values():
+        assert all(after[0] == before[1] + 1 for before, after in itertools.pairwise(of_queue))
+
+
+def test_each_system_is_told_of_memory_arrays_and_logs():
+    wishes = {"mem": "64G", "exclusive": True, "array": "1-8:2%4", "log": "runs/%j.log"}
+    slurm = asked("slurm", 2, "00:30:00", **wishes)
+    expected = {"--mem=64G", "--exclusive", "--array=1-8:2%4", "--output=runs/%j.log"}
+    assert expected <= set(slurm)
+    pbs = asked("pbs", 2, "00:30:00", **wishes)
+    expected = {"-l select=2:ncpus=4:mpiprocs=4:mem=64gb", "-l place=scatter:excl", "-J 1-8:2%4", "-o runs/%j.log"}
+    assert expected <= set(pbs)
+    lsf = asked("lsf", 2, "00:30:00", **(wishes | {"mem": None}))
+    assert {'-J "hvdkit[1-8:2]%4"', "-x", "-o runs/%j.log"} <= set(lsf)
+    assert "--output=%x.%A_%a.log" in asked("slurm", 2, "00:30:00", array="0-3")
+    assert "-o hvdkit.%J.%I.log" in asked("lsf", 2, "00:30:00", array="1-3")
+
+
+def cores(cpu_bind):
+    """The cores of each rank that a --cpu-bind names, in order."""
+    kind, _, said = cpu_bind.partition(":")
+    if kind == "mask_cpu":
+        return [[n for n in range(64) if int(mask, 16) >> n & 1] for mask in said.split(",")]
+    ends = [part.split("-") for part in said.split(":")]
+    return [list(range(int(first), int(last) + 1)) for first, last in ends]
+
+
+@pytest.mark.parametrize("name", [name for name in site.known() if site.find(None, name).cpu_bind])
+def test_a_rank_is_tied_to_the_cores_near_its_gpu(name):
+    chosen = site.find(None, name)
+    of_ranks = cores(chosen.cpu_bind)
+    assert len(of_ranks) == chosen.gpus_per_node
+    assert all(len(own) == chosen.depth for own in of_ranks)
+    assert len({core for own in of_ranks for core in own}) == chosen.gpus_per_node * chosen.depth
+    # The first core of each GPU's region, as the user guides draw it.
+    first = {
+        "polaris": [24, 16, 8, 0],
+        "aurora": [1, 9, 17, 25, 33, 41, 53, 61, 69, 77, 85, 93],
+        "frontier": [49, 57, 17, 25, 1, 9, 33, 41],
+        "lumi": [49, 57, 17, 25, 1, 9, 33, 41],
+    }
+    assert [own[0] for own in of_ranks] == first[name]
+    queue = chosen.queues[0]
+    (line,) = launch_lines("\n".join(asked(name, queue.min_nodes, "00:01:00")))
+    assert parsed(line)["cpu_bind"] == chosen.cpu_bind
+    for others in ({"depth": 2}, {"gpus_per_node": 0}):  # the user's own cores, and no GPU to be near to
+        (line,) = launch_lines("\n".join(asked(name, queue.min_nodes, "00:01:00", **others)))
+        assert parsed(line)["cpu_bind"] is None
+
+
+def test_ranks_on_cpus_share_the_cores_of_a_host():
+    lines = asked("polaris", 2, "00:30:00", ppn=32, gpus_per_node=0)
+    assert parsed(launch_lines("\n".join(lines))[0])["depth"] == 2
+    assert not any("gpu" in line for line in asked("perlmutter", 2, "00:30:00", gpus_per_node=0, constraint="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--site", "summit"], "Note: summit is retired: OLCF decommissioned it on November 15, 2024"),
+        (["--site", "theta"], "Note: theta is retired: ALCF's user guides no longer list it"),
+        (
+            ["--site", "polaris", "--queue", "R1"],
+            "Note: queue R1 is not among those of site polaris (debug, debug-scal",
+        ),
+        (["--site", "perlmutter", "--qos", "realtime"], "Note: QOS realtime is not among those of site perlmutter"),
+    ],
+)
+def test_a_note_where_nothing_checks_the_script(capsys, words, note):
+    usual = ["--nodes", "2", "--ppn", "4", "--walltime", "00:30:00", "--account", "me"]
+    status, out, err = job(capsys, *words, *usual, "--", "x")
+    assert status == 0 and "hvdkit launch" in out
+    assert err.startswith(note) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", sorted(set(site.known()) - set(SYSTEMS)))
+def test_a_machine_s_numbers_carry_their_source_and_its_date(name):
+    source = " ".join(site.find(None, name).source)
+    assert "https://" in source and re.search(r"read 20\d\d-\d\d-\d\d", source)
+
+
 # Sites
 
 
@@ -269,6 +463,18 @@ def test_a_site_of_ones_own(tmp_path):
         ('system = "pbs"\nlauncher = "rocket"', "'launcher' must be one of auto"),
         ('system = "pbs"\naccount_required = "yes"', "'account_required' must be true or false"),
         ('system = "pbs"\nqueue = "a\\nb"', "'queue' must be a single line"),
+        ('system = "pbs"\nqueues = 3', "'queues' must be a list of tables"),
+        ('system = "pbs"\nqueues = [3]', "'queues' must be a list of tables"),
+        ('system = "pbs"\nqueues = [{}]', "'queues', number 1: key 'name' is missing; give the name of the queue"),
+        (
+            'system = "pbs"\nqueues = [{name = "a"}, {name = "b", hosts = 3}]',
+            "number 2: key 'hosts' is not one of",
+        ),
+        ('system = "pbs"\nqueues = [{name = "a", max_nodes = 0}]', "'max_nodes' must be a number above 0"),
+        ('system = "pbs"\nqueues = [{name = "a", max_walltime = "1h"}]', "'max_walltime' must be HH:MM:SS"),
+        ('system = "pbs"\nqueues = [{name = "a", by_name = 1}]', "'by_name' must be true or false"),
+        ('system = "pbs"\nname = "x"', "'name' is not one of"),
+        ('system = ["pbs"]', "'system' must be one of pbs"),
         ('system = "pbs"\nshell = "/bin/bash"', "'shell' must be a line that begins with #!"),
         ("system = ", "cannot be read"),
     ],
@@ -282,8 +488,18 @@ def test_a_bad_site_file_is_one_sentence_with_key_and_file(tmp_path, text, key):
     assert "\n" not in str(caught.value)
 
 
+def test_the_site_file_that_the_docs_show_can_be_read_and_shows_every_key(tmp_path):
+    (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/job.md").read_text(), re.DOTALL)
+    (tmp_path / "shown.toml").write_text(shown)
+    found = site.find(None, str(tmp_path / "shown.toml"))
+    keys = {*Site.__dataclass_fields__, *Queue.__dataclass_fields__} - {"name"}
+    assert [key for key in sorted(keys) if not re.search(rf"\b{key} = ", shown)] == []
+    assert [queue.name for queue in found.queues] == ["short", "big", "spot"]
+
+
 def test_the_sites_are_known_by_name_and_travel_with_the_package():
-    assert set(SYSTEMS) | {"polaris", "theta"} <= set(site.known())
+    machines = {"aurora", "frontier", "leonardo", "lumi", "parallelcluster", "perlmutter", "polaris", "summit", "theta"}
+    assert set(SYSTEMS) | machines == set(site.known())
     assert all(site.find(None, name).name == name for name in site.known())
     assert importlib.resources.files("hvdkit.run.job").joinpath("sites/polaris.toml").is_file()
     assert "hvdkit.run.job = sites/*.toml" in (ROOT / "setup.cfg").read_text()

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from hvdkit.common.commands import AT_LEAST_1, PATH
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job import script, site
+from hvdkit.run.job import limits, script, site
 from hvdkit.run.job.model import Job
 from hvdkit.run.job.systems import SYSTEMS
 
@@ -27,10 +27,16 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--nodes", type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
 @click.option("--ppn", type=AT_LEAST_1, required=True, metavar="P", help="Ranks on each host.")
 @click.option("--walltime", required=True, metavar="HH:MM:SS", help="The most time that the job may take.")
-@click.option("--queue", metavar="Q", help="Queue or partition  [default: the site's]")
+@click.option("--queue", metavar="Q", help="Queue or partition  [default: the first of the site's that fits]")
+@click.option("--qos", metavar="Q", help="Slurm: quality of service.")
+@click.option("--constraint", metavar="C", help="Slurm: features that the hosts must have  [default: the site's]")
 @click.option("--account", metavar="A", help="Account or project to charge.")
 @click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores of each rank  [default: the site's]")
-@click.option("--gpus-per-node", type=AT_LEAST_1, metavar="G", help="GPUs on each host.")
+@click.option("--gpus-per-node", type=AT_LEAST_0, metavar="G", help="GPUs on each host, 0 to train on its CPUs.")
+@click.option("--mem", metavar="M", help="Memory of each host, such as 64G.")
+@click.option("--exclusive", is_flag=True, help="No other job on the hosts.")
+@click.option("--array", metavar="A-B[:S][%M]", help="Submit so many jobs at once, at most M running.")
+@click.option("--output", "log", metavar="LOG", help="File for what the job prints, in the batch system's pattern.")
 @click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Write to FILE, not to the screen.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
@@ -45,18 +51,23 @@ def job(
 ) -> int:
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
-    Nothing is submitted. What is typed here is quoted, so that the script's shell passes it on as it is.
+    Nothing is submitted. What no queue or host of the site gives is refused. What is typed here is quoted, so that
+    the script's shell passes it on as it is.
 
     \b
     Examples:
       hvdkit job --system slurm --nodes 2 --ppn 4 --walltime 00:30:00 -o job.sh -- python train.py
       hvdkit job --site polaris --nodes 2 --ppn 4 --walltime 00:30:00 --account me -- python train.py --epochs 3
+      hvdkit job --site frontier --nodes 100 --ppn 8 --walltime 06:00:00 --account me -- python train.py
       hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
 
     Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
     """
     chosen = site.find(system, site_name)
-    text = script.write(Job(**wanted), chosen, str(Path(sys.executable).absolute().parent))
+    asked = Job(**wanted)
+    text = script.write(asked, chosen, str(Path(sys.executable).absolute().parent))
+    for note in limits.notes(asked, chosen):
+        click.echo(f"Note: {note}", err=True)
     if output is None:
         click.echo(text, nl=False)
         return 0

@@ -14,9 +14,14 @@ class Job:
         walltime: HH:MM:SS.
         command: what each rank runs, at least one word.
         name: of the job, also in the names of its logs.
-        queue, account: None for the site's own.
+        queue, account, qos, constraint: None for the site's own.
         depth: cores of each rank, > 0, None for the site's own.
-        gpus_per_node: > 0, None for what the site gives.
+        gpus_per_node: >= 0, 0 for ranks that train on CPUs, None for what the site gives.
+        mem: memory of each host, a number with M, G or T, None for what the site gives.
+        exclusive: no other job on the hosts.
+        array: FIRST-LAST, FIRST-LAST:STEP, and %MOST at a time: so many jobs of this one script; None for one.
+        log: file for what the job prints, in the batch system's own pattern, None for the usual one.
+        directives: further ones of the queue, without their prefix.
     """
 
     nodes: int
@@ -28,6 +33,37 @@ class Job:
     account: str | None = None
     depth: int | None = None
     gpus_per_node: int | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
+    exclusive: bool = False
+    array: str | None = None
+    log: str | None = None
+    directives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What a site gives in one queue; a queue whose limits depend on the number of hosts has several.
+
+    Attributes:
+        name: for ``--queue``.
+        min_nodes, max_nodes: hosts of a job, > 0, None for no limit that the site says.
+        max_walltime: HH:MM:SS, "" for no limit that the site says.
+        partition: what the batch system calls it, where that is another name; "" for nothing.
+        qos: Slurm's quality of service that goes with it.
+        directives: further ones, without their prefix.
+        by_name: never chosen unless the user names it: by request only, jobs there may be ended, or slow to start.
+    """
+
+    name: str
+    min_nodes: int = 1
+    max_nodes: int | None = None
+    max_walltime: str = ""
+    partition: str | None = None
+    qos: str = ""
+    directives: tuple[str, ...] = ()
+    by_name: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +73,19 @@ class Site:
     Attributes:
         name: of its file.
         system: a name of ``systems.SYSTEMS``.
+        source: where the numbers come from and when that was read.
+        retired: when and how the machine ended, "" for one that runs.
         launcher: for ``hvdkit launch --launcher``.
         shell: the first line of the script.
         directives: further ones, without their prefix.
         setup: shell lines for modules and environment, taken as they are.
-        queue: where the user names none; "" for the system's default.
+        queue: where the user names none and the site lists none; "" for the system's default.
+        queues: what each one gives; the first that fits is taken where the user names none.
+        constraint: Slurm's, where the user says none.
         depth: cores of each rank where the user says nothing, None for no claim.
+        cpus_per_node: what ``depth`` is counted in that a job may use on a host, None where it is not known.
+        gpus_per_node: GPUs that a framework counts on a host, None where it is not known.
+        cpu_bind: for ``hvdkit launch --cpu-bind``: cores near GPU 0, near GPU 1 and so on.
         select: PBS: what a chunk of ``-l select=`` asks for, in place of ncpus, mpiprocs and ngpus.
         whole_nodes: LSF: ask for hosts (``-nnodes``) in place of slots.
         account_required: no job without an account.
@@ -50,12 +93,19 @@ class Site:
 
     name: str
     system: str
+    source: tuple[str, ...] = ()
+    retired: str = ""
     launcher: str = "auto"
     shell: str = "#!/bin/bash"
     directives: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     queue: str = ""
+    queues: tuple[Queue, ...] = ()
+    constraint: str = ""
     depth: int | None = None
+    cpus_per_node: int | None = None
+    gpus_per_node: int | None = None
+    cpu_bind: str = ""
     select: str = ""
     whole_nodes: bool = False
     account_required: bool = False

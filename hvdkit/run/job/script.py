@@ -7,12 +7,22 @@ import shlex
 from collections.abc import Sequence
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.job.limits import WALLTIME, settle
 from hvdkit.run.job.model import Job, Site
 from hvdkit.run.job.systems import SYSTEMS
 
-_WALLTIME = re.compile(r"([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]{0,127}")
+_FORMS = {
+    "mem": (re.compile(r"[1-9][0-9]{0,5}[MGT]"), "a number with M, G or T, such as 64G"),
+    "array": (
+        re.compile(r"[0-9]{1,6}-[0-9]{1,6}(:[1-9][0-9]{0,5})?(%[1-9][0-9]{0,5})?"),
+        "FIRST-LAST, FIRST-LAST:STEP, and %MOST for how many at a time, such as 0-9%2",
+    ),
+    "constraint": (re.compile(r"[A-Za-z0-9_.&|*()\[\]-]{1,128}"), "features of hosts, such as gpu or gpu&hbm80g"),
+    "log": (re.compile(r"[A-Za-z0-9_./%^+@~-]{1,512}"), "a file name without spaces"),
+}
+"""What the options of these attributes must look like: each becomes a line that a batch system reads."""
 _WHOSE = "the hvdkit that wrote this script"
 _LOOKS_WRONG = {
     "SC1003": re.compile(r"\\"),
@@ -31,19 +41,24 @@ def check(job: Job) -> None:
     Raises:
         InvalidArgumentError: a walltime, name, queue, account or command that cannot be right.
     """
-    match = _WALLTIME.fullmatch(job.walltime)
+    match = WALLTIME.fullmatch(job.walltime)
     if match is None or not any(map(int, match.groups())):
         raise InvalidArgumentError(f"--walltime must be HH:MM:SS and above zero, got {job.walltime!r}.")
     for option, value, pattern in (
         ("--name", job.name, _NAME),
         ("--queue", job.queue, _WORD),
         ("--account", job.account, _WORD),
+        ("--qos", job.qos, _WORD),
     ):
         if value is not None and pattern.fullmatch(value) is None:
             raise InvalidArgumentError(
                 f"{option} must be a name of letters, digits and . _ - that begins with a letter"
                 f"{'' if pattern is _NAME else ' or digit'}, got {value!r}."
             )
+    for attribute, (pattern, expected) in _FORMS.items():
+        value = getattr(job, attribute)
+        if value is not None and pattern.fullmatch(value) is None:
+            raise InvalidArgumentError(f"{_option(attribute)} must be {expected}, got {value!r}.")
     if not job.command:
         raise InvalidArgumentError("No command to run was given; write it last: hvdkit job ... -- python train.py")
     for word in job.command:
@@ -54,6 +69,10 @@ def check(job: Job) -> None:
             )
 
 
+def _option(attribute: str) -> str:
+    return "--output" if attribute == "log" else f"--{attribute}"
+
+
 def write(job: Job, site: Site, bin_directory: str) -> str:
     """The text of the batch script.
 
@@ -62,33 +81,41 @@ def write(job: Job, site: Site, bin_directory: str) -> str:
         site: what the site wants said.
         bin_directory: where the hvdkit lies that is to start the job.
     Raises:
-        InvalidArgumentError: see ``check``; the site needs what the user did not give.
+        InvalidArgumentError: see ``check`` and ``limits.settle``; the site needs what the user did not give; its
+            batch system has no word for what he did.
     """
     check(job)
     if site.account_required and job.account is None:
         raise InvalidArgumentError(f"Site {site.name} charges every job to an account; give it with --account.")
     system = SYSTEMS[site.system]
+    for attribute, instead in system.lacks.items():
+        if getattr(job, attribute):
+            raise InvalidArgumentError(f"{_option(attribute)} cannot be asked of {site.system}: {instead}.")
+    given = settle(job, site)
+    directives = dict.fromkeys((*system.directives(given, site), *site.directives, *given.directives))
+    near = site.cpu_bind if job.depth is None and given.gpus_per_node else ""
     lines = [
         site.shell,
-        *(f"{system.prefix} {directive}" for directive in (*system.directives(job, site), *site.directives)),
+        *(f"{system.prefix} {directive}" for directive in directives),
         "",
         *site.setup,
         *_as_typed([bin_directory], f'export PATH={shlex.quote(bin_directory)}:"$PATH"  # {_WHOSE}'),
         "",
         *system.enter,
-        *_launch_lines(job, site),
+        *_launch_lines(given, site, near),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _launch_lines(job: Job, site: Site) -> list[str]:
+def _launch_lines(job: Job, site: Site, cpu_bind: str) -> list[str]:
     words = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
-    depth = job.depth or site.depth
-    if depth is not None:
-        words += ["--depth", str(depth)]
+    if job.depth is not None:
+        words += ["--depth", str(job.depth)]
+    if cpu_bind:
+        words += ["--cpu-bind", cpu_bind]
     if site.launcher != "auto":
         words += ["--launcher", site.launcher]
-    if job.gpus_per_node is not None and site.launcher in ("srun", "jsrun"):
+    if job.gpus_per_node and site.launcher in ("srun", "jsrun"):
         words += ["--gpus-per-node", str(job.gpus_per_node)]
     line = shlex.join([*words, "--", *job.command])
     return _as_typed(job.command, line)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from hvdkit.run.job.model import Job, Site
 
@@ -17,12 +17,14 @@ class System:
         directives: makes those lines, without the prefix.
         enter: shell lines that go to the directory from which the job was submitted.
         submit: the command that takes the script, up to its name.
+        lacks: attributes of a job that it has no directive for, each with what the user does instead.
     """
 
     prefix: str
     directives: Callable[[Job, Site], list[str]]
     enter: tuple[str, ...]
     submit: str
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
 
 def _optional(option: str, value: str | None) -> list[str]:
@@ -33,31 +35,39 @@ def _pbs(job: Job, site: Site) -> list[str]:
     """Source: PBS Professional, qsub(1B). The log is NAME.oNUMBER."""
     chunk = site.select
     if not chunk:
-        chunk = f"ncpus={job.ppn * (job.depth or site.depth or 1)}:mpiprocs={job.ppn}"
-        chunk += f":ngpus={job.gpus_per_node}" if job.gpus_per_node is not None else ""
+        chunk = f"ncpus={job.ppn * (job.depth or 1)}:mpiprocs={job.ppn}"
+        chunk += f":ngpus={job.gpus_per_node}" if job.gpus_per_node else ""
+    if job.mem is not None:
+        chunk += f":mem={job.mem.lower()}b"
     return [
         f"-N {job.name}",
         f"-l select={job.nodes}:{chunk}",
-        "-l place=scatter",
+        "-l place=scatter" + (":excl" if job.exclusive else ""),
         f"-l walltime={job.walltime}",
         "-j oe",
-        *_optional("-q ", job.queue or site.queue),
+        *_optional("-o ", job.log),
+        *_optional("-J ", job.array),
+        *_optional("-q ", job.queue),
         *_optional("-A ", job.account),
     ]
 
 
 def _slurm(job: Job, site: Site) -> list[str]:
-    """Source: sbatch(1). The log is NAME.NUMBER.log."""
-    depth = job.depth or site.depth
+    """Source: sbatch(1). The log is NAME.NUMBER.log, in an array NAME.NUMBER_INDEX.log."""
     return [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={job.ppn}",
-        *([] if depth is None else [f"--cpus-per-task={depth}"]),
-        *([] if job.gpus_per_node is None else [f"--gpus-per-node={job.gpus_per_node}"]),
+        *([] if job.depth is None else [f"--cpus-per-task={job.depth}"]),
+        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
+        *_optional("--mem=", job.mem),
+        *(["--exclusive"] if job.exclusive else []),
         f"--time={job.walltime}",
-        "--output=%x.%j.log",
-        *_optional("--partition=", job.queue or site.queue),
+        f"--output={job.log or ('%x.%A_%a.log' if job.array else '%x.%j.log')}",
+        *_optional("--array=", job.array),
+        *_optional("--partition=", job.queue),
+        *_optional("--qos=", job.qos),
+        *_optional("--constraint=", job.constraint or site.constraint),
         *_optional("--account=", job.account),
     ]
 
@@ -69,36 +79,67 @@ def _lsf(job: Job, site: Site) -> list[str]:
     room = [f"-nnodes {job.nodes}"] if site.whole_nodes else [
         f"-n {job.nodes * job.ppn}", f'-R "span[ptile={job.ppn}]"',
     ]  # fmt: skip
-    gpus = [] if job.gpus_per_node is None or site.whole_nodes else [f'-gpu "num={job.gpus_per_node}"']
+    gpus = [f'-gpu "num={job.gpus_per_node}"'] if job.gpus_per_node and not site.whole_nodes else []
+    indices, _, at_once = (job.array or "").partition("%")
+    array = f'"{job.name}[{indices}]{at_once and "%" + at_once}"'
     return [
-        f"-J {job.name}",
+        f"-J {array if job.array else job.name}",
         *room,
         *gpus,
+        *(["-x"] if job.exclusive else []),
         f"-W {total // 60:02}:{total % 60:02}",
-        f"-o {job.name}.%J.log",
-        *_optional("-q ", job.queue or site.queue),
+        f"-o {job.log or job.name + ('.%J.%I.log' if job.array else '.%J.log')}",
+        *_optional("-q ", job.queue),
         *_optional("-P ", job.account),
     ]
 
 
-def _cobalt(job: Job, site: Site) -> list[str]:
+def _cobalt(job: Job, _site: Site) -> list[str]:
     """Source: ALCF, "Running Jobs" on Theta. The logs are NAME.output, NAME.error and NAME.cobaltlog."""
     return [
         f"--jobname {job.name}",
         f"-n {job.nodes}",
         f"-t {job.walltime}",
         f"-O {job.name}",
-        *_optional("-q ", job.queue or site.queue),
+        *_optional("-o ", job.log),
+        *_optional("-q ", job.queue),
         *_optional("-A ", job.account),
     ]
 
 
+_OF_SLURM = "that is Slurm's; name a queue with --queue"
 SYSTEMS: dict[str, System] = {
-    "pbs": System("#PBS", _pbs, ('cd "$PBS_O_WORKDIR" || exit 1',), "qsub"),
+    "pbs": System(
+        "#PBS",
+        _pbs,
+        ('cd "$PBS_O_WORKDIR" || exit 1',),
+        "qsub",
+        {"qos": _OF_SLURM, "constraint": "say it in the key 'select' of a site file of your own"},
+    ),
     "slurm": System("#SBATCH", _slurm, ('cd "$SLURM_SUBMIT_DIR" || exit 1',), "sbatch"),
-    "lsf": System("#BSUB", _lsf, ('cd "$LS_SUBCWD" || exit 1',), "bsub"),
+    "lsf": System(
+        "#BSUB",
+        _lsf,
+        ('cd "$LS_SUBCWD" || exit 1',),
+        "bsub",
+        {
+            "qos": _OF_SLURM,
+            "constraint": "say it in the key 'directives' of a site file of your own",
+            "mem": "what LSF counts it for depends on the site; say it in 'directives' of a site file of your own",
+        },
+    ),
     "cobalt": System(
-        "#COBALT", _cobalt, ("# Cobalt starts a script in the directory from which it was submitted.",), "qsub"
+        "#COBALT",
+        _cobalt,
+        ("# Cobalt starts a script in the directory from which it was submitted.",),
+        "qsub",
+        {
+            "qos": _OF_SLURM,
+            "constraint": "say it in the key 'directives' of a site file of your own",
+            "mem": "it gives whole hosts",
+            "exclusive": "it gives whole hosts",
+            "array": "submit the script several times",
+        },
     ),
 }
 """Every batch system that can be asked for by name."""

@@ -3,8 +3,9 @@
 ::
 
     options ── (script.Job, checked)    what the user asks for
-    sites/*.toml ── (site.Site)         what a site wants said: directives, modules, environment
-       └── script ── (systems)          the script, its directives by one row per batch system
+    sites/*.toml ── (site.Site)         what a site wants said and what it gives: queues, hosts, modules, environment
+       └── limits                       the queue that fits, or one sentence
+             └── script ── (systems)    the script, its directives by one row per batch system
 
 It is a room of its own beside ``launch`` because it starts nothing and runs elsewhere: on a login node, for a machine
 that may have another Python, MPI and launcher. All it shares with ``launch`` is the command line that it writes.

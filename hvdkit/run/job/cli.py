@@ -9,13 +9,17 @@ from pathlib import Path
 import click
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job import script, site
+from hvdkit.run.job import kubernetes, script, site
 from hvdkit.run.job.model import Job
 from hvdkit.run.job.systems import SYSTEMS
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
-@click.option("--system", type=click.Choice(list(SYSTEMS)), help="The batch system  [default: that of --site]")
+@click.option(
+    "--system",
+    type=click.Choice([*SYSTEMS, kubernetes.NAME]),
+    help="The batch system, or kubernetes for an MPIJob  [default: that of --site]",
+)
 @click.option(
     "--site",
     "site_name",
@@ -29,6 +33,17 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--account", metavar="A", help="Account or project to charge.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="D", help="Cores of each rank  [default: the site's]")
 @click.option("--gpus-per-node", type=click.IntRange(min=1), metavar="G", help="GPUs on each host.")
+@click.option("--image", help="Kubernetes: the container image.")
+@click.option(
+    "--volume", "volumes", multiple=True, metavar="CLAIM:DIR", help="Kubernetes: a volume for every pod; repeatable."
+)
+@click.option(
+    "--ssh-dir",
+    default="/home/mpiuser/.ssh",
+    show_default=True,
+    metavar="DIR",
+    help=f"Kubernetes: where the image's user has ssh keys; {kubernetes.ROOT} for root.",
+)
 @click.option("--name", default="hvdkit", show_default=True, help="Name of the job and of its logs.")
 @click.option("-o", "output", type=click.Path(path_type=Path), metavar="FILE", help="Write to FILE, not to the screen.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
@@ -44,6 +59,9 @@ def job(
     account: str | None,
     depth: int | None,
     gpus_per_node: int | None,
+    image: str | None,
+    volumes: tuple[str, ...],
+    ssh_dir: str,
     name: str,
     output: Path | None,
     force: bool,
@@ -51,26 +69,34 @@ def job(
 ) -> int:
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
-    Nothing is submitted. What is typed here is quoted, so that the script's shell passes it on as it is.
+    For Kubernetes it is an MPIJob of N worker pods, for the Kubeflow MPI Operator. Nothing is submitted. What is typed
+    here is quoted, so that the script's shell passes it on as it is.
 
     \b
     Examples:
       hvdkit job --system slurm --nodes 2 --ppn 4 --walltime 00:30:00 -o job.sh -- python train.py
       hvdkit job --site polaris --nodes 2 --ppn 4 --walltime 00:30:00 --account me -- python train.py --epochs 3
       hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
+      hvdkit job --system kubernetes --image me/train:1 --nodes 2 --ppn 4 --walltime 2:00:00 -- python train.py
 
     Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
     """
-    chosen = site.find(system, site_name)
     wanted = Job(nodes, ppn, walltime, command, name, queue, account, depth, gpus_per_node)
-    text = script.write(wanted, chosen, str(Path(sys.executable).absolute().parent))
+    if system == kubernetes.NAME:
+        if site_name is not None:
+            raise InvalidArgumentError("--site is for batch systems; leave it out with --system kubernetes.")
+        text, submit = kubernetes.write(wanted, image, volumes, ssh_dir), kubernetes.SUBMIT
+    else:
+        if image is not None or volumes:
+            raise InvalidArgumentError("--image and --volume are for --system kubernetes; leave them out.")
+        chosen = site.find(system, site_name)
+        text = script.write(wanted, chosen, str(Path(sys.executable).absolute().parent))
+        submit = SYSTEMS[chosen.system].submit + (" <" if chosen.system == "lsf" else "")
     if output is None:
         click.echo(text, nl=False)
         return 0
     _save(output, text, force=force)
-    redirect = "< " if chosen.system == "lsf" else ""
-    submit = f"{SYSTEMS[chosen.system].submit} {redirect}{shlex.quote(str(output))}"
-    click.echo(f"{output} is written; submit it: {submit}", err=True)
+    click.echo(f"{output} is written; submit it: {submit} {shlex.quote(str(output))}", err=True)
     return 0
 
 

@@ -20,6 +20,7 @@ FLOORS = {
             "Build Horovod for the frameworks found here and install it.",
         ),
         "doctor": ("hvdkit.prepare.doctor.cli:doctor", "Say what is installed, what does not fit and how to fix it."),
+        "test": ("hvdkit.prepare.test.cli:test", "Train on two ranks of this machine: does it work at all?"),
         "check": ("hvdkit.prepare.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
         "preflight": (
             "hvdkit.prepare.preflight.cli:preflight",
@@ -61,7 +62,7 @@ def hvdkit_command() -> None:
     """The eight steps of data-parallel training with Horovod, and the tools around them.
 
     \b
-    A new machine:   hvdkit install && hvdkit doctor
+    A new machine:   hvdkit install && hvdkit doctor && hvdkit test
     A first job:     hvdkit launch -n 2 -- python examples/pytorch/cnn.py
 
     Every command has its own --help with an example. Exit status: 0 success, 1 what was checked failed,

@@ -271,7 +271,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_program(run: Callable[[Settings], None]) -> NoReturn:
+def run_program(run: Callable[[Settings], object]) -> NoReturn:
     """The main program of a framework's benchmark: reads ``Settings.word``, and ends with a sentence on a mistake."""
     try:
         if len(sys.argv) != 2:

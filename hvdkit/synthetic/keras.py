@@ -9,9 +9,11 @@ from typing import Any
 from hvdkit.synthetic.benchmark import Settings, Stopwatch, run_program
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings) -> tuple[Any, Any]:
     """Train on one random batch with ``fit``, on any backend of Keras 3, and print how fast that is.
 
+    Returns:
+        The model and its optimizer, trained.
     Raises:
         MissingFrameworkError: Keras, its backend, or Horovod for it, is missing.
         InvalidArgumentError: Adasum, which Keras' optimizers cannot do.
@@ -42,6 +44,7 @@ def run(settings: Settings) -> None:
     callbacks = [hk.BroadcastState(), hk.RecordSteps(), Timing()]
     model.fit(_batches(settings, world.rank), steps_per_epoch=settings.batches, verbose=0, callbacks=callbacks)
     watch.end()
+    return model, optimizer
 
 
 def _batches(settings: Settings, rank: int) -> Any:

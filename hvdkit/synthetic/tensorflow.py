@@ -9,9 +9,11 @@ from typing import Any
 from hvdkit.synthetic.benchmark import Settings, Stopwatch, run_program
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings) -> tuple[Any, Any]:
     """Train on one random batch, with a step in ``tf.function``, and print how fast that is.
 
+    Returns:
+        The model and its optimizer, trained.
     Raises:
         MissingFrameworkError: TensorFlow, or Horovod for it, is missing.
         InvalidArgumentError: Adasum over a number of ranks that is no power of two.
@@ -46,6 +48,7 @@ def run(settings: Settings) -> None:
         loss = train_step(x, y)
         watch.batch_ended(loss.numpy)
     watch.end()
+    return model, optimizer
 
 
 if __name__ == "__main__":

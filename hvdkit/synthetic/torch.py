@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hvdkit.synthetic.benchmark import Settings, Stopwatch, run_program
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings) -> tuple[Any, Any]:
     """Train on one random batch and print how fast that is.
 
+    Returns:
+        The model and its optimizer, trained.
     Raises:
         MissingFrameworkError: PyTorch, or Horovod for it, is missing.
         InvalidArgumentError: Adasum over a number of ranks that is no power of two.
@@ -44,6 +47,7 @@ def run(settings: Settings) -> None:
         optimizer.step()
         watch.batch_ended(torch.cuda.synchronize if on_gpu else lambda: None)
     watch.end()
+    return model, optimizer
 
 
 if __name__ == "__main__":

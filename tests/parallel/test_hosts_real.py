@@ -10,6 +10,10 @@ from pathlib import Path
 
 import namespaces
 import pytest
+import yaml
+
+from hvdkit.run.job import kubernetes
+from hvdkit.run.job.model import Job
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None] + namespaces.missing()
 pytestmark = [
@@ -114,6 +118,30 @@ def test_over_mpi_by_hvdkit_launch(launch, trained):
     texts = job.communicate(timeout=200)
     assert job.returncode == 0, texts
     compare()
+
+
+def test_the_launcher_command_of_an_mpi_job_reaches_its_workers_by_the_operators_host_file(hosts, rank_of, tmp_path):
+    """As in the launcher pod of the Kubeflow MPI Operator, where no rank runs."""
+    command, environment = rank_of("train")
+    written = kubernetes.write(Job(2, 1, "00:10:00", tuple(command)), "image", (), "/root/.ssh")
+    pods = yaml.safe_load(written)["spec"]["mpiReplicaSpecs"]
+    hvdkit, *words = pods["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    assert hvdkit == "hvdkit"
+    (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in hosts.names[1:3]))
+    pod = {"K_MPI_JOB_ROLE": "launcher", "OMPI_MCA_orte_default_hostfile": str(tmp_path / "hostfile")}
+    pod |= {"OMPI_MCA_orte_keep_fqdn_hostnames": "true", "OMPI_MCA_orte_set_default_slots": "1"}
+    done = subprocess.run(
+        [*hosts.inside(0), sys.executable, "-m", "hvdkit.cli", words[0], "--launcher", "mpirun", *words[1:]],
+        env={**environment, **pod, "PATH": f"{hosts.bin}{os.pathsep}{environment['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    hosts.clear()
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["hosts"] for rank in ranks] == [2, 2] and ranks[0]["weights"] == ranks[1]["weights"]
+    assert not (tmp_path / "rank-2.json").exists()
 
 
 LIMITS = {

@@ -136,3 +136,22 @@ def test_the_command_loads_no_framework(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert (result.returncode, result.stdout.strip()) == (0, "")
+
+
+def test_a_report_to_paste_has_no_host_no_user_and_no_colour(facts, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("LOGNAME", "ada")
+    monkeypatch.setattr("socket.gethostname", lambda: "node17")
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((20, 5)))
+    mine = MpiLauncher("/scratch/ada_2/bin/mpirun", True, "Open MPI", "5.0.11")
+    variables = {"HOROVOD_TIMELINE": "/home/ada/t.json on node17", "HOROVOD_AUTOTUNE_LOG": "/home/adam/canada/ada"}
+    facts.append(replace(SOUND, prefix="/home/ada/env", mpi_launchers=(mine,), environ=variables))
+    monkeypatch.setattr("click.style", lambda text, **_: f"\x1b[31m{text}\x1b[0m")
+    assert cli.run(["doctor", "--report"]) == 0
+    said = capsys.readouterr().out
+    assert " in ~/env, Linux" in said and "/scratch/USER_2/bin/mpirun" in said
+    assert "HOROVOD_TIMELINE=~/t.json on HOST\n" in said
+    assert "HOROVOD_AUTOTUNE_LOG=/home/adam/canada/USER\n" in said
+    assert "\x1b" not in said
+    assert cli.run(["doctor", "--report", "--json"]) == 2
+    assert "give one of them" in capsys.readouterr().err

@@ -102,6 +102,7 @@ def test_every_help_of_every_command_works(alone):
 
 TOOLS = {
     "doctor": "doctor",
+    "test": "test",
     "check": "check examples/pytorch/cnn.py",
     "job": "job --system slurm --nodes 2 --ppn 2 --walltime 1:00:00 -- python train.py",
     "launch": "launch -n 2 --launcher horovodrun --dry-run -- echo started",

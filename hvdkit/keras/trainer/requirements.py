@@ -70,6 +70,7 @@ def refuse_what_undoes_weights(model: Any, has_labels: bool) -> None:
 
 @functools.cache
 def warn_of_synchronized() -> None:
+    """Say once that Keras' synchronised BatchNormalization does not know Horovod's ranks."""
     warnings.warn(
         "BatchNormalization(synchronized=True) synchronises within a tf.distribute strategy, not over Horovod's ranks: "
         "each rank normalises by its own part of the batch.",

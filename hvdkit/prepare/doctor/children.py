@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import HvdkitError
@@ -163,3 +165,11 @@ def _signal_name(number: int) -> str:
 def without_host_name(text: str) -> str:
     """A library's message without the name of this machine, so that a report can be shown to anybody."""
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
+
+
+def without_names(text: str) -> str:
+    """A report without the names of this machine and of its user, whose directories bear it."""
+    text = re.sub(rf"{re.escape(str(Path.home()))}(?![\w.-])", "~", without_host_name(text))
+    with suppress(OSError, KeyError):  # a user without a name
+        text = re.sub(rf"(?<=/){re.escape(getpass.getuser())}(?![A-Za-z0-9])", "USER", text)
+    return text

@@ -7,6 +7,8 @@ import shutil
 import click
 
 from hvdkit.common.commands import seconds_above_0
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.prepare.doctor import children
 from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
 from hvdkit.prepare.doctor.report import as_json, as_text
@@ -17,6 +19,9 @@ _WIDEST = 110
 @click.command()
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 @click.option(
+    "--report", is_flag=True, help="Print the text without colours and without host and user names, to be pasted."
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(min=1, max=3600),
     callback=seconds_above_0,  # not a number is in every range
@@ -24,7 +29,7 @@ _WIDEST = 110
     metavar="SECONDS",
     help="Time for each import and trial run; a slow network file system may need more.",
 )
-def doctor(json_: bool, timeout: float) -> int:
+def doctor(json_: bool, report: bool, timeout: float) -> int:
     """Say what is installed, what does not fit together and how to fix it.
 
     Looks at the environment that `hvdkit` itself runs in. Each framework, Horovod and mpi4py is imported in a process
@@ -44,6 +49,7 @@ def doctor(json_: bool, timeout: float) -> int:
     \b
     Examples:
       hvdkit doctor
+      hvdkit doctor --report
       hvdkit doctor --json > doctor.json
       hvdkit doctor --json | python -c 'import json, sys; print(json.load(sys.stdin)["components"]["MPI"])'
 
@@ -52,10 +58,14 @@ def doctor(json_: bool, timeout: float) -> int:
 
     Exit status: 0 without errors, 1 with an error, 2 for bad usage.
     """
+    if json_ and report:
+        raise InvalidArgumentError("--json and --report are two forms of one report; give one of them.")
     facts = gather(seconds=timeout)
     findings = examine(facts)
     if json_:
         click.echo(as_json(facts, findings), nl=False)
+    elif report:
+        click.echo(click.unstyle(children.without_names(as_text(facts, findings, _WIDEST))))
     else:
         click.echo(as_text(facts, findings, min(shutil.get_terminal_size().columns, _WIDEST)))
     return 1 if any(finding.level == "error" for _, finding in findings) else 0

@@ -1,4 +1,4 @@
-"""Writes batch scripts for PBS, Slurm, LSF and Cobalt.
+"""Writes batch scripts for PBS, Slurm, LSF and Cobalt, and MPIJobs for Kubernetes.
 
 ::
 
@@ -6,6 +6,7 @@
     sites/*.toml ── (site.Site)         what a site wants said and what it gives: queues, hosts, modules, environment
        └── limits                       the queue that fits, or one sentence
              └── script ── (systems)    the script, its directives by one row per batch system
+    options ── kubernetes               an MPIJob, which no site has a say in
 
 It is a room of its own beside ``launch`` because it starts nothing and runs elsewhere: on a login node, for a machine
 that may have another Python, MPI and launcher. All it shares with ``launch`` is the command line that it writes.

@@ -11,13 +11,17 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job import limits, script, site
+from hvdkit.run.job import kubernetes, limits, script, site
 from hvdkit.run.job.model import Job
 from hvdkit.run.job.systems import SYSTEMS
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--system", type=click.Choice(list(SYSTEMS)), help="The batch system  [default: that of --site]")
+@click.option(
+    "--system",
+    type=click.Choice([*SYSTEMS, kubernetes.NAME]),
+    help="The batch system, or kubernetes for an MPIJob  [default: that of --site]",
+)
 @click.option(
     "--site",
     "site_name",
@@ -37,6 +41,16 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--exclusive", is_flag=True, help="No other job on the hosts.")
 @click.option("--array", metavar="A-B[:S][%M]", help="Submit so many jobs at once, at most M running.")
 @click.option("--output", "log", metavar="LOG", help="File for what the job prints, in the batch system's pattern.")
+@click.option("--image", help="Kubernetes: the container image.")
+@click.option(
+    "--volume", "volumes", multiple=True, metavar="CLAIM:DIR", help="Kubernetes: a volume for every pod; repeatable."
+)
+@click.option(
+    "--ssh-dir",
+    default="/home/mpiuser/.ssh",
+    metavar="DIR",
+    help=f"Kubernetes: where the image's user has ssh keys; {kubernetes.ROOT} for root.",
+)
 @click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Write to FILE, not to the screen.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
@@ -45,14 +59,18 @@ def job(
     *,
     system: str | None,
     site_name: str | None,
+    image: str | None,
+    volumes: tuple[str, ...],
+    ssh_dir: str,
     output: Path | None,
     force: bool,
     **wanted: Any,
 ) -> int:
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
-    Nothing is submitted. What no queue or host of the site gives is refused. What is typed here is quoted, so that
-    the script's shell passes it on as it is.
+    For Kubernetes it is an MPIJob of N worker pods, for the Kubeflow MPI Operator. Nothing is submitted. What no queue
+    or host of the site gives is refused. What is typed here is quoted, so that the script's shell passes it on as it
+    is.
 
     \b
     Examples:
@@ -60,21 +78,28 @@ def job(
       hvdkit job --site polaris --nodes 2 --ppn 4 --walltime 00:30:00 --account me -- python train.py --epochs 3
       hvdkit job --site frontier --nodes 100 --ppn 8 --walltime 06:00:00 --account me -- python train.py
       hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
+      hvdkit job --system kubernetes --image me/train:1 --nodes 2 --ppn 4 --walltime 2:00:00 -- python train.py
 
     Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
     """
-    chosen = site.find(system, site_name)
     asked = Job(**wanted)
-    text = script.write(asked, chosen, str(Path(sys.executable).absolute().parent))
-    for note in limits.notes(asked, chosen):
-        click.echo(f"Note: {note}", err=True)
+    if system == kubernetes.NAME:
+        if site_name is not None:
+            raise InvalidArgumentError("--site is for batch systems; leave it out with --system kubernetes.")
+        text, submit = kubernetes.write(asked, image, volumes, ssh_dir), kubernetes.SUBMIT
+    else:
+        if image is not None or volumes:
+            raise InvalidArgumentError("--image and --volume are for --system kubernetes; leave them out.")
+        chosen = site.find(system, site_name)
+        text = script.write(asked, chosen, str(Path(sys.executable).absolute().parent))
+        for note in limits.notes(asked, chosen):
+            click.echo(f"Note: {note}", err=True)
+        submit = SYSTEMS[chosen.system].submit + (" <" if chosen.system == "lsf" else "")
     if output is None:
         click.echo(text, nl=False)
         return 0
     _save(output, text, force=force)
-    redirect = "< " if chosen.system == "lsf" else ""
-    submit = f"{SYSTEMS[chosen.system].submit} {redirect}{shlex.quote(str(output))}"
-    click.echo(f"{output} is written; submit it: {submit}", err=True)
+    click.echo(f"{output} is written; submit it: {submit} {shlex.quote(str(output))}", err=True)
     return 0
 
 

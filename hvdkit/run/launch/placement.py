@@ -17,6 +17,8 @@ from hvdkit.steps import hosts as job_hosts
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _OPTION = re.compile(rf"({_NAME})(?::([1-9][0-9]*))?")
 _LINE = re.compile(rf"({_NAME})(?:(?::|\s+slots\s*=\s*)([1-9][0-9]*))?")
+_OPERATOR = ("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE")
+"""Names the host file in the launcher pod of the Kubeflow MPI Operator, for Open MPI, Intel MPI and MPICH."""
 _LOCAL = ("localhost", "127.0.0.1")
 
 Named = tuple[str, int | None]
@@ -88,6 +90,17 @@ def read(file: Path) -> list[Named]:
     return _merged(found, f"--hostfile {file}")
 
 
+def of_operator(environ: Mapping[str, str]) -> list[Named] | None:
+    """The workers of a Kubernetes ``MPIJob``, seen from its launcher pod; None anywhere else.
+
+    Raises:
+        InvalidArgumentError: see ``read``.
+    Source: kubeflow/mpi-operator, pkg/controller/mpi_job_controller.go, ``newLauncherPodTemplate``.
+    """
+    files = [environ[name] for name in _OPERATOR if environ.get(name)]
+    return read(Path(files[0])) if files and environ.get("K_MPI_JOB_ROLE") == "launcher" else None
+
+
 def _merged(found: Sequence[Named], source: str) -> list[Named]:
     """Each host once; a bare name that comes several times has that many slots."""
     slots: dict[str, int | None] = {}
@@ -132,8 +145,8 @@ def place(
     Args:
         n: number of ranks.
         ppn: ranks on each host, None where nothing limits them but the slots.
-        given: what the user named, None for the hosts of the batch job, if there is one.
-        environ: the environment, which names the batch job's hosts.
+        given: what the user named, None for the hosts of the batch job or the workers of the MPIJob, if there is one.
+        environ: the environment, which names these.
         hostname: the name of this machine.
         anywhere: the launcher takes any host of the batch job unless it is told, so that this machine, too, is named.
     Raises:
@@ -143,7 +156,7 @@ def place(
     allocation = job_hosts.of_job(environ)
     if given is not None and allocation:
         _check_allocated(given, allocation, hostname)
-    named = [(name, None) for name in allocation] if given is None else list(given)
+    named = [(name, None) for name in allocation] or of_operator(environ) or [] if given is None else list(given)
     if not named:
         return Placement()
     hosts = _filled(n, ppn, named)

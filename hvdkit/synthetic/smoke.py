@@ -1,0 +1,63 @@
+"""``hvdkit test``: one rank of it, started by that command: an allreduce, ten training steps, then equal weights."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from hvdkit.errors import HvdkitError, InvalidArgumentError, TopologyMismatchError
+from hvdkit.synthetic.benchmark import Settings
+
+STEPS = 10
+
+
+def run(framework: str, ranks: int, *, gpu: bool) -> None:
+    """Do what ``hvdkit test`` checks in a framework, and print a line ``hvdkit test: CHECK: WHAT`` after each part.
+
+    Args:
+        framework: "torch", "tensorflow" or "keras".
+        ranks: how many were started.
+        gpu: use GPUs where the framework sees some.
+    Raises:
+        MissingFrameworkError: the framework, or Horovod for it, is missing.
+        TopologyMismatchError: Horovod does not connect the ranks that were started.
+        HvdkitError: a sum over the ranks is wrong, or their weights differ after the training.
+    """
+    hk: Any = importlib.import_module(f"hvdkit.{framework}")
+    world = hk.init()
+    if world.size != ranks:
+        raise TopologyMismatchError(
+            f"{ranks} ranks were started, and Horovod sees {world.size}: each would train alone; run `hvdkit doctor`."
+        )
+    numbers = range(1, ranks + 1)
+    total = hk.average_metrics({"number": world.rank + 1}, world)["number"] * ranks
+    words = " + ".join(map(str, numbers))
+    if total != sum(numbers):
+        raise HvdkitError(f"Horovod adds up {words} to {total:g} on rank {world.rank}; run `hvdkit install --force`.")
+    _say(f"allreduce: {words} = {total:g} on every rank, under {world.launcher}")
+    training: Any = importlib.import_module(f"hvdkit.synthetic.{framework}")
+    settings = Settings("mlp", batch_size=8, warmup_batches=0, batches_per_iter=STEPS, iters=1, cuda=gpu)
+    model, optimizer = training.run(settings)
+    hk.check_agreement(model, optimizer, world)
+    _say(f"training: after {STEPS} steps all ranks have the same weights, bit for bit")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"hvdkit test: {line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Read ``FRAMEWORK RANKS cpu|gpu``; a mistake is a sentence on standard error."""
+    try:
+        if len(sys.argv) != 4:
+            raise InvalidArgumentError("this program is started by `hvdkit test`; see its --help.")
+        run(sys.argv[1], int(sys.argv[2]), gpu=sys.argv[3] == "gpu")
+    except HvdkitError as error:
+        sys.stderr.write(f"hvdkit: {error}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

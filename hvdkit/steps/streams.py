@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hvdkit.errors import AgreementError, CheckpointError, DataError, InvalidArgumentError
-from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.shards import InEpochs, Position, stream_weights
@@ -26,6 +26,7 @@ HEAD = 64
 _FAILED = -1
 _SETTLE_S = 30.0
 _streams = itertools.count()
+Total = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 
 _SAME_ORDER = (
     "give its shuffle a seed (shuffle(n, seed=...), list_files(..., shuffle=False)) or leave shuffling to hvdkit "
@@ -149,8 +150,7 @@ class Exchange:
     """What the ranks tell each other in one pass over a stream: one small sum before each step, in order.
 
     Args:
-        ranks: all of them.
-        name: the same on every rank, and of this pass alone.
+        total: adds up float64 arrays over the ranks, in whichever thread asks.
         share: this rank's part.
         start: where the pass begins.
     Attributes:
@@ -159,8 +159,8 @@ class Exchange:
         answered: steps that were agreed on.
     """
 
-    def __init__(self, ranks: Collectives, name: str, share: StreamShare, start: StreamPosition) -> None:
-        self._ranks, self._name, self._share, self._start = ranks, name, share, start
+    def __init__(self, total: Total, share: StreamShare, start: StreamPosition) -> None:
+        self._total, self._share, self._start = total, share, start
         self._changed = threading.Condition()
         self.answered = 0
         self._ended = False
@@ -196,9 +196,9 @@ class Exchange:
         return weight
 
     def _ask(self, size: int, mark: int) -> float | None:
-        rank, everyone = self._ranks.rank(), np.zeros((self._ranks.size(), 2))
+        rank, everyone = self._share.world.rank, np.zeros((self._share.world.size, 2))
         everyone[rank] = size, mark
-        sizes, marks = self._ranks.sum(everyone, self._name).astype(np.int64).T.tolist()
+        sizes, marks = self._total(everyone).astype(np.int64).T.tolist()
         self._require_data(sizes)
         self._require_order(sizes, marks)
         weights = stream_weights(sizes, self._share.batch_size, self._share.remainder)
@@ -290,15 +290,15 @@ class StreamInEpochs(InEpochs):
     share: StreamShare  # type: ignore[assignment]
     in_fit = False
 
-    def _begin_stream(self, share: StreamShare, ranks: Collectives) -> None:
-        self.share, self._ranks = share, ranks
+    def _begin_stream(self, share: StreamShare, totals: Callable[[str], Total]) -> None:
+        self.share, self._totals = share, totals
         self._place = _Place()
         self._name = f"hvdkit.stream.{next(_streams)}"
 
     def _begin_pass(self) -> tuple[Exchange, StreamPosition]:
         place = self._place
         start, place.lost = place.start.next_epoch() if place.lost else self._next, False
-        exchange = Exchange(self._ranks, f"{self._name}.{place.passes}", self.share, start)
+        exchange = Exchange(self._totals(f"{self._name}.{place.passes}"), self.share, start)
         place.start, place.taken, place.exchange = start, 0, exchange
         place.passes += 1
         return exchange, start

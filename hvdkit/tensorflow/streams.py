@@ -8,6 +8,7 @@ answer comes while a step computes, and all have asked for the same number whene
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import zlib
@@ -18,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps.collectives import Collectives
-from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare
+from hvdkit.steps.collectives import OverHorovod
+from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow.data import CountedIterator, in_memory
 
@@ -56,7 +57,7 @@ class ShardedFiles(tf.data.Dataset):  # type: ignore[misc]
 
 
 def arrays_or_stream(
-    dataset: Any, world: Topology, ranks: Collectives, weigh: Weigh, **options: Any
+    dataset: Any, world: Topology, ranks: OverHorovod, weigh: Weigh, **options: Any
 ) -> tuple[Any, ShardedStream | None]:
     """The samples as arrays where they are few, else a stream; a collective for a ``tf.data.Dataset``.
 
@@ -70,6 +71,7 @@ def arrays_or_stream(
     """
     if not isinstance(dataset, tf.data.Dataset):
         return in_memory(dataset), None
+    _require_samples(dataset)
     files = _find_files(dataset)
     few = files is None and _bytes(dataset) <= IN_MEMORY
     arrays = in_memory(dataset) if few else None
@@ -117,14 +119,13 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
     """
 
     def __init__(
-        self, source: Any, share: StreamShare, ranks: Collectives, weigh: Weigh, files: ShardedFiles | None = None
+        self, source: Any, share: StreamShare, ranks: OverHorovod, weigh: Weigh, files: ShardedFiles | None = None
     ) -> None:
-        _require_samples(source)
         self._source, self._weigh = source, weigh
         self._mark = files.mark if files is not None else 0
         self._maps: tuple[tuple[Any, str | None], ...] = ()
         self.in_fit = False
-        self._begin_stream(share, ranks)
+        self._begin_stream(share, functools.partial(_total, ranks.hvd if share.world.size > 1 else None))
         self._spec = self._batches(StreamPosition())[0].element_spec
         self._element_spec = self._pipeline(lambda: [], self._spec[1]).element_spec
         super().__init__(None)
@@ -307,6 +308,23 @@ class PassIterator(CountedIterator):
         if not sys.is_finalizing():
             trained = self._place.taken if self._place.exchange is self._exchange else 0
             self._exchange.settle(max(self._taken, trained))
+
+
+def _total(hvd: Any, name: str) -> Total:
+    """A sum over the ranks for another thread than the one that trains; ``name``: of one pass alone.
+
+    Outside of a function TensorFlow gives all of Horovod's operations one name, by which those of two threads would
+    meet.
+    """
+    if hvd is None:
+        return lambda mine: mine
+    summed = tf.function(lambda mine: hvd.allreduce(mine, op=hvd.Sum, name=name), autograph=False)
+
+    def total(mine: Any) -> Any:
+        with tf.device("/CPU:0"):
+            return summed(tf.constant(mine)).numpy()
+
+    return total
 
 
 def with_weights(parts: Any, weights: Any) -> Any:

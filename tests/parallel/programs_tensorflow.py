@@ -514,7 +514,7 @@ def mistakes(world: hvdkit.Topology, model: Any) -> dict[str, str]:
         "endless": lambda: hk.shard(tf.data.Dataset.range(9).repeat(), world, 2),
         "two lengths": lambda: hk.shard((np.zeros(3), np.zeros(4)), world, 2),
         "lists": lambda: hk.shard(([1, 2, 3], [1, 2, 3]), world, 2),
-        "batched": lambda: hk.shard(tf.data.Dataset.range(9).batch(2), world, 2),
+        "batched": lambda: hk.shard(tf.data.Dataset.range(9).batch(2, drop_remainder=True), world, 2),
         "schedule": lambda: hk.warmup(scheduled, world, 3),
     }
     return {name: error_of(hvdkit.InvalidArgumentError, attempt) for name, attempt in attempts.items()}

@@ -301,7 +301,7 @@ def test_arguments_that_cannot_be_right(hk, world):
         (lambda: hk.check_agreement(model, None, world, loader=[1]), "got list."),
         (lambda: hk.evaluate(model, (X, Y), world, 0), "got 0."),
         (lambda: hk.evaluate(model, (X[:0], Y[:0]), world, 4), "length 0."),
-        (lambda: hk.evaluate(model, [[1.0], [0]], world, 4), "got list"),
+        (lambda: hk.evaluate(model, [[1.0], [0]], world, 4), "give lists as np.asarray"),
         (lambda: hk.seed_everything(-1, world), "got -1."),
     ):
         error = message(attempt)
@@ -316,13 +316,15 @@ def seeded(hk: Any, world: Any, seed: int) -> dict[str, Any]:
     initial = np.concatenate([value.reshape(-1) for value in model.get_weights()])
     model.compile(hk.distribute(keras.optimizers.SGD(0.01)), make_loss())
     same = (X[:4], Y[:4])  # each rank's step is on the same samples: its loss differs by dropout alone
-    history = keras.Model.fit(model, *same, epochs=3, verbose=0, shuffle=False, callbacks=[hk.BroadcastState()]).history
+    losses: list[float] = []
+    noting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
+    keras.Model.fit(model, *same, epochs=3, verbose=0, shuffle=False, callbacks=[hk.BroadcastState(), noting])
     dropout = model.get_layer("dropout")
     masks = [dropout(np.ones((1, 64), "float32"), training=True) for _ in range(2)]
     drawn = [np.random.random(), random.random(), streams.generator(1).random()]  # noqa: S311
     return {
         "initial": initial.tolist(),
-        "losses": history["loss"],
+        "losses": losses,
         "masks": [keras.ops.convert_to_numpy(mask).reshape(-1).tolist() for mask in masks],
         "drawn": [*drawn, float(keras.ops.convert_to_numpy(keras.random.uniform(())))],
     }

@@ -234,7 +234,7 @@ def test_warmup_rises_per_step_and_resumes_by_the_optimizers_count(alone):
         ("endless", "endless"),
         ("two lengths", "one length, got 3, 4"),
         ("lists", "np.asarray"),
-        ("batched", "unbatch"),
+        ("batched", "leave .batch() out"),
         ("schedule", "follows a schedule of its own"),
     ],
 )

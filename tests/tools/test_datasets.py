@@ -175,7 +175,7 @@ def test_command_help_teaches() -> None:
         (["mnsit"], 2, "did you mean mnist?"),
         ([], 2, "Missing argument 'NAME'"),
         (["digits", "--nope"], 2, "No such option"),
-        (["mnist"], 1, "train-images-idx3-ubyte"),
+        (["mnist"], 2, "train-images-idx3-ubyte"),
     ],
 )
 def test_command_says_a_mistake_in_one_line(tmp_path: Path, arguments: list[str], status: int, sentence: str) -> None:

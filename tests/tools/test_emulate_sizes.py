@@ -247,8 +247,8 @@ def test_a_bad_csv_says_where(capsys, content, said):
 
 
 def test_a_missing_file_is_said(capsys):
-    assert "No file at 'b.csv'" in sizes(capsys, "--csv", "b.csv", status=1)
-    assert "No file at 'b.json'" in sizes(capsys, "--plan", "b.json", status=1)
+    assert "No file at 'b.csv'" in sizes(capsys, "--csv", "b.csv", status=2)
+    assert "No file at 'b.json'" in sizes(capsys, "--plan", "b.json", status=2)
 
 
 # Plans

@@ -106,7 +106,7 @@ def test_what_comes_from_a_file_cannot_steer_the_terminal(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["show"], 2, "PATHS|DIR"), (["show", "nosuch"], 2, "nosuch"), (["show", "."], 1, "holds no MPI profile"),
+        (["show"], 2, "PATHS|DIR"), (["show", "nosuch"], 2, "nosuch"), (["show", "."], 2, "holds no MPI profile"),
         (["show", *MPITRACE, "--rank", "2"], 2, "those of 0, 1, 4, 5 of 8 ranks"),
         (["show", *MPITRACE, MPIP], 1, "different"),
         (["show", *MPITRACE, "--rank", "-1"], 2, "-1"), (["compare", MPIP], 2, "B"), (["look"], 2, "look"),

@@ -186,4 +186,4 @@ def test_the_command(tmp_path, capsys):
     del written["hvdkit"]
     assert written == {"path": str(tmp_path / "t.csv"), "operations": 1304, "tensors": 58, "cycles": 0}
     assert run(["timeline", "export", str(ATPESC), "-o", str(tmp_path / "t.txt")]) == 2
-    assert run(["timeline", "export", str(tmp_path / "none"), "-o", str(output)]) == 1
+    assert run(["timeline", "export", str(tmp_path / "none"), "-o", str(output)]) == 2

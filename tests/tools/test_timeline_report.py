@@ -350,7 +350,7 @@ def test_the_command_writes_the_page(tmp_path, capsys):
         (["{real}", "-o", "{tmp}/r.html", "--operations", "0"], 2, "--operations"),
         (["{real}", "-o", "{tmp}"], 2, "directory"),
         (["{real}", "-o", "{tmp}/none/r.html"], 1, "cannot write"),
-        (["{tmp}/none.json", "-o", "{tmp}/r.html"], 1, "no timeline"),
+        (["{tmp}/none.json", "-o", "{tmp}/r.html"], 2, "no timeline"),
         (["{tmp}/empty.json", "-o", "{tmp}/r.html"], 1, "no operation of Horovod"),
     ],
 )

@@ -282,7 +282,7 @@ def test_the_command_prints_text_and_json(capsys):
     assert {finding["rule"] for finding in values["diagnosis"]} >= {"one-large-tensor", "first-step"}
     assert run(["timeline", "summary", str(ATPESC), "--json", "--top", "1", "--step", "20"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 1
-    assert run(["timeline", "summary", "/nonexistent"]) == 1
+    assert run(["timeline", "summary", "/nonexistent"]) == 2
     assert run(["timeline", "summary", str(ATPESC), "--step", "5000"]) == 2
 
 

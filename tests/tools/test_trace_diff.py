@@ -79,4 +79,4 @@ def test_the_command(tmp_path, capsys):
     assert run(["trace", "diff", str(a), str(b), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["operators"][0]["name"] == "aten::mm"
     assert run(["trace", "diff", str(a)]) == 2
-    assert run(["trace", "diff", str(a), str(tmp_path / "none.json")]) == 1
+    assert run(["trace", "diff", str(a), str(tmp_path / "none.json")]) == 2

@@ -250,7 +250,7 @@ def test_the_command(tmp_path, capsys):
 
 def test_mistakes_on_the_command_line(tmp_path, capsys):
     assert run(["trace", "summary"]) == 2
-    assert run(["trace", "summary", str(tmp_path / "none.json")]) == 1
+    assert run(["trace", "summary", str(tmp_path / "none.json")]) == 2
     assert "no trace at" in capsys.readouterr().err
     ranks(tmp_path, 40)
     assert run(["trace", "summary", str(tmp_path), str(tmp_path)]) == 2

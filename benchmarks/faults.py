@@ -11,7 +11,7 @@ Each fault hits two ranks of a training at a moment drawn by chance: while they 
 - the job started again goes on behind the last save, to the weights of a training that nothing disturbed, bit for bit.
 
 Seconds are from the failure until no process of the job lives. They depend on the load and are told, not judged. Of a
-host that is cut off they include the limits that the launchers are given here, 10 s and 6 s, to take it for lost.
+host that is cut off they include the limits that the launchers are given here, 5 s and 4 s, to take it for lost.
 Slow disks and wrong clocks need a C compiler, full disks and cut links root; without, these faults are left out.
 Ends with status 1 when something did not hold; what that job wrote is then kept.
 """
@@ -328,8 +328,8 @@ KINDS = {
     "clock jumps": Kind(jump, None, needs="cc"),
 }
 LIMITS = {
-    "horovodrun": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "10"},
-    "mpirun": {f"PRTE_MCA_oob_tcp_keepalive_{name}": s for name, s in (("time", "3"), ("intvl", "1"), ("probes", "3"))},
+    "horovodrun": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"},
+    "mpirun": {f"PRTE_MCA_oob_tcp_keepalive_{name}": s for name, s in (("time", "2"), ("intvl", "1"), ("probes", "2"))},
 }
 """Of the wait for a host that is cut off."""
 

@@ -142,7 +142,7 @@ def test_a_report_to_paste_has_no_host_no_user_and_no_colour(facts, capsys, monk
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("LOGNAME", "ada")
     monkeypatch.setattr("socket.gethostname", lambda: "node17")
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((20, 5)))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((20, 5)))
     mine = MpiLauncher("/scratch/ada_2/bin/mpirun", True, "Open MPI", "5.0.11")
     variables = {"HOROVOD_TIMELINE": "/home/ada/t.json on node17", "HOROVOD_AUTOTUNE_LOG": "/home/adam/canada/ada"}
     facts.append(replace(SOUND, prefix="/home/ada/env", mpi_launchers=(mine,), environ=variables))

@@ -4,12 +4,12 @@ import importlib
 import importlib.util
 import json
 import multiprocessing
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from hvdkit import cli
-from hvdkit.measure.memory import live as asking
 from hvdkit.measure.memory import terms
 from hvdkit.measure.model_factory import making
 
@@ -37,19 +37,17 @@ def answer_in_fork(process, words):
 
 
 @pytest.fixture
-def forked(monkeypatch, tmp_path):
+def forked(monkeypatch):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo"])
 
-    def ask(process, question):
-        reply = tmp_path / "reply.json"
-        reply.unlink(missing_ok=True)
-        child = context.Process(target=answer_in_fork, args=(process, [json.dumps(question), str(reply)]))
+    def run(words, **_):
+        child = context.Process(target=answer_in_fork, args=(words[2], words[3:]))
         child.start()
         child.join()
-        return json.loads(reply.read_text())
+        return subprocess.CompletedProcess(words, child.exitcode, "", "")
 
-    monkeypatch.setattr(asking, "ask", ask)
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 def found(capsys, *words, status=0):

@@ -36,6 +36,8 @@ LOCK, WRITER = ".lock", ".writer.json"
 PATIENCE_S = 2.0
 """How long a job waits for one that is just ending, unless it is told otherwise."""
 _POLL_S = 0.05
+_SIGNED_S = 1.0
+"""How long one that has just taken the directory may need to say who it is."""
 _BUSY = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LONGEST, _SHOWN = 4096, 80
@@ -195,6 +197,9 @@ class WriterLock:
         return found if isinstance(found, dict) else {}
 
     def _whose(self) -> str:
+        deadline = time.monotonic() + _SIGNED_S
+        while not self._read() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         said = {name: _plain(value) for name, value in self._read().items() if value}
         job = f", {said['job']}" if "job" in said else ""
         who = f"process {said.get('process', '?')} on {said.get('host', '?')}{job}"

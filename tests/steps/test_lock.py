@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -118,6 +119,19 @@ def test_of_two_jobs_that_save_at_the_same_time_one_has_one_clear_error_and_noth
         f"{os.uname().nodename}, Slurm job {4711 + winner}; end it, wait"
     )
     assert len(said[winner]) == 59 and all(line.startswith("saved") for line in [first[winner], *said[winner]])
+
+
+def test_one_that_has_just_taken_the_directory_has_time_to_say_who_it_is(job, tmp_path):
+    holder = job(tmp_path)
+    holder.go()
+    assert holder.line().startswith("saved")
+    signed = (tmp_path / lock.WRITER).read_text()
+    (tmp_path / lock.WRITER).unlink()
+    signing = threading.Timer(0.2, lambda: (tmp_path / lock.WRITER).write_text(signed))
+    signing.start()
+    with pytest.raises(CheckpointError, match=f"process {holder.process.pid} on "):
+        CheckpointDirectory(tmp_path, wait=0).save(2, bytes)
+    signing.join()
 
 
 @pytest.mark.parametrize("locks", ["none", "of this host alone"])

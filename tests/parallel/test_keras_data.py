@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs_checks import message
 from ranks import KERAS, on_ranks
 
 GLOBAL_BATCH, SAMPLES, FEATURES = 12, 40, 6
@@ -172,13 +173,6 @@ def test_what_cannot_be_sharded_says_what_to_give(hk, world, everyone):
     import keras
     import tensorflow as tf
 
-    from hvdkit import HvdkitError
-
-    def refused(attempt: Any) -> str:
-        with pytest.raises(HvdkitError) as error:
-            attempt()
-        return str(error.value)
-
     class Batches(keras.utils.PyDataset):
         def __len__(self) -> int:
             return SAMPLES // 4 // world.size
@@ -198,14 +192,14 @@ def test_what_cannot_be_sharded_says_what_to_give(hk, world, everyone):
         (sparse, "tf.sparse.to_dense(it)"),
         *([] if backend == "tensorflow" else [((ragged, Y[:2]), "it.to_tensor()"), ((WORDS, Y), "no strings")]),
     ):
-        assert part in refused(lambda data=data: hk.shard(data, world, 4))
+        assert part in message(lambda data=data: hk.shard(data, world, 4))
     model = autoencoder(custom=False)
     model.compile(hk.distribute(keras.optimizers.SGD(0.1)))
-    assert "give targets, as shard((x, x), ...)" in refused(
+    assert "give targets, as shard((x, x), ...)" in message(
         lambda: model.fit(hk.shard(X, world, 4, remainder="exact"), verbose=0)
     )
     model = classifier(hk)
-    assert "multiply the weights of the classes" in refused(
+    assert "multiply the weights of the classes" in message(
         lambda: model.fit(hk.shard((X, Y, X[:, 0]), world, 4), class_weight={0: 1.0}, verbose=0)
     )
     model.fit(Batches(), epochs=2, shuffle=False, verbose=0, callbacks=[hk.BroadcastState()])  # the advice

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs_checks import message
 from ranks import KERAS, missing, on_ranks
 
 FEATURES = 6
@@ -45,17 +46,6 @@ def weights(model: Any) -> list[float]:
     return np.concatenate([np.asarray(value, "float64").reshape(-1) for value in model.get_weights()]).tolist()
 
 
-def refused(attempt: Callable[[], Any]) -> str:
-    """The error of an attempt, "" where there was none."""
-    from hvdkit import HvdkitError
-
-    try:
-        attempt()
-    except HvdkitError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 @on_ranks(*KERAS)
 @pytest.mark.parametrize(
     ("options", "expected"),
@@ -80,18 +70,18 @@ def test_gradient_options_reach_the_gradients(hk, world, options, expected):
 def test_gradient_options_that_cannot_be(hk, world):
     from keras import optimizers
 
-    adasum = refused(lambda: hk.distribute(optimizers.SGD(), op="adasum"))
+    adasum = message(lambda: hk.distribute(optimizers.SGD(), op="adasum"))
     assert "op='adasum'" in adasum and "use op='average'" in adasum
-    passes = refused(lambda: hk.distribute(optimizers.SGD(), backward_passes_per_step=2))
+    passes = message(lambda: hk.distribute(optimizers.SGD(), backward_passes_per_step=2))
     assert "gradient_accumulation_steps=2" in passes
-    compression = refused(lambda: hk.distribute(optimizers.SGD(), compression="zip"))
+    compression = message(lambda: hk.distribute(optimizers.SGD(), compression="zip"))
     assert "compression must be one of none, fp16" in compression
-    assert refused(lambda: hk.distribute("sgd")) == (
+    assert message(lambda: hk.distribute("sgd")) == (
         "InvalidArgumentError: distribute needs a keras.Optimizer, got 'sgd' (str); make one, such as "
         "keras.optimizers.SGD(0.01)."
     )
     inside = hk.distribute(optimizers.SGD())
-    nested = refused(lambda: hk.distribute(optimizers.LossScaleOptimizer(inside)))
+    nested = message(lambda: hk.distribute(optimizers.LossScaleOptimizer(inside)))
     assert "or one inside it, is distributed already" in nested
 
 
@@ -129,7 +119,7 @@ def test_ranks_that_go_apart_are_stopped(hk, world, moment, action, expected):
         "stop": lambda: setattr(at.model, "stop_training", True),
     }
     setattr(at, moment, lambda *_, **__: actions[action]() if world.rank == 1 else None)
-    error = refused(lambda: model.fit(hk.shard((X, Y), world, 4), epochs=3, verbose=0, callbacks=[at]))
+    error = message(lambda: model.fit(hk.shard((X, Y), world, 4), epochs=3, verbose=0, callbacks=[at]))
     for part in expected:
         assert part in error
 
@@ -144,8 +134,8 @@ def test_data_of_unknown_or_different_length_are_refused_and_statistics_agree(hk
 
     def fit(*data: Any, **settings: Any) -> str:
         model = compiled(hk.distribute(keras.optimizers.SGD(0.1)), keras.layers.BatchNormalization())
-        found = refused(lambda: model.fit(*data, verbose=0, **settings))
-        return found or refused(lambda: hk.check_agreement(model, model.optimizer, world))
+        found = message(lambda: model.fit(*data, verbose=0, **settings))
+        return found or message(lambda: hk.check_agreement(model, model.optimizer, world))
 
     validation = {"validation_data": (X, Y)} if world.is_root else {}
     warnings.simplefilter("ignore")  # Keras: shuffle=True is ignored for generators
@@ -241,13 +231,13 @@ def test_checkpoints_fail_on_every_rank(hk, world, everyone, tmp_path):
     store = hk.Checkpoints(tmp_path / "store")
     model = compiled(hk.distribute(keras.optimizers.Adam(0.01)))
     store.save(model, model.optimizer, step=1)
-    unwritable = refused(lambda: hk.Checkpoints(tmp_path / "file" / "run").save(model, step=1))
+    unwritable = message(lambda: hk.Checkpoints(tmp_path / "file" / "run").save(model, step=1))
     assert "CheckpointError: could not write the checkpoint of step 1" in unwritable
     smaller = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh")])
-    assert "it holds 4 weights, 2 are wanted" in refused(lambda: store.restore(smaller))
-    other = refused(lambda: store.restore(make_model(), keras.optimizers.SGD(0.1)))
+    assert "it holds 4 weights, 2 are wanted" in message(lambda: store.restore(smaller))
+    other = message(lambda: store.restore(make_model(), keras.optimizers.SGD(0.1)))
     assert "does not fit this SGD: it has 10 variables, 2 are wanted" in other
-    assert refused(lambda: store.restore(make_model(), keras.optimizers.Adam(0.5))) == ""
+    assert message(lambda: store.restore(make_model(), keras.optimizers.Adam(0.5))) == ""
 
 
 @on_ranks(*KERAS)
@@ -432,12 +422,12 @@ def test_ranks_that_stop_or_fail_after_the_same_batch_do_what_one_does(hk, world
 def test_steps_without_fit_need_a_distributed_optimizer(hk, world):
     import keras
 
-    error = refused(lambda: compiled(keras.optimizers.SGD(0.1)).train_on_batch(X, Y))
+    error = message(lambda: compiled(keras.optimizers.SGD(0.1)).train_on_batch(X, Y))
     assert f"train_on_batch was called on rank {world.rank} of 2 with an optimizer (SGD) that hvdkit has not" in error
     mixed = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert refused(lambda: compiled(hk.distribute(mixed)).train_on_batch(X, Y)) == ""
+        assert message(lambda: compiled(hk.distribute(mixed)).train_on_batch(X, Y)) == ""
         assert [one for one in warned if "hvdkit" in str(one.message)] == []
         for _ in range(2):
             variable = keras.Variable([1.0])
@@ -468,7 +458,7 @@ def test_a_train_step_that_ignores_the_weights_of_exact_is_refused(hk, world, ev
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(hk.distribute(keras.optimizers.SGD(0.1)), loss, **options)
         data = hk.shard((X[:22], Y[:22], np.ones(22, "float32")), world, 4, remainder=remainder)
-        error = refused(lambda: model.fit(data, epochs=2, verbose=0))
+        error = message(lambda: model.fit(data, epochs=2, verbose=0))
         assert "train_step" not in vars(model)
         assert error or everyone(weights(model)) == [weights(model)] * 2
         return error
@@ -499,7 +489,7 @@ def over_host_buffers(hide_horovod: bool) -> dict[str, Any]:
         "topology": [world.rank, world.size, world.local_rank, world.local_size],
         "history": history.history,
         "weights": weights(model),
-        "fp16": refused(lambda: hk.distribute(keras.optimizers.SGD(), compression="fp16")),
+        "fp16": message(lambda: hk.distribute(keras.optimizers.SGD(), compression="fp16")),
     }
 
 
@@ -584,12 +574,12 @@ def test_what_is_replaced_in_keras_can_be_undone_and_is_checked_against_its_vers
         return [hasattr(getattr(*one), "_hvdkit_plain") for one in holders]
 
     def trains() -> str:
-        return refused(lambda: compiled(keras.optimizers.SGD(0.1)).fit(X, Y, verbose=0))
+        return message(lambda: compiled(keras.optimizers.SGD(0.1)).fit(X, Y, verbose=0))
 
     def told(version: str) -> tuple[str, list[str]]:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            error = refused(lambda: private.check(version))
+            error = message(lambda: private.check(version))
         return error, [str(one.message) for one in warned]
 
     hk.init()
@@ -639,8 +629,8 @@ def test_keras_2_is_one_clear_error(hk):
         lambda: hk.AverageMetrics(Topology(0, 2)).set_model(model),
         lambda: model.fit(x=X),
     ):
-        message = refused(attempt)
-        assert "InvalidArgumentError" in message and "needs Keras 3, got the legacy Keras 2 (tf_keras)" in message
+        error = message(attempt)
+        assert "InvalidArgumentError" in error and "needs Keras 3, got the legacy Keras 2 (tf_keras)" in error
 
 
 @on_ranks("keras-torch", n=1, fresh=True)

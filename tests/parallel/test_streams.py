@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs_checks import message
 from ranks import on_ranks
 
 SAMPLES = 203
@@ -61,17 +62,6 @@ def taken(batches: Any, everyone: Callable[[Any], list[Any]]) -> list[list[tuple
 
 def seen(steps: Any) -> list[int]:
     return sorted(number for step in steps for numbers, _ in step for number in numbers)
-
-
-def refused(attempt: Callable[[], Any]) -> str:
-    """The error of an attempt, "" where there was none."""
-    from hvdkit import HvdkitError
-
-    try:
-        attempt()
-    except HvdkitError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def rest_of(state: dict[str, Any]) -> list[int]:
@@ -141,8 +131,8 @@ def test_files_go_on_in_mid_epoch(hk: Any, world: Any, everyone: Any, tmp_path: 
             assert seen(taken(steps, everyone) + taken(anew, everyone)) == list(range(records))
         assert seen(taken(anew, everyone)) == list(range(records))
     loader.load_state({**loader.state(), "position": 4 * world.size, "order": 0})
-    assert "files of their own" in refused(lambda: one(3).load_state(loader.state()))
-    assert "stream=samples" in refused(lambda: loader.load_state({**loader.state(), "stream": "samples"}))
+    assert "files of their own" in message(lambda: one(3).load_state(loader.state()))
+    assert "stream=samples" in message(lambda: loader.load_state({**loader.state(), "stream": "samples"}))
 
 
 @on_ranks("tensorflow", n=(2, 3))
@@ -165,11 +155,11 @@ def test_orders_that_differ_are_an_error_on_every_rank(hk: Any, world: Any, ever
 
     x = np.arange(64)
     known = tf.data.Dataset.from_tensor_slices((x, x))
-    errors = everyone(refused(lambda: hk.shard(known.shuffle(64), world, 4)))
+    errors = everyone(message(lambda: hk.shard(known.shuffle(64), world, 4)))
     assert all("AgreementError" in error and "seed" in error for error in errors), errors
     for dataset, batch_size in ((numbers().shuffle(64), 4), (numbers().shuffle(64), 1)):
         loader = hk.shard(dataset, world, batch_size, shuffle=False)
-        errors = everyone(refused(lambda loader=loader: list(loader)))
+        errors = everyone(message(lambda loader=loader: list(loader)))
         assert all("AgreementError" in error and "shuffle(n, seed=" in error for error in errors), errors
     seeded = hk.shard(numbers().shuffle(64, seed=1), world, 4, remainder="exact")
     assert seen(taken(seeded, everyone)) == list(range(SAMPLES))
@@ -181,7 +171,7 @@ def test_orders_that_differ_are_an_error_on_every_rank(hk: Any, world: Any, ever
     if world.is_root:
         looked = list(own.take(1))
         assert looked
-    assert all("epoch 2" in error for error in everyone(refused(lambda: list(loader))))
+    assert all("epoch 2" in error for error in everyone(message(lambda: list(loader))))
     own = numbers().shuffle(64, seed=1)
     loader = hk.shard(own, world, 4)
     for number, _ in enumerate(loader):
@@ -190,12 +180,12 @@ def test_orders_that_differ_are_an_error_on_every_rank(hk: Any, world: Any, ever
     state = loader.state()
     list(own.take(1))
     loader.load_state(state)
-    errors = everyone(refused(lambda: list(loader)))
+    errors = everyone(message(lambda: list(loader)))
     assert all("when the checkpoint was made" in error for error in errors), errors
     paths = [f"{name}.tfrecord" for name in ("abc" if world.is_root else "acb")]
     listed = tf.data.Dataset.range(8).filter(lambda n: n >= 0)
     files = hk.shard_files(paths, world).flat_map(lambda _: listed)
-    assert all("same paths" in error for error in everyone(refused(lambda: list(hk.shard(files, world, 2)))))
+    assert all("same paths" in error for error in everyone(message(lambda: list(hk.shard(files, world, 2)))))
 
 
 @on_ranks("tensorflow", n=2)
@@ -241,7 +231,7 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
         "fewer than 1": lambda: list(hk.shard(numbers(1), world, 4, remainder="exact")),
     }
     for expected, attempt in attempts.items():
-        errors = everyone(refused(attempt))
+        errors = everyone(message(attempt))
         assert all(expected in error for error in errors), (expected, errors)
     hk.check_agreement(tf.Variable(1.0), None, world, loader=loader)
     ragged = tf.data.Dataset.range(9).map(lambda n: (tf.RaggedTensor.from_row_lengths([n], [1]), tf.as_string(n)))
@@ -311,11 +301,11 @@ def failing(batch: int) -> Any:
 @on_ranks("keras", n=2)
 def test_keras_shows_why_a_stream_cannot_go_on(hk: Any, world: Any, everyone: Any) -> None:
     data = hk.shard(numbers().shuffle(64), world, 4)
-    errors = everyone(refused(lambda: trained(hk, data, epochs=1, verbose=0)))
+    errors = everyone(message(lambda: trained(hk, data, epochs=1, verbose=0)))
     assert all(error.startswith("AgreementError: the ranks read") for error in errors), errors
 
 
 @on_ranks("keras-torch", "keras-jax", n=2)
 def test_other_backends_refuse_streams(hk: Any, world: Any) -> None:
     for attempt in (lambda: hk.shard(numbers(), world, 4), lambda: hk.shard_files(["a", "b"], world)):
-        assert "KERAS_BACKEND=tensorflow" in refused(attempt)
+        assert "KERAS_BACKEND=tensorflow" in message(attempt)

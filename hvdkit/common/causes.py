@@ -1,0 +1,55 @@
+"""What costs a job time: the one form in which every tool says it, weighed by the time lost and not by counts.
+
+Why this room exists: tools that look at different recordings of one job must not contradict each other. Each finds causes
+in its own numbers; here stand how they are compared, which are worth a sentence and how they are said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hvdkit.common.units import duration_text, share_text
+
+WORTH_SAYING = 0.02
+"""Share of the step's time (of the job's, for what happens once) below which a cause gets no advice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One thing that costs time.
+
+    Attributes:
+        kind: a word for programs, such as "input", the same in every tool that can see the cause.
+        lost: seconds that it costs, per step where ``per_step``, else once in the job.
+        share: the part of the time of the steps (of the job) that it costs, 0 to 1.
+        what: one sentence without the cost: who and what, such as "Rank 3 waits for its input."
+        evidence: the file and the number that say so.
+        advice: what to do, an imperative sentence.
+        per_step: whether ``lost`` recurs in every step.
+        ranks: those that cause it; empty where it is all of them or none in particular.
+    """
+
+    kind: str
+    lost: float
+    share: float
+    what: str
+    evidence: str
+    advice: str
+    per_step: bool = True
+    ranks: tuple[int, ...] = ()
+
+    def sentence(self) -> str:
+        """The cause and its cost in a line."""
+        often = " per step" if self.per_step else " once"
+        return f"{self.what} It costs {duration_text(1e6 * self.lost)}{often} ({share_text(self.share)})."
+
+
+def dearest_first(causes: Iterable[Cause], least: float = WORTH_SAYING) -> list[Cause]:
+    """The causes that are worth a sentence, the one that costs the largest share first.
+
+    Args:
+        causes: as the tools found them.
+        least: the smallest share, 0 to 1, that is worth a sentence.
+    """
+    return sorted((cause for cause in causes if cause.share >= least), key=lambda cause: -cause.share)

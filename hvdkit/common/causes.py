@@ -1,6 +1,6 @@
 """What costs a job time: the one form in which every tool says it, weighed by the time lost and not by counts.
 
-Why this room exists: tools that look at different recordings of one job must not contradict each other. Each finds causes
+Why this room exists: tools that look at recordings of one job must not contradict each other. Each finds causes
 in its own numbers; here stand how they are compared, which are worth a sentence and how they are said.
 """
 

@@ -16,5 +16,5 @@ def test_the_dearest_comes_first_and_what_costs_little_is_not_said() -> None:
 
 
 def test_a_cause_says_its_cost_per_step_or_once() -> None:
-    assert _cause("input", 0.5).sentence() == "It is input. It costs 10.0 ms per step (50.0 %)."
-    assert _cause("setup", 0.5, per_step=False).sentence().endswith("It costs 10.0 ms once (50.0 %).")
+    assert _cause("input", 0.5).sentence() == "It is input. It costs 10.0 ms per step (50%)."
+    assert _cause("setup", 0.5, per_step=False).sentence().endswith("It costs 10.0 ms once (50%).")

@@ -212,3 +212,52 @@ def test_a_full_disk_is_one_sentence_and_the_next_install_goes_on(fresh: StandIn
     assert last.startswith("hvdkit: ") and "No space left on device" in last and "XDG_CACHE_HOME" in last
     assert ", compiled, in" in wide and "is already installed" in wide
     holds(fresh)
+
+
+def test_a_wheel_for_others_is_installed_where_there_is_no_compiler(installed: StandIn, tmp_path: Path) -> None:
+    shelf, good = tmp_path / "sw", installed.files()
+    before = installed.files()
+    kept = installed.install("--wheel", str(shelf))
+    (wheel,) = shelf.glob("*/*.whl")
+    assert str(wheel) in kept and installed.files() == before  # nothing is installed by it
+    told = json.loads((wheel.parent / "manifest.json").read_text())["key"]
+    assert told["frameworks"]["torch"][0] == "9.9.9" and told["python"].startswith("cp3")
+    subprocess.run(["rm", "-rf", *installed.site.glob("horovod*"), installed.cache], check=True)
+
+    for word in ("--force", "--explain"):
+        assert "--from compiles nothing" in installed.install("--from", str(shelf), word, status=2)
+    output = installed.install("--from", str(shelf), CXX="/no/compiler", CC="/no/compiler")
+
+    assert f"from {wheel.parent}" in output and installed.files() == good and installed.compiled() == 0
+    assert "is already installed" in installed.install("--from", str(shelf), CXX="/no/compiler")
+
+
+def test_a_wheel_that_does_not_fit_or_is_not_whole_is_one_sentence(installed: StandIn, tmp_path: Path) -> None:
+    shelf, before = tmp_path / "sw", installed.files()
+    installed.install("--wheel", str(shelf))
+    (manifest,) = shelf.glob("*/manifest.json")
+    text = manifest.read_text()
+    for wrong, why in (
+        (text.replace("9.9.9", "9.9.8"), "is for frameworks torch 9.9.8 a cxx11abi=unknown, here torch 9.9.9 a"),
+        (
+            text.replace('"settings": {', '"settings": {"HOROVOD_GPU_OPERATIONS": "NCCL",'),
+            "--gpu nccl, here --gpu none",
+        ),
+        ("[" * 100000, "cannot be read"),
+        ('{"key": 3}', "cannot be read"),
+    ):
+        manifest.write_text(wrong)
+        output = installed.install("--from", str(shelf), status=1)
+        assert output.count("\n") == 1 and why in output, output
+    manifest.write_text(text.replace('"sha256": "', '"sha256": "0'))
+    assert "has SHA-256" in installed.install("--from", str(shelf), status=1)
+    manifest.write_text(text)
+    manifest.parent.chmod(0o777)
+    assert "chmod -R go-w" in installed.install("--from", str(shelf), status=1)
+    assert "it has no wheel" in installed.install("--from", str(tmp_path), status=1)
+    assert installed.files() == before
+
+
+def test_gpu_auto_says_why_it_builds_without(installed: StandIn) -> None:
+    output = installed.install("--gpu", "auto")
+    assert "--gpu auto is none here: --gpu nccl needs CUDA" in output and "is already installed" in output

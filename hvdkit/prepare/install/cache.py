@@ -41,10 +41,15 @@ class DamagedError(InstallError):
 
 @dataclass(frozen=True)
 class Cache:
-    """The cache below ``directory``, which need not exist yet, for one ``kind`` of files."""
+    """The cache below ``directory``, which need not exist yet, for one ``kind`` of files.
+
+    Attributes:
+        named: the user chose the directory for what lies in it: it may be another's who is trusted with it.
+    """
 
     directory: Path
     kind: str = "wheels"
+    named: bool = False
 
     def has(self, key: str) -> bool:
         """Whether there is a file for a key, not verified."""
@@ -70,7 +75,7 @@ class Cache:
             raise DamagedError(f"The cached {entry} is incomplete ({error.filename} is missing).") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedError(f"The cached {entry} cannot be read ({error}).") from error
-        check_owner(file)
+        check_owner(file, self.named)
         if found != expected:
             raise DamagedError(f"The cached {file} has SHA-256 {found}, expected {expected}.")
         return file
@@ -99,8 +104,8 @@ class Cache:
             new.rename(entry)
         except OSError as error:
             raise InstallError(
-                f"{file.name} cannot be kept in the cache {entry.parent}: {error.strerror}; make room there, or set "
-                "XDG_CACHE_HOME to another directory."
+                f"{file.name} cannot be kept in {entry.parent}: {error.strerror}; make room there, or "
+                f"{'name' if self.named else 'set XDG_CACHE_HOME to'} another directory."
             ) from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -162,11 +167,11 @@ class Cache:
                 f"place of {self.directory.name}: 'chmod +t {above}', or set XDG_CACHE_HOME to a directory of your own."
             )
         for path in (self.directory, *paths):
-            check_owner(path)
+            check_owner(path, self.named)
 
 
-def check_owner(path: Path) -> None:
-    """Refuse what anybody but this user and root can have written.
+def check_owner(path: Path, named: bool = False) -> None:
+    """Refuse what anybody but this user and root, or the owner of a directory that the user named, can have written.
 
     The sticky bit does not help here: whoever comes first would choose what is under a name. Write permissions of
     access control lists show in the mode as the group's (acl(5)).
@@ -177,7 +182,7 @@ def check_owner(path: Path) -> None:
     found = _status(path)
     if found is None:
         return
-    mode, theirs = stat.S_IMODE(found.st_mode), found.st_uid not in (0, os.geteuid())
+    mode, theirs = stat.S_IMODE(found.st_mode), not named and found.st_uid not in (0, os.geteuid())
     if not theirs and not mode & (stat.S_IWGRP | stat.S_IWOTH):
         return
     try:
@@ -186,9 +191,9 @@ def check_owner(path: Path) -> None:
         owner = "no known user"
     fix = "remove it" if theirs else f"'chmod -R go-w {path}' if you trust all that is in it"
     raise InstallError(
-        f"{path} belongs to {owner} (uid {found.st_uid}) and has mode {mode:04o}; expected you or root as its owner "
-        "and no write permission for others, who could have put there what hvdkit would run: "
-        f"{fix}, or set XDG_CACHE_HOME to a directory of your own."
+        f"{path} belongs to {owner} (uid {found.st_uid}) and has mode {mode:04o}; expected "
+        f"{'' if named else 'you or root as its owner and '}no write permission for others, who could have put there "
+        f"what hvdkit would run: {fix}, or {'name' if named else 'set XDG_CACHE_HOME to'} a directory of your own."
     )
 
 

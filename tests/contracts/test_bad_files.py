@@ -37,6 +37,7 @@ READS = {
     "emulate plan": [["emulate", "plan", option, "BAD"] for option in ("--csv", "--timeline", "--plan")],
     "emulate show": [["emulate", "show", "BAD"]],
     "emulate compare": [["emulate", "compare", "BAD", "BAD"]],
+    "install": [["install", "--from", "BAD"]],
     "predict": [["predict", "--fit", "BAD", "BAD"], ["predict", *NETWORK, "--plan", "BAD"]],
     "plan": [[*SCHEDULE, "--fit", "BAD"]],
     "timeline summary": [["timeline", "summary", "BAD"]],
@@ -57,7 +58,7 @@ NOT_READ = {
     "--torch-profile", "--stall-dir", "--host-discovery-script",
 }  # fmt: skip
 """Parameters that name what is written, or run: these have tests of their own."""
-WRITTEN = {("launch", "--timeline")}
+WRITTEN = {("launch", "--timeline"), ("install", "--wheel"), ("examples copy", "directory")}
 NESTED = 100_000
 GOOD = Path(__file__).parents[1] / "data" / "timelines" / "torch-mpi-2ranks-cycles.json"
 

@@ -35,7 +35,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     tracked = subprocess.run(
-        ["git", "ls-files", "-z", "hvdkit", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"],
+        ["git", "ls-files", "-z", "hvdkit", "examples", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout.split("\0")  # fmt: skip
     for name in filter(None, tracked):
@@ -80,6 +80,19 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
         assert present - set(archive.namelist()) == set()
 
 
+def test_the_examples_come_with_it_and_can_be_copied(wheel, alone, tmp_path):
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT / "examples", capture_output=True, text=True, check=True)
+    names = {name for name in tracked.stdout.split() if (ROOT / "examples" / name).is_file()}
+    assert len(names) > 15
+    done = alone("-m", "hvdkit", "examples", "copy", str(tmp_path / "mine"))
+    assert done.returncode == 0, done.stderr
+    copied = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    assert copied == names
+    again = alone("-m", "hvdkit", "examples", "copy", str(tmp_path / "mine"))
+    assert again.returncode == 2 and "exists already" in again.stderr
+    assert alone("-m", "hvdkit", "examples", "copy", "/proc/mine").returncode == 2
+
+
 def test_nothing_else_is_in_reach(alone):
     extras = ["torch", "tensorflow", "keras", "horovod", "mpi4py", "scipy", "matplotlib", "jinja2", "h5py", "sklearn"]
     found = alone("-c", f"from importlib.util import find_spec; print([n for n in {extras} if find_spec(n)])")
@@ -103,6 +116,7 @@ def test_every_help_of_every_command_works(alone):
 TOOLS = {
     "doctor": "doctor",
     "test": "test",
+    "examples": "examples list",
     "check": "check examples/pytorch/cnn.py",
     "job": "job --system slurm --nodes 2 --ppn 2 --walltime 1:00:00 -- python train.py",
     "launch": "launch -n 2 --launcher horovodrun --dry-run -- echo started",

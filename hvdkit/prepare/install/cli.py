@@ -46,6 +46,7 @@ DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--wheel", "keep", type=PATH, metavar="DIR", help="Keep the wheel in DIR for others; install nothing.")
 @click.option("--from", "ready", type=DIRECTORY, metavar="DIR", help="Install a wheel from DIR; compile nothing.")
 def install(
+    *,
     gpu: str,
     without_mpi: bool,
     frameworks: str | None,

@@ -1,0 +1,1 @@
+"""The examples of the repository, for those who installed the package alone."""

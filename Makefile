@@ -2,6 +2,7 @@
 # make test   the whole suite, on real ranks
 # make quick  the tests that start no ranks, for the inner loop
 # make lint   the linter, the formatter and the type checker
+# make release-check  sdist and wheel of the commit, looked at and tried as a stranger would
 # Each does all its own set-up in $(VENV); Horovod is compiled once and then comes from the wheel cache.
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready
 # Modules are compiled when they are first imported: of PyTorch and TensorFlow most never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test quick lint format clean
+.PHONY: demo test quick lint format clean release-check
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -55,5 +56,8 @@ $(READY): $(DEMO)
 	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
 
+release-check:
+	./.ci/release-check
+
 clean:
-	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

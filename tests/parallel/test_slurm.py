@@ -118,3 +118,20 @@ def test_slurm_takes_every_option_of_hvdkit_job_from_a_site_of_ones_own(cluster,
     refused = cluster.run(*told, *wanted, "--force", "--nodes", "3", "--", *program, **environment)
     assert refused.returncode == 2
     assert "site mine has no queue for that (short: 1 to 2 nodes, 00:10:00)" in refused.stderr
+
+
+def test_submit_shows_what_the_job_prints_and_ends_with_its_status(cluster, environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = [sys.executable, "-m", "hvdkit.cli", "job", "--system", "slurm", "--nodes", "1", "--ppn", "1"]
+    told += ["--walltime", "00:05:00", "--submit"]
+    failing = cluster.run(*told, "--", "sh", "-c", "echo it trains; sleep 1; echo it fails; exit 3", **environment)
+    assert failing.returncode == 3, failing.stderr
+    assert "it trains\n" in failing.stdout and "it fails\n" in failing.stdout
+    assert re.search(
+        r"Job \d+ is submitted to slurm\.\n(.*\n)*Job \d+ has ended: FAILED, exit status 3\.", failing.stderr
+    )
+    assert cluster.run(*told, "--", "true", **environment).returncode == 0
+    several = cluster.run(*told, "--array", "1-2", "--", "true", **environment)
+    assert several.returncode == 0 and "has ended" not in several.stderr
+    refused = cluster.run(*told, "--queue", "nowhere", "--", "true", **environment)
+    assert refused.returncode == 1 and re.search(r"hvdkit: sbatch took no job: .*partition", refused.stderr)

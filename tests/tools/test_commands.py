@@ -198,6 +198,7 @@ def test_a_reader_that_has_enough_is_no_error():
 def test_ctrl_c_while_the_command_line_loads_is_quiet(module):
     code = f"""
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
 class Interrupts:
     def find_spec(self, name, path=None, target=None):

@@ -12,6 +12,7 @@ import click
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import kubernetes, limits, script, site
+from hvdkit.run.job import submit as submitting
 from hvdkit.run.job.model import Job
 from hvdkit.run.job.systems import SYSTEMS
 
@@ -54,6 +55,7 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Write to FILE, not to the screen.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
+@click.option("--submit", "submit_it", is_flag=True, help="Submit it, show what the job prints, end with its status.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def job(
     *,
@@ -64,13 +66,14 @@ def job(
     ssh_dir: str,
     output: Path | None,
     force: bool,
+    submit_it: bool,
     **wanted: Any,
 ) -> int:
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
-    For Kubernetes it is an MPIJob of N worker pods, for the Kubeflow MPI Operator. Nothing is submitted. What no queue
-    or host of the site gives is refused. What is typed here is quoted, so that the script's shell passes it on as it
-    is.
+    For Kubernetes it is an MPIJob of N worker pods, for the Kubeflow MPI Operator. Nothing is submitted without
+    --submit. What no queue or host of the site gives is refused. What is typed here is quoted, so that the script's
+    shell passes it on as it is.
 
     \b
     Examples:
@@ -80,10 +83,14 @@ def job(
       hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
       hvdkit job --system kubernetes --image me/train:1 --nodes 2 --ppn 4 --walltime 2:00:00 -- python train.py
 
-    Exit status: 0 success, 2 for bad usage, an output that cannot be written included.
+    With --submit Ctrl-C ends the following, not the job; an array is submitted only.
+
+    Exit status: 0 success, 2 for bad usage, an output that cannot be written included; with --submit the job's own.
     """
     asked = Job(**wanted)
     if system == kubernetes.NAME:
+        if submit_it:
+            raise InvalidArgumentError("--submit is for batch systems; write with -o, then 'kubectl create -f' it.")
         if site_name is not None:
             raise InvalidArgumentError("--site is for batch systems; leave it out with --system kubernetes.")
         text, submit = kubernetes.write(asked, image, volumes, ssh_dir), kubernetes.SUBMIT
@@ -95,12 +102,12 @@ def job(
         for note in limits.notes(asked, chosen):
             click.echo(f"Note: {note}", err=True)
         submit = SYSTEMS[chosen.system].submit + (" <" if chosen.system == "lsf" else "")
-    if output is None:
+    if output is not None:
+        _save(output, text, force=force)
+        click.echo(f"{output} is written; submit it: {submit} {shlex.quote(str(output))}", err=True)
+    elif not submit_it:
         click.echo(text, nl=False)
-        return 0
-    _save(output, text, force=force)
-    click.echo(f"{output} is written; submit it: {submit} {shlex.quote(str(output))}", err=True)
-    return 0
+    return submitting.submit(chosen.system, asked, text) if submit_it else 0
 
 
 def _save(file: Path, text: str, *, force: bool) -> None:

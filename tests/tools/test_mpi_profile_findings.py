@@ -70,8 +70,9 @@ def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
         return Calls(routine, number, seconds, number * size)
 
     rows = (
-        calls("MPI_Allreduce", 102, 4, 0.001), calls("MPI_Allreduce", 72893, 16, 86.6), calls("MPI_Bcast", 112, 4, 0.001),
-        calls("MPI_Bcast", 50, 406, 0.001), calls("MPI_Gather", 50, 4, 0.003), calls("MPI_Gatherv", 50, 0, 0.001),
+        calls("MPI_Allreduce", 102, 4, 0.001), calls("MPI_Allreduce", 72893, 16, 86.6),
+        calls("MPI_Bcast", 112, 4, 0.001), calls("MPI_Bcast", 50, 406, 0.001),
+        calls("MPI_Gather", 50, 4, 0.003), calls("MPI_Gatherv", 50, 0, 0.001),
     )  # fmt: skip
     profile = Profile(MPITRACE_FORMAT, 1, (Rank(0, 128.9, rows),), {0: 86.607})
     assert costly(profile) == []

@@ -353,9 +353,9 @@ def _costs(columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.boo
     Of a step counts how late a rank is with half of its tensors; what is within two cycles is not its doing. The first
     step is left out.
     """
-    steps = np.unique(numbers[in_steps])[1:]
-    rows = columns.tick_row
-    kept = in_steps[rows] & (numbers[rows] > (numbers[in_steps].min() if len(steps) else 0))
+    first, *later = np.unique(numbers[in_steps]).tolist() or [0]
+    steps, rows = np.array(later), columns.tick_row
+    kept = in_steps[rows] & (numbers[rows] > first)
     ranks, place = np.unique(columns.tick_rank[kept], return_inverse=True)
     groups = np.searchsorted(steps, numbers[rows[kept]]) * len(ranks) + place
     late = measures.group_medians(columns.tick_late[kept], groups, len(steps) * len(ranks))

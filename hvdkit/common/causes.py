@@ -6,13 +6,15 @@ in its own numbers; here stand how they are compared, which are worth a sentence
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdkit.common.units import duration_text, share_text
 
 WORTH_SAYING = 0.02
 """Share of the step's time (of the job's, for what happens once) below which a cause gets no advice."""
+_MOST = 0.7
+"""Share of the time lost to late ranks that the ranks to blame cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +55,37 @@ def dearest_first(causes: Iterable[Cause], least: float = WORTH_SAYING) -> list[
         least: the smallest share, 0 to 1, that is worth a sentence.
     """
     return sorted((cause for cause in causes if cause.share >= least), key=lambda cause: -cause.share)
+
+
+def verdict(causes: Iterable[Cause], otherwise: str) -> list[str]:
+    """What a tool says first: each cause with its evidence and what to do, or one sentence.
+
+    Args:
+        causes: as the tool found them; what costs too little is left out.
+        otherwise: the sentence where none is worth one.
+    """
+    lines: list[str] = []
+    for cause in dearest_first(causes):
+        begin = "" if lines else "Verdict: "
+        lines += [f"{begin}{cause.sentence()}", f"  seen: {cause.evidence}", f"  try: {cause.advice}"]
+    return lines or [f"Verdict: {otherwise}"]
+
+
+def to_blame(costs: Mapping[int, float]) -> tuple[int, ...]:
+    """The few ranks that the others wait for; empty where it is now this one and now that one.
+
+    Args:
+        costs: rank to the time that it costs the others, of every rank; see ``lateness.costs``.
+    """
+    ranks = sorted(costs, key=lambda rank: -costs[rank])
+    few = ranks[: max(1, len(ranks) // 3)]
+    for count in range(1, len(few) + 1):
+        if sum(costs[rank] for rank in few[:count]) >= _MOST * sum(costs.values()) > 0:
+            return tuple(sorted(few[:count]))
+    return ()
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """``Rank 3``, or ``Ranks 2 and 3``."""
+    *others, last = map(str, ranks)
+    return f"Ranks {', '.join(others)} and {last}" if others else f"Rank {last}"

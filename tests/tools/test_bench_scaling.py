@@ -15,9 +15,12 @@ from hvdkit import cli
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import results
+from hvdkit.measure.bench.analysis import Row, causes
+from hvdkit.measure.bench.measurement import measure
 from hvdkit.measure.bench.scaling import order
 from hvdkit.measure.bench.subject import Asked, commit
 from hvdkit.run.trials.jobs import Job
+from hvdkit.steps.step_times import RankTimes, Step
 
 SERIAL = 0.1
 
@@ -96,9 +99,32 @@ def test_a_late_rank_is_shown_as_wait_of_the_others_and_the_parts_add_up(start, 
     assert row["parts"]["communication"] == pytest.approx(0.003, rel=0.02)
     assert row["parts"]["input"] == pytest.approx(0.001, rel=0.02)
     assert row["slowest"] == {"rank": 1, "share": 1.0}
-    assert (
-        "On 2 ranks, rank 1 is the slowest in 100 % of the steps; a rank waits 3 ms of 16 ms" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Verdict: Rank 1 comes late, and the others wait: the computation takes longer. It costs 6.0" in out
+    (cause,) = saved()["summary"]["causes"]
+    assert (cause["kind"], cause["ranks"]) == ("compute", [1])
+
+
+@pytest.mark.parametrize("marks", [True, False], ids=["ready", "without ready"])
+def test_the_rank_whose_input_sleeps_in_two_of_three_batches_is_named(marks):
+    """Its mean over the ranks would hide it; no rank has to say when it is ready."""
+    times = []
+    for rank in range(2):
+        steps, now = [], 0.0
+        for number in range(30):
+            slow = 0.020 if number % 3 else 0.0
+            ready = now + (slow if rank else 0.0) + 0.005
+            steps.append(Step(now, ready - 0.005, ready if marks else None, now + slow + 0.006))
+            now += slow + 0.006
+        times.append(RankTimes(rank, tuple(steps)))
+    found = measure(times, 2, 0.0, 0)
+    assert found.late.ranks == (1,)
+    assert found.late.lost_s == pytest.approx(0.020 * 2 / 3) == found.late.input_s
+    (cause,) = causes([Row(2, 1, 0, False, step_s=found.step_s, late=found.late)])
+    assert cause.kind == "input" and cause.sentence().startswith(
+        "Rank 1 comes late, and the others wait: for the input."
     )
+    assert "13.3 ms per step" in cause.sentence()
 
 
 def test_ranks_that_do_not_say_when_they_are_ready_have_no_communication(start, capsys):

@@ -5,7 +5,13 @@ from dataclasses import replace
 import pytest
 from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
+from hvdkit.cli import run
+from hvdkit.common.causes import dearest_first
 from hvdkit.read.mpi_profile import comparison, findings, measures, reading, traffic
+from hvdkit.read.mpi_profile import show as tables
+from hvdkit.read.mpi_profile.causes import causes
+from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
+from hvdkit.read.mpi_profile.model import Calls, Profile, Rank
 
 
 def shown(profile, number=0):
@@ -14,6 +20,10 @@ def shown(profile, number=0):
 
 def found(profile, number=0):
     return {finding.name: finding.text for finding in findings.find(profile, shown(profile, number))}
+
+
+def costly(profile, number=0):
+    return dearest_first(causes(profile, shown(profile, number)))
 
 
 def of(tmp_path, *calls, seconds=10.0, size=4):
@@ -30,19 +40,60 @@ def test_the_negotiation_of_the_real_files_with_its_numbers():
         "94 % of the allreduces (72,893 of 77,340) are 16 bytes: Horovod's negotiation",
         "by its size",
         "81 % of the time of the allreduces (86.6 s of 106.7 s)",
-        "(one came every 1.77 ms; hvdkit launch --cycle-time-ms 5)",
-        "--cycle-time-ms",
+        "Horovod's background thread",
     ):
         assert words in text
+    assert "--cycle-time" not in text, "it is no time of a step"
 
 
 def test_what_else_is_said_of_the_real_files():
     texts = found(reading.read(MPITRACE))
     assert "A negotiation takes 1.19 ms on average" in texts["negotiation waits"]
-    assert "(3,019 of 4,447)" in texts["small allreduces"] and "68 %" in texts["small allreduces"]
     assert "MPI_Allreduce of 4.72 MB: 714 of them in 18.8 s" in texts["bandwidth"]
     assert "106.7 s of 128.9 s (83 %" in texts["time in MPI"]
-    assert "imbalance" not in texts  # 105.9 to 109.1 s
+
+
+def test_the_real_files_say_what_the_timeline_of_the_same_job_says(capsys):
+    """Large tensors are 15 % here and 16 % there; the cycles and the ranks (105.9 to 109.1 s) are no cause."""
+    (found,) = costly(reading.read(MPITRACE))
+    assert found.kind == "large-tensors" and found.share == pytest.approx(0.148, abs=0.001)
+    assert "714 MPI_Allreduce of 4.72 MB took 26.4 ms each, 313 MB/s" in found.evidence
+    assert run(["mpi-profile", "show", *map(str, MPITRACE)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Verdict: Large tensors are reduced") and "cycle" not in out.split("Routines on")[0]
+
+
+def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
+    """With sizes alone: 102 allreduces of 4 bytes are no gradients, 112 lengths no payload."""
+
+    def calls(routine, number, size, seconds):
+        return Calls(routine, number, seconds, number * size)
+
+    rows = (
+        calls("MPI_Allreduce", 102, 4, 0.001), calls("MPI_Allreduce", 72893, 16, 86.6),
+        calls("MPI_Bcast", 112, 4, 0.001), calls("MPI_Bcast", 50, 406, 0.001),
+        calls("MPI_Gather", 50, 4, 0.003), calls("MPI_Gatherv", 50, 0, 0.001),
+    )  # fmt: skip
+    profile = Profile(MPITRACE_FORMAT, 1, (Rank(0, 128.9, rows),), {0: 86.607})
+    assert costly(profile) == []
+    assert [its for row, its in shown(profile).calls if row.calls == 112] == ["control"]
+    first, *_ = tables.page(profile, shown(profile)).parts
+    assert first.startswith("Verdict: The gradients are not in this profile") and "hvdkit launch --timeline" in first
+    assert "no data" in found(profile)
+    assert "--cycle-time" not in first + "".join(found(profile).values())
+
+
+def test_causes_are_weighed_against_the_time_of_the_job(tmp_path):
+    data = group("MPI_Allreduce", (100, 1_000_000, 1e-2), (5000, 64, 5e-4), op="MPI_SUM", type="MPI_FLOAT")
+    calls, directory = (HOROVOD[0], data), tmp_path / "job"
+    found = costly(reading.read([write(directory, record(0, 1, calls, seconds=10.0))]))
+    assert [(cause.kind, cause.share) for cause in found] == [
+        ("small-tensors", pytest.approx(0.25)), ("large-tensors", pytest.approx(0.1)),
+    ]  # fmt: skip
+    assert costly(reading.read([write(directory, record(0, 1, calls, seconds=1000.0))])) == []
+    waiting = group("MPI_Allreduce", (100, 1_000_000, 1e-2, 6e-3), op="MPI_SUM", type="MPI_FLOAT")
+    found = costly(reading.read([write(directory, record(0, 1, [waiting], wait_measured=True))]))
+    assert [cause.kind for cause in found] == ["late", "large-tensors"] and "--skew" in found[0].advice
 
 
 def test_the_spread_of_the_real_files_is_that_of_all_eight_ranks():
@@ -137,8 +188,9 @@ def test_a_program_without_horovod_hears_nothing_of_it(tmp_path):
 def test_the_rank_with_the_least_time_is_the_one_that_the_others_wait_for(tmp_path):
     seconds = (1.0, 0.2, 1.0, 1.1)
     records = [record(rank, calls=[group("MPI_Allreduce", (1, 8, each))]) for rank, each in enumerate(seconds)]
-    text = found(reading.read([write(tmp_path, *records)]))["imbalance"]
-    assert "Rank 1 spent the least time in MPI (200 ms" in text and "on rank 3" in text
+    (cause,) = (one for one in costly(reading.read([write(tmp_path, *records)])) if one.kind == "late")
+    assert cause.ranks == (1,) and cause.lost == pytest.approx(0.8)
+    assert "rank 1 200 ms" in cause.evidence and "rank 3 1.10 s" in cause.evidence
 
 
 def test_the_finding_is_about_the_rank_that_is_shown():

@@ -180,7 +180,7 @@ def test_the_policy_allows_the_one_script_and_the_one_style_sheet_only():
 
 def test_the_public_run_is_shown_with_its_numbers():
     page = Page(render_report(ATPESC))
-    for expected in ("Ranks 8", "Steps 154", "each 8 tensors, 4.80 MB", "One tensor is 98% of the bytes of a step"):
+    for expected in ("Ranks 8", "Steps 154", "each 8 tensors, 4.80 MB", "98% of the bytes are"):
         assert expected in page.text
     assert [e["id"] for tag, e in page.elements if tag == "title" and "id" in e] == [
         "step-times-title",

@@ -35,7 +35,7 @@ def test_ddp_on_cpus(tmp_path):
         found.times, window=100, data=10, exposed_data=10, computation=59, communication=30, overlapped=9, exposed=21,
         other=10, copies=0,
     )  # fmt: skip
-    assert [(one.name, one.calls) for one in found.communications] == [("gloo:all_reduce", 1), ("c10d::allreduce_", 1)]
+    assert [(one.name, one.calls) for one in found.communications] == [("gloo:all_reduce", 1)], "c10d's call starts it"
     check(found.communications[0], covered_ms=30, exposed_ms=21)
     assert found.notes == ()
     assert [one.number for one in found.steps] == [5]
@@ -183,10 +183,52 @@ def test_skew_between_ranks_needs_no_common_clock(tmp_path):
     found = summarize([paths[2], paths[0], paths[1]])
     assert [rank.rank for rank in found.ranks] == [0, 1, 2]
     check(found.skew, collectives=2, median=50, largest=50)
+    assert [one.waiting for one in found.skew.ranks] == pytest.approx([50, 0, 30])
+    assert [one.cost for one in found.skew.ranks] == pytest.approx([0, 30, 0]), "behind the typical rank"
+    (cause,) = found.causes
+    assert (cause.kind, cause.ranks) == ("compute", (1,)) and cause.lost == pytest.approx(0.03)
     assert [one.last for one in found.skew.ranks] == [0, 2, 0]
     assert [one.late for one in found.skew.ranks] == pytest.approx([0, 50, 20])
     assert [one.computation for one in found.skew.ranks] == pytest.approx([40, 90, 60])
     assert summarize([tmp_path]) == summarize(paths)
+
+
+@pytest.mark.parametrize(("marked", "kind"), [(data, "input"), (lambda start, length: event("x", 0, 0), "host")])
+def test_the_job_whose_rank_1_waits_for_its_input_in_two_of_three_batches(marked, kind, tmp_path, capsys):
+    """Rank 0 waits in most steps: that is no communication."""
+    for rank in (0, 1):
+        events = []
+        for number in range(6):
+            slow = 20 if number % 3 else 0
+            load, at = (slow if rank else 0.1), 30 * number
+            events += [step(number, at, slow + 6), marked(at, load), event("aten::mm", at + load, 4)]
+            events += [wait(at + load + 4, slow + 2 - load)]
+        write(tmp_path / f"trace-{rank}-of-2.json", *events)
+    assert run(["trace", "summary", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Verdict: Rank 1 comes late, and the others wait: ")
+    assert "It costs 13." in out.splitlines()[0]
+    (row,) = (line for line in out.splitlines() if "waiting for other ranks" in line)
+    assert row.split()[4].startswith("13.") and row.split()[6].startswith("0.0")
+    (cause,) = summarize([tmp_path]).causes
+    assert (cause.kind, cause.ranks) == (kind, (1,))
+
+
+def test_the_hosts_calls_of_c10d_are_no_communication(tmp_path):
+    found = times(
+        tmp_path / "t.json", step(0, 0, 50), event("c10d::allreduce_", 5, 30), event("record_param_comms", 5, 30),
+        kernel("sgemm", 5, 40),
+    )  # fmt: skip
+    check(found.times, communication=0)
+    assert found.communications == ()
+
+
+def test_one_trace_does_not_call_waiting_communication(tmp_path, capsys):
+    path = write(tmp_path / "trace-0-of-2.json", step(0, 0, 50), event("aten::mm", 0, 10), wait(10, 35))
+    assert run(["trace", "summary", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Verdict: A rank exchanges data or waits for a later one")
+    assert "communication or waiting" in out and "Give the traces of all ranks" in out
 
 
 def test_skew_that_cannot_be_told_says_why(tmp_path):

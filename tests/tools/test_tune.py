@@ -271,7 +271,19 @@ def test_the_budget_is_kept(budget_s):
     if budget_s >= 400:
         assert found.best() == FAST
     if budget_s == 20:
-        assert "The budget was up" in report.verdict(found)
+        assert report.verdict(found).startswith("Could not tell: the budget was up before")
+
+
+def test_a_search_that_is_cut_short_could_not_tell():
+    """One pair of fresh runs says nothing of the noise: neither that a setting is better nor that none is."""
+    found = search(Machine(0), candidates=[FAST])
+    found.finalists, found.measure, found.budget_ended = (FAST,), CLOSING_LINE, True
+    found.confirming.begin().update({DEFAULT: 10.0, FAST: 8.0})
+    said = report.verdict(found)
+    assert said.startswith("Could not tell: one pair of fresh runs of") and "No setting is better" not in said
+    assert "cycle 0.5 ms, 1.250 times as fast" in said
+    found.budget_ended = False
+    assert report.verdict(found) == said, "with --confirmations 1, too"
 
 
 # Statistics

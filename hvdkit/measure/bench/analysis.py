@@ -11,15 +11,15 @@ import numpy as np
 from msgspec.structs import replace
 
 from hvdkit.common import intervals
+from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first, rank_names
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import duration_text, share_text
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
-from hvdkit.measure.bench.measurement import Parts, Slowest
+from hvdkit.measure.bench.measurement import Late, Parts, Slowest
 from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, Measured, Results
 
-_MUCH_WAIT = 0.05
-"""Share of a step from which on the wait for slower ranks is said aloud."""
 _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
 
@@ -36,7 +36,7 @@ class Row(Part, frozen=True):
             job counts, as are the next two.
         speedup: work per second compared with the smallest number of ranks.
         efficiency: speed-up divided by how many times as many ranks there are.
-        step_s, parts, slowest: of the repeat with the median step; None without recorded steps.
+        step_s, parts, slowest, late: of the repeat with the median step; None without recorded steps.
         startup_s, first_step_s: medians of the repeats; None without recorded steps.
         recorded: of one more job, with a timeline; None without it.
     """
@@ -53,6 +53,7 @@ class Row(Part, frozen=True):
     first_step_s: float | None = None
     parts: Parts | None = None
     slowest: Slowest | None = None
+    late: Late | None = None
     recorded: Accounting | None = None
 
 
@@ -66,6 +67,7 @@ class Analysis(Document, frozen=True):
         fits: the laws, without oversubscribed points.
         notes: full sentences: what a reader should know.
         confidence: of the intervals.
+        causes: what costs the steps of the largest job time.
     """
 
     kind = "bench-summary"
@@ -77,6 +79,7 @@ class Analysis(Document, frozen=True):
     fits: tuple[laws.Fit, ...]
     notes: tuple[str, ...]
     confidence: float = intervals.CONFIDENCE
+    causes: tuple[Cause, ...] = ()
 
 
 def analyse(results: Results) -> Analysis:
@@ -94,11 +97,11 @@ def analyse(results: Results) -> Analysis:
         *_notes_of_crowding(rows, results.subject.environment.cores),
         *_notes_of_noise(results.mode, samples, rng),
         *_notes_of_fits(fits),
-        *_notes_of_waits(rows),
         *_notes_of_sums(rows),
         *_notes_of_recordings(results, rows),
     ]
-    return Analysis(results.mode, results.measure, rows, fits, tuple(notes))
+    found = tuple(dearest_first(causes(rows)))
+    return Analysis(results.mode, results.measure, rows, fits, tuple(notes), causes=found)
 
 
 def _row(results: Results, n: int, samples: dict[int, list[float]], crowded: bool, rng: np.random.Generator) -> Row:
@@ -129,6 +132,7 @@ def _of_steps(counted: Sequence[Measured]) -> dict[str, Any]:
         "first_step_s": statistics.median(one.first_step_s for one in steps),
         "parts": middle.parts,
         "slowest": middle.slowest,
+        "late": middle.late,
     }
 
 
@@ -214,17 +218,40 @@ def _notes_of_fits(fits: Sequence[laws.Fit]) -> list[str]:
     ]
 
 
-def _notes_of_waits(rows: Sequence[Row]) -> list[str]:
-    notes = []
-    for row in rows:
-        if row.parts is None or row.slowest is None or row.step_s is None or row.slowest.share <= 0.5:
-            continue
-        if row.parts.wait >= _MUCH_WAIT * row.step_s:
-            notes.append(
-                f"On {row.ranks} ranks, rank {row.slowest.rank} is the slowest in {100 * row.slowest.share:.0f} % of "
-                f"the steps; a rank waits {1000 * row.parts.wait:.3g} ms of {1000 * row.step_s:.3g} ms for slower ones."
-            )
-    return notes
+def causes(rows: Sequence[Row]) -> list[Cause]:
+    """What the ranks of the largest job lose by waiting for one another."""
+    found = [row for row in rows if row.late is not None and row.step_s]
+    if not found:
+        return []
+    row = found[-1]
+    late, step_s = row.late, row.step_s
+    if late is None or not step_s:
+        return []
+    evidence = f"steps on {row.ranks} ranks, more than the typical rank: input {duration_text(1e6 * late.input_s)}"
+    if late.compute_s is not None:
+        evidence += f", computation {duration_text(1e6 * late.compute_s)}"
+    if late.ranks:
+        names = rank_names(late.ranks)
+        comes = f"{names} {'come' if len(late.ranks) > 1 else 'comes'} late, and the others wait"
+        kind, what = "compute", f"{comes}: the computation takes longer."
+        advice = f"Look at the batches, the cores and the clock of {names.lower()} (hvdkit preflight)."
+        if late.input_s >= (late.compute_s or 0.0):
+            kind, what = "input", f"{comes}: for the input."
+            advice = f"Speed up the input of {names.lower()}: more workers, prefetching, a local copy of its data."
+    else:
+        kind, what = "random-late", "Now this rank is late and now that one."
+        evidence = f"steps on {row.ranks} ranks"
+        advice = "Even out what a step has to do (batches of unequal length), and give each rank cores of its own."
+    return [Cause(kind, late.lost_s, late.lost_s / step_s, what, evidence, advice, ranks=late.ranks)]
+
+
+def otherwise(analysis: Analysis) -> str:
+    """The verdict where no cause is worth a sentence."""
+    if analysis.measure != STEPS:
+        return "It cannot tell where a step goes: record the steps (hk.record_steps(loader), hk.RecordSteps())."
+    if not any(row.late is not None for row in analysis.rows):
+        return "It cannot tell which rank is late: there are no steps of several ranks."
+    return f"No rank keeps the others waiting for {share_text(WORTH_SAYING)} of a step or more."
 
 
 def _notes_of_sums(rows: Sequence[Row]) -> list[str]:

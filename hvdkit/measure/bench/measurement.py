@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common import lateness
+from hvdkit.common.causes import to_blame
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
 from hvdkit.steps.step_times import RankTimes
@@ -43,6 +45,22 @@ class Slowest(Part, frozen=True):
     share: float
 
 
+class Late(Part, frozen=True):
+    """Who keeps the others waiting, and why.
+
+    Attributes:
+        ranks: to blame for most of it; empty where it is now this one and now that one.
+        lost_s: seconds of a step that the others wait, on average (``lateness.costs``).
+        input_s: seconds of a step that these ranks wait longer for their batch than the typical rank.
+        compute_s: that they compute longer; None where the ranks did not say when they were ready.
+    """
+
+    ranks: tuple[int, ...]
+    lost_s: float
+    input_s: float
+    compute_s: float | None
+
+
 class Steps(Part, frozen=True):
     """The steps of one job, without the warm-up.
 
@@ -55,6 +73,7 @@ class Steps(Part, frozen=True):
         parts: see ``Parts``.
         slowest: None with one rank, and where the ranks did not say when they were ready: they end a step together,
             so that its length does not tell which of them was late.
+        late: None with one rank; of the input alone where the ranks did not say when they were ready.
     """
 
     count: Positive
@@ -65,6 +84,7 @@ class Steps(Part, frozen=True):
     first_step_s: Seconds
     parts: Parts
     slowest: Slowest | None
+    late: Late | None = None
 
 
 def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps: int) -> Steps:
@@ -109,6 +129,7 @@ def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps
         first_step_s=float(slowest[0]),
         parts=_parts(table[:, warmup_steps:], kept),
         slowest=_slowest(table[:, warmup_steps:]) if ranks > 1 else None,
+        late=_late(table[:, warmup_steps:]) if ranks > 1 else None,
     )
 
 
@@ -136,3 +157,14 @@ def _slowest(table: NDArray[np.float64]) -> Slowest | None:
         return None
     times = np.bincount((ready - asked).argmax(axis=0), minlength=len(table))
     return Slowest(int(times.argmax()), float(times.max() / times.sum()))
+
+
+def _late(table: NDArray[np.float64]) -> Late:
+    asked, given, ready, _ = np.moveaxis(table, 2, 0)
+    waiting, computing = given - asked, ready - given
+    known = not np.isnan(ready).any()
+    costs = lateness.costs(ready - asked if known else waiting)
+    ranks = to_blame(dict(enumerate(costs.tolist())))
+    blamed = list(ranks) or list(range(len(table)))
+    more = [float((part[blamed] - lateness.typical(part)).mean()) for part in (waiting, computing)]
+    return Late(ranks, float(costs[blamed].sum()), more[0], more[1] if known else None)

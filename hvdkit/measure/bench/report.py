@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.common import render
+from hvdkit.common.causes import verdict
 from hvdkit.common.drawing import shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.render import Fact
 from hvdkit.common.units import interval_text, printable
 from hvdkit.measure.bench import figures, tables
-from hvdkit.measure.bench.analysis import Analysis, Row, analyse, ranks_text
+from hvdkit.measure.bench.analysis import Analysis, Row, analyse, otherwise, ranks_text
 from hvdkit.measure.bench.results import Results, read
 from hvdkit.measure.bench.subject import Launch
 
@@ -56,7 +57,7 @@ def render_report(results: Results, name: str) -> str:
         title=f"Scaling of {_command(results)}",
         subtitle=f"{analysis.mode.capitalize()} scaling, measured by hvdkit bench; from {shown_name(name)}.",
         facts=_facts(results, analysis),
-        notes=[printable(note) for note in analysis.notes],
+        notes=[printable(note) for note in (*verdict(analysis.causes, otherwise(analysis)), *analysis.notes)],
         curves=[one for one in (figures.speedup(analysis), figures.efficiency(analysis)) if one is not None],
         parts=figures.parts(analysis),
         part_colours=[(colour[1:], part) for part, colour in figures.PARTS],

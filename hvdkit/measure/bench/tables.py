@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from hvdkit.common import table
+from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import interval_text, number_text
 from hvdkit.measure.bench.accounting import ACTIVITIES, EXPOSED, WHOLE, Window
-from hvdkit.measure.bench.analysis import Analysis, Row
+from hvdkit.measure.bench.analysis import Analysis, Row, otherwise
 from hvdkit.measure.bench.laws import Fit
 from hvdkit.measure.bench.results import STEPS
 
@@ -15,8 +16,8 @@ _ACTIVITIES = tuple(name.replace("_", " ") for name in ACTIVITIES)
 
 
 def page(analysis: Analysis) -> Page:
-    """The tables and the notes."""
-    return Page(tables(analysis), analysis.notes)
+    """The verdict, the tables and the notes."""
+    return Page([*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)], analysis.notes)
 
 
 def comma_separated(analysis: Analysis) -> str:

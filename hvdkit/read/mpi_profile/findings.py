@@ -1,4 +1,4 @@
-"""What stands out in a profile, in sentences with its numbers."""
+"""What stands out in a profile, in sentences with its numbers; what costs time is in ``causes``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hvdkit.common.units import bytes_text, duration_text
 from hvdkit.read.mpi_profile import measures
+from hvdkit.read.mpi_profile.causes import SMALL, gradients_elsewhere
 from hvdkit.read.mpi_profile.model import Profile
 from hvdkit.read.mpi_profile.traffic import CONTROL, PAYLOAD, SYNCHRONISATION, Traffic
 
@@ -15,21 +16,13 @@ NOT_SEEN = (
     "calls ('hvdkit timeline' shows that)."
 )
 _LARGE_SHARE = 0.2
-"""Of the time of the allreduces, from which on negotiation is worth an advice."""
-_LONG_CYCLE_MS = 5
-"""The advice for the time between two negotiations; Horovod's default is 1."""
+"""Of the time of the allreduces, from which on it is said whose time negotiation is."""
 _WHOSE_TIME = (
     "This is the time of Horovod's background thread, which also negotiates while the training computes: it costs a "
     "core, and the step only what the step waits for."
 )
-_UNEVEN = 0.05
-"""Imbalance from which on the ranks are worth a sentence."""
-_NOTICEABLE = 0.01
-"""Share of the job's time from which on a time in MPI is worth a sentence."""
 _ENOUGH_CALLS = 100
 """Fewer say nothing about a habit."""
-_SMALL_BYTES = 64 * 1024
-"""Below this an allreduce mostly takes its latency, not its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +45,7 @@ def find(profile: Profile, traffic: Traffic) -> list[Finding]:
         _negotiation_waits,
         _waiting,
         _no_data,
-        _small,
         _bandwidth,
-        _uneven,
         _share_of_time,
     )
     return [finding for check in checks if (finding := check(profile, traffic)) is not None]
@@ -74,20 +65,8 @@ def _negotiation(_profile: Profile, traffic: Traffic) -> Finding | None:
         f"the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
     )
     if share >= _LARGE_SHARE:
-        text += f" {_advice(traffic.rank.seconds, vectors.calls)} {_WHOSE_TIME}"
+        text += f" {_WHOSE_TIME}"
     return Finding("negotiation", text)
-
-
-def _advice(seconds: float | None, negotiations: int) -> str:
-    """What to do about it: fewer negotiations, unless they are few already."""
-    often = None if seconds is None else seconds / negotiations
-    now = "" if often is None else f"one came every {duration_text(1e6 * often)}"
-    if often is not None and 1e3 * often > _LONG_CYCLE_MS:
-        return f"They are not many ({now}): most of that time is waiting."
-    return (
-        f"Raise the cycle time, so that there are fewer ({now}{'; ' if now else ''}hvdkit launch --cycle-time-ms "
-        f"{_LONG_CYCLE_MS}), or let 'hvdkit tune' find it."
-    )
 
 
 def _size(traffic: Traffic) -> str:
@@ -132,30 +111,12 @@ def _waiting(_profile: Profile, traffic: Traffic) -> Finding | None:
 
 def _no_data(_profile: Profile, traffic: Traffic) -> Finding | None:
     """The GPU build of Horovod negotiates over MPI and reduces over NCCL."""
-    reduced = measures.total(traffic.of(PAYLOAD, "MPI_Allreduce"))
     control = measures.total(traffic.of(CONTROL))
-    if not traffic.horovod or control.calls < _ENOUGH_CALLS or reduced.calls:
+    if control.calls < _ENOUGH_CALLS or not gradients_elsewhere(traffic):
         return None
     return Finding(
         "no data",
-        "Horovod negotiated over MPI and reduced nothing over it: its gradients went over NCCL or Gloo, which is not "
-        "seen.",
-    )
-
-
-def _small(_profile: Profile, traffic: Traffic) -> Finding | None:
-    """Payload in many small pieces, which fusion would join."""
-    rows = traffic.of(PAYLOAD, "MPI_Allreduce")
-    whole = measures.total(rows)
-    small = measures.total(row for row in rows if (row.average_bytes or 0) < _SMALL_BYTES)
-    if not traffic.horovod or small.calls < _ENOUGH_CALLS or small.calls < whole.calls / 2:
-        return None
-    return Finding(
-        "small allreduces",
-        f"{_percent(small.calls / whole.calls)} of the allreduces of data ({small.calls:,} of {whole.calls:,}) are "
-        f"below 64 KiB; they carry {_percent((small.bytes or 0) / whole.bytes if whole.bytes else 0)} of the bytes and "
-        f"take {_percent(small.seconds / whole.seconds if whole.seconds else 0)} of their time. What becomes ready in "
-        "one cycle is fused into one: a longer cycle fuses more (--cycle-time-ms), up to --fusion-threshold-mb.",
+        "Horovod negotiated over MPI and reduced no gradients over it: they went over NCCL or Gloo, which is not seen.",
     )
 
 
@@ -164,7 +125,7 @@ def _bandwidth(profile: Profile, traffic: Traffic) -> Finding | None:
     lines = [
         one
         for one in measures.sizes(profile, traffic)
-        if one.purpose == PAYLOAD and one.bus_bytes_per_s is not None and (one.average_bytes or 0) >= _SMALL_BYTES
+        if one.purpose == PAYLOAD and one.bus_bytes_per_s is not None and (one.average_bytes or 0) >= SMALL
     ]
     if not lines:
         return None
@@ -176,23 +137,6 @@ def _bandwidth(profile: Profile, traffic: Traffic) -> Finding | None:
         f"{duration_text(1e6 * one.seconds / one.calls)} each, {bytes_text(one.bus_bytes_per_s or 0)}/s of "
         f"bus bandwidth over {one.processes} processes"
         + ("." if one.wait_s is not None else ", time in which ranks waited for one another included."),
-    )
-
-
-def _uneven(profile: Profile, _traffic: Traffic) -> Finding | None:
-    """The rank that spends the least time in MPI is the one that the others wait for."""
-    times = dict(profile.mpi_seconds)
-    if len(times) < 2:
-        return None
-    over = measures.spread(times)
-    elapsed = max((rank.seconds or 0.0 for rank in profile.ranks), default=0.0)
-    if over.imbalance < _UNEVEN or over.most < _NOTICEABLE * elapsed:
-        return None
-    return Finding(
-        "imbalance",
-        f"Rank {over.least_rank} spent the least time in MPI ({_seconds(over.least)}; median {_seconds(over.median)}, "
-        f"most {_seconds(over.most)} on rank {over.most_rank}): collectives end together, so that the rank with the "
-        "least mostly came last, and the others waited for it.",
     )
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.json_files import Document, Part
 from hvdkit.read.mpi_profile import findings, measures
+from hvdkit.read.mpi_profile.causes import causes
 from hvdkit.read.mpi_profile.comparison import Compared, missing_text
 from hvdkit.read.mpi_profile.model import Calls, Profile
 from hvdkit.read.mpi_profile.traffic import Traffic
@@ -83,6 +85,7 @@ class Shown(Document, frozen=True):
         routines, sizes: in the order of time.
         traffic: by purpose.
         ranks: all that there is a record of.
+        causes: what costs the job time, the one that costs the largest share first.
         findings: what stands out.
         notes: what a reader should know, full sentences.
     """
@@ -100,6 +103,7 @@ class Shown(Document, frozen=True):
     sizes: tuple[measures.Size, ...]
     traffic: Purposes
     ranks: tuple[OneRank, ...]
+    causes: tuple[Cause, ...]
     findings: tuple[findings.Finding, ...]
     notes: tuple[str, ...]
 
@@ -137,6 +141,7 @@ def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Sh
         tuple(measures.sizes(profile, shown)),
         Purposes(shown.certain, shown.horovod, **measures.purposes(shown)),
         tuple(_rank(one) for one in traffic),
+        tuple(dearest_first(causes(profile, shown))),
         tuple(findings.find(profile, shown)),
         tuple(notes(profile, shown)),
     )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text
 from hvdkit.read.mpi_profile import findings, measures, results
+from hvdkit.read.mpi_profile.causes import causes, otherwise
 from hvdkit.read.mpi_profile.comparison import Compared
 from hvdkit.read.mpi_profile.model import Profile
 from hvdkit.read.mpi_profile.traffic import CONTROL, Traffic
 
 
 def page(profile: Profile, traffic: Traffic) -> Page:
-    """What the rank of ``traffic`` did, how far the ranks differ, and what was found."""
+    """The verdict, what the rank of ``traffic`` did, how far the ranks differ, and what was found."""
     rank = traffic.rank
     elapsed = "" if rank.seconds is None else f" of {rank.seconds:.3f} s"
     library = f", {profile.library}" if profile.library else ""
     found: list[Table | str] = [
+        *verdict(causes(profile, traffic), otherwise(traffic)),
+        "",
         f"Rank {rank.rank} of {profile.size} ({len(profile.ranks)} recorded by {profile.source}{library}): "
         f"{rank.mpi_seconds:.3f} s{elapsed} in MPI",
         _routines(profile, traffic),

@@ -105,10 +105,10 @@ def _by_size(rows: Sequence[Calls]) -> list[bool]:
     """Taken for control where only sizes are known.
 
     A job is taken for one of Horovod over MPI when it has as many gathers as gathers of unequal parts, the former of 4
-    bytes: the lengths of its requests and the requests. Then those are control, and so are allgathers of 4 bytes, as
-    many broadcasts of 4 bytes as there are gathers, and the allreduces of the most frequent size, when that is a small
-    number of 8-byte words. Responses, one more broadcast for each gather, look like data of any size and stay with the
-    data.
+    bytes: the lengths of its requests and the requests. Then those are control, and so are allgathers of 4 bytes,
+    broadcasts of 4 bytes (lengths, when they are no fewer than the gathers), and the allreduces of the most frequent
+    size, when that is a small number of 8-byte words. Responses, one more broadcast for each gather, look like data of
+    any size and stay with the data.
     """
     gathers = _count(rows, "MPI_Gather", size=4)
     if not gathers or gathers != _count(rows, "MPI_Gatherv") or gathers != _count(rows, "MPI_Gather"):
@@ -121,7 +121,7 @@ def _by_size(rows: Sequence[Calls]) -> list[bool]:
         row is vectors
         or row.routine in ("MPI_Gather", "MPI_Gatherv")
         or (row.routine == "MPI_Allgather" and row.average_bytes == 4)
-        or (row.routine == "MPI_Bcast" and row.average_bytes == 4 and row.calls == gathers)
+        or (row.routine == "MPI_Bcast" and row.average_bytes == 4 and row.calls >= gathers)
         for row in rows
     ]
 

@@ -47,6 +47,7 @@ class Columns:
         tick_row, tick_rank, tick_late: one entry per rank and missed operation: its row, the rank and how long after
             the first rank it was ready.
         cycles: when each marked cycle started.
+        setup: (n, 2) start and end of INIT_NCCL, once for each tensor of its batch.
         dropped: reason to number of events that could not be used.
     """
 
@@ -64,6 +65,7 @@ class Columns:
     tick_rank: NDArray[np.int32]
     tick_late: Floats
     cycles: Floats
+    setup: Floats
     dropped: Counter[str]
     events: int
 
@@ -85,6 +87,7 @@ class _Collector:
         self.ticks = array("i")
         self.lates = array("d")
         self.cycles = array("d")
+        self.setup = array("d")
 
     def add(self, batch: list[Operation | CycleMark]) -> None:
         for item in batch:
@@ -117,6 +120,8 @@ class _Collector:
                 last = end if last != last else max(last, end)
             elif name == "MEMCPY_IN_FUSION_BUFFER":
                 fused = 2
+            elif name == "INIT_NCCL":
+                self.setup.extend((start, end))
         size = operation.bytes
         if operation.ticks:
             self._ticks(len(self.rows) // _ROW.size, operation.ticks)
@@ -172,6 +177,7 @@ class _Collector:
             tick_rank=ticks[:, 1],
             tick_late=np.frombuffer(self.lates, np.float64),
             cycles=np.frombuffer(self.cycles, np.float64),
+            setup=np.frombuffer(self.setup, np.float64).reshape(-1, 2),
             dropped=recording.dropped,
             events=recording.events,
         )

@@ -36,9 +36,11 @@ class Change:
         ratio: median_b / median_a; None where one is missing or median_a is 0.
         p_value: that B is neither slower nor faster than A as a rule, corrected for all comparisons; None where a
             recording has too few operations to tell.
-        explains: (mean_b - mean_a) * count_b, the time by which B is longer on account of it; where the phase is in
-            one recording only, all of its time there. Tensors of one fused exchange each carry the time of all of it.
-            Rare long operations count here, and not in the medians and the p-value.
+        explains: (mean_b - mean_a) * count_b without the first operation of the tensor, the time by which B is longer
+            on account of it; where the phase is in one recording only, all of its time there. Tensors of one fused
+            exchange each carry the time of all of it. Rare long operations count here, and not in the medians and the
+            p-value.
+        once: by which the first operation of the tensor is longer in B: set-up and compilation, which do not recur.
     """
 
     tensor: str
@@ -53,6 +55,7 @@ class Change:
     ratio: float | None
     p_value: float | None
     explains: float
+    once: float
 
     also: ClassVar[tuple[str, ...]] = ("significant",)
     """Properties that JSON has, too."""
@@ -101,7 +104,7 @@ class Difference(Document, frozen=True, rename={"slower_than_limit": "slower"}):
 
     kind = "timeline-diff"
     written_by = "hvdkit timeline diff --json"
-    times = frozenset(["duration", "communication", "median_a", "median_b", "p95_a", "p95_b", "explains"])
+    times = frozenset(["duration", "communication", "median_a", "median_b", "p95_a", "p95_b", "explains", "once"])
     unit_s = 1e-6
 
     a: Whole
@@ -207,24 +210,27 @@ def _changes(name: tuple[str, str], a: NDArray[np.float32], b: NDArray[np.float3
         in_a, in_b = (column[~np.isnan(column)].astype(np.float64) for column in (a[:, number], b[:, number]))
         if not len(in_a) and not len(in_b):
             continue
-        (median_a, p95_a, mean_a), (median_b, p95_b, mean_b) = _typical(in_a), _typical(in_b)
+        (median_a, p95_a), (median_b, p95_b) = _typical(in_a), _typical(in_b)
         ratio = median_b / median_a if median_a and median_b is not None else None
-        explains = mean_b * len(in_b) - mean_a * (len(in_b) or len(in_a))
+        rest_a, rest_b = (column[~np.isnan(column)].astype(np.float64) for column in (a[1:, number], b[1:, number]))
+        mean_a, mean_b = (rest.mean() if len(rest) else 0.0 for rest in (rest_a, rest_b))
+        explains = mean_b * len(rest_b) - mean_a * (len(rest_b) or len(rest_a))
+        once = float(np.nan_to_num(b[0, number]) - np.nan_to_num(a[0, number]))
         found.append(
             Change(
                 *name, phase, len(in_a), len(in_b), median_a, median_b, p95_a, p95_b,
-                ratio, _p_value(in_a, in_b), explains,
+                ratio, _p_value(in_a, in_b), float(explains), once,
             )
         )  # fmt: skip
     return found
 
 
-def _typical(values: NDArray[np.float64]) -> tuple[float | None, float | None, float]:
-    """Median, 95th percentile and mean."""
+def _typical(values: NDArray[np.float64]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile."""
     if not len(values):
-        return None, None, 0.0
+        return None, None
     median, p95 = np.percentile(values, (50, 95))
-    return float(median), float(p95), float(values.mean())
+    return float(median), float(p95)
 
 
 def _p_value(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:

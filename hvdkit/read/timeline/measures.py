@@ -63,6 +63,29 @@ def covered(intervals: tuple[Floats, Floats], since: Floats, until: Floats) -> F
     return until_time(until) - until_time(since)
 
 
+def length(intervals: tuple[Floats, Floats]) -> float:
+    """How long disjoint intervals are together."""
+    return float((intervals[1] - intervals[0]).sum())
+
+
+def group_medians(values: NDArray[Any], groups: NDArray[np.intp], count: int) -> Floats:
+    """The (lower) median of each of ``count`` groups, NaN where it has no value.
+
+    Args:
+        values: numbers; those that are NaN are left out.
+        groups: of each value, from 0.
+        count: how many groups there are.
+    """
+    known = ~np.isnan(values)
+    values, groups = values[known], groups[known]
+    values = values[np.lexsort((values, groups))]
+    sizes = np.bincount(groups, minlength=count)
+    middle = np.cumsum(sizes) - sizes + (sizes - 1) // 2
+    found = np.full(count, np.nan)
+    found[sizes > 0] = values[middle[sizes > 0]]
+    return found
+
+
 def batch_numbers(start: Floats, exchange: Floats) -> NDArray[np.intp]:
     """Which fused operations went through the fusion buffer together, as a number per operation.
 

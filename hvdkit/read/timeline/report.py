@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.common import render
+from hvdkit.common.causes import dearest_first
 from hvdkit.common.drawing import Figure, number, shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable, share_text
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import figures
-from hvdkit.read.timeline.diagnosis import Finding, diagnose
+from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.exchanges import CountedRecording, Exchanges
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
 from hvdkit.read.timeline.measures import Distribution
@@ -100,10 +101,10 @@ def render_report(
             f"no operation between {lanes.first / 1e6:.6g} and {lanes.last / 1e6:.6g} s of {str(given.path)!r}; it has "
             f"operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
         )
-    return _render(summary, diagnose(summary), exchanges, lanes, top)
+    return _render(summary, exchanges, lanes, top)
 
 
-def _render(summary: Summary, findings: list[Finding], exchanges: Exchanges, lanes: Lanes, top: int) -> str:
+def _render(summary: Summary, exchanges: Exchanges, lanes: Lanes, top: int) -> str:
     script = render.resource("hvdkit.read.timeline", "report.js")
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
@@ -117,7 +118,11 @@ def _render(summary: Summary, findings: list[Finding], exchanges: Exchanges, lan
         script_hash=render.content_hash(script),
         facts=_facts(summary, exchanges),
         notes=_notes(summary),
-        findings=[{"sentence": printable(one.sentence), "advice": printable(one.advice)} for one in findings],
+        otherwise=otherwise(summary),
+        findings=[
+            {"sentence": printable(f"{one.sentence()} Seen: {one.evidence}."), "advice": printable(one.advice)}
+            for one in dearest_first(causes(summary))
+        ],
         step_figure=None if steps is None else figures.step_times(steps),
         step_bands=_steps_per_point(summary),
         tensor_figure=figures.tensor_bars(tensors),

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from hvdkit.read.timeline.measures import Distribution
 
+CYCLE_TIME = 1000.0
+"""Microseconds of Horovod's cycle when nothing else is said (0.28.1)."""
 TOGETHER = 100.0
 """Microseconds within which ranks were ready together: rank 0 writes what it hears in a cycle one after the other."""
 
@@ -68,6 +70,9 @@ class Steps:
         first: duration of the first step of the recording; None where that is not in the part.
         missed: share of operations that were not in the response cache, from the third step on; None before that.
         last: the tensor that most often ended a step.
+        late: that a step waits, on average, because ranks announce a tensor more than two cycles apart.
+        negotiation: that it waits besides until all ranks have announced a tensor.
+        first_setup: of the first step, in which NCCL was set up.
         begins: when each step started.
     """
 
@@ -80,6 +85,9 @@ class Steps:
     first: float | None
     missed: float | None
     last: LastTensor | None
+    late: float | None
+    negotiation: float | None
+    first_setup: float
     begins: NDArray[np.float64]
 
     @property
@@ -97,6 +105,7 @@ class Batches:
         fused: number of exchanges through the fusion buffer.
         single: number of exchanges of one tensor without it.
         small: of these, those of at most 64 KB.
+        little, little_time: exchanges of at most 64 KB, fused or not, and microseconds that so many usual ones take.
         per_step: exchanges per step; None without steps.
         tensors, bytes, fill: of the fused ones; fill as a share of the threshold.
     """
@@ -105,6 +114,8 @@ class Batches:
     fused: int
     single: int
     small: int
+    little: int
+    little_time: float
     per_step: float | None
     tensors: Distribution | None
     bytes: Distribution | None
@@ -136,11 +147,14 @@ class RankSkew:
 
     Attributes:
         last: in how many operations it came after all others, by more than TOGETHER.
+        cost: for which it keeps the others waiting in a step, on average (``lateness.costs``); None where too few steps
+            were measured.
     """
 
     rank: int
     last: int
     late: Distribution
+    cost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,9 @@ class Summary:
         ranks: of the job; None when nothing says it.
         communication: time in which at least one collective ran.
         busy: time in which at least one operation was between its start and its end.
+        copies: time in which something was copied into or out of the fusion buffer.
+        setup: time in which NCCL was set up.
+        negotiating: time in which tensors were announced and none was at work.
         kinds, tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.
@@ -179,6 +196,9 @@ class Summary:
     ranks: int | None
     communication: float
     busy: float
+    copies: float
+    setup: float
+    negotiating: float
     steps: Steps | None
     kinds: list[TensorSummary]
     tensors: list[TensorSummary]

@@ -1,14 +1,15 @@
-"""A summary and its findings as text and as JSON."""
+"""A summary and its causes as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hvdkit.common.causes import Cause, dearest_first, verdict
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
-from hvdkit.read.timeline.diagnosis import Finding
+from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.results import Bandwidth, Batches, Skew, Steps, Summary, TensorSummary
@@ -18,7 +19,10 @@ NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horo
 """What is said about ranks where nothing in the recording says which one was late."""
 
 
-_TIMES = "since until duration communication busy idle first alone late spread cycle phases start_time_since_epoch"
+_TIMES = (
+    "since until duration communication busy copies setup negotiating idle first first_setup negotiation alone late "
+    "cost spread little_time cycle phases start_time_since_epoch"
+)
 """Names of the fields that are microseconds."""
 
 
@@ -28,7 +32,7 @@ class SummaryFound(Document, frozen=True):
     Attributes:
         found: the summary.
         skew_note: how to get the skew of ranks where there is none.
-        diagnosis: what ``diagnose`` found in it.
+        causes: what costs time in it, the one that costs the largest share first.
     """
 
     kind = "timeline-summary"
@@ -38,43 +42,44 @@ class SummaryFound(Document, frozen=True):
 
     found: Summary
     skew_note: str | None
-    diagnosis: tuple[Finding, ...]
+    causes: tuple[Cause, ...]
 
 
-def found_as(summary: Summary, findings: Sequence[Finding], top: int | None) -> SummaryFound:
+def found_as(summary: Summary, top: int | None) -> SummaryFound:
     """The summary for a program.
 
     Args:
         summary: of a recording.
-        findings: what ``diagnose`` found in it.
         top: number of tensors; None for all.
     """
     note = NO_SKEW if summary.skew is None else None
-    return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(findings))
+    return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(dearest_first(causes(summary))))
 
 
-def page(summary: Summary, findings: Sequence[Finding], top: int) -> Page:
-    """The summary for people.
+def page(summary: Summary, top: int) -> Page:
+    """The summary for people, the verdict first.
 
     Args:
-        summary, findings: as in ``found_as``.
+        summary: as in ``found_as``.
         top: number of tensors to list.
     """
-    found: list[Table | str] = [f"{label:<16}{text}" for label, text in _lines(summary)]
+    found: list[Table | str] = [*verdict(causes(summary), otherwise(summary)), ""]
+    found += [f"{label:<16}{text}" for label, text in _lines(summary)]
     found.append(_table("kind", summary.kinds, [kind.kind for kind in summary.kinds]))
     if top:
         tensors = summary.tensors[:top]
         title = f"tensor ({len(tensors)} of {len(summary.tensors)})"
         found.append(_table(title, tensors, [shortened(tensor.tensor, _NAME) for tensor in tensors]))
     found.append("each phase: median / 99th percentile in ms; bytes: of the largest operation")
-    found.append(f"\n{len(findings)} finding{'s' * (len(findings) > 1)}" if findings else "\nNo finding.")
-    for finding in findings:
-        found += [f"[{finding.rule}] {finding.sentence}", f"  try: {finding.advice}"]
     return Page(found)
 
 
 def _lines(summary: Summary) -> list[tuple[str, str]]:
-    length = summary.duration or 1.0
+    parts = [
+        (summary.communication, "in collectives"),
+        (summary.copies, "in copies"),
+        (summary.setup, "in NCCL's set-up"),
+    ]
     lines = [
         (
             "recording",
@@ -83,8 +88,11 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         ),
         (
             "communication",
-            f"{duration_text(summary.communication)} ({share_text(summary.communication / length)}) in collectives, "
-            f"{duration_text(summary.busy)} ({share_text(summary.busy / length)}) with copies",
+            ", ".join(
+                f"{duration_text(time)} ({share_text(time / (summary.duration or 1.0))}) {what}"
+                for time, what in parts
+                if time or time is summary.communication
+            ),
         ),
     ]
     lines += _step_lines(summary.steps)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common import lateness
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.columns import Columns, Tensor, collect
@@ -15,6 +16,7 @@ from hvdkit.read.timeline.measures import distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import (
+    CYCLE_TIME,
     TOGETHER,
     Bandwidth,
     Batches,
@@ -28,6 +30,8 @@ from hvdkit.read.timeline.results import (
 
 FUSION_THRESHOLD = 128 << 20
 """Bytes of Horovod's fusion buffer when nothing else is said (0.28.1, horovod/common/operations.cc)."""
+SMALL = 1 << 16
+"""Bytes up to which an exchange takes its latency, not its bytes."""
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 """The kinds of collective of which a training step consists."""
 
@@ -93,7 +97,10 @@ def _summary(
     """
     exchanges = measures.union(*columns.exchange.T)
     work = measures.union(columns.start, columns.end)
-    steps = _steps(columns, numbers, in_steps, exchanges)
+    setup = measures.union(*columns.setup.T)
+    cycle = distribution(np.diff(columns.cycles))
+    usual_cycle = cycle.p50 if cycle else CYCLE_TIME
+    steps = _steps(columns, numbers, in_steps, exchanges, setup, usual_cycle)
     batches, bandwidth = _batches(columns, steps, ranks, fusion_threshold)
     tensors, kinds = _by_tensor(columns)
     return Summary(
@@ -105,17 +112,27 @@ def _summary(
         operations=len(columns.begin),
         missed=int(columns.missed.sum()),
         ranks=ranks,
-        communication=float((exchanges[1] - exchanges[0]).sum()),
-        busy=float((work[1] - work[0]).sum()),
+        communication=measures.length(exchanges),
+        busy=measures.length(work),
+        copies=measures.length(_copies(columns)),
+        setup=measures.length(setup),
+        negotiating=max(0.0, measures.length(measures.union(columns.begin, columns.end)) - measures.length(work)),
         steps=steps,
         kinds=kinds,
         tensors=tensors,
         batches=batches,
         bandwidth=bandwidth,
-        cycle=distribution(np.diff(columns.cycles)),
-        skew=_skew(columns),
+        cycle=cycle,
+        skew=_skew(columns, _costs(columns, numbers, in_steps, usual_cycle)),
         dropped={reason: count for reason, count in columns.dropped.items() if count},
     )
+
+
+def _copies(columns: Columns) -> tuple[measures.Floats, measures.Floats]:
+    """When tensors were copied into the fusion buffer, right before their exchange, and out of it, right after."""
+    into, out = (columns.durations[:, GROUPS.index(group)] for group in ("memcpy in", "memcpy out"))
+    first, last = columns.exchange.T
+    return measures.union(np.concatenate((first - into, last)), np.concatenate((first, last + out)))
 
 
 def find_steps(columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
@@ -177,6 +194,7 @@ def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
         tick_rank=columns.tick_rank[ticks],
         tick_late=columns.tick_late[ticks],
         cycles=columns.cycles[(columns.cycles >= first) & (columns.cycles <= last)],
+        setup=columns.setup[(columns.setup[:, 0] >= first) & (columns.setup[:, 0] <= last)],
     )
 
 
@@ -220,7 +238,12 @@ def _tensor(columns: Columns, rows: NDArray[np.intp], tensor: Tensor) -> TensorS
 
 
 def _steps(
-    columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_], exchanges: tuple[measures.Floats, ...]
+    columns: Columns,
+    numbers: NDArray[np.intp],
+    in_steps: NDArray[np.bool_],
+    exchanges: tuple[measures.Floats, measures.Floats],
+    setup: tuple[measures.Floats, measures.Floats],
+    cycle: float,
 ) -> Steps | None:
     if not in_steps.any():
         return None
@@ -231,7 +254,11 @@ def _steps(
     usual = np.nanmedian(sums) if not np.isnan(sums).all() else None
     later_rows = in_steps & (numbers >= 2)
     later = slice(1, None) if len(durations) > 1 else slice(None)
-    communication = measures.covered((exchanges[0], exchanges[1]), begins[:-1], begins[1:])
+    communication = measures.covered(exchanges, begins[:-1], begins[1:])
+    waits = measures.group_medians(columns.durations[in_steps, 0], np.searchsorted(own, numbers[in_steps]), len(own))
+    waits = waits[:-1][later]
+    waits = waits[~np.isnan(waits)]
+    apart = waits > 2 * cycle
     open_ = measures.covered(measures.union(columns.begin, columns.end), begins[:-1], begins[1:])
     return Steps(
         count=len(begins),
@@ -243,6 +270,9 @@ def _steps(
         first=float(durations[0]) if len(durations) and own[0] == 0 else None,
         missed=float(columns.missed[later_rows].mean()) if later_rows.any() else None,
         last=_last(columns, numbers, in_steps),
+        late=float(np.where(apart, waits - cycle, 0).mean()) if len(waits) else None,
+        negotiation=float(np.where(apart, cycle, waits).mean()) if len(waits) else None,
+        first_setup=float(measures.covered(setup, begins[:1], begins[1:2])[0]) if len(begins) > 1 else 0.0,
         begins=begins,
     )
 
@@ -283,11 +313,14 @@ def _batches(
     single = np.flatnonzero(reduced & ~columns.fused)
     all_sizes = np.concatenate((sizes, columns.bytes[single]))
     all_times = np.concatenate((times, columns.exchange[single, 1] - columns.exchange[single, 0]))
+    little = all_sizes <= SMALL
     batches = Batches(
         threshold=threshold,
         fused=len(sizes),
         single=len(single),
-        small=int((columns.bytes[single] <= 1 << 16).sum()),
+        small=int((columns.bytes[single] <= SMALL).sum()),
+        little=int(little.sum()),
+        little_time=float(np.median(all_times[little]) * little.sum()) if little.any() else 0.0,
         per_step=len(all_sizes) / steps.count if steps else None,
         tensors=distribution(np.bincount(numbers).astype(np.float64)) if len(numbers) else None,
         bytes=distribution(sizes),
@@ -314,7 +347,27 @@ def _bandwidth(sizes: measures.Floats, times: measures.Floats, ranks: int | None
     )
 
 
-def _skew(columns: Columns) -> Skew | None:
+def _costs(columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_], cycle: float) -> dict[int, float]:
+    """Rank to microseconds of a step for which it keeps the others waiting; empty where too few steps were measured.
+
+    Of a step counts how late a rank is with half of its tensors; what is within two cycles is not its doing. The first
+    step is left out.
+    """
+    first, *later = np.unique(numbers[in_steps]).tolist() or [0]
+    steps, rows = np.array(later), columns.tick_row
+    kept = in_steps[rows] & (numbers[rows] > first)
+    ranks, place = np.unique(columns.tick_rank[kept], return_inverse=True)
+    groups = np.searchsorted(steps, numbers[rows[kept]]) * len(ranks) + place
+    late = measures.group_medians(columns.tick_late[kept], groups, len(steps) * len(ranks))
+    own = late.reshape(len(steps), len(ranks)).T
+    own = own[:, ~np.isnan(own).any(axis=0)]
+    if len(ranks) < 2 or own.shape[1] < max(3, len(steps) // 2):
+        return {}
+    own[:, own.max(axis=0) - own.min(axis=0) <= 2 * cycle] = 0
+    return dict(zip(ranks.tolist(), lateness.costs(own).tolist(), strict=True))
+
+
+def _skew(columns: Columns, costs: dict[int, float]) -> Skew | None:
     if not len(columns.tick_row):
         return None
     order = np.lexsort((columns.tick_late, columns.tick_row))
@@ -329,5 +382,5 @@ def _skew(columns: Columns) -> Skew | None:
     for one in np.unique(rank):
         own = distribution(late[rank == one])
         if own is not None:
-            ranks.append(RankSkew(int(one), int((rank[alone] == one).sum()), own))
+            ranks.append(RankSkew(int(one), int((rank[alone] == one).sum()), own, costs.get(int(one))))
     return Skew(operations=int(several.sum()), spread=spread, ranks=ranks)

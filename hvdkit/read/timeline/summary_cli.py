@@ -11,7 +11,6 @@ from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH
 from hvdkit.errors import CorruptDataError, DataError
 from hvdkit.read.timeline import show
-from hvdkit.read.timeline.diagnosis import diagnose
 from hvdkit.read.timeline.options import of_the_job
 from hvdkit.read.timeline.summary import summarize
 
@@ -25,7 +24,7 @@ from hvdkit.read.timeline.summary import summarize
 @of_the_job
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
 def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
-    """Where the time of a recording went, in numbers, and what to try.
+    """What costs a job time and what to try, then where the time of a recording went, in numbers.
 
     Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
     is the time in which at least one collective ran: fused tensors, which Horovod writes once each, count once.
@@ -47,11 +46,10 @@ def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
             f"no operation of Horovod in {str(file)!r} ({found.events} events read, dropped: {dropped}); expected a "
             "file that HOROVOD_TIMELINE named, of a job that reduced something."
         )
-    findings = diagnose(found)
     if json_:
-        click.echo(json_files.encode(show.found_as(found, findings, top)), nl=False)
+        click.echo(json_files.encode(show.found_as(found, top)), nl=False)
     else:
-        show.page(found, findings, 10 if top is None else top).print()
+        show.page(found, 10 if top is None else top).print()
     return 0
 
 

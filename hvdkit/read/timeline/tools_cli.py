@@ -83,7 +83,7 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
 
     Medians are compared with the Mann-Whitney U test, corrected for the number of comparisons (false discovery rate
     5 %, Benjamini and Yekutieli). Sorted by the time that a change explains: how much longer B is on account of it,
-    rare long operations included.
+    rare long operations included, the first of each tensor (set-up, compilation) left out.
     Tensors of one fused exchange each carry all of its time, so these times do not add up.
 
     \b
@@ -136,6 +136,9 @@ def _print_difference(found: Any, top: int, show_all: bool) -> None:
             f"the largest of these: {_signed(largest.explains)}, {largest.phase} of {printable(largest.tensor)}; "
             "such time is that of rare long operations, or chance"
         )
+    once = max(found.changes, key=lambda change: abs(change.once), default=None)
+    if once is not None and once.once:
+        click.echo(f"once, in first operations: at most {_signed(once.once)}, {once.phase} of {printable(once.tensor)}")
     for name, rows in (("A", found.only_a), ("B", found.only_b)):
         for row in rows:
             click.echo(f"only in {name}: {row.kind} of {printable(row.tensor)} ({row.operations} operations)")

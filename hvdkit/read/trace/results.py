@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdkit.common.causes import Cause
 from hvdkit.common.json_files import Document
 
 
@@ -149,12 +150,16 @@ class RankSkew:
         computation: mean milliseconds in a step.
         last: collectives to which it came last.
         late: mean milliseconds by which it came after the first, over all collectives.
+        waiting: mean milliseconds of a step in which it waited for the last rank.
+        cost: mean milliseconds of a step for which it kept the others waiting (``lateness.costs``).
     """
 
     rank: int
     computation: float
     last: int
     late: float
+    waiting: float
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ class Skew:
 
 _TIMES = (
     "self_ms total_ms gpu_self_ms gpu_total_ms covered_ms exposed_ms window computation communication overlapped "
-    "exposed data exposed_data copies other begin duration late median largest mean_a mean_b explains"
+    "exposed data exposed_data copies other begin duration late waiting cost median largest mean_a mean_b explains"
 )
 TIMES = frozenset(_TIMES.split())
 """Names of the fields that are milliseconds."""
@@ -193,6 +198,7 @@ class Summary(Document, frozen=True):
         ranks: by number, those without one last.
         skew: None where it cannot be told.
         skew_note: why it is None; "" where it is not.
+        causes: what costs time, the one that costs the largest share first.
     """
 
     kind = "trace-summary"
@@ -203,3 +209,4 @@ class Summary(Document, frozen=True):
     ranks: tuple[Rank, ...]
     skew: Skew | None
     skew_note: str
+    causes: tuple[Cause, ...] = ()

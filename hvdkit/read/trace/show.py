@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, printable, share_text, shortened
+from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.difference import ENOUGH, Change, Difference
 from hvdkit.read.trace.results import Operator, Rank, Skew, Summary
 
@@ -14,6 +16,7 @@ _NAME_WIDTH = 56
 _ROWS = (
     ("computation", "computation"),
     ("communication", "communication"),
+    ("waiting", "  waiting for other ranks"),
     ("overlapped", "  hidden by computation"),
     ("exposed", "  exposed"),
     ("data", "data loading"),
@@ -31,7 +34,8 @@ def summary_page(summary: Summary, top: int) -> Page:
         top: how many operators.
     """
     ranks = summary.ranks
-    found: list[Table | str] = [*map(_headline, ranks), _times(ranks)]
+    found: list[Table | str] = [*verdict(summary.causes, otherwise(summary)), "", *map(_headline, ranks)]
+    found.append(_times(ranks, summary.skew))
     found.append(f"computation: {_same([rank.computed_by for rank in ranks])}")
     found += [f"note: {note}" for note in dict.fromkeys(note for rank in ranks for note in rank.notes)]
     communicates = any(rank.communications for rank in ranks)
@@ -69,20 +73,26 @@ def _same(texts: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _times(ranks: Sequence[Rank]) -> Table:
+def _times(ranks: Sequence[Rank], skew: Skew | None) -> Table:
     stepped = all(rank.steps for rank in ranks)
     counts = [len(rank.steps) if stepped else 1 for rank in ranks]
     windows = [f"{rank.times.window / count:.3f}" for rank, count in zip(ranks, counts, strict=True)]
     rows = [["step" if stepped else "whole trace", *windows]]
+    waits = {} if skew is None else {one.rank: one.waiting for one in skew.ranks}
     for name, title in _ROWS:
-        values = [float(getattr(rank.times, name)) for rank in ranks]
+        if name == "waiting":
+            if not waits:
+                continue
+            values = [waits[rank.rank or 0] * count for rank, count in zip(ranks, counts, strict=True)]
+        else:
+            values = [float(getattr(rank.times, name)) for rank in ranks]
         if name == "copies" and not any(values):
             continue
         cells = [
             f"{value / count:.3f} {share_text(value / (rank.times.window or 1)):>5}"
             for rank, value, count in zip(ranks, values, counts, strict=True)
         ]
-        rows.append([title, *cells])
+        rows.append([f"{title} or waiting" if name == "communication" and not waits else title, *cells])
     return _table(["ms per step" if stepped else "ms", *map(label, ranks)], rows)
 
 

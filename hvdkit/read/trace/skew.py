@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdkit.common import lateness
 from hvdkit.read.timeline.measures import Floats
 from hvdkit.read.trace.columns import Columns
 from hvdkit.read.trace.kinds import Kind, Source
@@ -68,8 +69,19 @@ def between(found: Sequence[tuple[Rank, Waits]]) -> tuple[Skew | None, str]:
     late = table.max(axis=0) - table
     apart = late.max(axis=0)
     last = np.argmin(table, axis=0)
+    # Several collectives of a step can wait for one rank at the same time: the longest of these waits counts.
+    begins = np.flatnonzero(np.diff([key[0] for key in ordered], prepend=ordered[0][0] - 1))
+    costs = lateness.costs(np.maximum.reduceat(late, begins, axis=1))
+    waits = np.maximum.reduceat(table - table.min(axis=0), begins, axis=1).mean(axis=1)
     rows = [
-        RankSkew(rank.rank or 0, _computation(rank), int(np.sum((last == index) & (apart > 0))), _mean(late[index]))
+        RankSkew(
+            rank.rank or 0,
+            _computation(rank),
+            int(np.sum((last == index) & (apart > 0))),
+            _mean(late[index]),
+            float(waits[index]),
+            float(costs[index]),
+        )
         for index, (rank, _) in enumerate(found)
     ]
     return Skew(len(ordered), float(np.median(apart)), float(apart.max()), tuple(rows)), ""

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from hvdkit.common.causes import dearest_first
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.measures import covered
 from hvdkit.read.trace import skew
+from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.columns import Columns, collect
 from hvdkit.read.trace.intervals import Intervals, common, inside, joined, length, without
 from hvdkit.read.trace.kinds import Kind, Source, step_number
@@ -22,6 +25,8 @@ HIDDEN = (
     "Horovod exchanges gradients in a thread that the profiler does not see: communication here is the wait for it, "
     "all of it exposed; for the rest record a timeline, too, `hvdkit timeline merge` both and read the merged file."
 )
+STARTS = ("nccl:", "c10d::", "_c10d_functional", "c10d_functional", "record_param_comms")
+"""How the host's calls begin that start a collective and do not wait for its end."""
 NO_STEPS = "no steps in the trace (no profiler.step()): everything from the first event to the last is one window."
 
 
@@ -42,7 +47,8 @@ def summarize(paths: Sequence[str | Path]) -> Summary:
     found.sort(key=lambda pair: (pair[0].rank is None, pair[0].rank or 0))
     _require_one_run([rank for rank, _ in found])
     apart, note = skew.between(found)
-    return Summary(tuple(rank for rank, _ in found), apart, note)
+    summary = Summary(tuple(rank for rank, _ in found), apart, note)
+    return replace(summary, causes=tuple(dearest_first(causes(summary))))
 
 
 def files_of(paths: Sequence[str | Path]) -> list[Path]:
@@ -119,13 +125,15 @@ class Sets:
 
 
 def communicating(columns: Columns) -> NDArray[np.bool_]:
-    """Which events are communication: kernels where GPUs communicate, since the calls then only start them."""
+    """Which events are communication: not the host's calls, which only start it, where something shows how long it ran.
+
+    On a GPU that are kernels, without one the ranges of Gloo and MPI, and the waits of hvdkit.
+    """
     calls = np.isin(columns.kind, (Kind.COMMUNICATION, Kind.BACKGROUND))
-    kernels = calls & (columns.source == Source.KERNEL)
-    if not kernels.any():
-        return calls
-    starts_kernels = np.array([name.startswith(("nccl:", "c10d::", "record_param_comms")) for name in columns.names])
-    return np.asarray(calls & ~(starts_kernels[columns.name] & ~kernels))
+    starts = np.array([name.startswith(STARTS) for name in columns.names])
+    host = calls & starts[columns.name] & (columns.source != Source.KERNEL)
+    shown = calls & ~host
+    return np.asarray(shown if shown.any() or columns.on_gpu.any() else calls)
 
 
 def _only_waits(columns: Columns, communication: NDArray[np.bool_]) -> bool:

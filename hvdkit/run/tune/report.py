@@ -54,7 +54,18 @@ def verdict(search: Search, *, interrupted: bool = False) -> str:
     if not search.finalists and not search.budget_ended:
         return "Every setting was slower than the default beyond noise: the defaults stay."
     if not search.confirmed() and search.budget_ended:
-        return f"The budget was up before any setting could be confirmed: the defaults stay. {_so_far(search)}"
+        return (
+            "Could not tell: the budget was up before any setting could be confirmed. The defaults stay. "
+            f"{_so_far(search)}"
+        )
+    open_ = [found for found in search.confirmed().values() if found.high > 1]
+    if open_ and (search.budget_ended or not all(math.isfinite(found.high) for found in open_)):
+        pairs = min(found.pairs for found in open_)
+        return (
+            f"Could not tell: {'one pair' if pairs == 1 else f'{pairs} pairs'} of fresh runs of "
+            f"{search.effort.confirmations} leave open whether a setting is better. The defaults "
+            f"stay. {_so_far(search)}"
+        )
     return "No setting is better than the default beyond noise: the defaults stay."
 
 

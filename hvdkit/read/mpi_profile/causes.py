@@ -1,0 +1,134 @@
+"""What costs the job of a profile time, weighed against the time that the job took.
+
+Horovod negotiates in a thread of its own beside the training, in every cycle, whatever the training does: the time of
+its negotiation is no step's time, and which rank's training is late cannot be seen in it.
+"""
+
+from __future__ import annotations
+
+from hvdkit.common.causes import Cause
+from hvdkit.common.units import bytes_text, duration_text, share_text
+from hvdkit.read.mpi_profile import measures
+from hvdkit.read.mpi_profile.model import Profile
+from hvdkit.read.mpi_profile.traffic import PAYLOAD, Traffic
+
+SMALL = 64 * 1024
+"""Bytes below which an allreduce mostly takes its latency, not its bytes."""
+_SCALARS = 64
+"""Bytes of the largest allreduce of a training whose gradients went elsewhere: losses and metrics, no layer."""
+_UNEVEN = 0.05
+"""Imbalance from which on the ranks are not alike."""
+
+
+def causes(profile: Profile, traffic: Traffic) -> list[Cause]:
+    """What costs time, on the rank of ``traffic``, in no order; nothing where it is not known how long it ran."""
+    found = [_large(profile, traffic), _small(traffic), _waiting(traffic), _late(profile, traffic)]
+    return [cause for cause in found if cause is not None]
+
+
+def gradients_elsewhere(traffic: Traffic) -> bool:
+    """Whether Horovod negotiated over MPI and reduced over NCCL or Gloo."""
+    sizes = [row.most_bytes or row.average_bytes or 0 for row in traffic.of(PAYLOAD, "MPI_Allreduce")]
+    return traffic.horovod and max(sizes, default=0) <= _SCALARS
+
+
+def otherwise(traffic: Traffic) -> str:
+    """The verdict where no cause is worth a sentence."""
+    if gradients_elsewhere(traffic):
+        return (
+            "The gradients are not in this profile: Horovod negotiated over MPI and reduced over NCCL or Gloo. What "
+            "that costs hvdkit launch --timeline FILE records."
+        )
+    if not traffic.rank.seconds:
+        return "It cannot tell: the profile does not say how long the job ran."
+    return (
+        "No data that MPI moved costs the job 2% or more of its time. Which rank's input or computation is late an MPI "
+        "profile does not show: record hvdkit launch --timeline FILE --skew."
+    )
+
+
+def _of_job(
+    kind: str, lost: float, seconds: float, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+) -> Cause:
+    return Cause(kind, lost, lost / seconds, what, evidence, advice, per_step=False, ranks=ranks)
+
+
+def _large(profile: Profile, traffic: Traffic) -> Cause | None:
+    rows = [row for row in traffic.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
+    whole = measures.total(rows)
+    lost = whole.seconds - (whole.wait_s or 0.0)
+    if not traffic.rank.seconds or not rows:
+        return None
+    lines = [
+        one
+        for one in measures.sizes(profile, traffic)
+        if one.purpose == PAYLOAD and (one.average_bytes or 0) >= SMALL and one.bus_bytes_per_s is not None
+    ]
+    most = max(lines, key=lambda line: line.seconds, default=None)
+    evidence = f"rank {traffic.rank.rank}: {whole.calls:,} calls of at least 64 KiB"
+    if most is not None:
+        evidence += (
+            f"; {most.calls:,} {most.routine} of {bytes_text(most.average_bytes or 0)} took "
+            f"{duration_text(1e6 * most.seconds / most.calls)} each, {bytes_text(most.bus_bytes_per_s or 0)}/s of bus "
+            "bandwidth"
+        )
+    return _of_job(
+        "large-tensors",
+        lost,
+        traffic.rank.seconds,
+        "Large tensors are reduced, and what the backward pass does not hide is lost.",
+        evidence,
+        "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
+        "network; hvdkit timeline merge says how much of it is hidden.",
+    )
+
+
+def _small(traffic: Traffic) -> Cause | None:
+    rows = [row for row in traffic.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL]
+    small = measures.total(rows)
+    if not traffic.rank.seconds or not rows:
+        return None
+    return _of_job(
+        "small-tensors",
+        small.seconds - (small.wait_s or 0.0),
+        traffic.rank.seconds,
+        "Data goes in many small allreduces.",
+        f"rank {traffic.rank.rank}: {small.calls:,} of them below 64 KiB",
+        "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused.",
+    )
+
+
+def _waiting(traffic: Traffic) -> Cause | None:
+    """Where --mpi-profile-wait measured it."""
+    whole = measures.total(traffic.of(PAYLOAD))
+    if not whole.wait_s or not traffic.rank.seconds:
+        return None
+    return _of_job(
+        "late",
+        whole.wait_s,
+        traffic.rank.seconds,
+        f"Rank {traffic.rank.rank} waits in collectives until all ranks are there.",
+        f"barriers of --mpi-profile-wait, {share_text(whole.wait_s / whole.seconds)} of the time of data",
+        "hvdkit launch --timeline FILE --skew says which rank is late.",
+    )
+
+
+def _late(profile: Profile, traffic: Traffic) -> Cause | None:
+    """Collectives end together: the rank that spends the least time in them mostly comes last."""
+    times = dict(profile.mpi_seconds)
+    if len(times) < 2 or not traffic.rank.seconds:
+        return None
+    over = measures.spread(times)
+    if over.imbalance < _UNEVEN:
+        return None
+    return _of_job(
+        "late",
+        over.most - over.least if len(times) == 2 else max(0.0, over.median - over.least),
+        traffic.rank.seconds,
+        f"Rank {over.least_rank} mostly comes last to the collectives, and the others wait for it.",
+        f"time in MPI: rank {over.least_rank} {duration_text(1e6 * over.least)}, median "
+        f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}",
+        f"Look at what rank {over.least_rank} does besides: its input, its computation, the cores of its host (hvdkit "
+        "preflight).",
+        (over.least_rank,),
+    )

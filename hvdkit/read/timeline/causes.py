@@ -1,0 +1,227 @@
+"""Numbers to causes: what costs the job of a timeline time, how much, and which setting to try."""
+
+from __future__ import annotations
+
+from hvdkit.common.causes import WORTH_SAYING, Cause, rank_names, to_blame
+from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
+from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.results import CYCLE_TIME, Steps, Summary
+
+_MOST_HIDDEN = 0.1
+"""Share of a step below which collectives and cycles are not worth a cause: the backward pass hides most of them."""
+_CACHE = 1024
+"""Tensors that Horovod's response cache holds when nothing else is said (0.28.1)."""
+
+
+def causes(summary: Summary) -> list[Cause]:
+    """What costs time in a recording, in no order; ``common.causes.dearest_first`` weighs it.
+
+    Args:
+        summary: of a whole recording or of a part of it.
+    """
+    found = [_setup(summary), _new_names(summary)]
+    steps = summary.steps
+    if steps is not None and steps.duration is not None and steps.duration.p50 > 0:
+        duration = steps.duration
+        found += [rule(summary, steps, duration) for rule in (_first_step, _late, _negotiation, _small, _large)]
+    return [cause for cause in found if cause is not None]
+
+
+def otherwise(summary: Summary) -> str:
+    """The verdict where no cause is worth a sentence."""
+    steps = summary.steps
+    if steps is None or steps.duration is None or steps.idle is None or steps.duration.p50 <= 0:
+        return "It cannot tell: there are no whole steps in the recording (no tensor is reduced three times)."
+    idle, step = steps.idle.p50, steps.duration.p50
+    return (
+        f"Nothing that Horovod does costs {share_text(WORTH_SAYING)} or more; for {duration_text(idle)} of a step of "
+        f"{duration_text(step)} ({share_text(idle / step)}) no tensor was announced or reduced: input and computation."
+    )
+
+
+def _mean(part: Distribution) -> float:
+    return part.total / part.count
+
+
+def _per_step(
+    kind: str, lost: float, duration: Distribution, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+) -> Cause:
+    return Cause(kind, lost / 1e6, lost / _mean(duration), what, evidence, advice, ranks=ranks)
+
+
+def _once(kind: str, lost: float, summary: Summary, what: str, evidence: str, advice: str) -> Cause:
+    return Cause(kind, lost / 1e6, lost / (summary.duration or 1.0), what, evidence, advice, per_step=False)
+
+
+def _cycle(summary: Summary) -> float:
+    return summary.cycle.p50 if summary.cycle else CYCLE_TIME
+
+
+def _setup(summary: Summary) -> Cause | None:
+    if not summary.setup:
+        return None
+    return _once(
+        "setup",
+        summary.setup,
+        summary,
+        "NCCL is set up before the first collective.",
+        f"INIT_NCCL, {duration_text(summary.setup)} of {duration_text(summary.duration)} of the timeline",
+        "A longer job does not notice it: leave it out of measurements. NCCL_DEBUG=INFO says what it looks for, and "
+        "NCCL_SOCKET_IFNAME names the network at once.",
+    )
+
+
+def _new_names(summary: Summary) -> Cause | None:
+    """Where every tensor has a new name in each step there are no steps to be seen."""
+    named = len(summary.tensors)
+    if summary.steps is not None or named < 100 or 2 * min(named, summary.missed) < summary.operations:
+        return None
+    return _once(
+        "negotiation",
+        summary.negotiating,
+        summary,
+        "Tensors have new names all the time, so that the ranks exchange their requests anew.",
+        f"{summary.missed} of {summary.operations} operations, on {named} tensors, were not in the response cache",
+        "Give each tensor the same name in every step (name= of Horovod's calls).",
+    )
+
+
+def _first_step(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    if steps.first is None or steps.count < 5:
+        return None
+    lost = steps.first - steps.first_setup - duration.p50
+    if lost < max(50_000.0, duration.p50):
+        return None
+    beside = f", {duration_text(steps.first_setup)} of it NCCL's set-up" if steps.first_setup else ""
+    return _once(
+        "first-step",
+        lost,
+        summary,
+        "The first step takes longer: compilation, allocation, the first read of the data.",
+        f"first step {duration_text(steps.first)}{beside}, the usual one {duration_text(duration.p50)}",
+        "Leave it out of measurements, as the step times of the summary do; a longer job does not notice it.",
+    )
+
+
+def _late(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    costs = {rank.rank: rank.cost for rank in summary.skew.ranks if rank.cost is not None} if summary.skew else {}
+    if not costs:
+        return _late_somewhere(steps, duration)
+    ranks = to_blame(costs)
+    lost = sum(costs[rank] for rank in ranks or costs)
+    if not ranks:
+        return _per_step(
+            "random-late",
+            lost,
+            duration,
+            "Now this rank is late and now that one.",
+            f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
+            "Even out what a step has to do (batches of unequal length), and give each rank cores of its own.",
+        )
+    names = rank_names(ranks)
+    return _per_step(
+        "late",
+        lost,
+        duration,
+        f"{names} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait.",
+        f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
+        f"Whether it is the input, the computation or the host of {names.lower()} a timeline does not say: record "
+        "hvdkit launch --torch-profile DIR (hvdkit trace summary DIR says it), or the steps with hvdkit bench scaling.",
+        ranks,
+    )
+
+
+def _costs_text(costs: dict[int, float]) -> str:
+    dearest = sorted(costs, key=lambda rank: -costs[rank])[:4]
+    return ", ".join(f"{rank} costs {duration_text(costs[rank])}" for rank in dearest)
+
+
+def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:
+    if not steps.late:
+        return None
+    return _per_step(
+        "late",
+        steps.late,
+        duration,
+        "Tensors wait until the last rank has announced them, and which one that is this recording does not say.",
+        f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle",
+        "Record which one: hvdkit launch --timeline FILE --skew.",
+    )
+
+
+def _negotiation(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    lost = steps.negotiation
+    if not lost or lost < _MOST_HIDDEN * _mean(duration):
+        return None
+    cycle, missed = _cycle(summary), steps.missed or 0.0
+    known = "measured" if summary.cycle else "Horovod's default; record with --mark-cycles to measure it"
+    evidence = f"{duration_text(lost)} from the first rank's announcement to the last one's; a cycle is "
+    evidence += f"{duration_text(cycle)} ({known})"
+    # All of them missed is a cache that was off, as launch --skew has it.
+    if missed >= 0.2 and (missed < 0.99 or steps.tensors > _CACHE):
+        return _per_step(
+            "negotiation",
+            lost,
+            duration,
+            f"{share_text(missed)} of the operations after the second step are negotiated anew, outside the cache.",
+            evidence,
+            "Keep names and shapes of tensors the same in every step, or raise HOROVOD_CACHE_CAPACITY (default "
+            f"{_CACHE}) above the number of tensors.",
+        )
+    return _per_step(
+        "negotiation",
+        lost,
+        duration,
+        "Tensors wait for the next cycle of Horovod.",
+        evidence,
+        f"A shorter cycle: HOROVOD_CYCLE_TIME={max(0.1, cycle / 5000):.1g}, at the price of a busier thread; where "
+        "tensors are small and many, reduce them as groups instead (num_groups).",
+    )
+
+
+def _small(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    batches = summary.batches
+    if batches is None or batches.little < 2 * steps.count:
+        return None
+    return _per_step(
+        "small-tensors",
+        batches.little_time / steps.count,
+        duration,
+        f"Many small tensors are exchanged, {batches.little / steps.count:.1f} times per step.",
+        f"{batches.little} exchanges of at most 64 KB, {batches.small} of them of a single tensor",
+        "Let more tensors wait for one another: reduce them as groups (num_groups=1 in Horovod's "
+        "DistributedOptimizer), or a longer HOROVOD_CYCLE_TIME (in ms, default 1; try 5).",
+    )
+
+
+def _large(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    batches = summary.batches
+    if steps.communication is None or batches is None:
+        return None
+    lost = _mean(steps.communication) - batches.little_time / steps.count
+    if lost < _MOST_HIDDEN * _mean(duration):
+        return None
+    size = "Large tensors" if steps.bytes is None else f"{bytes_text(steps.bytes)} per step"
+    what = f"{size} {'are' if steps.bytes is None else 'is'} reduced, and what the backward pass does not hide is lost."
+    biggest, evidence = _biggest(summary, steps), f"collectives of the timeline, {duration_text(lost)} of the mean step"
+    advice = "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
+    advice += "network; hvdkit timeline merge says how much of it is hidden."
+    if biggest is not None:
+        evidence += f"; {biggest}"
+    elif batches.per_step is not None and batches.per_step <= 1.2 and (steps.bytes or 0) >= 16 << 20:
+        smaller = 1 << (((steps.bytes or 0) // 4).bit_length() - 1)
+        evidence += "; all tensors leave in one batch, nothing before the last gradient is there"
+        advice = f"A smaller fusion buffer, so that it overlaps: HOROVOD_FUSION_THRESHOLD={smaller} (bytes)."
+    elif batches.fill is not None and batches.fill.p50 >= 0.75 and (batches.per_step or 0) >= 2:
+        evidence += f"; fused batches fill {share_text(batches.fill.p50)} of {bytes_text(batches.threshold)}"
+        advice += f" A larger fusion buffer may help, too: HOROVOD_FUSION_THRESHOLD={2 * batches.threshold} (bytes)."
+    return _per_step("large-tensors", lost, duration, what, evidence, advice)
+
+
+def _biggest(summary: Summary, steps: Steps) -> str | None:
+    sizes = [tensor for tensor in summary.tensors if tensor.bytes and tensor.kind in ("ALLREDUCE", "ADASUM")]
+    if not steps.bytes or steps.tensors < 2 or not sizes:
+        return None
+    biggest = max(sizes, key=lambda tensor: tensor.bytes or 0)
+    share = (biggest.bytes or 0) / steps.bytes
+    return f"{share_text(share)} of the bytes are {shortened(biggest.tensor, 40)}" if 0.5 <= share <= 1 else None

@@ -55,6 +55,7 @@ def render_report(results: Results, name: str) -> str:
         style,
         title=f"Scaling of {_command(results)}",
         subtitle=f"{analysis.mode.capitalize()} scaling, measured by hvdkit bench; from {shown_name(name)}.",
+        verdict=_verdict(analysis),
         facts=_facts(results, analysis),
         notes=[printable(note) for note in analysis.notes],
         curves=[one for one in (figures.speedup(analysis), figures.efficiency(analysis)) if one is not None],
@@ -89,6 +90,14 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
         note = "files were changed since" if commit.changed else "of the script's repository, unchanged"
         facts.append(Fact("Commit", printable(commit.id)[:12], note))
     return facts
+
+
+def _verdict(analysis: Analysis) -> str:
+    found = _best([row for row in analysis.rows if row.speedup is not None])
+    if not found:
+        return "No speed-up can be told from what was measured."
+    said = ", ".join(f"{name.lower()} {interval_text(value)}" for name, _, value in found)
+    return f"On {ranks_text(found[0][1].ranks)}: {said}."
 
 
 def _best(measured: list[Row]) -> list[tuple[str, Row, Estimate]]:

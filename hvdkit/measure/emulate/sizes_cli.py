@@ -32,7 +32,7 @@ def _bytes(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
     digits = text[:-1] if power else text
     if not is_count(digits):
         raise click.BadParameter(f"expected bytes such as 8, 32K, 128M or 1G (1K is 1024), got {shortened(text)}")
-    return int(digits) * 1024**power
+    return int(digits) << 10 * power
 
 
 PLAN_OPTIONS = (

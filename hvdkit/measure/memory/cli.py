@@ -116,7 +116,7 @@ def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
     if measured and need.peak is not None:
         off = 100 * (need.peak / measured - 1)
         found.append(
-            f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off:+.1f} %."
+            f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off:+.1f}%."
         )
     return found
 

@@ -274,3 +274,14 @@ def test_a_package_of_an_extra_that_is_missing_is_one_sentence(tmp_path, package
     assert done.stderr.endswith(f", which is not installed; pip install 'hvdkit[{extra}]'.\n"), done.stderr
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_has_the_four_groups_and_each_command_stands_on_its_floor(capsys):
+    assert cli.run(["--help"]) == 0
+    said = capsys.readouterr().out
+    places = [said.index(f"{heading}:") for heading in cli.FLOORS]
+    assert len(places) == 4 and places == sorted(places)
+    for (heading, table), floor in zip(cli.FLOORS.items(), ("prepare", "run", "measure", "read"), strict=True):
+        part = said.partition(f"{heading}:")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in part.splitlines()[1:] if line[2:3].strip()] == list(table)
+        assert {module.split(".")[1] for module, _ in table.values()} == {floor}

@@ -181,7 +181,7 @@ def test_waiting_for_a_late_rank_is_said_with_its_number():
     steps = plan.from_sizes([40])
     samples = [sample(t, 0, 40, [0.3, 0.3, 0.01], skew=0.29) for t in range(9)]
     (note,) = [note for note in analyse(results(steps, samples, ranks=3)).notes if "waiting for late ranks" in note]
-    assert "rank 2 comes last most often, in 100 %" in note
+    assert "rank 2 comes last most often, in 100%" in note
     assert not any("waiting" in note for note in analyse(made({40: 0.1})).notes)
 
 

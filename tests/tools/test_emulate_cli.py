@@ -146,6 +146,19 @@ def test_horovod_s_settings(ranks):
     assert second == {"HOROVOD_FUSION_THRESHOLD": "0"}
 
 
+def test_a_sweep_goes_from_the_least_to_the_greatest_size_each_alone(ranks, capsys):
+    sweep = ["emulate", "-n", "4", "--begin", "8", "--end", "128M", "--factor", "4", "--trials", "2"]
+    assert cli.run([*sweep, "--json", "r.json"]) == 0
+    expected = [8 * 4**power for power in range(13)]
+    assert expected[-1] == 128 << 20
+    assert [one["bytes"] for one in saved()["plan"]["collectives"]] == expected
+    assert [row["size"] for row in saved()["summary"]["rows"]] == expected
+    for words in (["--fusion", "on"], ["--fusion-threshold-mb", "4"], ["--engine", "mpi"]):
+        assert cli.run([*sweep, *words]) == 0
+    assert [job.fusion for job in ranks.jobs] == [False, True, True, False]
+    assert ranks.launches[0][1].variables() == {"HOROVOD_FUSION_THRESHOLD": "0"}
+
+
 def test_hosts_are_not_told_and_the_folder_is_where_they_share(ranks):
     assert emulate("--hosts", "gandalf:2,saruman:2", "--engine", "mpi", "--json", "r.json") == 0
     text = Path("r.json").read_text()

@@ -128,7 +128,7 @@ def curves(path):
 def test_plots_are_drawn_as_svg_and_png(capsys, saved, matplotlib):
     show(capsys, "--plot", "cdf.svg", "--size-plot", "sizes.png")
     words = curves("cdf.svg")
-    assert "delay of the slowest rank (ms)" in words and "95 % band (DKW)" in words and "all collectives" in words
+    assert "delay of the slowest rank (ms)" in words and "95% band (DKW)" in words and "all collectives" in words
     assert "804 kB" in words and "2.60 kB" in words
     assert Path("sizes.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 

@@ -138,6 +138,38 @@ def listed(plan):
     return [one.nbytes for one in plan.collectives]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("-b 8 -e 128M -f 2", [8 << power for power in range(25)]),
+        ("--begin 1K --end 5k", [1024, 2048, 4096]),
+        ("--minbytes 4 --maxbytes 100 --stepfactor 5", [4, 20, 100]),
+        ("-b 1G -e 1G", [1 << 30]),
+        ("-b 2 -e 4 --dtype float16", [2, 4]),
+    ],
+)
+def test_a_sweep_as_of_nccl_tests(capsys, words, expected):
+    assert listed(sizes(capsys, *words.split())) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--begin 8", "--begin is given without --end"),
+        ("--end 8", "--end is given without --begin"),
+        ("--factor 2 --sizes 8", "--factor is given without --begin"),
+        ("-b 16 -e 8", "--begin is 16 bytes and --end 8"),
+        ("-b 8 -e 8X", "expected bytes such as 8, 32K"),
+        ("-b 0 -e 8", "expected bytes such as 8, 32K"),
+        ("-b 8 -e 8 -f 1", "1 is not in the range"),
+        ("-b 8 -e 16 --sizes 8", "--sizes and --begin are given"),
+        ("-b 2 -e 8", "4 bytes"),
+    ],
+)
+def test_mistakes_in_a_sweep(capsys, words, said):
+    assert said in sizes(capsys, *words.split(), status=2)
+
+
 # Lists, trials
 
 

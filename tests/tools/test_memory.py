@@ -102,10 +102,26 @@ def test_all_that_a_transformer_layer_keeps():
 
 def test_a_rank_that_is_too_small_is_status_1_and_the_stage_that_fits_is_named(capsys):
     words = ["--parameters", "7.5B", "--dtype", "float16", "--mixed", "-n", "64", "--capacity-gb"]
-    assert "ZeRO stage 1 would" in " ".join(found(capsys, *words, "40", status=1)["notes"])
+    known = ["--layers", "32", "--sequence", "2048", "--hidden", "4096"]
+    assert "ZeRO stage 1 would" in " ".join(found(capsys, *words, "40", *known, status=1)["notes"])
     assert "no stage of ZeRO" in " ".join(found(capsys, *words, "1", status=1)["notes"])
     assert "On 1 rank a rank" in " ".join(found(capsys, *words[:-2], "1", "--capacity-gb", "1", status=1)["notes"])
-    assert "needs more" not in " ".join(found(capsys, *words, "130")["notes"])
+    assert "needs more" not in " ".join(found(capsys, *words, "130", *known)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "said"), [("1000", "a rank has 888 GB left"), ("80", "ZeRO stage 1 leaves 41.5 GB")]
+)
+def test_nothing_suffices_while_the_activations_are_not_known(capsys, gigabytes, said):
+    words = ["--parameters", "7B", "--dtype", "bfloat16", "--mixed", "-n", "8", "--capacity-gb", gigabytes]
+    answer = found(capsys, *words, status=1)
+    assert answer["need"]["activations"] is None
+    assert any(f"{said} for its activations, not known; give --layers" in note for note in answer["notes"])
+    assert cli.run(["memory", *words]) == 1
+    shown = capsys.readouterr().out
+    assert "On each rank, without its activations" in shown and " 0 B  not known" not in shown
+    transformer = ["--layers", "32", "--sequence", "2048", "--hidden", "4096"]
+    found(capsys, *words, *transformer, status=int(gigabytes == "80"))
 
 
 @needs_torch

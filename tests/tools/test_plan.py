@@ -73,7 +73,7 @@ def test_it_says_that_samples_over_size_forgets_the_batch_size(capsys):
 def test_what_is_left_out_and_batches_that_are_too_large_are_said(capsys):
     found = planned(capsys, *TUTORIAL, "-n", "1,64,200")
     notes = " ".join(found["notes"])
-    assert "On 64 ranks: 'drop' leaves out 27232 samples of every epoch (45 %" in notes
+    assert "On 64 ranks: 'drop' leaves out 27232 samples of every epoch (45%" in notes
     assert "global batch of 32768 is above 8192" in notes
     assert "On 200 ranks: 60000 samples are fewer than one global batch of 102400" in notes
     assert "On 1 rank:" not in notes

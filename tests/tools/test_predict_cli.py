@@ -15,6 +15,7 @@ from hvdkit import cli
 from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import results as files
 from hvdkit.measure.emulate.plan import from_sizes
+from hvdkit.measure.predict.prediction import OPTIMISM
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +111,59 @@ def test_a_host_is_not_a_network(capsys):
     assert found == answer(capsys, *HOST, *WORK, "--at", "512", "--alpha-us", "5", "--beta-gbit", "25")
     assert predicted(*HOST, "--at", "8", "--alpha-us", "5") == 2
     assert "--bandwidth-gbit is missing" in capsys.readouterr().err
-    assert answer(capsys, *HOST, "--at", "8", "--ppn", "8")["rows"][0]["hosts"] == 1
+    assert answer(capsys, *HOST, "--at", "4", "--ppn", "4")["rows"][0]["hosts"] == 1
+
+
+def test_a_slow_host_stays_slow_behind_a_fast_network(capsys):
+    """Ranks of a host that wait for cores do not become fast because there is a second host."""
+    for n in (2, 3, 4):
+        files.write(Path(f"slow{n}.json"), results(n, hosts=1, trials=10, alpha=5e-3, beta=80e-9))
+    found = answer(capsys, "--fit", *(f"slow{n}.json" for n in (2, 3, 4)), *WORK, "--at", "2,3,4,5,8,256",
+                   "--alpha-us", "5", "--bandwidth-gbit", "100")  # fmt: skip
+    values = [row["efficiency"]["value"] for row in found["rows"]]
+    assert values == sorted(values, reverse=True) and values[2] < 0.1
+    times = [row["communication_s"]["value"] for row in found["rows"]]
+    assert times == sorted(times)
+
+
+def test_where_the_model_does_not_hold_there_is_no_number(capsys):
+    """The hosts that were measured have 4 cores and held 3 ranks."""
+    network = ("--alpha-us", "5", "--bandwidth-gbit", "25", "--ppn", "8")
+    found = answer(capsys, *HOST, *WORK, *network, "--at", "4,8,64")
+    known = [row["communication_s"] is not None for row in found["rows"]]
+    assert known == [True, False, False] and found["rows"][1]["efficiency"] is None
+    assert any("8 ranks of a host wait for its 4 cores" in note for note in found["notes"])
+    assert predicted(*HOST, *WORK, *network, "--at", "4,8", "--plot", "some.svg") == 0
+    assert re.search(r"^    8      1 +- +- +- +- +-$", capsys.readouterr().out, re.MULTILINE)
+    assert predicted(*HOST, *WORK, *network, "--at", "8,64") == 2
+    assert "wait for its 4 cores" in capsys.readouterr().err
+
+
+def test_what_no_formula_describes_is_not_extended(capsys):
+    def scattered(rng, times):
+        return times * 10 ** rng.uniform(-1.2, 1.2)
+
+    for n in (2, 3):
+        files.write(Path(f"wild{n}.json"), results(n, hosts=1, trials=10, spoil=scattered))
+    assert predicted("--fit", "wild2.json", "wild3.json", *WORK, "--at", "3") == 2
+    assert "off what the best formula says" in capsys.readouterr().err
+
+
+def test_more_ranks_than_cores_are_told(capsys):
+    files.write(Path("crowd6.json"), results(6, hosts=1, trials=10))
+    found = answer(capsys, "--fit", "host2.json", "crowd6.json", *WORK, "--at", "2")
+    assert any("6 ranks on 4 cores" in note for note in found["notes"])
+
+
+def test_parameters_stand_for_a_plan(capsys):
+    link = ("--alpha-us", "10", "--bandwidth-gbit", "25", "--step-ms", "300", "--at", "64")
+    short = answer(capsys, "--parameters", "25M", *link)
+    assert any("100 of 100 MB in all." in note for note in short["notes"])
+    plans.write("own.json", from_sizes([1_000_000] * 100))
+    assert answer(capsys, "--plan", "own.json", *link)["rows"] == short["rows"]
+    assert answer(capsys, "--parameters", "7", *link)["notes"][0].startswith("Gradients: 7 of 28 B")
+    assert predicted("--parameters", "25M", "--plan", "own.json", *link) == 2
+    assert "give one of them" in capsys.readouterr().err
 
 
 def test_a_network_alone_is_enough(capsys):
@@ -145,6 +198,7 @@ def test_what_ifs_move_the_efficiency_the_right_way(capsys, flags, better):
         (("--fit", "net2.json", "--backward-share", "2"), "at most 1"),
         (("--fit", "host2.json", "--faster-links", "2"), "about the network"),
         (("--alpha-us", "1", "--bandwidth-gbit", "1"), "--plan"),
+        (("--alpha-us", "1", "--bandwidth-gbit", "1", "--parameters", "7X"), "7B"),
         (("--fit", "net2.json", "--plot", "a.png"), "--step-ms"),
         (("--fit", "net2.json", "--step-ms", "9", "--plot", "a.gif"), ".svg"),
         (("--fit", "net2.json", "--at", "10000001"), "1000000"),
@@ -201,6 +255,33 @@ def test_the_published_efficiency_lies_between_full_and_no_overlap(published):
     for one in published.values():
         if one.ranks == 512:
             assert one.apart < one.published < one.overlapped
+
+
+def test_the_intervals_hold_what_was_published(published):
+    """And are no wider than that asks for."""
+    errors = [one.overlapped / one.published for one in published.values()]
+    assert max(errors) <= OPTIMISM <= 1.01 * max(errors) and min(errors) > 1
+    points = [100 * (one.overlapped - one.published) for one in published.values()]
+    assert (round(min(points)), round(max(points))) == (5, 19)
+
+
+def test_beyond_what_was_measured_they_hold_the_published_error(capsys):
+    found = answer(capsys, *NET, *WORK, "--at", "1,3,4")
+    one, inside, beyond = found["rows"]
+    assert one["efficiency"] == {"value": 1, "low": None, "high": None}
+    assert inside["efficiency"]["low"] > 0.9 * inside["efficiency"]["value"]
+    assert beyond["efficiency"]["low"] <= beyond["efficiency"]["value"] / OPTIMISM
+    assert beyond["step_s"]["high"] >= beyond["step_s"]["value"] * OPTIMISM
+    assert beyond["step_s"]["high"] == pytest.approx(0.3 / beyond["efficiency"]["low"])
+    assert any("Not measured: 4 ranks." in note for note in found["notes"])
+    assert predicted(*NET, *WORK, "--at", "3,4") == 0
+    table = capsys.readouterr().out.partition("Prediction with 95% intervals")[2].splitlines()
+    assert all(line.count("[") == 5 for line in table[2:4])
+    given = ("--alpha-us", "10", "--bandwidth-gbit", "25", "--ppn", "4", *WORK)
+    assert predicted(*given, "--at", "64") == 0
+    said = capsys.readouterr().out
+    assert "95%" not in said and "Prediction with intervals from published errors alone" in said
+    assert said.count("[") == 2
 
 
 def test_vgg_16_is_bound_by_its_bytes(published):

@@ -284,3 +284,14 @@ def test_numbers_that_cannot_be_are_refused(nbytes, ranks):
 def test_unknown_algorithms_are_refused():
     with pytest.raises(InvalidArgumentError, match="expected one of library, ring"):
         model.given(1e-6, 1e9).allreduce_s(1, 2, "magic")
+
+
+def test_the_slower_level_sets_the_pace():
+    slow = model.fit([results(n, hosts=1, trials=5, alpha=5e-3, beta=80e-9) for n in (2, 4)])
+    wide, narrow = slow.with_network(5e-6, 1e10), slow.with_network(5e-6, 1e5)
+    for algorithm in formulas.FLAT:
+        for nbytes in (2**16, 2**24):
+            inside = slow.allreduce_s(nbytes, 4, algorithm).value
+            behind = [one.allreduce_s(nbytes, 8, algorithm).value for one in (wide, narrow)]
+            assert inside <= behind[0] < behind[1]
+            assert behind[1] == pytest.approx(narrow.network.seconds(formulas.shared(algorithm, nbytes, 8, 4))[0])

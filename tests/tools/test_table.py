@@ -3,6 +3,7 @@
 import csv
 import io
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hvdkit import cli
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.table import Page, Table, comma_separated, ends
 
+DATA = Path(__file__).parents[1] / "data"
 HOSTILE = "a\x1b[31m|[red]b[/red]*\u202e"
 
 
@@ -83,13 +85,19 @@ def test_markdown_has_title_alignment_note_and_notes():
         "plan --samples 1281167 --batch-size 256 --lr 0.1 --epochs 90 -n 8,64,1024 --parameters 25557032",
         "memory --parameters 7B --dtype bfloat16 --mixed --capacity-gb 80 -n 8,64",
         "emulate sizes --sizes 803840,131584,33024,2600 --gap-ms 2.5",
+        "predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --parameters 138M --step-ms 489 --at 16,512",
+        f"timeline summary {DATA / 'timelines' / 'atpesc-2023-cpu-8ranks.json'}",
+        f"mpi-profile show {DATA / 'mpi_profiles' / 'made_up.4.4711.1.mpiP'}",
     ],
 )
-def test_commands_say_the_same_in_80_columns(command, capsys, monkeypatch):
-    said = []
-    for width in ("300", "80"):
-        monkeypatch.setenv("COLUMNS", width)
+def test_commands_say_the_same_in_80_and_60_columns(command, capsys, monkeypatch):
+    said = {}
+    for width in (300, 80, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
         cli.run(command.split())
-        said.append(capsys.readouterr().out)
-    assert set(said[0].split()) == set(said[1].split())
-    assert max(map(len, said[0].splitlines())) > 80
+        said[width] = capsys.readouterr().out
+    assert max(map(len, said[300].splitlines())) > 80
+    for width in (80, 60):
+        assert set(said[300].split()) == set(said[width].split())
+        tables = [line.rstrip() for line in said[width].splitlines() if line not in said[300].splitlines()]
+        assert max(map(len, tables), default=0) <= width

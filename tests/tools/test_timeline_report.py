@@ -39,7 +39,7 @@ KNOWN_TAGS = re.compile(
 )
 KNOWN_ATTRIBUTES = re.compile(
     "lang|charset|http-equiv|content|name|class|id|aria-labelledby|aria-label|aria-live|role|viewbox|x|y|x1|x2|y1|y2"
-    "|width|height|d|transform|scope|type|data-action|tabindex"
+    "|width|height|d|transform|scope|type|data-action|tabindex|title"
 )
 
 

@@ -5,8 +5,14 @@ import re
 import shutil
 from pathlib import Path
 
+import bench_machine
+import emulate_results
 import pytest
 
+from hvdkit.common.drawing import LABEL, LONGEST_NAME
+from hvdkit.measure.bench import report as bench_report
+from hvdkit.measure.emulate import analysis as emulate_analysis
+from hvdkit.measure.emulate import report as emulate_report
 from hvdkit.read.timeline.report import write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
@@ -205,8 +211,50 @@ def test_names_are_text_under_the_pointer_and_after_a_click(watched):
     watched.assert_quiet()
 
 
-def test_nothing_is_wider_than_a_laptop(watched):
-    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 1280
+@pytest.fixture(scope="module")
+def every_page(hostile_page, tmp_path_factory):
+    """A page of each command that writes one."""
+    folder = tmp_path_factory.mktemp("pages")
+    results = emulate_results.made({2600: 0.002, 803840: 0.02}, noise=0.1, notes=["x" * 300])
+    emulate_report.write_report(folder / "emulate.html", results, emulate_analysis.analyse(results))
+    with pytest.MonkeyPatch.context() as patch:
+        machine = bench_machine.use(folder, patch, bench_machine.Machine(lambda n: 0.01 * (0.1 + 0.9 / n), noise=0.005))
+        machine.marks = True
+        assert bench_machine.run_bench("--timeline") == 0
+        bench_report.write_report(folder / "results.json", folder / "bench.html")
+    return {"timeline": hostile_page, "emulate": folder / "emulate.html", "bench": folder / "bench.html"}
+
+
+@pytest.mark.parametrize("command", ["timeline", "emulate", "bench"])
+def test_a_page_fits_a_telephone_and_follows_the_reader(browser, every_page, command, tmp_path):
+    found = Watched(browser, every_page[command])
+    for scheme, paper in (("light", (255, 255, 255)), ("dark", (0x15, 0x18, 0x1B))):
+        found.page.emulate_media(color_scheme=scheme)
+        for width in (400, 1280):
+            found.page.set_viewport_size({"width": width, "height": 800})
+            assert found.page.evaluate("document.documentElement.scrollWidth") <= width
+            seen = found.page.screenshot(path=tmp_path / f"{command}-{scheme}-{width}.png", full_page=True)
+            counted = colours_of(seen)
+            assert max(counted, key=counted.get) == paper
+    order = """() => ["#h-verdict", "svg.figure, img", "dl.facts"].map(
+        (name) => document.querySelector(name).getBoundingClientRect().top)"""
+    tops = found.page.evaluate(order)
+    assert tops == sorted(tops)
+    found.assert_quiet()
+    found.context.close()
+
+
+def test_a_tensor_is_on_one_line_its_whole_name_under_the_pointer_the_dearest_first(watched):
+    table = watched.page.locator("section[aria-labelledby=h-tensors] table")
+    names = table.locator("tbody th")
+    assert {box["height"] for box in (names.nth(at).bounding_box() for at in range(names.count()))} == {
+        names.first.bounding_box()["height"]
+    }
+    assert names.first.bounding_box()["height"] < 30
+    assert all(len(text) <= LABEL for text in names.all_text_contents())
+    assert any(len(name.get_attribute("title")) == LONGEST_NAME for name in names.all())
+    totals = [float(row.replace(",", "")) for row in table.locator("tbody td:nth-child(3)").all_text_contents()]
+    assert totals == sorted(totals, reverse=True)
 
 
 def test_in_print_the_lanes_are_a_picture(watched):

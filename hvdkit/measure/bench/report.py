@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.common import render
-from hvdkit.common.causes import verdict
+from hvdkit.common.causes import dearest_first
 from hvdkit.common.drawing import shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.intervals import Estimate
@@ -56,8 +56,9 @@ def render_report(results: Results, name: str) -> str:
         style,
         title=f"Scaling of {_command(results)}",
         subtitle=f"{analysis.mode.capitalize()} scaling, measured by hvdkit bench; from {shown_name(name)}.",
+        verdict=_verdict(analysis),
         facts=_facts(results, analysis),
-        notes=[printable(note) for note in (*verdict(analysis.causes, otherwise(analysis)), *analysis.notes)],
+        notes=[printable(note) for note in analysis.notes],
         curves=[one for one in (figures.speedup(analysis), figures.efficiency(analysis)) if one is not None],
         parts=figures.parts(analysis),
         part_colours=[(colour[1:], part) for part, colour in figures.PARTS],
@@ -90,6 +91,16 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
         note = "files were changed since" if commit.changed else "of the script's repository, unchanged"
         facts.append(Fact("Commit", printable(commit.id)[:12], note))
     return facts
+
+
+def _verdict(analysis: Analysis) -> str:
+    found = _best([row for row in analysis.rows if row.speedup is not None])
+    said = ", ".join(f"{name.lower()} {interval_text(value)}" for name, _, value in found)
+    speed = (
+        f"On {ranks_text(found[0][1].ranks)}: {said}." if found else "No speed-up can be told from what was measured."
+    )
+    dearest = dearest_first(analysis.causes)
+    return printable(f"{speed} {f'{dearest[0].sentence()} {dearest[0].advice}' if dearest else otherwise(analysis)}")
 
 
 def _best(measured: list[Row]) -> list[tuple[str, Row, Estimate]]:

@@ -56,7 +56,7 @@ _OPTIONS = (
         "--fusion",
         type=click.Choice(["on", "off"]),
         help="Horovod: give it all tensors of a step at once, as a training does, so that it may fuse them, or one "
-        "after the other, each alone  [default: on]",
+        "after the other, each alone  [default: on; off with --begin]",
     ),
     *options.OF_HOROVOD,
     click.option("--warmup-trials", type=AT_LEAST_0, default=2, metavar="K", help="Steps before those that count."),
@@ -105,9 +105,10 @@ _OPTIONS = (
 def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     """Replay the collectives of a training without its model, on N processes, and measure every one of them.
 
-    What is replayed comes from --sizes, --csv, --model, --timeline or --plan (see `hvdkit emulate sizes --help`): the
-    collectives of a step, last layer first, as often as the training has steps. All ranks give integers whose sums are
-    known, and every result is checked; a wrong one ends the job with the rank, the collective and the element.
+    What is replayed comes from --sizes, --begin and --end, --csv, --model, --timeline or --plan (see `hvdkit emulate
+    sizes --help`): the collectives of a step, last layer first, as often as the training has steps. All ranks give
+    integers whose sums are known, and every result is checked; a wrong one ends the job with the rank, the collective
+    and the element.
 
     A collective's time has two parts: skew, from the first rank's arrival to the last one's, and transfer, from then
     until the last rank is done. Algorithm and bus bandwidth are of the transfer, as in nccl-tests.
@@ -119,6 +120,7 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     Examples:
       hvdkit emulate -n 4 --sizes 803840,131584,33024,2600 --samples 60000 --batch-size 8192
       hvdkit emulate -n 4 --engine ring --sizes 40000000 --trials 100 --json ring.json --plot cdf.svg
+      hvdkit emulate -n 4 --begin 8 --end 128M --factor 2
       hvdkit emulate -n 4 --engine gloo --model nets:Classifier --straggler 2:50
       hvdkit emulate -n 8 --hosts h1:4,h2:4 --engine mpi --plan plan.json --json mpi.json
     """
@@ -170,6 +172,8 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
     where = take("launcher", "hosts", "hostfile", "ppn", "threads", "variables")
     job = take("collective", "warmup_trials", "check", "seed", "compute", "algorithm")
     fusion, engine, json_file = wanted.pop("fusion"), wanted.pop("engine"), wanted.pop("json")
+    if wanted["begin"] is not None and engine == "horovod" and settings["fusion_threshold_mb"] is None:
+        fusion = fusion or "off"  # else Horovod makes one of them all
     late, delay = run_setup.stragglers(wanted.pop("straggler")), run_setup.delay(wanted.pop("delay"))
     return run_setup.prepare(
         plan_of(**wanted),

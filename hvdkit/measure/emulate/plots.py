@@ -22,7 +22,7 @@ def cdf(axes: Any, results: Results, analysis: Analysis) -> None:
     found = analyses.cdf(results)
     x = _visible(found.values) * 1000
     axes.fill_between(
-        x, found.low, found.high, step="post", color=_BAND, alpha=0.3, linewidth=0, label="95 % band (DKW)"
+        x, found.low, found.high, step="post", color=_BAND, alpha=0.3, linewidth=0, label="95% band (DKW)"
     )
     if 1 < len(analysis.rows) <= CURVES:
         sizes = np.array([one.nbytes for one in results.samples])

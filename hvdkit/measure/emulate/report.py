@@ -37,6 +37,7 @@ def render_report(results: Results, analysis: Analysis) -> str:
         style,
         title=f"{analysis.asked.collective} on {analysis.asked.ranks} ranks",
         subtitle=f"Replayed without the model: {printable(results.plan.source)}; {tables.trials_text(results.plan)}.",
+        verdict=_verdict(analysis),
         facts=_facts(results, analysis),
         notes=[printable(note) for note in analysis.notes],
         cdf=_image(plots.cdf, results, analysis),
@@ -55,6 +56,16 @@ def render_report(results: Results, analysis: Analysis) -> str:
 
 def _settings(results: Results) -> dict[str, str]:
     return {**flat(results.asked), **flat(results.environment)}
+
+
+def _verdict(analysis: Analysis) -> str:
+    whole = analysis.overall
+    parts = ((whole.skew, "waiting for the last rank"), (whole.transfer, "transfer"))
+    more = ", ".join(f"{_duration(one.p50.value)} {what}" for one, what in parts)
+    return (
+        f"Half of {whole.slowest.count} collectives took {_duration(whole.slowest.p50.value)} or more on the slowest "
+        f"rank (medians: {more}), the longest {_duration(whole.slowest.max)}."
+    )
 
 
 def _facts(results: Results, analysis: Analysis) -> list[Fact]:

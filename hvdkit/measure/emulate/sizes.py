@@ -16,6 +16,7 @@ from hvdkit.measure.emulate.plan import Collective, Plan
 LAYERS, REPLAY = "layers", "replay"
 _SOURCES = {
     "sizes": "--sizes",
+    "sweep": "--begin",
     "csv_file": "--csv",
     "model": "--model",
     "timeline": "--timeline",
@@ -25,10 +26,11 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the options say; one of ``sizes``, ``csv_file``, ``model``, ``timeline`` and ``plan_file`` is given.
+    """What the options say; one of the fields of ``_SOURCES`` is given.
 
     Attributes:
         sizes: bytes of each collective.
+        sweep: the same, in the order of the replay; see ``swept``.
         csv_file: see ``size_files.of_csv``.
         model: ``MODULE:FACTORY``; ``framework``, ``per`` and ``input_shape`` are about it.
         timeline: a recording.
@@ -41,6 +43,7 @@ class Wanted:
     """
 
     sizes: Sequence[int] | None = None
+    sweep: Sequence[int] | None = None
     csv_file: Path | None = None
     model: str | None = None
     framework: str | None = None
@@ -59,6 +62,26 @@ class Wanted:
     def given(self) -> set[str]:
         """Names of what is given."""
         return {field.name for field in fields(self) if getattr(self, field.name) is not None}
+
+
+def swept(begin: int | None, end: int | None, factor: int) -> tuple[int, ...] | None:
+    """Sizes from ``begin`` to at most ``end`` bytes, each ``factor`` times the one before; None without both.
+
+    Raises:
+        InvalidArgumentError: only one of them, or the end is before the begin.
+    Source: nccl-tests, options -b, -e and -f.
+    """
+    if begin is None and end is None:
+        return None
+    if begin is None or end is None:
+        given, missing = ("--end", "--begin") if begin is None else ("--begin", "--end")
+        raise InvalidArgumentError(f"{given} is given without {missing}; give both, such as --begin 8 --end 128M.")
+    if end < begin:
+        raise InvalidArgumentError(f"--begin is {begin} bytes and --end {end}; expected an end that is no less.")
+    found = [begin]
+    while found[-1] * factor <= end:
+        found.append(found[-1] * factor)
+    return tuple(found)
 
 
 def plan_of(wanted: Wanted) -> Plan:
@@ -96,7 +119,7 @@ def _check_belongs(wanted: Wanted, source: str) -> None:
         "framework": ("--framework", ("model",)),
         "per": ("--per", ("model",)),
         "input_shape": ("--input-shape", ("model",)),
-        "dtype": ("--dtype", ("sizes", "csv_file")),
+        "dtype": ("--dtype", ("sizes", "sweep", "csv_file")),
         "order": ("--order", ("sizes", "csv_file")),
     }
     for name, (option, sources) in about.items():
@@ -123,6 +146,8 @@ def _collectives(wanted: Wanted) -> tuple[list[Collective], str]:
         return of_timeline(wanted.timeline)
     from hvdkit.measure.emulate import size_files
 
+    if wanted.sweep is not None:
+        return size_files.of_list(wanted.sweep, wanted.dtype or "float32"), "sizes from the least to the greatest"
     if wanted.csv_file is not None:
         found, what = size_files.of_csv(wanted.csv_file, wanted.dtype), wanted.csv_file.name
     else:

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_1, PATH, with_options
+from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, shortened, with_options
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
@@ -24,8 +25,37 @@ def _numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None)
     return tuple(map(int, words))
 
 
+def _bytes(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    power = "KMGT".find(text[-1:].upper()) + 1 if text else 0
+    digits = text[:-1] if power else text
+    if not is_count(digits):
+        raise click.BadParameter(f"expected bytes such as 8, 32K, 128M or 1G (1K is 1024), got {shortened(text)}")
+    return int(digits) << 10 * power
+
+
 PLAN_OPTIONS = (
     click.option("--sizes", callback=_numbers, metavar="B,B,...", help="Sizes in bytes, first layer first."),
+    click.option(
+        "-b",
+        "--begin",
+        "--minbytes",
+        "begin",
+        callback=_bytes,
+        metavar="B",
+        help="As nccl-tests: sizes from B bytes (8, 32K, 128M) to --end, each alone, smallest first.",
+    ),
+    click.option("-e", "--end", "--maxbytes", "end", callback=_bytes, metavar="B", help="The largest that may be."),
+    click.option(
+        "-f",
+        "--factor",
+        "--stepfactor",
+        "factor",
+        type=click.IntRange(min=2),
+        metavar="F",
+        help="Between one size and the next  [default: 2]",
+    ),
     click.option(
         "--csv", "csv_file", type=PATH, metavar="FILE", help="Columns name, bytes or elements, dtype, gap_ms; or bytes."
     ),
@@ -71,7 +101,7 @@ PLAN_OPTIONS = (
         help="Computation before each collective  [default: what FILE says, else 0]",
     ),
 )
-"""Options that choose a plan; their names are the fields of ``sizes.Wanted``."""
+"""Options that choose a plan; their names are the fields of ``sizes.Wanted``, but for those of ``sizes.swept``."""
 
 
 def plan_of(**wanted: Any) -> Plan:
@@ -83,7 +113,11 @@ def plan_of(**wanted: Any) -> Plan:
         InvalidArgumentError: options that do not go together, or a value that cannot be right.
         DataError: a file that cannot be used.
     """
-    return making.plan_of(making.Wanted(**wanted))
+    begin, end, factor = (wanted.pop(name) for name in ("begin", "end", "factor"))
+    sweep = making.swept(begin, end, factor or 2)
+    if factor is not None and sweep is None:
+        raise InvalidArgumentError("--factor is given without --begin and --end, between which it is; give these, too.")
+    return making.plan_of(making.Wanted(sweep=sweep, **wanted))
 
 
 @click.command()

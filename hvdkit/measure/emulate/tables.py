@@ -106,7 +106,7 @@ def tables(analysis: Analysis) -> list[Table]:
     found = [
         Table(
             f"{asked.collective}{by}, engine {asked.engine}, {ranks_text(asked.ranks)}, {analysis.trials} "
-            "trials: delay of the slowest rank in ms, with the median's 95 % interval",
+            "trials: delay of the slowest rank in ms, with the median's 95% interval",
             ("size", "samples", "p50", "p90", "p99", "p99.9", "max"),
             [[_size(row), row.slowest.count, *_percentiles(row.slowest)] for row in rows],
         ),
@@ -158,7 +158,7 @@ def _percentiles(times: Times) -> list[object]:
 
 def _rank(one: RankRow) -> list[object]:
     own = interval_text(one.own.p50.scaled(1000), DIGITS)
-    return [one.rank, own, _ms(one.own.max), f"{100 * one.slowest:.0f} %", f"{100 * one.latest:.0f} %"]
+    return [one.rank, own, _ms(one.own.max), f"{100 * one.slowest:.0f}%", f"{100 * one.latest:.0f}%"]
 
 
 def _outliers(outliers: Sequence[Outlier]) -> Table:

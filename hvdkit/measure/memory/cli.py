@@ -66,7 +66,8 @@ def memory(
     For a live model small steps are run and extended to B samples; for plain numbers the terms are computed. Plain data
     parallelism needs the whole on every rank; what the stages of ZeRO would save is shown beside it.
 
-    Exit status: 0; 1 when --capacity-gb is given and a rank needs more with data parallelism.
+    Exit status: 0; 1 when --capacity-gb is given and a rank needs more with data parallelism, or that cannot be told
+    since its activations are not known.
 
     \b
     Examples:
@@ -77,9 +78,11 @@ def memory(
     need, said = _need(ctx, **wanted)
     rows = [terms.per_rank(need, n) for n in ranks]
     capacity = None if capacity_gb is None else round(1e9 * capacity_gb)
-    notes = [*_notes_of_measuring(need, said), *terms.notes(rows, capacity)]
+    notes = [*_notes_of_measuring(need, said), *terms.notes(need, rows, capacity)]
     _print(need, rows, notes, said, form)
-    return 1 if capacity is not None and any(row.data_parallel > capacity for row in rows) else 0
+    if capacity is None:
+        return 0
+    return 1 if need.activations is None or any(row.data_parallel > capacity for row in rows) else 0
 
 
 def _need(
@@ -113,7 +116,7 @@ def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
     if measured and need.peak is not None:
         off = 100 * (need.peak / measured - 1)
         found.append(
-            f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off:+.1f} %."
+            f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off:+.1f}%."
         )
     return found
 

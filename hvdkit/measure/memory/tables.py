@@ -13,8 +13,9 @@ _RANKS = ["ranks", "data parallel", *(f"ZeRO {stage}" for stage in ZERO_STAGES)]
 
 def page(need: Need, rows: Sequence[PerRank], notes: Sequence[str]) -> Page:
     """What a training needs on one rank, and on each of several."""
-    terms = [[term.name, bytes_text(term.bytes), term.how] for term in need.terms()]
-    terms.insert(4, ["sum of these", bytes_text(need.total), ""])
+    least = need.activations is None
+    terms = [[term.name, None if term.bytes is None else bytes_text(term.bytes), term.how] for term in need.terms()]
+    terms.insert(4, ["sum of these", bytes_text(need.total), "without the activations: the least" if least else ""])
     if need.peak is not None:
         terms.insert(5, ["peak of a step", bytes_text(need.peak), "with what operations need for a moment"])
     ranks = [
@@ -23,4 +24,5 @@ def page(need: Need, rows: Sequence[PerRank], notes: Sequence[str]) -> Page:
     ]
     names = ("term", "memory", "how")
     one = Table("Memory of a training on one rank", names, terms, left=("term", "how"))
-    return Page([one, Table("On each rank", _RANKS, ranks)], notes)
+    title = "On each rank, without its activations" if least else "On each rank"
+    return Page([one, Table(title, _RANKS, ranks)], notes)

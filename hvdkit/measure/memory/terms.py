@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hvdkit.common.json_files import Document
+from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
 
 BYTES = {"float8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -18,6 +19,7 @@ FUSION_BYTES = 128 * 1024**2
 """HOROVOD_FUSION_THRESHOLD of Horovod 0.28.1, which is also the size of its buffer."""
 ZERO_STAGES = (1, 2, 3)
 _FULL_PRECISION = 4
+_UNKNOWN = "not known; give --layers, --sequence and --hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,12 @@ class Term:
 
     Attributes:
         name: what it is.
-        bytes: on one rank.
+        bytes: on one rank; None where they are not known.
         how: where the number comes from.
     """
 
     name: str
-    bytes: int
+    bytes: int | None
     how: str
 
 
@@ -40,7 +42,8 @@ class Need:
     """What a training needs on one rank.
 
     Attributes:
-        parameters, gradients, states, activations: the terms that every training has, bytes.
+        parameters, gradients, states: terms that every training has, bytes.
+        activations: one more, bytes; None where they are not known.
         fusion_buffer, compression: what Horovod adds on several ranks, bytes.
         how: for each term, where the number comes from.
         peak: largest sum at any moment of a step, without Horovod's, bytes; None where only the terms are known.
@@ -49,7 +52,7 @@ class Need:
     parameters: int
     gradients: int
     states: int
-    activations: int
+    activations: int | None
     fusion_buffer: int
     compression: int
     how: dict[str, str]
@@ -70,8 +73,8 @@ class Need:
 
     @property
     def total(self) -> int:
-        """The sum of parameters, gradients, states and activations."""
-        return self.parameters + self.gradients + self.states + self.activations
+        """The sum of parameters, gradients, states and activations, where these are known."""
+        return self.parameters + self.gradients + self.states + (self.activations or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +203,11 @@ def per_rank(need: Need, ranks: int) -> PerRank:
     return PerRank(ranks, need.training + horovod, zero)
 
 
-def notes(rows: Sequence[PerRank], capacity: int | None = None) -> list[str]:
-    """Full sentences: what follows for a reader.
+def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> list[str]:
+    """Full sentences: what follows for a reader. Nothing suffices where the activations are not known.
 
     Args:
+        need, rows: of one rank, and by number of ranks.
         capacity: bytes that one rank has; None when it was not said.
     """
     several = [row for row in rows if row.ranks > 1]
@@ -215,11 +219,18 @@ def notes(rows: Sequence[PerRank], capacity: int | None = None) -> list[str]:
         )
     if capacity is None:
         return found
+    unknown = need.activations is None
     for row in rows:
+        ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+        if unknown and row.data_parallel <= capacity:
+            left = bytes_text(capacity - row.data_parallel)
+            found.append(f"On {ranks} a rank has {left} left for its activations, {_UNKNOWN}.")
         if row.data_parallel > capacity:
             fits = [str(stage) for stage, size in row.zero.items() if size <= capacity]
             then = f"ZeRO stage {fits[0]} would" if fits else "no stage of ZeRO would, either"
-            ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+            if fits and unknown:
+                left = bytes_text(capacity - row.zero[int(fits[0])])
+                then = f"ZeRO stage {fits[0]} leaves {left} for its activations, {_UNKNOWN}"
             found.append(f"On {ranks} a rank needs more than it has with data parallelism; {then}.")
     return found
 
@@ -230,11 +241,11 @@ def _saved(size: int, ranks: int) -> int:
 
 def _activations(
     size: int, batch: int, layers: int | None, sequence: int | None, hidden: int | None, heads: int | None
-) -> tuple[int, str]:
+) -> tuple[int | None, str]:
     given = {"--layers": layers, "--sequence": sequence, "--hidden": hidden}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given) and heads is None:
-        return 0, "not known; give --layers, --sequence and --hidden"
+        return None, _UNKNOWN
     if layers is None or sequence is None or hidden is None:
         raise InvalidArgumentError(
             f"activations need --layers, --sequence and --hidden; missing: {', '.join(missing)}."

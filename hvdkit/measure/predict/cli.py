@@ -16,6 +16,7 @@ from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import results as measurements
 from hvdkit.measure.emulate.plan import Plan
 from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.memory.counts import count
 from hvdkit.measure.predict import formulas, model, plot, prediction, stragglers, tables
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Fusion, gradients
@@ -23,6 +24,8 @@ from hvdkit.measure.predict.stragglers import Delays
 
 _DOUBLING = tuple(2**power for power in range(11))
 _MIB = 2**20
+_TENSORS = 100
+"""About as many weights as Inception V3 and ResNet-101 have, which docs/predict.md compares with."""
 
 
 def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -69,6 +72,12 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     type=FILE,
     metavar="FILE",
     help="Gradients, as `hvdkit emulate sizes -o` wrote them.  [default: the plan in the first --fit file]",
+)
+@click.option(
+    "--parameters",
+    callback=count,
+    metavar="P",
+    help=f"In place of --plan: how many a model has, such as 25557032 or 7B, in {_TENSORS} equal float32 gradients.",
 )
 @click.option("--algorithm", type=click.Choice([model.LIBRARY, *formulas.ALGORITHMS]), help="[default: as measured]")
 @click.option(
@@ -133,7 +142,7 @@ def predict(**given: Any) -> int:
     Examples:
       hvdkit predict --fit two.json three.json --at 4,8,512 --step-ms 120 --plan model.json
       hvdkit predict --fit host.json --alpha-us 5 --bandwidth-gbit 100 --at 64 --step-ms 120 --fp16
-      hvdkit predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --at 512 --step-ms 489 --plan vgg16.json
+      hvdkit predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --at 512 --step-ms 489 --parameters 138M
 
     Exit status: 0 success, 1 a file cannot be used, 2 for bad usage.
     """
@@ -143,7 +152,7 @@ def predict(**given: Any) -> int:
         drawing.check(given["figure"])
     files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
     costs = _model(files, given)
-    grads = _plan(files, given["plan"])
+    grads = _plan(files, given["plan"], given["parameters"])
     delays = stragglers.measured(files)
     work = prediction.Workload(
         gradients(grads, given["fp16"]),
@@ -155,6 +164,8 @@ def predict(**given: Any) -> int:
     )
     ranks = given["at"] or _reachable(costs, given["algorithm"])
     rows = prediction.predict(costs, delays, work, ranks, given["algorithm"], given["seed"])
+    if all(row.refused for row in rows):
+        raise InvalidArgumentError(f"nothing can be predicted. {rows[0].refused}")
     notes = [*costs.notes, *_notes(grads, delays, costs, rows, given)]
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
     shown = tables.Prediction(costs, tuple(rows), asked, tuple(notes))
@@ -180,12 +191,18 @@ def _model(files: list[Results], given: dict[str, Any]) -> CostModel:
     return costs if given["faster_links"] is None else costs.with_faster_links(given["faster_links"])
 
 
-def _plan(files: list[Results], path: Path | None) -> Plan:
+def _plan(files: list[Results], path: Path | None, parameters: int | None) -> Plan:
+    if path is not None and parameters is not None:
+        raise InvalidArgumentError("--plan and --parameters both say which gradients there are; give one of them.")
+    if parameters is not None:
+        least, more = divmod(parameters, _TENSORS)
+        sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
+        return plans.from_sizes([size for size in sizes if size])
     if path is not None:
         return plans.read(path)
     if not files:
         raise InvalidArgumentError(
-            "without --fit the gradients have to be named: --plan FILE of 'hvdkit emulate sizes'."
+            "without --fit the gradients have to be named: --plan FILE of 'hvdkit emulate sizes', or --parameters."
         )
     return files[0].plan
 
@@ -205,14 +222,23 @@ def _reachable(costs: CostModel, algorithm: str | None) -> tuple[int, ...]:
 def _notes(
     plan: Plan, delays: Delays, costs: CostModel, rows: list[prediction.Row], given: dict[str, Any]
 ) -> list[str]:
-    measured = "" if given["plan"] else ", the plan that was measured; --plan names the one of a model"
-    notes = [f"Gradients: {len(plan.collectives)} of {bytes_text(plan.nbytes)} in all{measured}."]  # fmt: skip
+    own = given["plan"] or given["parameters"]
+    measured = "" if own else ", the plan that was measured; --plan or --parameters name those of a model"
+    notes = [*dict.fromkeys(f"No number for {row.ranks} ranks: {row.refused}" for row in rows if row.refused)]
+    notes += [f"Gradients: {len(plan.collectives)} of {bytes_text(plan.nbytes)} in all{measured}."]  # fmt: skip
     if given["step_ms"] is None:
         notes.append("Without --step-ms nothing is known of computation: all gradients are taken to be ready at once.")
     elif not any(one.gap_s for one in plan.collectives):
         notes.append("The plan has no computation gaps: each gradient is taken to need the same share of backward.")
     if costs.network is not None and not costs.network.residuals:
         notes.append("The network is as given, not measured: the intervals know nothing of how far off it may be.")
+    guessed = [str(row.ranks) for row in rows if row.step is not None and not costs.measured(row.ranks)]
+    if guessed:
+        notes.append(
+            f"Not measured: {', '.join(guessed)} ranks. The intervals of their step and efficiency hold the error of "
+            "published figures: 5 to 19 points too high, steps up to "
+            f"{prediction.OPTIMISM} times as long (docs/predict.md)."
+        )
     if delays.ranks == 0:
         notes.append("No delays were measured: stragglers count as 0, so that the efficiency is an upper bound.")
     elif any(row.extrapolated for row in rows):

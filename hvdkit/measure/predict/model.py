@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from hvdkit.measure.emulate.results import Results
 
 HOST, NETWORK = "host", "network"
+_WHERE = {HOST: "on one host", NETWORK: "between hosts"}
 LIBRARY = "library"
 MOST_RANKS = 1_000_000
 _LIKELY = ("ring", "rabenseifner", "recursive_doubling", "tree")
 """What a library's choice may be; where several fit, the first: libraries use it for large messages."""
+_OFF = 0.5
+"""Half of the measurements further off the formula than this: it does not describe them."""
 _GIVE_NETWORK = "give the network's own with --alpha-us and --bandwidth-gbit"
 
 
@@ -38,6 +41,9 @@ class CostModel:
         ppn: ranks that a host holds, > 0.
         algorithm: what is predicted when nothing else is asked for.
         notes: full sentences: what a reader should know.
+        reach: by level, the most ranks that were measured; a level that was told, or changed, is not in it.
+        packed: the most ranks that a measured host held; 0 where nothing was measured.
+        cores: of that host; None where nothing was measured.
     """
 
     host: Link | None
@@ -45,6 +51,9 @@ class CostModel:
     ppn: int
     algorithm: str
     notes: tuple[str, ...] = ()
+    reach: Mapping[str, int] = field(default_factory=dict)
+    packed: int = 0
+    cores: int | None = None
 
     def allreduce_s(self, nbytes: int, ranks: int, algorithm: str | None = None) -> Estimate:
         """Seconds from the last rank's arrival until the last rank is done.
@@ -74,10 +83,12 @@ class CostModel:
         if chosen == formulas.HIERARCHICAL:
             return self._hierarchical(nbytes, ranks)
         link = self._link(ranks)
-        if chosen == LIBRARY:
-            chosen = link.algorithm
-        ppn = 1 if link is self.host else self.ppn
-        return link.seconds(formulas.shared(chosen, nbytes, ranks, ppn))
+        best, draws = link.seconds(self._terms(link, chosen, nbytes, ranks))
+        if link is self.network and self.host is not None:
+            # a flat algorithm goes at the pace of its slower level
+            inside, more = self.host.seconds(self._terms(self.host, chosen, nbytes, ranks))
+            best, draws = max(best, inside), np.maximum(draws, more)
+        return best, draws
 
     def bound_s(self, nbytes: float, ranks: int) -> float:
         """The least that any flat allreduce takes: 2(n-1)/n * nbytes at the rate of the fastest piece.
@@ -91,8 +102,41 @@ class CostModel:
         """How many hosts hold so many ranks."""
         return -(-ranks // self.ppn)
 
+    def measured(self, ranks: int) -> bool:
+        """Whether so many ranks lie within what was measured; one rank needs no measurement."""
+        return ranks == 1 or ranks <= self.reach.get(self._level(ranks), 0)
+
+    def why_not(self, ranks: int) -> str | None:
+        """Why there is no number for so many ranks although their level is known; None where the model holds."""
+        crowd = min(ranks, self.ppn)
+        if self.cores is not None and crowd > max(self.cores, self.packed):
+            return (
+                f"{crowd} ranks of a host wait for its {self.cores} cores, of which the model knows nothing, and at "
+                f"most {self.packed} were measured on one; measure so many, or give a smaller --ppn."
+            )
+        levels = (HOST,) if self._level(ranks) == HOST else (HOST, NETWORK)
+        for level, link in zip((HOST, NETWORK), (self.host, self.network), strict=True):
+            if ranks > 1 and level in levels and link is not None and level in self.reach:
+                off = float(np.median(np.abs(link.residuals)))
+                if off > _OFF:
+                    return (
+                        f"Half of the times measured {_WHERE[level]} are more than {100 * off:.0f}% off what the best "
+                        "formula says, so that it does not describe them; measure on a machine that does nothing else."
+                    )
+        return None
+
+    def _level(self, ranks: int) -> str:
+        return HOST if ranks <= self.ppn and self.ppn > 1 else NETWORK
+
+    def _terms(self, link: Link, algorithm: str, nbytes: float, ranks: int) -> Terms:
+        """What a level has to carry. A ring takes as many steps within a host; the others go on between hosts."""
+        chosen = link.algorithm if algorithm == LIBRARY else algorithm
+        if link is self.host:
+            return formulas.FLAT[chosen](nbytes, ranks if chosen == formulas.RING else min(ranks, self.ppn))
+        return formulas.shared(chosen, nbytes, ranks, self.ppn)
+
     def _link(self, ranks: int) -> Link:
-        level = HOST if ranks <= self.ppn and self.ppn > 1 else NETWORK
+        level = self._level(ranks)
         link = self.host if level == HOST else self.network
         if link is not None:
             return link
@@ -145,7 +189,7 @@ class CostModel:
             network = network.with_bandwidth(bytes_per_s)
         if alpha_s is not None:
             network = network.with_alpha(alpha_s)
-        return replace(self, network=network)
+        return self._with(network)
 
     def with_faster_links(self, times: float) -> CostModel:
         """The model with a network that carries ``times`` as many bytes in a second, > 0.
@@ -158,7 +202,11 @@ class CostModel:
                 f"--faster-links is about the network, and only the memory of one host was measured: {_GIVE_NETWORK}, "
                 "or measure between hosts."
             )
-        return replace(self, network=self.network.faster(times))
+        return self._with(self.network.faster(times))
+
+    def _with(self, network: Link) -> CostModel:
+        """The model with a network that was not measured."""
+        return replace(self, network=network, reach={level: n for level, n in self.reach.items() if level != NETWORK})
 
     def as_json(self) -> dict[str, Any]:
         """For a program; seconds and bytes."""
@@ -201,12 +249,21 @@ def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) ->
     holds = ppn or max(measured)
     labels = {one.asked.algorithm for one in results}
     notes = [note for level, link in links.items() for note in _notes(level, link, cells[level])]
+    cores = min(one.environment.cores for one in results if one.asked.ranks > 1)
+    if max(measured) > cores:
+        notes.append(
+            f"Measured with {max(measured)} ranks on {cores} cores: what they wait for a core is in every number of so "
+            "many ranks on a host. Measure with no more ranks than cores."
+        )
     return CostModel(
         links.get(HOST),
         links.get(NETWORK),
         holds,
         formulas.RING if labels == {formulas.RING} else LIBRARY,
         tuple(notes),
+        {level: max(cell.ranks for cell in found) for level, found in cells.items() if found},
+        max(measured),
+        cores,
     )
 
 
@@ -245,10 +302,9 @@ def _cells(level: str, results: Sequence[Results]) -> list[Cell]:
 
 def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> Link:
     if len({cell.nbytes for cell in cells}) < 2:
-        where = "on one host" if level == HOST else "between hosts"
         raise InvalidArgumentError(
-            f"all allreduces measured {where} have one size, {cells[0].nbytes} bytes, which cannot tell the start of a "
-            "message from its bytes: measure two sizes or more, such as --sizes 65536,1048576,16777216."
+            f"all allreduces measured {_WHERE[level]} have one size, {cells[0].nbytes} bytes, which cannot tell the "
+            "start of a message from its bytes: measure two sizes or more, such as --sizes 65536,1048576,16777216."
         )
 
     def terms(cell: Cell, algorithm: str) -> Terms:
@@ -260,7 +316,7 @@ def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> L
 
 
 def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
-    where = "on one host" if level == HOST else "between hosts"
+    where = _WHERE[level]
     notes = []
     if not all(cell.ring for cell in cells):
         others = f"; {', '.join(link.rivals)} fit about as well, and predict otherwise" if link.rivals else ""

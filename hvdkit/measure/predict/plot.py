@@ -23,7 +23,7 @@ def _efficiency(axes: Any, rows: Sequence[Row]) -> None:
         [one.value if one.low is None else one.low for _, one in known],
         [one.value if one.high is None else one.high for _, one in known],
         alpha=0.25,
-        label="95 % interval",
+        label="interval",
     )
     axes.plot(ranks, [one.value for _, one in known], marker="o", label="predicted")
     axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))

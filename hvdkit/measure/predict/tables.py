@@ -78,7 +78,9 @@ def page(prediction: Prediction) -> Page:
         for level, link in ((HOST, prediction.model.host), (NETWORK, prediction.model.network))
         if link is not None
     ]
-    found.append(Table("Prediction with 95 % intervals", _NAMES, [_words(row) for row in prediction.rows]))
+    known = [row.communication for row in prediction.rows if row.communication is not None and row.ranks > 1]
+    what = "95% intervals" if all(one.low is not None for one in known) else "intervals from published errors alone"
+    found.append(Table(f"Prediction with {what}", _NAMES, [_words(row) for row in prediction.rows]))
     return Page(found, prediction.notes)
 
 

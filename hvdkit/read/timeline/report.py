@@ -13,10 +13,10 @@ from typing import Any
 
 from hvdkit.common import render
 from hvdkit.common.causes import dearest_first
-from hvdkit.common.drawing import Figure, number, shown_name
+from hvdkit.common.drawing import LABEL, Figure, number, shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
-from hvdkit.common.units import bytes_text, duration_text, printable, share_text
+from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import figures
 from hvdkit.read.timeline.causes import causes, otherwise
@@ -223,6 +223,8 @@ def _tensor_row(one: TensorSummary, groups: list[int]) -> dict[str, Any]:
     parts.append(one.phases.get("whole"))
     return {
         "name": shown_name(one.tensor),
+        "short": shortened(shown_name(one.tensor), LABEL),
+        "total": _ms(_phase_time(one)),
         "kind": shown_name(one.kind),
         "count": number(one.count),
         "bytes": "unknown" if one.bytes is None else bytes_text(one.bytes),

@@ -14,7 +14,8 @@
   const details = document.getElementById("details");
   const surface = canvas.getContext("2d");
   const style = getComputedStyle(document.documentElement);
-  const colours = data.groupNames.map((_, group) => style.getPropertyValue("--g" + group).trim());
+  const colour = (name) => style.getPropertyValue("--" + name).trim();
+  const colours = data.groupNames.map((_, group) => colour("g" + group));
   const byLane = data.lanes.map(() => []);
   for (const operation of data.operations) byLane[operation[LANE]].push(operation);
 
@@ -92,7 +93,7 @@
     surface.fillRect(left, top, Math.max(right - left, 0.8), deep);
   }
   function drawOperation(operation, top) {
-    bar(operation[START], operation[END], top + 3, ROW - 6, "#dcdcdc");
+    bar(operation[START], operation[END], top + 3, ROW - 6, colour("rest"));
     if (operation[NEGOTIATED] !== null) bar(operation[BEGIN], operation[NEGOTIATED], top + 3, ROW - 6, colours[0]);
     const phases = operation[PHASES];
     for (let i = 0; i < phases.length; i += 3) {
@@ -100,7 +101,7 @@
     }
     if (operation === chosen) {
       const left = Math.max(x(operation[BEGIN]), label);
-      surface.strokeStyle = "#000";
+      surface.strokeStyle = colour("ink");
       surface.lineWidth = 2;
       surface.strokeRect(left, top + 2, Math.max(Math.min(x(operation[END]), width) - left, 2), ROW - 4);
       surface.lineWidth = 1;
@@ -119,18 +120,18 @@
     return [name, ticks];
   }
   function drawGrid(ticks, bottom) {
-    surface.fillStyle = "#dedede";
+    surface.fillStyle = colour("grid");
     for (const [place] of ticks) surface.fillRect(place, AXIS, 1, bottom - AXIS);
   }
   function drawAxis(name, ticks) {
-    surface.fillStyle = "#1a1a1a";
+    surface.fillStyle = colour("ink");
     surface.textAlign = "center";
     for (const [place, text] of ticks) {
       if (place < width - 12) surface.fillText(text, place, 13);
     }
     surface.textAlign = "left";
     surface.fillText("time in the window (" + name + ")", 8, 13);
-    surface.fillStyle = "#888";
+    surface.fillStyle = colour("edge");
     for (const cycle of data.cycles) {
       if (cycle >= view.first && cycle <= view.last) surface.fillRect(x(cycle), AXIS - 6, 1, 5);
     }
@@ -141,7 +142,7 @@
     for (const [number, time] of data.steps) {
       if (time < view.first || time > view.last) continue;
       const place = x(time);
-      surface.fillStyle = "#444";
+      surface.fillStyle = colour("mark");
       for (let y = AXIS; y < bottom; y += 6) surface.fillRect(place, y, 1, 3);
       if (place >= free && place < width - 50) {
         surface.fillText("step " + number, place + 3, 25);
@@ -158,7 +159,7 @@
     }
     surface.setTransform(scale, 0, 0, scale, 0, 0);
     surface.font = "12px system-ui, sans-serif";
-    surface.fillStyle = "#fff";
+    surface.fillStyle = colour("paper");
     surface.fillRect(0, 0, width, height);
     const down = scroller.scrollTop;
     const bottom = Math.min(height, total - down - 6);
@@ -166,7 +167,7 @@
     const lastLane = Math.min(data.lanes.length - 1, Math.floor((down + height - AXIS) / ROW));
     for (let lane = firstLane; lane <= lastLane; lane += 1) {
       if (lane % 2) {
-        surface.fillStyle = "#f7f7f7";
+        surface.fillStyle = colour("wash");
         surface.fillRect(0, AXIS + lane * ROW - down, width, ROW);
       }
     }
@@ -182,7 +183,7 @@
         if (operation[BEGIN] <= view.last && operation[END] >= view.first) drawOperation(operation, top);
       }
       surface.textAlign = "left";
-      surface.fillStyle = "#1a1a1a";
+      surface.fillStyle = colour("ink");
       surface.fillText(fits(data.lanes[lane], label - 16), 8, top + 15);
     }
     surface.restore();
@@ -335,6 +336,7 @@
     action();
   });
   scroller.addEventListener("scroll", request);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", request);
   function resize() {
     width = scroller.clientWidth;
     label = Math.min(230, width * 0.3);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,10 @@ VARIABLE = "HVDKIT_STEP_TIMES"
 """Environment variable with the directory to which every rank writes; unset or empty: nothing is recorded."""
 _MARK = "step times"
 _VERSION = 1
+_SETTLED = 5
+"""Steps after which the threads of a training are there and at work."""
+_KEPT = 512
+"""Steps that are kept in memory before they are written, so that a job that is killed leaves the most of them."""
 _T = TypeVar("_T")
 
 
@@ -40,11 +46,37 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Cores:
+    """What the thread that trains got of the processor, in so many steps.
+
+    Attributes:
+        steps: how many.
+        ran: seconds that it ran.
+        queued: seconds that it could have run, and others had the cores.
+        of_all: seconds that all threads of the process ran.
+    """
+
+    steps: int
+    ran: float
+    queued: float
+    of_all: float
+
+
+@dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What one rank wrote."""
+    """What one rank wrote.
+
+    Attributes:
+        rank: its number.
+        steps: in order.
+        host: a number that ranks of one host share; None in older files.
+        cores: None where the kernel does not say it.
+    """
 
     rank: int
     steps: tuple[Step, ...]
+    host: int | None = None
+    cores: Cores | None = None
 
 
 class Recorder:
@@ -64,15 +96,27 @@ class Recorder:
         self._open = False
         self._steps: list[tuple[float, float, float | None, float]] = []
         self._begun = False
+        self._ended = 0
+        self._by_hand = False
+        self._loading, self._input = 0.0, 0.0
+        self._threads: dict[str, tuple[int, int]] = {}
 
-    def asked(self) -> None:
-        """The next batch is asked for; a step that is open ends here."""
+    def asked(self, *, by_hand: bool = True) -> None:
+        """The next batch is asked for; a step that is open ends here.
+
+        Args:
+            by_hand: the script says so; from then on what is only seen of it (``step_marks``) does not count.
+        """
+        if self._ignored(by_hand):
+            return
         now = time.perf_counter()
         self._end(now)
         self._asked = now
 
-    def given(self) -> None:
+    def given(self, *, by_hand: bool = True) -> None:
         """The batch is there: the step begins to work."""
+        if self._ignored(by_hand):
+            return
         self._given = time.perf_counter()
         self._ready = None
         self._open = True
@@ -84,21 +128,73 @@ class Recorder:
 
     def finished(self) -> None:
         """No further batch for now (the end of an epoch): write what there is."""
-        self._end(time.perf_counter())
-        self._write()
+        if self._by_hand:
+            self._end(time.perf_counter())
+        self._open = False
+        if self._steps:
+            self._write()
+
+    def taken(self) -> None:
+        """The batch is taken from the data set within the step; until here it was waited for."""
+        if self._open:
+            self._given = time.perf_counter()
+
+    def loading(self) -> None:
+        """A loader is asked for a batch, one of as many as a step may take."""
+        self._loading = time.perf_counter()
+        if not self._open and not self._by_hand:
+            self._open, self._asked, self._input = True, self._loading, 0.0
+
+    def loaded(self, more: bool) -> None:
+        """It gave one, or has no more: then what follows belongs to no step."""
+        if self._by_hand:
+            return
+        self._input += time.perf_counter() - self._loading
+        self._ready = None
+        self._open = more
+
+    def stepped(self) -> None:
+        """An optimizer has changed the weights: a step ends, and the next one begins."""
+        if self._by_hand:
+            return
+        now = time.perf_counter()
+        self._given = self._asked + self._input
+        self._end(now)
+        self._open, self._asked, self._input, self._ready = True, now, 0.0, None
+
+    def _ignored(self, by_hand: bool) -> bool:
+        if by_hand and not self._by_hand:
+            self._by_hand, self._open = True, False
+        return self._by_hand and not by_hand
 
     def _end(self, now: float) -> None:
         if self._open:
             self._steps.append((self._asked, self._given, self._ready, now))
             self._open = False
+            self._ended += 1
+            if self._ended == _SETTLED:
+                self._threads = _threads()
+            if len(self._steps) >= _KEPT:
+                self._write()
 
     def _write(self) -> None:
-        lines = [] if self._begun else [json.dumps({"hvdkit": _MARK, "version": _VERSION, "rank": self._rank})]
+        head = {
+            "hvdkit": _MARK,
+            "version": _VERSION,
+            "rank": self._rank,
+            "host": zlib.crc32(os.uname().nodename.encode()),  # no name: such files are shown to others
+        }
+        lines = [] if self._begun else [json.dumps(head)]
         for times in self._steps:
             lines.append(json.dumps([None if at is None else round(self._offset + at, 7) for at in times]))
         self._steps = []
+        cores = _busiest(self._threads, _threads()) if self._threads and self._ended > _SETTLED else None
+        if cores is not None:
+            lines.append(json.dumps({"steps": self._ended - _SETTLED, **cores}))
+        again = os.environ.get("HVDKIT_RESTART", "0") != "0"
+        mode = "a" if self._begun else "w" if again else "x"  # the file is of one process: a rank may start others
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._path.open(mode, encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
             self._begun = True
         except OSError as error:
@@ -200,8 +296,15 @@ def _read(path: Path) -> RankTimes:
         header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if header["hvdkit"] != _MARK or header["version"] != _VERSION:
             raise ValueError(f"the first line is {header!r}")
-        steps = tuple(Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3])) for line in lines)
-        return RankTimes(int(header["rank"]), steps)
+        host, cores = header.get("host"), [line for line in lines if isinstance(line, dict)]
+        steps = tuple(
+            Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3]))
+            for line in lines
+            if not isinstance(line, dict)
+        )
+        return RankTimes(
+            int(header["rank"]), steps, None if host is None else int(host), _cores(cores[-1]) if cores else None
+        )
     except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a file of step times (version {_VERSION}) or not complete: {error}.") from error
 
@@ -212,5 +315,43 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
+def _cores(line: dict[str, Any]) -> Cores:
+    steps = line["steps"]
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"a number of steps is {steps!r}")
+    return Cores(steps, _seconds(line["ran"]), _seconds(line["queued"]), _seconds(line["of_all"]))
+
+
 def _ready(value: Any) -> float | None:
     return None if value is None else _seconds(value)
+
+
+def _threads() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread of this process ran, and waited for a core; empty where the kernel does not say.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                ran, queued = (thread / "schedstat").read_bytes().split()[:2]
+                found[thread.name] = (int(ran), int(queued))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _busiest(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> dict[str, float] | None:
+    """Seconds that the thread that trains ran and waited: the main one, unless another one did most of the work."""
+    spent = {
+        thread: (ran - before.get(thread, (0, 0))[0], queued - before.get(thread, (0, 0))[1])
+        for thread, (ran, queued) in now.items()
+    }
+    if not spent:
+        return None
+    most = max(spent.values())
+    main = spent.get(str(os.getpid()), most)
+    ran, queued = main if main[0] >= 0.3 * most[0] else most
+    of_all = sum(max(0, one) for one, _ in spent.values())
+    return {"ran": max(0, ran) / 1e9, "queued": max(0, queued) / 1e9, "of_all": of_all / 1e9}

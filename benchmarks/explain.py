@@ -3,10 +3,11 @@
     python benchmarks/explain.py --repeats 1 --only input,healthy
     python benchmarks/explain.py --repeats 5 --out explain.jsonl
 
-A job is two ranks of PyTorch that know nothing of being recorded. A cause is planted by sleeping or computing, of such a
-length that it costs about 5, 20 or 60 % of a step (a shared core: as a neighbour's priority has it); a job with nothing wrong only trains. A job is right when the first
-cause that is named is the planted one, with its rank, and a job with nothing wrong when none is named. What other
-programs do on this machine is a cause, too, and often the true one: run it on a quiet machine with four cores or more.
+A job is two ranks of PyTorch that know nothing of being recorded. A cause is planted by sleeping or computing, so long
+that it costs about 5, 20 or 60 % of a step (a shared core: as a neighbour's priority has it); a job with nothing wrong
+only trains. A job is right when the first cause that is named is the planted one, with its rank, and a job with nothing
+wrong when none is named. What other programs do on this machine is a cause, too, and often the true one: run it on a
+quiet machine with four cores or more.
 Prints a confusion matrix, planted causes down, named ones across.
 """
 

@@ -8,11 +8,18 @@ been imported. Where hvdkit cannot be imported, nothing is recorded. A script th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+VARIABLE = "HVDKIT_MARK_STEPS"
+"""Asks for all this: the file for Horovod's timeline of some steps, or 1 where there is to be none."""
+_TIMELINE_STEPS = (20, 70)
+"""Steps after which the timeline begins and ends: enough to see what is usual, and a small file."""
 
 
 def torch_loaders(module: ModuleType) -> None:
@@ -163,4 +170,22 @@ def _recorder() -> Any:
         return None
     if found is not None:
         atexit.register(found.finished)
+        if os.environ.get(VARIABLE, "1") != "1":
+            found.on_step = _timeline
     return found
+
+
+def _timeline(steps: int) -> None:
+    """Every rank begins and ends it at the same step; rank 0 writes it. Without Horovod there is none."""
+    if steps not in _TIMELINE_STEPS:
+        return
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        horovod = sys.modules.get(name)
+        if horovod is None or not horovod.is_initialized():
+            continue
+        with contextlib.suppress(ValueError, RuntimeError):  # Horovod says that it cannot, and training goes on
+            if steps == _TIMELINE_STEPS[0]:
+                horovod.start_timeline(os.environ[VARIABLE])
+            else:
+                horovod.stop_timeline()
+        return

@@ -1,8 +1,7 @@
-"""When every step of a training begins and ends on this rank, for ``hvdkit bench``; nothing unless it asks."""
+"""When every step of a training begins and ends on this rank, for `bench` and `explain`; nothing unless asked."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ VARIABLE = "HVDKIT_STEP_TIMES"
 _MARK = "step times"
 _VERSION = 1
 _SETTLED = 5
-"""Steps after which the threads of a training are there and at work."""
+"""First steps that say nothing of the cores: what is built in them does not recur."""
 _KEPT = 512
 """Steps that are kept in memory before they are written, so that a job that is killed leaves the most of them."""
 _T = TypeVar("_T")
@@ -85,6 +84,8 @@ class Recorder:
     Args:
         directory: where to write.
         rank: of this process.
+    Attributes:
+        on_step: called with the number of steps that have ended, after each.
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int) -> None:
@@ -96,10 +97,11 @@ class Recorder:
         self._open = False
         self._steps: list[tuple[float, float, float | None, float]] = []
         self._begun = False
+        self.on_step: Callable[[int], None] | None = None
         self._ended = 0
         self._by_hand = False
         self._loading, self._input = 0.0, 0.0
-        self._threads: dict[str, tuple[int, int]] = {}
+        self._cores: tuple[float, float, float] | None = None
 
     def asked(self, *, by_hand: bool = True) -> None:
         """The next batch is asked for; a step that is open ends here.
@@ -173,9 +175,11 @@ class Recorder:
             self._open = False
             self._ended += 1
             if self._ended == _SETTLED:
-                self._threads = _threads()
+                self._cores = _cores_now()
             if len(self._steps) >= _KEPT:
                 self._write()
+            if self.on_step is not None:
+                self.on_step(self._ended)
 
     def _write(self) -> None:
         head = {
@@ -188,9 +192,10 @@ class Recorder:
         for times in self._steps:
             lines.append(json.dumps([None if at is None else round(self._offset + at, 7) for at in times]))
         self._steps = []
-        cores = _busiest(self._threads, _threads()) if self._threads and self._ended > _SETTLED else None
-        if cores is not None:
-            lines.append(json.dumps({"steps": self._ended - _SETTLED, **cores}))
+        before, now = self._cores, _cores_now()
+        if before is not None and now is not None and self._ended > _SETTLED:
+            ran, queued, of_all = (max(0.0, end - begin) for begin, end in zip(before, now, strict=True))
+            lines.append(json.dumps({"steps": self._ended - _SETTLED, "ran": ran, "queued": queued, "of_all": of_all}))
         again = os.environ.get("HVDKIT_RESTART", "0") != "0"
         mode = "a" if self._begun else "w" if again else "x"  # the file is of one process: a rank may start others
         try:
@@ -326,32 +331,16 @@ def _ready(value: Any) -> float | None:
     return None if value is None else _seconds(value)
 
 
-def _threads() -> dict[str, tuple[int, int]]:
-    """Nanoseconds that each thread of this process ran, and waited for a core; empty where the kernel does not say.
+def _cores_now() -> tuple[float, float, float] | None:
+    """Seconds that this thread ran, that it waited for a core, and that all threads of the process ran.
+
+    This thread alone, since another one that waits for messages may well run all the time, and lose nothing by waiting.
+    None where the kernel does not say it.
 
     Source: Linux, Documentation/scheduler/sched-stats.rst.
     """
-    found: dict[str, tuple[int, int]] = {}
     try:
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                ran, queued = (thread / "schedstat").read_bytes().split()[:2]
-                found[thread.name] = (int(ran), int(queued))
+        ran, queued = Path("/proc/thread-self/schedstat").read_bytes().split()[:2]
+        return int(ran) / 1e9, int(queued) / 1e9, time.process_time()
     except (OSError, ValueError):
-        return {}
-    return found
-
-
-def _busiest(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> dict[str, float] | None:
-    """Seconds that the thread that trains ran and waited: the main one, unless another one did most of the work."""
-    spent = {
-        thread: (ran - before.get(thread, (0, 0))[0], queued - before.get(thread, (0, 0))[1])
-        for thread, (ran, queued) in now.items()
-    }
-    if not spent:
         return None
-    most = max(spent.values())
-    main = spent.get(str(os.getpid()), most)
-    ran, queued = main if main[0] >= 0.3 * most[0] else most
-    of_all = sum(max(0, one) for one, _ in spent.values())
-    return {"ran": max(0, ran) / 1e9, "queued": max(0, queued) / 1e9, "of_all": of_all / 1e9}

@@ -23,7 +23,7 @@ world = hk.init()
 
 class Samples(torch.utils.data.Dataset):
     def __len__(self):
-        return 2 * 24
+        return 2 * 32
     def __getitem__(self, index):
         self.count = getattr(self, "count", 0) + 1
         if world.rank == 1 and self.count % 3:
@@ -57,7 +57,7 @@ def slept(x):
         time.sleep(SLEEP)
     return x
 
-data = tf.data.Dataset.range(24).map(lambda x: tf.cast(tf.py_function(slept, [x], tf.int64), tf.float32))
+data = tf.data.Dataset.range(32).map(lambda x: tf.cast(tf.py_function(slept, [x], tf.int64), tf.float32))
 variable = tf.Variable(1.0)
 
 @tf.function
@@ -88,7 +88,7 @@ def pair(x):
     x = tf.reshape(tf.py_function(slept, [x], tf.float32), (1, 1))
     return x, x
 
-data = tf.data.Dataset.range(24).map(pair)
+data = tf.data.Dataset.range(32).map(pair)
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 model.compile(hk.distribute(keras.optimizers.SGD(1e-4)), "mse")
 model.fit(data, epochs=1, verbose=0, callbacks=[hk.BroadcastState()])
@@ -125,6 +125,8 @@ def test_the_first_line_names_rank_cause_and_milliseconds(tmp_path, script):
         [sys.executable, "-m", "hvdkit.cli", "explain", str(directory)], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines()[0] == lines[0], "the directory alone says the same"
+    assert (directory / "timeline.json").stat().st_size > 1000, "of the steps after the first 20"
+    assert any("timeline (" in line for line in lines)
     launched = json.loads((directory / "launch.json").read_text())
     assert launched["ranks"] == 2 and launched["cores"] >= 1
 

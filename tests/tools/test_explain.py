@@ -1,6 +1,7 @@
 """``hvdkit explain``: recorded and made-up jobs with one known cause each, and jobs with nothing wrong."""
 
 import json
+import sys
 from collections import Counter
 
 import numpy as np
@@ -17,6 +18,8 @@ from hvdkit.read.explain import explain, join, step_causes
 from hvdkit.read.explain.launched import Launched
 from hvdkit.read.explain.results import Explanation
 from hvdkit.read.explain.show import LINES, lines
+from hvdkit.run.launch import explained
+from hvdkit.steps import step_marks
 from hvdkit.steps.step_times import Cores, RankTimes, Step
 
 STEPS = 200
@@ -303,3 +306,51 @@ def test_how_it_was_launched_and_that_it_stalled(tmp_path):
     assert said.untold[0].startswith("The job stalled: rank 0 has waited longest")
     assert any(sentence.startswith("1 of 3 ranks recorded no steps") for sentence in said.untold)
     assert {one.what for one in said.read} == {"launch", "step times", "stall report"}
+
+
+def test_a_job_is_told_to_record_some_steps_of_a_timeline_unless_it_records_one(tmp_path):
+    told = explained.variables(tmp_path, {"PYTHONPATH": "mine"})
+    assert told["HOROVOD_TIMELINE"] == "DYNAMIC" and told["HVDKIT_MARK_STEPS"] == str(tmp_path / "timeline.json")
+    assert told["PYTHONPATH"].endswith(":mine") and told["HVDKIT_STEP_TIMES"] == str(tmp_path / "steps")
+    told = explained.variables(tmp_path, {"HOROVOD_TIMELINE": "all.json"})
+    assert "HOROVOD_TIMELINE" not in told and told["HVDKIT_MARK_STEPS"] == "1"
+
+
+def test_a_dry_run_shows_it_and_makes_no_directory(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    words = ["launch", "-n", "2", "--launcher", "horovodrun", "--dry-run", "--explain-job", "--", "train.py"]
+    assert cli.run(words) == 0
+    assert "HVDKIT_STEP_TIMES=" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+class Horovod:
+    """Stands for ``horovod.torch``."""
+
+    def __init__(self):
+        self.calls = []
+
+    def is_initialized(self):
+        return True
+
+    def start_timeline(self, path):
+        self.calls.append(("start", path))
+
+    def stop_timeline(self):
+        self.calls.append(("stop",))
+
+
+def test_the_timeline_is_of_some_steps_and_one_that_cannot_be_ends_no_training(monkeypatch):
+    horovod = Horovod()
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    monkeypatch.setenv(step_marks.VARIABLE, "t.json")
+    for steps in range(100):
+        step_marks._timeline(steps)
+    assert horovod.calls == [("start", "t.json"), ("stop",)]
+
+    def refuse(_):
+        raise ValueError("not DYNAMIC")
+
+    monkeypatch.setattr(horovod, "start_timeline", refuse)
+    step_marks._timeline(20)

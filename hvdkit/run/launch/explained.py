@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hvdkit.common import json_files
@@ -10,25 +10,25 @@ from hvdkit.errors import HvdkitError, InvalidArgumentError
 from hvdkit.run.launch import recordings, torch_profile
 from hvdkit.run.launch.machine import usable_cores
 from hvdkit.run.launch.model import Plan
-from hvdkit.steps import step_times
+from hvdkit.steps import step_marks, step_times
 
-MARKED = "HVDKIT_MARK_STEPS"
-"""Environment variable by which ``stacks/sitecustomize`` has the steps seen of a script that does not record them."""
 _STEPS = "steps"
 _FILES = "rank-*.jsonl"
 
 
-def variables(directory: Path, python_path: str) -> dict[str, str]:
+def variables(directory: Path, before: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of the ranks.
 
     Args:
         directory: of the job's recordings.
-        python_path: PYTHONPATH as it would be otherwise, "" for nothing.
+        before: their environment as it would be otherwise. A timeline of some steps is recorded, unless one is already.
     """
+    timeline = {"HOROVOD_TIMELINE": "DYNAMIC"} if not before.get("HOROVOD_TIMELINE") else {}
     return {
+        **timeline,
         step_times.VARIABLE: str(directory / _STEPS),
-        MARKED: "1",
-        "PYTHONPATH": torch_profile.with_ours(python_path),
+        step_marks.VARIABLE: str(directory / "timeline.json") if timeline else "1",
+        "PYTHONPATH": torch_profile.with_ours(before.get("PYTHONPATH", "")),
     }
 
 

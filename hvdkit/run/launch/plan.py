@@ -289,8 +289,8 @@ def _torch_profiled(request: Request, environ: Mapping[str, str]) -> list[Settin
 def _explained(request: Request, environ: Mapping[str, str]) -> list[Setting]:
     if request.explain_job is None:
         return []
-    before = request.variables.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
-    variables = explained.variables(request.explain_job, before)
+    timeline = {} if request.timeline is None else {"HOROVOD_TIMELINE": str(request.timeline)}
+    variables = explained.variables(request.explain_job, {**environ, **timeline, **request.variables})
     return [Setting("--explain-job: each rank writes there when its steps begin and end", variables=variables)]
 
 

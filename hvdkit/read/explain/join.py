@@ -183,4 +183,4 @@ def _of_mpi(paths: list[Path]) -> tuple[list[Cause], str]:
     from hvdkit.read.mpi_profile import reading, traffic
 
     profile = reading.read(paths)
-    return _of_tool("mpi_profile", profile, traffic.of_profile(profile)), f"{len(profile.ranks)} ranks"
+    return _of_tool("mpi_profile", profile, traffic.of_profile(profile)[0]), f"{len(profile.ranks)} ranks"

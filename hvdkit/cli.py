@@ -41,6 +41,7 @@ FLOORS = {
         "plan": ("hvdkit.measure.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
     },
     "What happened": {
+        "explain": ("hvdkit.read.explain.cli:explain", "Say what costs a job most time, from all that was recorded."),
         "timeline": ("hvdkit.read.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
         "trace": ("hvdkit.read.trace.cli:trace", "Read PyTorch profiler traces: operators, communication."),
         "mpi-profile": (

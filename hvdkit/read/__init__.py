@@ -1,1 +1,1 @@
-"""What happened: recordings of Horovod, of PyTorch's profiler and of MPI, read and explained."""
+"""What happened: recordings of the steps, of Horovod, of PyTorch's profiler and of MPI, read and explained."""

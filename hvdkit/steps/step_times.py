@@ -1,4 +1,4 @@
-"""When every step of a training begins and ends on this rank, for ``hvdkit bench``; nothing unless it asks."""
+"""When every step of a training begins and ends on this rank, for `bench` and `explain`; nothing unless asked."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ VARIABLE = "HVDKIT_STEP_TIMES"
 """Environment variable with the directory to which every rank writes; unset or empty: nothing is recorded."""
 _MARK = "step times"
 _VERSION = 1
+_SETTLED = 5
+"""First steps that say nothing of the cores: what is built in them does not recur."""
+_KEPT = 512
+"""Steps that are kept in memory before they are written, so that a job that is killed leaves the most of them."""
 _T = TypeVar("_T")
 
 
@@ -40,11 +45,37 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Cores:
+    """What the thread that trains got of the processor, in so many steps.
+
+    Attributes:
+        steps: how many.
+        ran: seconds that it ran.
+        queued: seconds that it could have run, and others had the cores.
+        of_all: seconds that all threads of the process ran.
+    """
+
+    steps: int
+    ran: float
+    queued: float
+    of_all: float
+
+
+@dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What one rank wrote."""
+    """What one rank wrote.
+
+    Attributes:
+        rank: its number.
+        steps: in order.
+        host: a number that ranks of one host share; None in older files.
+        cores: None where the kernel does not say it.
+    """
 
     rank: int
     steps: tuple[Step, ...]
+    host: int | None = None
+    cores: Cores | None = None
 
 
 class Recorder:
@@ -53,6 +84,8 @@ class Recorder:
     Args:
         directory: where to write.
         rank: of this process.
+    Attributes:
+        on_step: called with the number of steps that have ended, after each.
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int) -> None:
@@ -64,15 +97,28 @@ class Recorder:
         self._open = False
         self._steps: list[tuple[float, float, float | None, float]] = []
         self._begun = False
+        self.on_step: Callable[[int], None] | None = None
+        self._ended = 0
+        self._by_hand = False
+        self._loading, self._input = 0.0, 0.0
+        self._cores: tuple[float, float, float] | None = None
 
-    def asked(self) -> None:
-        """The next batch is asked for; a step that is open ends here."""
+    def asked(self, *, by_hand: bool = True) -> None:
+        """The next batch is asked for; a step that is open ends here.
+
+        Args:
+            by_hand: the script says so; from then on what is only seen of it (``step_marks``) does not count.
+        """
+        if self._ignored(by_hand):
+            return
         now = time.perf_counter()
         self._end(now)
         self._asked = now
 
-    def given(self) -> None:
+    def given(self, *, by_hand: bool = True) -> None:
         """The batch is there: the step begins to work."""
+        if self._ignored(by_hand):
+            return
         self._given = time.perf_counter()
         self._ready = None
         self._open = True
@@ -84,21 +130,76 @@ class Recorder:
 
     def finished(self) -> None:
         """No further batch for now (the end of an epoch): write what there is."""
-        self._end(time.perf_counter())
-        self._write()
+        if self._by_hand:
+            self._end(time.perf_counter())
+        self._open = False
+        if self._steps:
+            self._write()
+
+    def taken(self) -> None:
+        """The batch is taken from the data set within the step; until here it was waited for."""
+        if self._open:
+            self._given = time.perf_counter()
+
+    def loading(self) -> None:
+        """A loader is asked for a batch, one of as many as a step may take."""
+        self._loading = time.perf_counter()
+        if not self._open and not self._by_hand:
+            self._open, self._asked, self._input = True, self._loading, 0.0
+
+    def loaded(self, more: bool) -> None:
+        """It gave one, or has no more: then what follows belongs to no step."""
+        if self._by_hand:
+            return
+        self._input += time.perf_counter() - self._loading
+        self._ready = None
+        self._open = more
+
+    def stepped(self) -> None:
+        """An optimizer has changed the weights: a step ends, and the next one begins."""
+        if self._by_hand:
+            return
+        now = time.perf_counter()
+        self._given = self._asked + self._input
+        self._end(now)
+        self._open, self._asked, self._input, self._ready = True, now, 0.0, None
+
+    def _ignored(self, by_hand: bool) -> bool:
+        if by_hand and not self._by_hand:
+            self._by_hand, self._open = True, False
+        return self._by_hand and not by_hand
 
     def _end(self, now: float) -> None:
         if self._open:
             self._steps.append((self._asked, self._given, self._ready, now))
             self._open = False
+            self._ended += 1
+            if self._ended == _SETTLED:
+                self._cores = _cores_now()
+            if len(self._steps) >= _KEPT:
+                self._write()
+            if self.on_step is not None:
+                self.on_step(self._ended)
 
     def _write(self) -> None:
-        lines = [] if self._begun else [json.dumps({"hvdkit": _MARK, "version": _VERSION, "rank": self._rank})]
+        head = {
+            "hvdkit": _MARK,
+            "version": _VERSION,
+            "rank": self._rank,
+            "host": zlib.crc32(os.uname().nodename.encode()),  # no name: such files are shown to others
+        }
+        lines = [] if self._begun else [json.dumps(head)]
         for times in self._steps:
             lines.append(json.dumps([None if at is None else round(self._offset + at, 7) for at in times]))
         self._steps = []
+        before, now = self._cores, _cores_now()
+        if before is not None and now is not None and self._ended > _SETTLED:
+            ran, queued, of_all = (max(0.0, end - begin) for begin, end in zip(before, now, strict=True))
+            lines.append(json.dumps({"steps": self._ended - _SETTLED, "ran": ran, "queued": queued, "of_all": of_all}))
+        again = os.environ.get("HVDKIT_RESTART", "0") != "0"
+        mode = "a" if self._begun else "w" if again else "x"  # the file is of one process: a rank may start others
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with self._path.open(mode, encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in lines))
             self._begun = True
         except OSError as error:
@@ -200,8 +301,15 @@ def _read(path: Path) -> RankTimes:
         header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if header["hvdkit"] != _MARK or header["version"] != _VERSION:
             raise ValueError(f"the first line is {header!r}")
-        steps = tuple(Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3])) for line in lines)
-        return RankTimes(int(header["rank"]), steps)
+        host, cores = header.get("host"), [line for line in lines if isinstance(line, dict)]
+        steps = tuple(
+            Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3]))
+            for line in lines
+            if not isinstance(line, dict)
+        )
+        return RankTimes(
+            int(header["rank"]), steps, None if host is None else int(host), _cores(cores[-1]) if cores else None
+        )
     except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a file of step times (version {_VERSION}) or not complete: {error}.") from error
 
@@ -212,5 +320,27 @@ def _seconds(value: Any) -> float:
     return float(value)
 
 
+def _cores(line: dict[str, Any]) -> Cores:
+    steps = line["steps"]
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"a number of steps is {steps!r}")
+    return Cores(steps, _seconds(line["ran"]), _seconds(line["queued"]), _seconds(line["of_all"]))
+
+
 def _ready(value: Any) -> float | None:
     return None if value is None else _seconds(value)
+
+
+def _cores_now() -> tuple[float, float, float] | None:
+    """Seconds that this thread ran, that it waited for a core, and that all threads of the process ran.
+
+    This thread alone, since another one that waits for messages may well run all the time, and lose nothing by waiting.
+    None where the kernel does not say it.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst.
+    """
+    try:
+        ran, queued = Path("/proc/thread-self/schedstat").read_bytes().split()[:2]
+        return int(ran) / 1e9, int(queued) / 1e9, time.process_time()
+    except (OSError, ValueError):
+        return None

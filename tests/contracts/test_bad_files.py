@@ -40,6 +40,7 @@ READS = {
     "install": [["install", "--from", "BAD"]],
     "predict": [["predict", "--fit", "BAD", "BAD"], ["predict", *NETWORK, "--plan", "BAD"]],
     "plan": [[*SCHEDULE, "--fit", "BAD"]],
+    "explain": [["explain", "BAD"]],
     "timeline summary": [["timeline", "summary", "BAD"]],
     "timeline report": [["timeline", "report", "BAD", "-o", "r.html"]],
     "timeline slice": [["timeline", "slice", "BAD", "--steps", "1..2", "--output", "o.json"]],
@@ -55,7 +56,7 @@ READS = {
 """Command lines by command; BAD is the file that is none."""
 NOT_READ = {
     "-o", "--output", "--json", "--plot", "--size-plot", "--report", "--autotune-log", "--mpi-profile",
-    "--torch-profile", "--stall-dir", "--host-discovery-script",
+    "--torch-profile", "--stall-dir", "--explain-dir", "--host-discovery-script",
 }  # fmt: skip
 """Parameters that name what is written, or run: these have tests of their own."""
 WRITTEN = {("launch", "--timeline"), ("install", "--wheel"), ("examples copy", "directory")}

@@ -23,8 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.measure.emulate import plan, results
+from hvdkit.read.explain.launched import Launched
 from hvdkit.run.job import site
 from hvdkit.run.launch import placement, tuned
 from hvdkit.steps import step_times
@@ -99,6 +101,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "site.toml": site.read,
     "hosts": placement.read,
     "steps/rank-0.jsonl": lambda path: step_times.read(path.parent),
+    "explain/rank-0.jsonl": command("explain", "FILE"),
+    "launch.json": command("explain", "FILE"),
     "run/step-0000000001/manifest.json": checkpoints,
 }
 """By the name that the file has."""
@@ -123,6 +127,9 @@ def real(place: Path) -> Callable[[str], bytes]:
     plan.write(place / "plan.json", made.plan)
     tuned.write(place / "tuned.json", tuned.Tuned("mpirun", 2, 1.5, 1 << 20, 512, True, False, False))
     CheckpointDirectory(place / "run").save(1, lambda folder: None, {"epoch": 2, "data": {"position": 8}}, score=0.5)
+    steps = b'{"hvdkit": "step times", "version": 1, "rank": 0, "host": 7}\n'
+    steps += b"".join(b"[%d.0, %d.1, %d.5, %d.9]\n" % (at, at, at, at) for at in range(20))
+    steps += b'{"steps": 15, "ran": 1.5, "queued": 0.5, "of_all": 2.0}\n'
     contents = {
         "timeline.json": timeline_files.REAL[1].read_bytes()[:20_000],
         "trace.json": trace_files.text(*events, rank=0).encode(),
@@ -137,6 +144,8 @@ def real(place: Path) -> Callable[[str], bytes]:
         "site.toml": (site.SITES / "polaris.toml").read_bytes(),
         "hosts": b"node1:4\nnode2 slots=2  # the rest\nnode3\nnode3\n",
         "steps/rank-0.jsonl": b'{"hvdkit": "step times", "version": 1, "rank": 0}\n[0.5, 0.6, null, 0.7]\n',
+        "explain/rank-0.jsonl": steps,
+        "launch.json": json_files.encode(Launched(2, "mpirun", 4, 2, 1, {"HOROVOD_CYCLE_TIME": "1"})).encode(),
     }
     written = {name: (place / name).read_bytes() for name in READERS if name not in contents}
     for name in contents:

@@ -19,6 +19,7 @@ from hvdkit.run.launch import (
     batch,
     direct,
     elastic,
+    explained,
     facts,
     mpi_recording,
     options,
@@ -69,6 +70,7 @@ def launch(
       hvdkit launch -n 4 --tuned tuned.json -- python train.py
       hvdkit launch -n 4 --mpi-profile profile -- python train.py
       hvdkit launch -n 4 --torch-profile profile -- python train.py
+      hvdkit launch -n 4 --explain-job -- python train.py
       hvdkit launch -n 8 --hosts h1:4,h2:4 -- python train.py
       hvdkit launch -n 8 --ppn 4 --depth 16 -- python train.py      (in a batch job)
       hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
@@ -83,7 +85,7 @@ def launch(
         click.echo(show.command_line(job))
         return 0
     if growing is not None:
-        with _recorded(request):
+        with _recorded(request, job):
             return direct.run([*job.launcher, *job.command], job.environment).status
     if first and job.direct:
         raise InvalidArgumentError(
@@ -93,7 +95,7 @@ def launch(
     if first and not attempts.preflight(job, facts.own_python()):
         click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
         return 1
-    with _recorded(request):
+    with _recorded(request, job):
         return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
 
 
@@ -135,6 +137,11 @@ def _request(
         raise InvalidArgumentError("--mpi-profile-wait needs --mpi-profile, the directory that it is written to.")
     if rest["torch_profile_steps"] and rest["torch_profile"] is None:
         raise InvalidArgumentError("--torch-profile-steps needs --torch-profile, the directory that it is about.")
+    explain_dir = rest.pop("explain_dir")
+    if explain_dir is not None and not rest["explain_job"]:
+        raise InvalidArgumentError("--explain-dir needs --explain-job, whose recordings are written there.")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    explain_dir = (explain_dir or Path(f"hvdkit-job-{stamp}")).absolute() if rest.pop("explain_job") else None
     placed = placement.asked(n, ppn, hosts, hostfile, os.environ, anywhere=launcher in batch.PROGRAMS)
     return Request(
         n=n,
@@ -142,7 +149,8 @@ def _request(
         launcher=launcher,
         threads=threads,
         stall_timeout=stall_timeout,
-        stall_dir=(stall_dir or Path(time.strftime("hvdkit-stall-%Y%m%d-%H%M%S"))).absolute(),
+        stall_dir=(stall_dir or Path(f"hvdkit-stall-{stamp}")).absolute(),
+        explain_job=explain_dir,
         ppn=ppn or placed.ppn,
         hosts=placed.hosts,
         hosts_chosen=placed.chosen,
@@ -162,13 +170,18 @@ def _check_elastic(request: Request, *, alone: bool) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(request: Request) -> Iterator[None]:
+def _recorded(request: Request, job: Plan) -> Iterator[None]:
     """Around a job: the directories of its profiles are there before it, and what came to be in them is said after."""
     recorders = ((mpi_recording, request.mpi_profile), (torch_profile, request.torch_profile))
     before = [(one, directory, one.prepare(directory)) for one, directory in recorders if directory is not None]
+    if request.explain_job is not None:
+        explained.prepare(request.explain_job, job)
     yield
     for recorder, directory, found in before:
         click.echo(f"hvdkit launch: {recorder.outcome(directory, found)}", err=True)
+    if request.explain_job is not None:
+        also = (request.timeline, request.mpi_profile, request.torch_profile, request.stall_dir)
+        click.echo(explained.outcome(request.explain_job, also), err=True)
 
 
 def _attempt(request: Request, job: Plan, attempt: int) -> Plan:

@@ -54,6 +54,7 @@ class Request:
         torch_profile: absolute path of the directory for PyTorch's profiles, None for none.
         torch_profile_steps: steps that they leave out, trace and throw away, record.
         dry_run: the command line is only to be shown; the launcher may be missing.
+        explain_job: absolute path of the directory for what explains the job, None for none.
     """
 
     n: int
@@ -81,6 +82,7 @@ class Request:
     torch_profile_steps: tuple[int, int, int] | None = None
     dry_run: bool = False
     cpu_bind: str | None = None
+    explain_job: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,19 @@ OPTIONS = (
         help="Optimizer steps to leave out, to trace and throw away, to record  [default: 10,2,5]",
     ),
     click.option(
+        "--explain-job",
+        is_flag=True,
+        help="Record the times of the steps of every rank, and say at the end what cost the job most time, as "
+        "`hvdkit explain` does, with what the other options record.",
+    ),
+    click.option(
+        "--explain-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        callback=_absolute,
+        metavar="DIR",
+        help="Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]",
+    ),
+    click.option(
         "--autotune-log",
         type=PATH,
         callback=_output_file,

@@ -11,6 +11,7 @@ from hvdkit.prepare.install import mpi_recorder
 from hvdkit.run.launch import (
     aprun,
     batch,
+    explained,
     horovodrun,
     hydra,
     jsrun,
@@ -230,7 +231,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
     settings += changes
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
-    settings += _torch_profiled(request, environ)
+    settings += [*_torch_profiled(request, environ), *_explained(request, environ)]
     added: dict[str, str] = {}
     for setting in settings:
         added.update(setting.variables)
@@ -283,6 +284,14 @@ def _torch_profiled(request: Request, environ: Mapping[str, str]) -> list[Settin
     steps = request.torch_profile_steps or torch_profile.STEPS
     variables = torch_profile.variables(request.torch_profile, steps, before)
     return [Setting("--torch-profile: each rank profiles itself and writes there", variables=variables)]
+
+
+def _explained(request: Request, environ: Mapping[str, str]) -> list[Setting]:
+    if request.explain_job is None:
+        return []
+    timeline = {} if request.timeline is None else {"HOROVOD_TIMELINE": str(request.timeline)}
+    variables = explained.variables(request.explain_job, {**environ, **timeline, **request.variables})
+    return [Setting("--explain-job: each rank writes there when its steps begin and end", variables=variables)]
 
 
 def _check(name: str, request: Request) -> None:

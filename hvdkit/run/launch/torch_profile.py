@@ -21,8 +21,12 @@ def variables(directory: Path, steps: tuple[int, int, int], python_path: str) ->
     Args:
         python_path: PYTHONPATH as it would be otherwise, "" for nothing.
     """
-    path = os.pathsep.join([str(STACKS_DIRECTORY), *filter(None, [python_path])])
-    return {VARIABLE: f"{','.join(map(str, steps))}:{directory}", "PYTHONPATH": path}
+    return {VARIABLE: f"{','.join(map(str, steps))}:{directory}", "PYTHONPATH": with_ours(python_path)}
+
+
+def with_ours(python_path: str) -> str:
+    """PYTHONPATH with hvdkit's ``sitecustomize`` first."""
+    return os.pathsep.join([str(STACKS_DIRECTORY), *filter(None, [python_path])])
 
 
 def prepare(directory: Path) -> dict[Path, int]:

@@ -20,6 +20,11 @@ _ASKED = (
     ("HVDKIT_STACKS", "stalls", "hand_in_stacks_when_asked", None),
     ("HVDKIT_STACKS", "stalls", "tell_of_init", "horovod.common.basics"),
     ("HVDKIT_TORCH_PROFILE", "torch_profile", "profile_steps", "torch.optim.optimizer"),
+    ("HVDKIT_MARK_STEPS", "step_marks", "torch_loaders", "torch.utils.data.dataloader"),
+    ("HVDKIT_MARK_STEPS", "step_marks", "torch_optimizers", "torch.optim.optimizer"),
+    ("HVDKIT_MARK_STEPS", "step_marks", "horovod_waits", "horovod.torch.mpi_ops"),
+    ("HVDKIT_MARK_STEPS", "step_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
+    ("HVDKIT_MARK_STEPS", "step_marks", "keras_fit", "keras.src.callbacks.callback_list"),
 )
 """What a variable asks for: a file of hvdkit/steps, a function in it, and a module whose import it waits for."""
 
@@ -35,7 +40,9 @@ class _AfterImport(MetaPathFinder):
         if name != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
+        others = (one for one in sys.meta_path if isinstance(one, _AfterImport))
+        waiting = (one.find_spec(name, path, target) for one in list(others))
+        spec = next(filter(None, waiting), None) or PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

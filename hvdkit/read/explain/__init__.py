@@ -1,0 +1,13 @@
+"""One verdict from everything that was recorded of a job: which cause costs most, how much, and what to do.
+
+Why this room exists: a timeline, traces, MPI profiles and the times of the steps each see a part of a job. What they
+say is compared here, by the time that is lost.
+
+What each module is for: ``sources`` which file is what, ``step_causes`` what the times of the steps say, ``join`` what
+all of them say together, ``launched`` how the job was started, ``results`` the answer, ``show`` and ``cli`` the
+command.
+"""
+
+from hvdkit.read.explain.join import explain
+
+__all__ = ["explain"]

@@ -1,0 +1,37 @@
+"""``hvdkit explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hvdkit.common import json_files
+from hvdkit.read.explain import show
+from hvdkit.read.explain.join import explain as explanation
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="FILE|DIR...")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
+def explain(paths: tuple[Path, ...], json_: bool) -> int:
+    """Say what costs a job most time, how much, how that was seen and what to do, in at most ten lines.
+
+    Takes what was recorded of one job: the times of its steps, Horovod's timeline, PyTorch's traces, MPI profiles,
+    stall reports, how it was launched. DIR stands for all of these in it. Causes are weighed by the time that they
+    cost, those below 2 % of it are not named.
+
+    \b
+    Examples:
+      hvdkit launch -n 4 --explain-job -- python train.py
+      hvdkit explain hvdkit-job-20250131-120000
+      hvdkit explain timeline.json profile --json
+
+    Exit status: 0 success, whatever was found; 1 nothing of a job can be read there; 2 for bad usage.
+    """
+    found = explanation(paths)
+    if json_:
+        click.echo(json_files.encode(found), nl=False)
+    else:
+        click.echo("\n".join(show.lines(found)))
+    return 0

@@ -1,0 +1,186 @@
+"""All recordings of a job to one answer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hvdkit.common import files, json_files
+from hvdkit.common.causes import Cause, dearest_first
+from hvdkit.common.units import printable, share_text
+from hvdkit.errors import DataError, HvdkitError
+from hvdkit.read.explain import step_causes
+from hvdkit.read.explain.launched import Launched
+from hvdkit.read.explain.results import Explanation, Read
+from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, Sources, find
+from hvdkit.read.explain.step_causes import EXCHANGE, Told
+from hvdkit.steps import step_times
+
+LATE = frozenset({"input", "compute", "host", "random-late"})
+"""Causes by which a rank comes late; the times of the steps tell them apart, a timeline often cannot."""
+EXCHANGED = frozenset({"small-tensors", "large-tensors", "negotiation"})
+"""Causes in the exchange of gradients, which the times of the steps do not tell apart."""
+_LONGEST = 300
+"""Characters of a stall report that are shown."""
+
+
+def explain(paths: Sequence[Path]) -> Explanation:
+    """What costs a job time.
+
+    Args:
+        paths: recordings, and directories with them.
+    Raises:
+        DataError: there are none, or none can be read.
+        InvalidArgumentError: there are those of several jobs.
+    """
+    sources = find(paths)
+    joined = _Joined(sources)
+    joined.add_launch()
+    joined.add_steps()
+    for what, look in ((TIMELINE, _of_timeline), (TRACE, _of_traces), (MPI, _of_mpi)):
+        joined.add_tool(what, look)
+    joined.add_rest()
+    return joined.answer()
+
+
+class _Joined:
+    """What the recordings say, as they are read: those that see more of a cause come first."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._launched: Launched | None = None
+        self._steps: Told | None = None
+        self._causes: list[Cause] = []
+        self._untold: list[str] = []
+        self._read: list[Read] = []
+        self._errors: list[str] = []
+
+    def add_launch(self) -> None:
+        """How the job was started."""
+        for path in self._sources.of(LAUNCH):
+            self._launched = found = json_files.read(path, Launched)
+            threads = "" if found.threads is None else f", {found.threads} threads each"
+            self._read.append(Read(str(path), LAUNCH, f"{found.ranks} ranks by {found.launcher}{threads}"))
+
+    def add_steps(self) -> None:
+        """The times of the steps."""
+        for directory in {path.parent for path in self._sources.of(STEPS)}:
+            try:
+                told = step_causes.look(step_times.read(directory), directory, self._launched)
+            except DataError as error:
+                self._errors.append(str(error))
+                continue
+            self._steps = told
+            self._causes += told.causes
+            self._untold += told.untold
+            self._read.append(Read(str(directory), STEPS, f"{told.steps} steps of {told.ranks} ranks"))
+
+    def add_tool(self, what: str, look: Callable[[list[Path]], tuple[list[Cause], str]]) -> None:
+        """What another tool finds in its own recording."""
+        paths = self._sources.of(what)
+        if not paths:
+            return
+        place = str(paths[0] if len(paths) == 1 else paths[0].parent)
+        try:
+            causes, says = look(paths)
+        except HvdkitError as error:
+            self._errors.append(str(error))
+            return
+        self._read.append(Read(place, what, says))
+        for cause in causes:
+            self._add(cause, Path(place).name)
+
+    def _add(self, cause: Cause, place: str) -> None:
+        """A cause that is not there yet; one that is there gets a further witness."""
+        if place not in cause.evidence:
+            cause = replace(cause, evidence=f"{place}: {cause.evidence}")
+        timed = self._steps is not None and not any("gradients were there" in one for one in self._untold)
+        for at, other in enumerate(self._causes):
+            late = cause.kind in LATE and other.kind in LATE and (timed or not {*other.ranks}.isdisjoint(cause.ranks))
+            if late or cause.kind == other.kind:
+                if place not in other.evidence:
+                    self._causes[at] = replace(other, evidence=f"{other.evidence} So says {place}.")
+                return
+        self._causes.append(cause)
+
+    def add_rest(self) -> None:
+        """Stall reports, and what is only shown to be there."""
+        for path in self._sources.of(STALL)[:1]:
+            try:
+                first = files.text(path, errors="replace").partition("\n")[0]
+            except OSError:
+                continue
+            self._untold.insert(0, f"The job stalled: {printable(first)[:_LONGEST]}; the stacks are in {path.parent}.")
+            self._read.append(Read(str(path.parent), STALL, f"{len(self._sources.of(STALL))} ranks"))
+        for path in self._sources.of(BENCH):
+            self._read.append(Read(str(path), BENCH, "its jobs were not recorded one by one"))
+            self._untold.append(f"Means over many jobs say little of one: see 'hvdkit bench show {path}'.")
+
+    def answer(self) -> Explanation:
+        """All of it, the dearest first.
+
+        Raises:
+            DataError: nothing could be read.
+        """
+        told = self._steps
+        if self._errors and not any(one.what not in (LAUNCH, STALL) for one in self._read):
+            raise DataError(self._errors[0])
+        causes = dearest_first(self._causes)
+        causes = [*(one for one in causes if one.per_step), *(one for one in causes if not one.per_step)]
+        if told is None:
+            self._untold.append(
+                "Without the times of the steps nothing is known of each rank's input and computation: start the job "
+                "with 'hvdkit launch --explain-job'."
+            )
+        elif told.exchange is not None and told.exchange >= EXCHANGE and not self._known(EXCHANGED):
+            self._untold.append(
+                f"{share_text(told.exchange)} of a step come after the last rank was ready: the exchange and the "
+                "update; "
+                + ("nothing is wrong with how it is done." if self._sources.of(TIMELINE) else "record --timeline FILE.")
+            )
+        return Explanation(
+            ranks=told.ranks if told else self._launched.ranks if self._launched else None,
+            steps=told.steps if told else None,
+            step_s=told.step_s if told else None,
+            causes=tuple(causes),
+            untold=tuple([*self._untold, *self._errors]),
+            read=tuple(self._read),
+        )
+
+    def _known(self, kinds: frozenset[str]) -> bool:
+        return any(cause.kind in kinds for cause in self._causes)
+
+
+def _of_tool(tool: str, *found: object) -> list[Cause]:
+    """What the tool itself makes of its recording: ``causes`` in its own ``causes.py``."""
+    name = f"hvdkit.read.{tool}.causes"
+    if importlib.util.find_spec(name) is None:
+        return []
+    causes: list[Cause] = importlib.import_module(name).causes(*found)
+    return causes
+
+
+def _of_timeline(paths: list[Path]) -> tuple[list[Cause], str]:
+    from hvdkit.read.timeline.summary import summarize
+
+    summary = summarize(paths[0])
+    if not summary.operations:
+        raise DataError(f"{paths[0]} holds no operation of Horovod.")
+    return _of_tool("timeline", summary), f"{summary.operations} operations"
+
+
+def _of_traces(paths: list[Path]) -> tuple[list[Cause], str]:
+    from hvdkit.read.trace.summary import summarize
+
+    summary = summarize([str(path) for path in paths])
+    return _of_tool("trace", summary), f"{len(summary.ranks)} ranks"
+
+
+def _of_mpi(paths: list[Path]) -> tuple[list[Cause], str]:
+    from hvdkit.read.mpi_profile import reading, traffic
+
+    profile = reading.read(paths)
+    return _of_tool("mpi_profile", profile, traffic.of_profile(profile)[0]), f"{len(profile.ranks)} ranks"

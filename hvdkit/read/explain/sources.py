@@ -1,0 +1,139 @@
+"""Which file is what: files and directories to the recordings of one job."""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdkit.common import files
+from hvdkit.common.units import printable
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.explain.launched import Launched
+
+STEPS, TIMELINE, TRACE, MPI, LAUNCH, BENCH, STALL = (
+    "step times", "timeline", "trace", "mpi profile", "launch", "bench results", "stall report",
+)  # fmt: skip
+_BY_NAME = (
+    ("rank-*.jsonl", STEPS),
+    ("rank-*.txt", STALL),
+    ("trace-*-of-*.json", TRACE),
+    ("trace-*-of-*.json.gz", TRACE),
+    ("mpi_profile.*", MPI),
+    ("*.mpiP", MPI),
+)
+_BY_KIND = {b"bench-scaling": BENCH, Launched.kind.encode(): LAUNCH}
+_KIND = re.compile(rb'"kind"\s*:\s*"([a-z-]{1,40})"')
+_HEAD = 4096
+"""Bytes by which a file is known."""
+_DEEP = 3
+"""How many directories below the one that was given are searched."""
+_MOST = 20_000
+"""Files of a directory that are looked at."""
+_ONE_OF_A_JOB = (TIMELINE, LAUNCH, BENCH)
+
+
+@dataclass
+class Sources:
+    """The recordings of one job, by what they are: files, or of the step times the one directory."""
+
+    found: dict[str, list[Path]] = field(default_factory=dict)
+
+    def of(self, what: str) -> list[Path]:
+        """Those of a kind."""
+        return self.found.get(what, [])
+
+
+def find(paths: Sequence[Path]) -> Sources:
+    """What is there of a job.
+
+    Args:
+        paths: files, and directories, which are searched.
+    Raises:
+        DataError: a file is no recording, or there is none in any directory.
+        InvalidArgumentError: there are those of several jobs.
+    """
+    sources = Sources()
+    for path in paths:
+        for file in _below(path):
+            what = _what(file)
+            if what is None and file == path:
+                raise DataError(
+                    f"{printable(str(path))} is no recording of a job; expected step times, a timeline, traces, MPI "
+                    "profiles, results of 'hvdkit bench scaling', or a directory with them."
+                )
+            of_its_kind = sources.found.setdefault(what, []) if what is not None else []
+            if file not in of_its_kind:
+                of_its_kind.append(file)
+    if not sources.found:
+        raise DataError(
+            f"there is no recording of a job in {', '.join(printable(str(path)) for path in paths)}; record one with "
+            "'hvdkit launch --explain-job -n 2 -- python train.py'."
+        )
+    _check_one_job(sources)
+    return sources
+
+
+def _check_one_job(sources: Sources) -> None:
+    places = {STEPS: _parents(sources.of(STEPS)), TRACE: _parents(sources.of(TRACE)), MPI: _parents(sources.of(MPI))}
+    for what, several in (*places.items(), *((one, sources.of(one)) for one in _ONE_OF_A_JOB)):
+        if len(several) > 1:
+            raise InvalidArgumentError(
+                f"there is more than one {what}: {printable(str(several[0]))} and {printable(str(several[1]))}; give "
+                "the recordings of one job."
+            )
+
+
+def _parents(paths: Iterable[Path]) -> list[Path]:
+    return list(dict.fromkeys(path.parent for path in paths))
+
+
+def _below(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    left = _MOST
+    places = [(path, 0)]
+    for place, depth in places:
+        try:
+            entries = sorted(place.iterdir())
+        except OSError as error:
+            raise DataError(f"{printable(str(place))} cannot be read: {error.strerror}.") from error
+        for entry in entries:
+            left -= 1
+            if left < 0:
+                return
+            if entry.is_dir() and not entry.is_symlink():
+                if depth < _DEEP and not entry.name.startswith("."):
+                    places.append((entry, depth + 1))
+            elif entry.is_file():
+                yield entry
+
+
+def _what(file: Path) -> str | None:
+    for pattern, what in _BY_NAME:
+        if fnmatch.fnmatch(file.name, pattern):
+            return what
+    if not file.name.endswith((".json", ".json.gz")):
+        return None
+    head = _head(file).lstrip()
+    if head.startswith(b"["):
+        return TIMELINE
+    kind = _KIND.search(head)
+    if kind is not None:
+        return _BY_KIND.get(kind[1])
+    return TRACE if b'"traceEvents"' in head or b'"schemaVersion"' in head else None
+
+
+def _head(file: Path) -> bytes:
+    try:
+        with files.opened(file) as stream:
+            if file.name.endswith(".gz"):
+                return gzip.GzipFile(fileobj=stream).read(_HEAD)
+            return stream.read(_HEAD)
+    except (OSError, EOFError, zlib.error):
+        return b""

@@ -1,0 +1,191 @@
+"""The steps of a script as it is, for ``hvdkit launch --explain-job``: seen from its loader, its optimizer or ``fit``.
+
+Loaded by path at the start of a rank's Python (``run/launch/stacks``), which calls a function here when a framework has
+been imported. Where hvdkit cannot be imported, nothing is recorded. A script that records its steps itself
+(``record_steps``, ``RecordSteps``) goes first: then nothing that is seen here counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "HVDKIT_MARK_STEPS"
+"""Asks for all this: the file for Horovod's timeline of some steps, or 1 where there is to be none."""
+_TIMELINE_STEPS = (20, 70)
+"""Steps after which the timeline begins and ends: enough to see what is usual, and a small file."""
+
+
+def torch_loaders(module: ModuleType) -> None:
+    """A batch of a ``DataLoader`` is input; ``torch.utils.data.dataloader`` has just been imported."""
+    loader = module._BaseDataLoaderIter
+    original = loader.__next__
+
+    @functools.wraps(original)
+    def next_batch(self: Any) -> Any:
+        recorder = _recorder()
+        if recorder is None:
+            return original(self)
+        recorder.loading()
+        more = False
+        try:
+            batch = original(self)
+            more = True
+        finally:
+            recorder.loaded(more)
+        return batch
+
+    loader.__next__ = next_batch
+
+
+def torch_optimizers(module: ModuleType) -> None:
+    """A step ends with the optimizer's; ``torch.optim.optimizer`` has just been imported.
+
+    Horovod's optimizer calls the ``step()`` that it wraps, and the hooks run in both: the outer one counts.
+    """
+    depth = 0
+
+    def begin(*_: object) -> None:
+        nonlocal depth
+        depth += 1
+        recorder = _recorder()
+        if depth == 1 and recorder is not None and not _in_process_group():
+            recorder.ready()
+
+    def end(*_: object) -> None:
+        nonlocal depth
+        depth -= 1
+        recorder = _recorder()
+        if depth == 0 and recorder is not None:
+            recorder.stepped()
+
+    module.register_optimizer_step_pre_hook(begin)
+    module.register_optimizer_step_post_hook(end)
+
+
+def _in_process_group() -> bool:
+    """DDP exchanges gradients in the backward pass, so that before the optimizer's step the wait is over."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def horovod_waits(module: ModuleType) -> None:
+    """Who synchronizes has its own gradients; ``horovod.torch.mpi_ops`` has just been imported."""
+    original = module.synchronize
+
+    @functools.wraps(original)
+    def synchronize(*arguments: Any, **options: Any) -> Any:
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.ready()
+        return original(*arguments, **options)
+
+    module.synchronize = synchronize  # type: ignore[attr-defined]
+
+
+def tensorflow_iterators(module: ModuleType) -> None:
+    """A turn of a loop over a data set is a step; within Keras' ``fit`` the batch is taken inside of the step."""
+    iterator = module.OwnedIterator
+    next_in_loop, next_in_graph = iterator.__next__, iterator.get_next
+
+    @functools.wraps(next_in_loop)
+    def of_loop(self: Any) -> Any:
+        recorder = _recorder() if _eager() else None
+        if recorder is None:
+            return next_in_loop(self)
+        recorder.asked(by_hand=False)
+        batch = next_in_loop(self)
+        recorder.given(by_hand=False)
+        return batch
+
+    @functools.wraps(next_in_graph)
+    def of_graph(self: Any) -> Any:
+        recorder = _recorder()
+        batch = next_in_graph(self)
+        if recorder is not None:
+            _after(batch, recorder.taken)
+        return batch
+
+    iterator.__next__, iterator.get_next = of_loop, of_graph
+
+
+def _eager() -> bool:
+    import tensorflow as tf
+
+    return bool(tf.executing_eagerly())
+
+
+def _after(batch: Any, say: Callable[[], None]) -> None:
+    """Call ``say`` when a batch is there, also in a graph, where no other operation waits for it."""
+    import tensorflow as tf
+
+    if tf.executing_eagerly():
+        say()
+        return
+    with tf.control_dependencies([*tf.nest.flatten(batch, expand_composites=True)[:1]]):
+        tf.numpy_function(say, [], [], name="hvdkit_taken")
+
+
+def keras_fit(module: ModuleType) -> None:
+    """A batch of ``fit`` is a step; ``keras.src.callbacks.callback_list`` has just been imported."""
+
+    def around(name: str, mark: str, *, before: bool) -> None:
+        original = getattr(module.CallbackList, name)
+
+        @functools.wraps(original)
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            recorder = _recorder()
+            if recorder is not None and before:
+                getattr(recorder, mark)()
+            found = original(self, *arguments, **options)
+            if recorder is not None and not before:
+                getattr(recorder, mark)()
+            return found
+
+        setattr(module.CallbackList, name, call)
+
+    around("on_epoch_begin", "asked", before=False)
+    around("on_train_batch_begin", "given", before=True)
+    around("on_train_batch_end", "asked", before=False)
+    around("on_epoch_end", "finished", before=True)
+
+
+@functools.cache
+def _recorder() -> Any:
+    """The recorder that hvdkit's adapters use, too; None where there can be none."""
+    try:
+        from hvdkit.errors import LauncherError
+        from hvdkit.steps import step_times
+    except ImportError:
+        return None
+    try:
+        found = step_times.recorder()
+    except LauncherError:  # init() says it better
+        return None
+    if found is not None:
+        atexit.register(found.finished)
+        if os.environ.get(VARIABLE, "1") != "1":
+            found.on_step = _timeline
+    return found
+
+
+def _timeline(steps: int) -> None:
+    """Every rank begins and ends it at the same step; rank 0 writes it. Without Horovod there is none."""
+    if steps not in _TIMELINE_STEPS:
+        return
+    for name in ("horovod.torch", "horovod.tensorflow"):
+        horovod = sys.modules.get(name)
+        if horovod is None or not horovod.is_initialized():
+            continue
+        with contextlib.suppress(ValueError, RuntimeError):  # Horovod says that it cannot, and training goes on
+            if steps == _TIMELINE_STEPS[0]:
+                horovod.start_timeline(os.environ[VARIABLE])
+            else:
+                horovod.stop_timeline()
+        return

@@ -1,0 +1,356 @@
+"""``hvdkit explain``: recorded and made-up jobs with one known cause each, and jobs with nothing wrong."""
+
+import json
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import timeline_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdkit import cli
+from hvdkit.common import json_files
+from hvdkit.common.causes import Cause
+from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.explain import explain, join, step_causes
+from hvdkit.read.explain.launched import Launched
+from hvdkit.read.explain.results import Explanation
+from hvdkit.read.explain.show import LINES, lines
+from hvdkit.run.launch import explained
+from hvdkit.steps import step_marks
+from hvdkit.steps.step_times import Cores, RankTimes, Step
+
+STEPS = 200
+
+
+class Job:
+    """A job whose steps are what its parts say: seconds (ranks, steps) until the batch is there, and of computation.
+
+    ``late`` is spent between the exchange and the next batch.
+    """
+
+    def __init__(self, ranks=4, steps=STEPS, seed=0, noise=0.02):
+        rng = np.random.default_rng(seed)
+        self.rng, self.shape = rng, (ranks, steps)
+        self.input = 2e-4 * rng.uniform(0.8, 1.2, self.shape)
+        self.compute = 0.02 * (1 + noise * rng.standard_exponential(self.shape))
+        self.late = np.zeros(self.shape)
+        self.queued = np.full(ranks, 1e-4)
+        self.hosts = [1] * ranks
+        self.first = 0.0
+        self.ready = True
+
+    def times(self):
+        ranks, steps = self.shape
+        now = np.zeros(ranks)
+        found = [[] for _ in range(ranks)]
+        for step in range(steps):
+            asked = now + self.late[:, step]
+            given = asked + self.input[:, step]
+            ready = given + self.compute[:, step] + (self.first if step == 0 else 0)
+            now = np.full(ranks, ready.max() + 0.002)
+            for rank in range(ranks):
+                said = float(ready[rank]) if self.ready else None
+                # the wait of the first rank is in its own step: it asks for its next batch when the exchange is over
+                ended = float(now[rank] + (self.late[rank, step + 1] if step + 1 < steps else 0))
+                found[rank].append(Step(float(asked[rank]), float(given[rank]), said, ended))
+        return [
+            RankTimes(rank, tuple(found[rank]), self.hosts[rank], Cores(steps, 1.0, self.queued[rank] * steps, 2.0))
+            for rank in range(ranks)
+        ]
+
+    def told(self, tmp_path, launched=None):
+        return step_causes.look(self.times(), tmp_path / "steps", launched)
+
+    def write(self, directory):
+        (directory / "steps").mkdir(parents=True)
+        for rank in self.times():
+            head = {"hvdkit": "step times", "version": 1, "rank": rank.rank, "host": rank.host}
+            steps = [[step.asked, step.given, step.ready, step.ended] for step in rank.steps]
+            cores = {"steps": 1, "ran": 1.0, "queued": rank.cores.queued / rank.cores.steps, "of_all": 2.0}
+            text = "".join(f"{json.dumps(line)}\n" for line in [head, *steps, cores])
+            (directory / "steps" / f"rank-{rank.rank}.jsonl").write_text(text)
+
+
+def input_of_one(job):
+    job.input[2, np.arange(STEPS) % 3 > 0] += 0.02
+
+
+def compute_of_one(job):
+    job.compute[1] += 0.01
+
+
+def work_between_steps(job):
+    job.late[3] += 0.01
+
+
+def shared_core(job):
+    job.compute[0] += 0.01
+    job.queued[0] = 0.009
+
+
+def slow_host(job):
+    job.hosts = [1, 1, 2, 2]
+    job.compute[2:] += 0.01
+
+
+def late_now_and_then(job):
+    job.compute[1, job.rng.random(STEPS) < 0.1] += 0.1
+
+
+def another_rank_each_step(job):
+    job.compute[job.rng.integers(0, 4, STEPS), np.arange(STEPS)] += 0.01
+
+
+def input_everywhere(job):
+    job.input += 0.01
+
+
+def few_cores(job):
+    job.queued[:] = 0.006
+
+
+def first_step(job):
+    job.first = 10.0
+
+
+PLANTED = {
+    input_of_one: ("input", (2,), 20e-3 * 2 / 3),
+    compute_of_one: ("compute", (1,), 10e-3),
+    work_between_steps: ("compute", (3,), 10e-3),
+    shared_core: ("host", (0,), 10e-3),
+    slow_host: ("host", (2, 3), 10e-3),
+    late_now_and_then: ("random-late", (1,), 10e-3),
+    another_rank_each_step: ("random-late", (), 10e-3),
+    input_everywhere: ("input-everywhere", (), 10e-3),
+    few_cores: ("few-cores", (), 6e-3),
+    first_step: ("first-step", (), 10.0),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_cause_is_the_one_and_its_cost_is_right(tmp_path, plant):
+    job = Job()
+    plant(job)
+    (cause,) = job.told(tmp_path).causes
+    kind, ranks, lost = PLANTED[plant]
+    assert (cause.kind, cause.ranks) == (kind, ranks)
+    assert cause.lost == pytest.approx(lost, rel=0.35)
+    assert cause.per_step == (plant is not first_step)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 8), noise=st.floats(0, 0.03))
+def test_nothing_is_found_where_nothing_is_wrong(tmp_path_factory, seed, ranks, noise):
+    assert Job(ranks, seed=seed, noise=noise).told(tmp_path_factory.getbasetemp()).causes == []
+
+
+def test_two_ranks_and_a_cause_on_one_of_them(tmp_path):
+    job = Job(ranks=2)
+    job.input[1] += 0.01
+    (cause,) = job.told(tmp_path).causes
+    assert (cause.kind, cause.ranks) == ("input", (1,))
+
+
+def test_who_keeps_the_cores_from_the_ranks(tmp_path):
+    """2 s of 200 steps on each of 4 ranks are about a third of a core each: it is not they."""
+    job = Job()
+    few_cores(job)
+    found = [job.told(tmp_path, Launched(4, "mpirun", cores, 4, 1, {})).causes[0] for cores in (1, 64)]
+    assert [(cause.kind, cause.ranks) for cause in found] == [("few-cores", ()), ("host", ())]
+    assert "64 cores" in found[1].evidence
+
+
+def test_without_ready_input_is_told_and_the_rest_is_said_to_be_untold(tmp_path):
+    job = Job()
+    job.ready = False
+    input_of_one(job)
+    told = job.told(tmp_path)
+    assert [(cause.kind, cause.ranks) for cause in told.causes] == [("input", (2,))]
+    assert any("--skew" in sentence for sentence in told.untold)
+
+
+def test_steps_of_a_validation_do_not_hide_the_others(tmp_path):
+    job = Job()
+    compute_of_one(job)
+    times = job.times()
+    mixed = [
+        RankTimes(
+            rank.rank,
+            tuple(
+                Step(step.asked, step.given, None if at % 5 == 4 else step.ready, step.ended)
+                for at, step in enumerate(rank.steps)
+            ),
+            rank.host,
+            rank.cores,
+        )
+        for rank in times
+    ]
+    (cause,) = step_causes.look(mixed, tmp_path).causes
+    assert (cause.kind, cause.ranks) == ("compute", (1,))
+
+
+def test_too_few_steps_are_an_error(tmp_path):
+    with pytest.raises(DataError, match="times of 5 steps of a rank"):
+        Job(steps=5).told(tmp_path)
+
+
+def test_the_first_line_names_rank_cause_and_milliseconds(tmp_path, capsys):
+    job = Job(ranks=2)
+    job.input[1, np.arange(STEPS) % 3 > 0] += 0.02
+    job.write(tmp_path)
+    assert cli.run(["explain", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("Rank 1 waits for its input. It costs 13.") and said[0].endswith("ms per step (37%).")
+    assert "67% of 195 steps" in said[1] and "steps" in said[1]
+    assert len(said) <= LINES
+
+
+def test_json_is_the_same_answer(tmp_path, capsys):
+    job = Job()
+    input_of_one(job)
+    job.write(tmp_path)
+    assert cli.run(["explain", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kind"] == Explanation.kind and found["ranks"] == 4 and found["steps"] == 195
+    assert found["causes"][0]["kind"] == "input" and found["causes"][0]["lost_s"] == pytest.approx(0.0133, rel=0.1)
+
+
+def test_a_healthy_job_is_said_to_be_one(tmp_path):
+    Job().write(tmp_path)
+    assert lines(explain([tmp_path]))[0] == "Nothing that is worth changing was found."
+
+
+def test_nothing_of_a_job_and_no_such_file(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("x")
+    assert cli.run(["explain", str(tmp_path)]) == 1
+    assert cli.run(["explain", str(tmp_path / "notes.txt")]) == 1
+    assert cli.run(["explain", str(tmp_path / "missing")]) == 2
+    assert "is no recording of a job" in capsys.readouterr().err
+
+
+def test_recordings_of_two_jobs_are_refused(tmp_path):
+    Job(steps=20).write(tmp_path / "a")
+    Job(steps=20).write(tmp_path / "b")
+    with pytest.raises(InvalidArgumentError, match="more than one step times"):
+        explain([tmp_path])
+
+
+def cause(kind, share, ranks=(), *, per_step=True):
+    return Cause(kind, share * 0.02, share, f"{kind}.", "seen.", f"Do {kind}.", per_step, ranks)
+
+
+@pytest.fixture
+def timeline_says(monkeypatch, tmp_path):
+    """A job of step times and a timeline, of which the tool for timelines finds what it is told to."""
+
+    def say(job, *causes):
+        monkeypatch.setattr(join, "_of_tool", lambda *_: list(causes))
+        job.write(tmp_path)
+        (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
+        return explain([tmp_path])
+
+    return say
+
+
+def test_what_recurs_comes_before_what_is_dearer_once_and_small_causes_are_left_out(timeline_says):
+    said = timeline_says(
+        Job(), cause("setup", 0.7, per_step=False), cause("small-tensors", 0.1), cause("negotiation", 0.019)
+    )
+    assert [one.kind for one in said.causes] == ["small-tensors", "setup"]
+    assert said.causes[0].evidence == "timeline.json: seen."
+
+
+def test_a_late_rank_is_one_cause_and_the_times_of_the_steps_say_which(timeline_says):
+    job = Job()
+    input_of_one(job)
+    said = timeline_says(job, cause("compute", 0.6, (2,)))
+    assert [one.kind for one in said.causes] == ["input"]
+    assert said.causes[0].evidence.endswith("So says timeline.json.")
+
+
+def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timeline_says):
+    job = Job()
+    job.ready = False
+    said = timeline_says(job, cause("compute", 0.3, (3,)))
+    assert [(one.kind, one.ranks) for one in said.causes] == [("compute", (3,))]
+
+
+def test_ten_lines_at_most_whatever_there_is(timeline_says):
+    job = Job()
+    for plant in (input_of_one, late_now_and_then, input_everywhere, few_cores, first_step):
+        plant(job)
+    said = timeline_says(
+        job, *(cause(kind, 0.1) for kind in ("small-tensors", "large-tensors", "negotiation", "setup"))
+    )
+    shown = lines(said)
+    assert len(shown) <= LINES and sum(Counter(one.kind for one in said.causes).values()) >= 7
+    assert any(line.endswith("smaller causes are in --json.") for line in shown)
+
+
+def test_a_timeline_alone_says_what_to_record(tmp_path):
+    (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
+    assert any("--explain-job" in sentence for sentence in explain([tmp_path]).untold)
+
+
+def test_how_it_was_launched_and_that_it_stalled(tmp_path):
+    job = Job(ranks=2)
+    job.write(tmp_path)
+    json_files.write(tmp_path / "launch.json", Launched(3, "mpirun", 8, 3, 2, {}))
+    (tmp_path / "stall").mkdir()
+    (tmp_path / "stall" / "rank-0.txt").write_text("rank 0 has waited longest\n\nstack")
+    said = explain([tmp_path])
+    assert said.ranks == 3
+    assert said.untold[0].startswith("The job stalled: rank 0 has waited longest")
+    assert any(sentence.startswith("1 of 3 ranks recorded no steps") for sentence in said.untold)
+    assert {one.what for one in said.read} == {"launch", "step times", "stall report"}
+
+
+def test_a_job_is_told_to_record_some_steps_of_a_timeline_unless_it_records_one(tmp_path):
+    told = explained.variables(tmp_path, {"PYTHONPATH": "mine"})
+    assert told["HOROVOD_TIMELINE"] == "DYNAMIC" and told["HVDKIT_MARK_STEPS"] == str(tmp_path / "timeline.json")
+    assert told["PYTHONPATH"].endswith(":mine") and told["HVDKIT_STEP_TIMES"] == str(tmp_path / "steps")
+    told = explained.variables(tmp_path, {"HOROVOD_TIMELINE": "all.json"})
+    assert "HOROVOD_TIMELINE" not in told and told["HVDKIT_MARK_STEPS"] == "1"
+
+
+def test_a_dry_run_shows_it_and_makes_no_directory(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    words = ["launch", "-n", "2", "--launcher", "horovodrun", "--dry-run", "--explain-job", "--", "train.py"]
+    assert cli.run(words) == 0
+    assert "HVDKIT_STEP_TIMES=" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+class Horovod:
+    """Stands for ``horovod.torch``."""
+
+    def __init__(self):
+        self.calls = []
+
+    def is_initialized(self):
+        return True
+
+    def start_timeline(self, path):
+        self.calls.append(("start", path))
+
+    def stop_timeline(self):
+        self.calls.append(("stop",))
+
+
+def test_the_timeline_is_of_some_steps_and_one_that_cannot_be_ends_no_training(monkeypatch):
+    horovod = Horovod()
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    monkeypatch.setenv(step_marks.VARIABLE, "t.json")
+    for steps in range(100):
+        step_marks._timeline(steps)
+    assert horovod.calls == [("start", "t.json"), ("stop",)]
+
+    def refuse(_):
+        raise ValueError("not DYNAMIC")
+
+    monkeypatch.setattr(horovod, "start_timeline", refuse)
+    step_marks._timeline(20)

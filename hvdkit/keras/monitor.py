@@ -60,14 +60,14 @@ class Monitor(monitor.Monitor, Callback):
         self._epochs = epochs if self._epochs is None else self._epochs
         if self._steps is None and steps and epochs:
             self._steps = steps * epochs
-        if self._start is None and not self._begun:
-            self._start = int(self.model.optimizer.iterations)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
         data = trained_on(self.model)
         self.epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
         self._samples = float(data.share.batch_size) if hasattr(data, "share") else 0.0
+        if self._start is None and not self._begun:  # by now all callbacks that restore have
+            self._start = int(self.model.optimizer.iterations)
         self.asked()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002

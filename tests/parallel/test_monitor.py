@@ -187,6 +187,23 @@ def test_a_monitor_without_touching_the_script(hk, world, tmp_path, marked):
             assert found == [("straggler", 1, "compute")]
 
 
+@on_ranks("keras")
+def test_a_fit_that_is_resumed_goes_on_in_its_history(hk, world, tmp_path):
+    import keras
+
+    data = hk.shard((np.zeros((16, FEATURES), "float32"), np.zeros((16, 1), "float32")), world, 2)
+    for epochs in (1, 2):
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        model.compile(hk.distribute(keras.optimizers.SGD(0.001)), "mse")
+        with hk.Monitor(tmp_path / "run", world, every=2) as monitor:  # before the callback that restores
+            callbacks = [hk.BroadcastState(), monitor, hk.Checkpoint(tmp_path / "saved")]
+            model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+    if world.is_root:
+        lines = read(tmp_path / "run" / "metrics.jsonl")
+        assert [line["step"] for line in lines if line["kind"] == "window"] == [2, 4, 6, 8]
+        assert [line["step"] for line in lines if line["kind"] == "start"] == [0, 4]
+
+
 def say_and_fail(hk, world, tmp_path):
     with hk.Monitor(tmp_path / "run", world, every=2) as monitor:
         for step, _ in enumerate(monitor(range(100))):

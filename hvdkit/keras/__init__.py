@@ -36,6 +36,7 @@ from hvdkit.keras import optimizer as averaging
 from hvdkit.keras.agreement import CheckAgreement, check_agreement
 from hvdkit.keras.checkpoint import Checkpoint, Checkpoints
 from hvdkit.keras.elastic import ElasticCommit, ElasticState, run_elastic
+from hvdkit.keras.monitor import Monitor, begin_if_asked
 from hvdkit.keras.schedule import LearningRateSchedule, Warmup
 from hvdkit.keras.seeds import seed_everything
 from hvdkit.keras.trainer import callbacks as keras_callbacks
@@ -55,6 +56,7 @@ __all__ = [
     "ElasticCommit",
     "ElasticState",
     "LearningRateSchedule",
+    "Monitor",
     "RecordSteps",
     "RecordTimeline",
     "Topology",
@@ -98,6 +100,7 @@ def init() -> Topology:
     """
     world = state.start()
     guard.install()
+    begin_if_asked(world)
     return world
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import manifest
+from hvdkit.steps import manifest, step_times
 from hvdkit.steps.lock import PATIENCE_S, WriterLock
 
 _NAME = re.compile(r"step-(\d{10,30})(?:-r(\d{1,9}))?")
@@ -128,6 +128,7 @@ class CheckpointDirectory:
                 f"could not write the checkpoint of step {step} in {self.directory}: {error.strerror or error}; free "
                 "some space or give a directory that can be written (earlier checkpoints are intact)."
             ) from error
+        step_times.saved(step)
         return Saved(final, step, metadata, score)
 
     def _write(self, step: int, write: Callable[[Path], None], metadata: dict[str, Any], score: float | None) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from hvdkit.steps.root import on_root, stop_together
 
 Words = npt.NDArray[np.int64]
 CHUNK = 64 * 2**20  # bytes in one broadcast
+ASIDE_S = 0.01
+"""Pause between two looks for what other ranks say aside."""
 
 
 class Collectives(ABC):
@@ -147,6 +150,14 @@ class OverHorovod(Collectives):
 
     def broadcast_object(self, value: Any, name: str) -> Any:
         return self.hvd.broadcast_object(value, root_rank=0, name=name, **self._among)
+
+    def aside(self, words: Words, name: str) -> Words:
+        """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; over PyTorch."""
+        handle = self.hvd.allgather_async(self._tensor(words[None].copy()), name=name)
+        while not self.hvd.poll(handle):  # waiting in Horovod would take a core
+            time.sleep(ASIDE_S)
+        everyone: Words = self.hvd.synchronize(handle).numpy()
+        return everyone
 
 
 class OverMpi(Collectives):

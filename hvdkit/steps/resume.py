@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.steps import step_times
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.lock import PATIENCE_S
@@ -152,6 +153,8 @@ class CheckpointsBase(ABC):
 
         ranks.together(require_fit)
         ranks.on_root(lambda: held["put"]())
+        if optimizer is not None or loader is not None:
+            step_times.restored(saved.step)
         return replace(saved, extra=self._broadcast_extra(held.get("extra"))), states
 
     def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:  # noqa: ARG002

@@ -1,4 +1,7 @@
-"""When every step of a training begins and ends on this rank, for `bench` and `explain`; nothing unless asked."""
+"""When every step of a training begins and ends on this rank, for those who listen; nothing where nobody does.
+
+Listeners are the recorder of ``hvdkit bench`` and ``explain``, and monitors (``monitor.py``).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,15 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from hvdkit.errors import DataError
 from hvdkit.steps import launchers
 
 VARIABLE = "HVDKIT_STEP_TIMES"
 """Environment variable with the directory to which every rank writes; unset or empty: nothing is recorded."""
+MONITOR = "HVDKIT_MONITOR"
+"""Environment variable with the directory of the history that ``hvdkit launch --monitor`` asks for."""
 _MARK = "step times"
 _VERSION = 1
 _SETTLED = 5
@@ -78,6 +83,16 @@ class RankTimes:
     cores: Cores | None = None
 
 
+class Listener(Protocol):
+    """Who wants to know of the steps."""
+
+    def asked(self) -> None: ...
+    def given(self, batch: Any = None) -> None: ...
+    def ready(self) -> None: ...
+    def arrived(self) -> None: ...
+    def finished(self) -> None: ...
+
+
 class Recorder:
     """Writes the steps of one process to ``rank-R.jsonl`` in a directory; a failure to write never ends a training.
 
@@ -115,7 +130,7 @@ class Recorder:
         self._end(now)
         self._asked = now
 
-    def given(self, *, by_hand: bool = True) -> None:
+    def given(self, batch: Any = None, *, by_hand: bool = True) -> None:  # noqa: ARG002
         """The batch is there: the step begins to work."""
         if self._ignored(by_hand):
             return
@@ -127,6 +142,9 @@ class Recorder:
         """This rank's part of the step is computed; the first call in a step counts."""
         if self._open and self._ready is None:
             self._ready = time.perf_counter()
+
+    def arrived(self) -> None:
+        """The gradients of all ranks are there; what comes then counts as waiting, too."""
 
     def finished(self) -> None:
         """No further batch for now (the end of an epoch): write what there is."""
@@ -209,7 +227,7 @@ class Recorder:
 class RecordedSteps(Generic[_T]):
     """An iterable whose every turn of the loop is recorded as a step; has a length where the batches have one."""
 
-    def __init__(self, batches: Iterable[_T], recorder: Recorder) -> None:
+    def __init__(self, batches: Iterable[_T], recorder: Listener) -> None:
         self._batches = batches
         self._recorder = recorder
 
@@ -231,7 +249,7 @@ class RecordedSteps(Generic[_T]):
         try:
             recorder.asked()
             for batch in self._batches:
-                recorder.given()
+                recorder.given(batch)
                 yield batch
                 recorder.asked()
         finally:
@@ -239,6 +257,10 @@ class RecordedSteps(Generic[_T]):
 
 
 _recorder: Recorder | None = None
+MONITORS: list[Any] = []
+"""Those of this process that have not been closed."""
+restored_step = 0
+"""Of the checkpoint that this process has gone on from."""
 
 
 def recorder() -> Recorder | None:
@@ -257,34 +279,74 @@ def recorder() -> Recorder | None:
     return _recorder
 
 
-def record_steps(batches: Iterable[_T], on_record: Callable[[Recorder], Any] | None = None) -> Iterable[_T]:
+def record_steps(batches: Iterable[_T]) -> Iterable[_T]:
     """The inside of an adapter's ``record_steps``: ``batches`` themselves when nothing is to be recorded.
 
     Args:
         batches: any iterable of batches.
-        on_record: is called once per process with the recorder, to have ``ready`` called by the framework.
     """
-    first = _recorder is None
+    for one in MONITORS:
+        if one.automatic:
+            batches = RecordedSteps(batches, one)
     found = recorder()
-    if found is None:
-        return batches
-    if first and on_record is not None:
-        on_record(found)
-    return RecordedSteps(batches, found)
+    return batches if found is None else RecordedSteps(batches, found)
 
 
 def wanted() -> bool:
-    """Whether steps are to be recorded, so that a graph that is built now should say when its gradients are there."""
-    return bool(os.environ.get(VARIABLE))
+    """Whether somebody listens, so that a graph that is built now should say when its gradients are there."""
+    return bool(os.environ.get(VARIABLE) or os.environ.get(MONITOR) or MONITORS)
 
 
 def ready() -> None:
     """Say that this rank's gradients are there and that it only waits for the others from now on.
 
-    Without it the wait for slower ranks counts as part of the computation. Does nothing unless steps are recorded.
+    Without it the wait for slower ranks counts as part of the computation. Does nothing where nobody listens.
     """
     if _recorder is not None:
         _recorder.ready()
+    for monitor in MONITORS:
+        monitor.ready()
+
+
+def arrived() -> None:
+    """Say that the gradients of all ranks are there, and the wait for them is over."""
+    for monitor in MONITORS:
+        monitor.arrived()
+
+
+def taken() -> None:
+    """Say, within a step, that its batch is only there now."""
+    for monitor in MONITORS:
+        monitor.taken()
+
+
+def looked(parameter: str, norm: Any) -> None:
+    """Say what the norm of this rank's own gradient of a parameter is: not finite, or not known to the host yet."""
+    for monitor in MONITORS:
+        monitor.looked(parameter, norm)
+
+
+def wants_norm() -> bool:
+    """Whether the norm of this step's mean gradient is to be told, by ``tell_norm``."""
+    return any(monitor.wants_norm() for monitor in MONITORS)
+
+
+def tell_norm(value: Any) -> None:
+    """Tell it: a number, or what ``float`` makes one of."""
+    for monitor in MONITORS:
+        monitor.norm(value)
+
+
+def saved(step: int) -> None:
+    """Say, on the root, that a checkpoint is complete."""
+    for monitor in MONITORS:
+        monitor.saved(step)
+
+
+def restored(step: int) -> None:
+    """Say that the training goes on after so many steps."""
+    global restored_step
+    restored_step = step
 
 
 def read(directory: Path) -> list[RankTimes]:

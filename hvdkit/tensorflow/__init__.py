@@ -13,6 +13,7 @@ from hvdkit.steps import starting, step_times
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.monitor import begin_if_asked
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
@@ -39,12 +40,14 @@ from hvdkit.tensorflow.batch_norm import average_statistics
 from hvdkit.tensorflow.checkpoint import Checkpoints
 from hvdkit.tensorflow.elastic import ElasticState, run_elastic
 from hvdkit.tensorflow.loss import weighted_loss
+from hvdkit.tensorflow.monitor import Monitor
 from hvdkit.tensorflow.seeds import seed_everything
 
 __all__ = [
     "CheckAgreement",
     "Checkpoints",
     "ElasticState",
+    "Monitor",
     "Topology",
     "average_metrics",
     "average_statistics",
@@ -80,7 +83,9 @@ def init() -> Topology:
         LauncherError: the launcher's environment is incomplete.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
-    return starting.start(hvd, os.environ)
+    world = starting.start(hvd, os.environ)
+    begin_if_asked(Monitor, world)
+    return world
 
 
 # 2 ------------------------------------------------------------------------------------------------------------------

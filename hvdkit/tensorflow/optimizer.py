@@ -23,6 +23,8 @@ from hvdkit.steps.gradients import GradientOptions
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)
 _DONE = "_hvdkit_reduced"
+SHOWN: dict[str, str] = {}
+"""What is said of a gradient to those who look on, by place and name, and what is shown of it."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def reduce_gradients(gradients: Sequence[Any], names: Sequence[str], reduction: 
     if not present or not reduction.process_set.included():
         return list(gradients)
     tensors = [_reducible(gradients[position], names[position], reduction) for position in present]
-    say_ready(tensors)
+    say_ready(tensors, [names[position] for position in present])
     group = _group_name([names[position] for position in present])
     # An eager operation has no name of its own in Horovod; one in a function does.
     run = _function(group, reduction) if tf.executing_eagerly() else lambda given: _reduce(given, group, reduction)
@@ -148,18 +150,34 @@ def reduce_gradients(gradients: Sequence[Any], names: Sequence[str], reduction: 
     return results
 
 
-def say_ready(gradients: Sequence[Any]) -> None:
-    """Have the recorder of steps told when these gradients are there; nothing unless steps are to be recorded.
+def say_ready(gradients: Sequence[Any], names: Sequence[str]) -> None:
+    """Have those who look on told when these gradients are there, and which are not finite; nothing where nobody does.
 
     In a function an operation of its own says so, for which no other one waits: what is measured stays as it is.
     """
     if not step_times.wanted():
         return
-    if tf.executing_eagerly():
+    values = [tf.nest.flatten(gradient, expand_composites=True)[0] for gradient in gradients]
+    keys = [name if name.partition(" ")[0] not in ("optimizer", "tensor") else str(n) for n, name in enumerate(names)]
+    SHOWN.update((key, f"parameter {key}" if key.isdecimal() else key.partition(" ")[0]) for key in keys)
+    norms = []
+    if step_times.MONITORS:
+        norms = [tf.stack([tf.cast(tf.nn.l2_loss(_wide(one)), tf.float64) for one in values])]
+
+    def say(*found: Any) -> None:
         step_times.ready()
+        for place in np.flatnonzero(~np.isfinite(found[0])) if found else ():
+            step_times.looked(keys[place], float("nan"))
+
+    if tf.executing_eagerly():
+        say(*(one.numpy() for one in norms))
         return
-    with tf.control_dependencies([tf.nest.flatten(gradient, expand_composites=True)[0] for gradient in gradients]):
-        tf.numpy_function(step_times.ready, [], [], name="hvdkit_ready")
+    with tf.control_dependencies(values):
+        tf.numpy_function(say, norms, [], name="hvdkit_ready")
+
+
+def _wide(tensor: Any) -> Any:
+    return tensor if tensor.dtype in (tf.float32, tf.float64) else tf.cast(tensor, tf.float32)
 
 
 def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:

@@ -45,12 +45,14 @@ from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
 from hvdkit.torch.loss import weighted_loss
+from hvdkit.torch.monitor import Monitor, begin_if_asked
 from hvdkit.torch.seeds import seed_everything
 
 __all__ = [
     "CheckAgreement",
     "Checkpoints",
     "ElasticState",
+    "Monitor",
     "Topology",
     "average_metrics",
     "average_statistics",
@@ -94,7 +96,9 @@ def init() -> Topology:
     """
     if not os.environ.get("HOROVOD_AUTOTUNE"):
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
-    return starting.start(hvd, os.environ)
+    world = starting.start(hvd, os.environ)
+    begin_if_asked(world)
+    return world
 
 
 # 2 ------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class Reached(Protocol):
     def begin(self) -> None: ...
     def depart(self) -> None: ...
     def arrive(self) -> None: ...
+    def norm(self) -> torch.Tensor: ...
     def abandon(self) -> None: ...
 
 
@@ -96,6 +97,9 @@ class Now:
                 exchange.depart()
             for exchange in reached:
                 exchange.arrive()
+        step_times.arrived()
+        if step_times.wants_norm():
+            step_times.tell_norm(torch.linalg.vector_norm(torch.stack([exchange.norm() for exchange in reached])))
 
     def _end_with(self, node: Any, end: _End) -> None:
         """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""

@@ -22,6 +22,7 @@ import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import step_times
 
 Parameter = torch.nn.Parameter
 Named = Sequence[tuple[str, Parameter]]
@@ -115,6 +116,19 @@ def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
     return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(dtype)
+
+
+def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all numbers in some tensors, float32 ()."""
+    norms = [torch.linalg.vector_norm(one, dtype=_norm_type(one)).float() for one in tensors if one.numel()]
+    if not norms:
+        return torch.zeros(())
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
+    return whole
+
+
+def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
 class Travelling(Protocol):
@@ -248,7 +262,18 @@ class Bucket:
         self._tail[-2], self._tail[-1] = float(changed), float(late)
         for place in self._absent:
             self._tail[place] = 0
+        if step_times.MONITORS:
+            self._look()
         self._sent = wire.start(self._flat, self.name)
+
+    def _look(self) -> None:
+        """Say of what this rank's own gradient is not finite, while it can be told from the others'."""
+        whole = total_norm([self._flat[: self._numbers]])
+        if self._flat.is_cuda:  # which the host does not wait for
+            step_times.looked(self._names[0], whole)
+        elif not whole.isfinite():
+            name = next((n for n, v in zip(self._names, self._views, strict=True) if not v.isfinite().all()), "")
+            step_times.looked(name, math.nan if name else 0.0)
 
     def arrive(self) -> tuple[float, float]:
         """Wait; then every gradient that some rank had is the mean. The shares of ranks that said changed, and late."""

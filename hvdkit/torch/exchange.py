@@ -20,7 +20,7 @@ from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets
+from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets, total_norm
 from hvdkit.torch.state import layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
@@ -270,6 +270,15 @@ class Exchange:
 
     def _buckets(self) -> list[Travelling]:
         return [] if self._agreed is None else self._agreed.buckets
+
+    def norm(self) -> torch.Tensor:
+        """Of the gradients that are there, on the CPU; a scalar."""
+        gradients = [one.grad.to_dense() for _, one in self._training() if one.grad is not None]
+        return total_norm(gradients)
+
+    def names(self) -> list[str]:
+        """Of the parameters that train."""
+        return [name for name, _ in self._training()]
 
     def abandon(self) -> None:
         """An error ended backward, on every rank: what is on its way arrives, for nothing."""

@@ -99,13 +99,6 @@ def test_the_recorded_batches_are_like_the_batches(directory):
         len(step_times.record_steps(number for number in [1]))
 
 
-def test_the_framework_is_asked_once_to_say_when_it_is_ready(directory):
-    asked = []
-    for _ in range(2):
-        list(step_times.record_steps([1], asked.append))
-    assert len(asked) == 1
-
-
 def test_what_cannot_be_written_is_a_warning(directory, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(directory / "missing"))
     with pytest.warns(UserWarning, match="the times of the steps are lost"):

@@ -78,6 +78,7 @@ def test_command_line_of_each_launcher(changes, expected):
         (replace(FACTS, mpi=INTEL), REQUEST, {"I_MPI_PIN": "0"}),
         (replace(FACTS, mpi=INTEL), replace(REQUEST, bind="numa"), {"I_MPI_PIN_DOMAIN": "numa"}),
         (FACTS, replace(REQUEST, timeline=Path("/tmp/t.json")), {"HOROVOD_TIMELINE": "/tmp/t.json"}),
+        (FACTS, replace(REQUEST, monitor=Path("/tmp/run")), {"HVDKIT_MONITOR": "/tmp/run"}),
         (FACTS, replace(REQUEST, variables={"A": "b=c"}), {"A": "b=c"}),
         (FACTS, replace(REQUEST, variables={"OMP_NUM_THREADS": "5"}, threads=2), {"OMP_NUM_THREADS": "5"}),
     ],

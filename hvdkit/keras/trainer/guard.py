@@ -34,6 +34,7 @@ from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state
 from hvdkit.keras.data import SHARDED, ShardedData, set_trained_on
+from hvdkit.keras.monitor import automatic
 from hvdkit.keras.optimizer import held_by
 from hvdkit.keras.trainer import own_steps, private, requirements, watch
 from hvdkit.keras.trainer.metrics import AverageOfFit, States
@@ -143,9 +144,9 @@ def _with_guard(guard: Guard, callbacks: Any) -> Any:
     own = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
     world = state.world()
     if world.size > 1:
-        whole = [guard, AverageOfFit(world), *on_the_root(own)]
+        whole = [guard, AverageOfFit(world), *on_the_root(own), *automatic()]
     else:
-        whole = [guard, *keras.tree.flatten(own or [])]
+        whole = [guard, *keras.tree.flatten(own or []), *automatic()]
     if own is callbacks:
         return whole
     return keras.callbacks.CallbackList(whole, model=callbacks.model, **(callbacks.params or {}))

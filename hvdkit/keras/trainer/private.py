@@ -22,6 +22,7 @@ import keras
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.keras import random_state, state
 from hvdkit.keras.data import ShardedData
+from hvdkit.steps import step_times
 from hvdkit.steps.streams import StreamInEpochs
 
 TESTED = ("3.15", "3.15")
@@ -74,6 +75,12 @@ TF_DATASET = Inside(
     "get_tf_dataset",
     "tf.data copies large rows several times faster than a generator of batches",
 )
+TF_ITERATOR = Inside(
+    "keras.src.backend.tensorflow.trainer",
+    "TFEpochIterator",
+    "_get_iterator",
+    "TensorFlow takes a batch within the step, and the wait for it is to be told from the step's work",
+)
 LEGACY_FIT = Inside("tf_keras", "Model", "fit", "no model of Keras 2 may train on several ranks unsynchronised")
 BUILD = Inside(
     "keras.src.backend.tensorflow.trainer",
@@ -86,7 +93,7 @@ NEEDED = (
     TRAIN_ON_BATCH,
     APPLY,
     REST,
-    *([BUILD] if keras.backend.backend() == "tensorflow" else []),
+    *([BUILD, TF_ITERATOR] if keras.backend.backend() == "tensorflow" else []),
     STANDARDIZE,
     TF_DATASET,
     Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
@@ -219,6 +226,33 @@ def by_tf_data(plain: Callable[..., Any]) -> Callable[..., Any]:
         return self.py_dataset.tf_dataset() if isinstance(self.py_dataset, ShardedData) else plain(self)
 
     return get_tf_dataset
+
+
+def saying_when_batches_come(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``TF_ITERATOR``: what takes a batch passes a mark, beyond which nothing is read ahead."""
+
+    def get_iterator(self: Any) -> Any:
+        import tensorflow as tf
+
+        batches = plain(self)
+        if not step_times.MONITORS or not isinstance(batches, tf.data.Dataset):
+            return batches
+
+        def mark(*batch: Any) -> Any:
+            with tf.control_dependencies([tf.numpy_function(_taken, [], tf.bool, name="hvdkit_taken")]):
+                given = batch if isinstance(batches.element_spec, tuple) else batch[0]
+                return tf.nest.map_structure(lambda one: tf.identity(one) if tf.is_tensor(one) else one, given)
+
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        return batches.map(mark).with_options(options)
+
+    return get_iterator
+
+
+def _taken() -> bool:
+    step_times.taken()
+    return True
 
 
 check(keras.__version__)

@@ -128,7 +128,7 @@ class Watch:
             self._transport.end(self.verdict)
 
     def _exchange(self, words: Any) -> np.ndarray[Any, Any]:
-        return self._transport.aside(np.asarray(words, dtype=np.int64))
+        return self._transport.aside(np.asarray(words, dtype=np.int64), "hvdkit.aside")
 
 
 def _are_apart(rows: list[tuple[int, ...]], quiet: int) -> bool:

@@ -29,8 +29,11 @@ class Transport(Collectives):
         """A digest of each variable's bits, int64 (len(variables),), made where they are; not collective."""
 
     @abstractmethod
-    def aside(self, words: Words) -> Words:
-        """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective."""
+    def aside(self, words: Words, name: str) -> Words:
+        """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective.
+
+        Each thread has a name of its own.
+        """
 
     @abstractmethod
     def has_aside(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -24,8 +23,6 @@ Array = npt.NDArray[Any]
 
 _SENT = ("float16", "float32", "float64")  # what Horovod adds up in every framework
 _reductions = count()
-ASIDE_S = 0.01
-"""Pause between two looks for what other ranks say aside."""
 
 
 def next_name() -> str:
@@ -65,15 +62,11 @@ class OverTensorflow(HorovodTransport):
         import tensorflow as tf
 
         super().__init__(hvd, tf.constant)
-        # Outside of a function an operation has no name of its own, and would be taken for one of the first thread.
-        self._aside = tf.function(lambda words: hvd.allgather(words, name="hvdkit.aside"), autograph=False)
 
-    def aside(self, words: Words) -> Words:
-        import tensorflow as tf
+    def aside(self, words: Words, name: str) -> Words:
+        from hvdkit.tensorflow.monitor import aside
 
-        with tf.device("/CPU:0"):
-            everyone: Words = self._aside(tf.constant(words[None])).numpy()
-        return everyone
+        return aside(words, name)
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         import tensorflow as tf
@@ -93,7 +86,8 @@ class OverTensorflow(HorovodTransport):
             # of the same index, so that a training on one process would differ from the same on two.
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
             if is_alone(ranks, self.hvd.size()):
-                optimizer.say_ready(dense)
+                if os.environ.get(step_times.VARIABLE):
+                    optimizer.say_ready(dense, ["optimizer"] * len(dense))
                 return dense
             return optimizer.reduce_once(dense, reduction)
 
@@ -108,15 +102,6 @@ class OverTorch(HorovodTransport):
 
         super().__init__(hvd, torch.from_numpy)
 
-    def aside(self, words: Words) -> Words:
-        import torch
-
-        handle = self.hvd.allgather_async(torch.from_numpy(words[None].copy()), name="hvdkit.aside")
-        while not self.hvd.poll(handle):  # waiting in Horovod would take a core
-            time.sleep(ASIDE_S)
-        everyone: Words = self.hvd.synchronize(handle).numpy()
-        return everyone
-
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         return keras_digests.of_torch([variable.value.detach() for variable in variables])
 
@@ -125,12 +110,26 @@ class OverTorch(HorovodTransport):
 
         name, ranks = next_name(), self.ranks(process_set)
 
+        def look_at(gradients: list[Any]) -> None:
+            if step_times.MONITORS:
+                for place, one in enumerate(gradients):
+                    norm = torch.linalg.vector_norm(one.to_dense(), dtype=torch.float32)
+                    if norm.is_cuda or not norm.isfinite():
+                        step_times.looked(str(place), norm)
+
+        def told(mean: list[Any]) -> list[Any]:
+            if step_times.wants_norm():
+                norms = [torch.linalg.vector_norm(one.to_dense(), dtype=torch.float32) for one in mean]
+                step_times.tell_norm(torch.linalg.vector_norm(torch.stack(norms)))
+            return mean
+
         # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def reduce(gradients: list[Any]) -> list[Any]:
             step_times.ready()
+            look_at(gradients)
             if is_alone(ranks, self.hvd.size()):
-                return gradients
+                return told(gradients)
             scaling = self.scaling(options, process_set)
             reduced = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
             for sent_as, positions in by_sent_type([_dtype_name(g) for g in reduced], options).items():
@@ -138,7 +137,8 @@ class OverTorch(HorovodTransport):
                 received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
                 for position, tensor in zip(positions, received, strict=True):
                     reduced[position] = tensor.to(reduced[position].dtype)
-            return reduced
+            step_times.arrived()
+            return told(reduced)
 
         return reduce, ranks
 

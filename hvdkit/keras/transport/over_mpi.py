@@ -16,9 +16,9 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.keras.transport.over_horovod import ASIDE_S, Array, OverTorch, by_sent_type, is_alone, next_name
+from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, next_name
 from hvdkit.steps import agreement, launchers, starting, step_times
-from hvdkit.steps.collectives import OverMpi, Words, end_the_job_with_the_process
+from hvdkit.steps.collectives import ASIDE_S, OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.topology import Topology
 
@@ -102,7 +102,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         if not hasattr(self, "_comm"):
             OverMpi.__init__(self, MPI.COMM_WORLD, MPI)
             end_the_job_with_the_process(self._comm)
-            self._apart = self._comm.Dup()
+            self._apart = {name: self._comm.Dup() for name in ("hvdkit.aside", "hvdkit.monitor")}
         launched = launchers.detect(os.environ)
         host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         across = self._comm.Split(host.Get_rank(), self._comm.Get_rank())
@@ -125,9 +125,9 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
 
         return self.size() > 1 and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
-    def aside(self, words: Words) -> Words:
+    def aside(self, words: Words, name: str) -> Words:
         everyone = np.empty((self.size(), len(words)), dtype=np.int64)
-        request = self._apart.Iallgather(words, everyone)
+        request = self._apart[name.rstrip(".0123456789")].Iallgather(words, everyone)
         while not request.Test():
             time.sleep(ASIDE_S)
         return everyone

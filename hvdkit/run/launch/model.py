@@ -49,6 +49,7 @@ class Request:
         autotune_log: absolute path of the log of Horovod's autotuner, None to leave it off.
         tuned: Horovod's settings for speed; ``launcher``, ``threads`` and a batch job win over its own.
         options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned.source``.
+        monitor: absolute path of the directory for the history of the run, None for none.
         mpi_profile: absolute path of the directory for the MPI profile, None for none.
         mpi_profile_wait: it also measures how long a rank waits for the others.
         torch_profile: absolute path of the directory for PyTorch's profiles, None for none.
@@ -76,6 +77,7 @@ class Request:
     autotune_log: Path | None = None
     tuned: Tuned = field(default_factory=Tuned)
     options: Mapping[str, str] = field(default_factory=dict)
+    monitor: Path | None = None
     mpi_profile: Path | None = None
     mpi_profile_wait: bool = False
     torch_profile: Path | None = None

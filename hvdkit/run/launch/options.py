@@ -158,6 +158,13 @@ OPTIONS = (
         help="Have the timeline say in every step which rank was late, at the price of slower negotiation (no cache).",
     ),
     click.option(
+        "--monitor",
+        type=click.Path(path_type=Path, file_okay=False),
+        callback=_absolute,
+        metavar="DIR",
+        help="Keep the history of the run in DIR and report slow ranks, without a change of the script.",
+    ),
+    click.option(
         "--mpi-profile",
         type=click.Path(path_type=Path, file_okay=False),
         callback=_absolute,

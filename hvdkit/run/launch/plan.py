@@ -25,6 +25,7 @@ from hvdkit.run.launch import (
 )
 from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
 from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
+from hvdkit.steps import step_times
 
 
 def _mpirun_line(request: Request, facts: Facts) -> LauncherLine:
@@ -105,6 +106,8 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
         settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
     if request.mark_cycles:
         settings.append(Setting("--mark-cycles", variables={"HOROVOD_TIMELINE_MARK_CYCLES": "1"}))
+    if request.monitor is not None:
+        settings.append(Setting("--monitor", variables={step_times.MONITOR: str(request.monitor)}))
     if request.autotune_log is not None:
         variables = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(request.autotune_log)}
         settings.append(Setting("--autotune-log: Horovod tries settings as it trains", variables=variables))

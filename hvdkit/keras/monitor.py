@@ -1,0 +1,97 @@
+"""The run of a Keras training, while it trains; the inside of ``hvdkit.keras.Monitor``."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.keras.data import trained_on
+from hvdkit.keras.trainer import private
+from hvdkit.keras.trainer.callbacks import Callback
+from hvdkit.keras.transport import TRANSPORT
+from hvdkit.steps import monitor
+from hvdkit.steps.topology import Topology
+from hvdkit.steps.windows import MOST_LOGS
+
+
+class Monitor(monitor.Monitor, Callback):
+    """A callback for ``fit``; in a loop of your own as in the other adapters (``with``, ``monitor(loader)``, ``log``).
+
+    ``hvdkit.steps.monitor.Monitor`` says what it is given and what it raises. It logs what ``fit`` does; with
+    ``steps_per_execution`` an execution is so many steps of equal length. Call ``close``, or use ``with``, where the
+    process goes on after the training.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], world: Topology, every: int = 50, *args: Any, **options: Any):
+        Callback.__init__(self)
+        monitor.Monitor.__init__(self, directory, world, every, *args, **options)
+        self._last_batch = -1
+        if keras.backend.backend() == "tensorflow":
+            private.replace(private.TF_ITERATOR, private.saying_when_batches_come)
+
+    def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+        return TRANSPORT.aside(words, name)
+
+    def _parameters(self) -> Mapping[str, str]:
+        weights = [] if self._model is None else self._model.trainable_weights
+        return {str(place): weight.path for place, weight in enumerate(weights)}
+
+    def _device_bytes(self) -> float:
+        backend = keras.backend.backend()
+        if backend == "tensorflow":
+            from hvdkit.tensorflow.monitor import device_bytes
+
+            return device_bytes()
+        if backend == "torch":
+            import torch
+
+            return float(torch.cuda.memory_allocated()) if torch.cuda.is_available() else math.nan
+        return math.nan
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        steps, epochs = self.params.get("steps"), self.params.get("epochs")
+        self._epochs = epochs if self._epochs is None else self._epochs
+        if self._steps is None and steps and epochs:
+            self._steps = steps * epochs
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        data = trained_on(self.model)
+        self.epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
+        self._samples = float(data.share.batch_size) if hasattr(data, "share") else 0.0
+        if self._start is None and not self._begun:  # by now all callbacks that restore have
+            self._start = int(self.model.optimizer.iterations)
+        self.asked()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        self.given()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras, with steps_per_execution for several steps at once."""
+        steps, self._last_batch = batch - self._last_batch, batch
+        self._window.samples += steps * self._samples
+        self.log(**dict(list((logs or {}).items())[:MOST_LOGS]))
+        self.asked(steps)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras."""
+        self.finished()
+
+
+def automatic() -> list[Monitor]:
+    """The callback of ``hvdkit launch --monitor``, where a ``fit`` has none of its own."""
+    found = monitor.automatic()
+    return [] if not isinstance(found, Monitor) or found._iterating else [found]
+
+
+def begin_if_asked(world: Topology) -> None:
+    """Make it."""
+    monitor.begin_if_asked(Monitor, world)

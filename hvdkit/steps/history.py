@@ -1,0 +1,188 @@
+"""The history of a run on the root's disk: ``metrics.jsonl`` and ``metrics.csv``, valid whenever the job is killed.
+
+A line is written at once and whole. A training that begins again from an earlier step, which takes its steps again,
+begins a new file with what was before that step; the old file stays beside it as ``metrics.N.jsonl``.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import itertools
+import json
+import math
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+NAME, TABLE = "metrics.jsonl", "metrics.csv"
+_SYNC_S = 5.0
+"""A machine that goes down may take so many seconds of the history with it; a job that is killed takes none."""
+_COUNTED = ("window", "checkpoint", "end")
+"""Kinds of lines that say how far the training was."""
+_COLUMNS = ("time", "step", "epoch", "steps", "samples_per_s", "grad_norm")
+_MEANS = ("step", "input", "compute", "wait")
+_LARGEST = ("rss", "device")
+
+
+class History:
+    """Writes the history of a run; only the root has one. A failure to write is one warning and ends no training.
+
+    Args:
+        directory: is made where it is missing.
+        version: of hvdkit.
+    """
+
+    def __init__(self, directory: Path, version: str) -> None:
+        self.path = directory / NAME
+        self._version = version
+        self._descriptor: int | None = None
+        self._columns: list[str] = []
+        self._synced = 0.0
+
+    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Open the files for a training of which ``step`` steps are done, and say so in them.
+
+        Args:
+            facts: further fields of the line, such as the size of the world.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._open(step)
+            self._write_table()
+        except OSError as error:
+            self._lose(error)
+            return
+        self.write("start", schema=SCHEMA, hvdkit=self._version, step=step, **facts)
+
+    def _open(self, step: int) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lines = list(_lines(self.path))
+            kept = [(text, line) for text, line in lines if line["kind"] not in _COUNTED or _step(line) <= step]
+            if len(kept) == len(lines):
+                os.ftruncate(descriptor, sum(len(text) for text, _ in lines))  # what a kill cut off goes
+            else:
+                descriptor = self._begin_again(descriptor, [text for text, _ in kept])
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def _begin_again(self, old: int, kept: list[bytes]) -> int:
+        """A file with these lines in the place of the old one, which stays beside it."""
+        names = (self.path.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
+        shutil.copyfile(self.path, next(name for name in names if not name.exists()))
+        fresh = self.path.with_name(f".{NAME}")
+        fresh.write_bytes(b"".join(kept))
+        descriptor = os.open(fresh, os.O_RDWR | os.O_APPEND)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fsync(descriptor)
+        fresh.replace(self.path)
+        os.close(old)
+        return descriptor
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one line; numbers that are not finite become null."""
+        if self._descriptor is None:
+            return
+        line = _plain({"kind": kind, "time": round(time.time(), 3), **fields})
+        try:
+            os.write(self._descriptor, f"{json.dumps(line, allow_nan=False)}\n".encode())
+            if kind != "window" or time.monotonic() - self._synced > _SYNC_S:
+                os.fsync(self._descriptor)
+                self._synced = time.monotonic()
+            if kind == "window":
+                self._add_row(line)
+        except OSError as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lose(self, error: OSError) -> None:
+        self.close()
+        busy = isinstance(error, BlockingIOError)
+        why = "another job writes there" if busy else error.strerror or error
+        warnings.warn(f"the history of this run is not kept: {self.path}: {why}; give a directory of its own that can "
+                      "be written.", stacklevel=2)  # fmt: skip
+
+    # The table ------------------------------------------------------------------------------------------------------
+
+    def _write_table(self) -> None:
+        """All windows again: once at the start, and where a value has a new name."""
+        rows = [row_of(line) for line in read(self.path) if line["kind"] == "window"]
+        self._columns = list(dict.fromkeys([*_COLUMNS, *itertools.chain.from_iterable(rows)]))
+        fresh = self.path.with_name(f".{TABLE}")
+        fresh.write_text(_csv(self._columns, rows, header=True), encoding="utf-8")
+        fresh.replace(self.path.with_name(TABLE))
+
+    def _add_row(self, line: Mapping[str, Any]) -> None:
+        row = row_of(line)
+        if set(row) - set(self._columns):
+            self._write_table()
+            return
+        with self.path.with_name(TABLE).open("a", encoding="utf-8") as file:
+            file.write(_csv(self._columns, [row], header=False))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a history, as far as they are valid; none where there is no file."""
+    return [line for _, line in _lines(path)]
+
+
+def row_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the table says of a window: times are means over the ranks, memory that of the rank with most."""
+    row = {name: line.get(name) for name in _COLUMNS}
+    for name in (*_MEANS, *_LARGEST):
+        known = [value for value in line["ranks"].get(name, ()) if value is not None]
+        of_all = (sum(known) / len(known) if name in _MEANS else max(known)) if known else None
+        row[f"{name}_s" if name in _MEANS else f"{name}_bytes"] = of_all
+    return {**row, **{f"log.{name}": value for name, value in line["logs"].items()}}
+
+
+def _lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
+    content = path.read_bytes() if path.is_file() else b""
+    for text in content.splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+            if not text.endswith(b"\n") or not isinstance(line["kind"], str) or _step(line) < 0:
+                return
+            if line["kind"] == "window":
+                row_of(line)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return
+        yield text, line
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    return int(line["step"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    return value
+
+
+def _csv(columns: list[str], rows: Iterable[Mapping[str, Any]], *, header: bool) -> str:
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, lineterminator="\n")
+    if header:
+        table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()

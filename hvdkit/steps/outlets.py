@@ -1,0 +1,116 @@
+"""Where the root tells what a monitor sees: the history on disk, trackers, a command on a report, its output."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.history import History
+from hvdkit.steps.stragglers import Report
+
+
+class Outlets:
+    """The root's; no failure of theirs ends a training.
+
+    Args:
+        directory: of the history.
+        trackers: see ``checked_trackers``.
+        command: what is started on a report; None for nothing.
+    """
+
+    def __init__(self, directory: Path, trackers: Sequence[Any], command: list[str] | None) -> None:
+        self._history = History(directory, importlib.metadata.version("hvdkit"))
+        named = [one for one in trackers if isinstance(one, str)]
+        make = importlib.import_module("hvdkit.steps.trackers").tracker if named else None
+        self._trackers = [make(one, directory) if make and isinstance(one, str) else one for one in trackers]
+        self._command = command
+
+    def begin(self, step: int, facts: Mapping[str, Any]) -> None:
+        """The training begins; ``step`` steps were done before."""
+        self._history.begin(step, facts)
+
+    def window(self, line: Mapping[str, Any], values: Mapping[str, float]) -> None:
+        """A window has ended.
+
+        Args:
+            line: the fields of its line in the history.
+            values: what trackers get.
+        """
+        self._history.write("window", **line)
+        for tracker in self._trackers:
+            _safely(tracker.log, line["step"], dict(values))
+
+    def report(self, report: Report) -> None:
+        """Something is wrong."""
+        said = asdict(report)
+        self._history.write("report", **said)
+        for tracker in self._trackers:
+            _safely(tracker.report, report.text)
+        sys.stderr.write(f"hvdkit monitor: {report.text}\n")
+        if self._command is not None:
+            environment = {**os.environ, "HVDKIT_REPORT": json.dumps(said)}
+            _safely(subprocess.Popen, self._command, env=environment, stdin=subprocess.DEVNULL)
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint is complete."""
+        self._history.write("checkpoint", step=step)
+
+    def close(self, end: int | None) -> None:
+        """Tell no more.
+
+        Args:
+            end: the last step of a training that has come to its end.
+        """
+        if end is not None:
+            self._history.write("end", step=end)
+        self._history.close()
+        for tracker in self._trackers:
+            _safely(tracker.close)
+
+
+def checked_command(on_report: Any) -> list[str] | None:
+    """The words of a command; None for a function, which is none.
+
+    Raises:
+        InvalidArgumentError: it is neither.
+    """
+    if on_report is None or callable(on_report):
+        return None
+    words = shlex.split(on_report) if isinstance(on_report, str) else on_report
+    if not isinstance(words, Sequence) or not words or not all(isinstance(word, str) for word in words):
+        raise InvalidArgumentError(f"on_report must be a function or a command, got {on_report!r}.")
+    return list(words)
+
+
+def checked_trackers(given: Any) -> list[Any]:
+    """Names of libraries and objects that may be trackers.
+
+    Raises:
+        InvalidArgumentError: something that is neither.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InvalidArgumentError(f'trackers must be a list such as ["tensorboard"], got {given!r}.')
+    for one in given:
+        methods = () if isinstance(one, str) else ("log", "report", "close")
+        if not all(callable(getattr(one, name, None)) for name in methods):
+            raise InvalidArgumentError(f"a tracker has log, report and close, got {one!r}.")
+    return list(given)
+
+
+def _safely(action: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """What only looks on ends no training."""
+    try:
+        action(*arguments, **options)
+    except Exception as error:
+        warnings.warn(f"of the monitor: {type(error).__name__}: {error}", stacklevel=2)

@@ -1,0 +1,313 @@
+"""Which ranks hold a job up, and what is wrong with it: scores of what all ranks say of each window of steps.
+
+A rank is compared with the median of all (the relative score) and with its own past (the history score). What is
+slow in one window is noise; what is slow in three windows in a row is reported, once until it is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.steps.ranks import name_ranks
+
+Floats = npt.NDArray[np.float64]
+
+LASTING = 3
+"""Windows in a row after which something is taken to last."""
+_SHARE = 0.1
+"""Of a step: a rank that is less behind the median is not called slow."""
+_SPREADS = 4.0
+"""Times the spread of the ranks: what is nearer to the median is their usual difference."""
+_SIGMA = 1.4826  # of a normal distribution, by its median absolute deviation
+_PAST = 10
+"""Windows that a job needs to have a past."""
+_SLOWDOWN, _SLOWDOWN_S = 1.25, 30.0
+"""A job is called slower than it was from this factor on, when it was so for so many seconds."""
+_GROWTH, _LEAST_GROWTH = 0.01, 8 << 20
+"""Share of its memory, and bytes, that a process gains in a window where it is called growing."""
+_LOSS_APART, _LOSS_SPREADS = 0.5, 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One thing that is wrong in a lasting way.
+
+    Attributes:
+        step: when it was seen.
+        about: "straggler", "slowdown", "memory" or "health".
+        rank: whose; None where it is all ranks' or several ranks'.
+        cause: "input", "compute", "wait", "memory", "nonfinite" or "loss".
+        since: step after which it began.
+        cost: seconds per step that it costs the job.
+        text: one sentence.
+    """
+
+    step: int
+    about: str
+    rank: int | None
+    cause: str
+    since: int
+    cost: float
+    text: str
+
+
+class Scores:
+    """Takes what all ranks say of each window; the same on every rank that is told the same.
+
+    Args:
+        hosts: the name of each rank's host, by rank.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = tuple(hosts)
+        self._now = 0.0
+        size = len(self._hosts)
+        self._windows = 0
+        self._before = 0
+        self._late = _Lasting(size)
+        self._behind = {name: np.zeros(size) for name in ("input", "compute", "cost")}
+        self._past = np.full(size, np.nan)
+        self._typical: deque[dict[str, float]] = deque(maxlen=512)
+        self._slow_since: tuple[float, int] | None = None
+        self._slow_told = False
+        self._memory = {"rss": _Growth(size, "memory"), "device": _Growth(size, "device memory")}
+        self._apart = _Lasting(size)
+        self._unhealthy: set[str] = set()
+
+    def window(self, step: int, steps: int, seconds: float, ranks: Mapping[str, Floats]) -> list[Report]:
+        """What is to be reported after a window.
+
+        Args:
+            step: the last one of the window.
+            steps, seconds: of the window.
+            ranks: "step", "input", "compute", "wait" (seconds per step), "rss", "device" (bytes), "loss", each (size,),
+                NaN where it is not known.
+        """
+        self._windows += 1
+        self._now += seconds
+        first = step - steps if self._windows == 1 else self._before
+        reports: list[Report] = []
+        if self._windows > 1:  # the first one holds what happens once: imports, compilation, connections
+            reports += self._stragglers(step, first, ranks)
+            reports += self._slowdown(step, first, ranks)
+            reports += self._losses(step, first, ranks.get("loss"))
+        for name, growth in self._memory.items():
+            reports += growth.window(step, first, ranks[name])
+        self._before = step
+        return reports
+
+    def nonfinite(self, step: int, kind: str, at: Mapping[int, int], what: str) -> list[Report]:
+        """What is to be reported of numbers that are not finite, once for each kind.
+
+        Args:
+            at: first step where they were seen, by rank.
+            what: such as "the gradient of dense.weight".
+        """
+        if not at or kind in self._unhealthy:
+            return []
+        self._unhealthy.add(kind)
+        first = min(at.values())
+        ranks = sorted(rank for rank, seen in at.items() if seen == first)
+        who = ranks[0] if len(ranks) == 1 else None
+        text = f"{_who(ranks, len(self._hosts))}: {what} is not finite in step {first}."
+        return [Report(step, "health", who, "nonfinite", first, 0.0, text)]
+
+    # Ranks that are slower than the others ---------------------------------------------------------------------------
+
+    def _stragglers(self, step: int, first: int, ranks: Mapping[str, Floats]) -> list[Report]:
+        size = len(self._hosts)
+        own = own_work(ranks)
+        if size < 2 or not np.isfinite(own).all():
+            return []
+        behind = own - _median(own)
+        spread = _SIGMA * float(np.median(np.abs(behind))) if size > 3 else 0.0
+        slow = behind > max(_SHARE * _median(ranks["step"]), _SPREADS * spread)
+        others = float(own[~slow].max()) if not slow.all() else _median(own)
+        for name, values in (("input", ranks["input"]), ("compute", ranks["compute"]), ("cost", None)):
+            gap = own - others if values is None else np.nan_to_num(values - _median(values))
+            self._behind[name] = np.where(slow, self._behind[name] + gap, 0.0)
+        new = self._late.window(slow, first)
+        reports = [self._straggler(step, group, own, of_host) for group, of_host in self._by_host(new, self._late.told)]
+        normal = ~slow & np.isfinite(own)
+        self._past[normal] = np.where(np.isnan(self._past), own, 0.9 * self._past + 0.1 * own)[normal]
+        return reports
+
+    def _by_host(self, new: list[int], told: npt.NDArray[np.bool_]) -> list[tuple[list[int], bool]]:
+        """Ranks that are new among the slow ones: those of one host together where all of it is slow."""
+        groups: list[tuple[list[int], bool]] = []
+        for host in dict.fromkeys(self._hosts[rank] for rank in new):
+            here = [rank for rank, name in enumerate(self._hosts) if name == host]
+            mine = [rank for rank in new if self._hosts[rank] == host]
+            whole = 1 < len(here) < len(self._hosts) and all(told[rank] for rank in here)
+            groups += [(mine, True)] if whole else [([rank], False) for rank in mine]
+        return groups
+
+    def _straggler(self, step: int, ranks: list[int], own: Floats, of_host: bool) -> Report:
+        windows = self._late.windows[ranks]
+        means = {name: float((values[ranks] / windows).mean()) for name, values in self._behind.items()}
+        cause = "input" if means["input"] > means["compute"] else "compute"
+        since = int(self._late.since[ranks].min())
+        cost = max(0.0, means["cost"])
+        past = own[ranks] / self._past[ranks]
+        how = f" ({np.median(past):.3g} times its own past)" if np.isfinite(past).all() else ""
+        if of_host:
+            who, rank = f"Host {self._hosts[ranks[0]]} ({_who(ranks, 0).lower()})", None
+        else:
+            who, rank = f"Rank {ranks[0]} on {self._hosts[ranks[0]]}", ranks[0]
+        doing = "waits for its input" if cause == "input" else "computes"
+        text = (
+            f"{who} {doing} {_ms(means[cause])} longer than the median rank in every step{how} since step {since}; it "
+            f"costs the job {_ms(cost)} a step."
+        )
+        return Report(step, "straggler", rank, cause, since, cost, text)
+
+    # All ranks slower than they were ---------------------------------------------------------------------------------
+
+    def _slowdown(self, step: int, first: int, ranks: Mapping[str, Floats]) -> list[Report]:
+        now = {name: _median(ranks[name]) for name in ("input", "compute")}
+        now["wait"] = float(np.min(ranks["wait"]))  # of the rank that comes last: what the network takes
+        if not np.isfinite(list(now.values())).all():
+            now = {"compute": _median(ranks["step"])}
+        before = {name: _typical([one.get(name, 0.0) for one in self._typical]) for name in now}
+        was, total = sum(before.values()), sum(now.values())
+        if len(self._typical) < _PAST or total <= _SLOWDOWN * was:
+            self._typical.append(now)
+            self._slow_since, self._slow_told = None, False
+            return []
+        self._slow_since = self._slow_since or (self._now, first)
+        began, since = self._slow_since
+        if self._slow_told or self._now - began < _SLOWDOWN_S:
+            return []
+        self._slow_told = True
+        cause = max(now, key=lambda name: now[name] - before[name])
+        text = (
+            f"All ranks are slower than before step {since}: {_ms(total)} a step, {_ms(was)} earlier; most of it is "
+            f"{ {'input': 'input', 'compute': 'computation', 'wait': 'communication'}[cause] }."
+        )
+        return [Report(step, "slowdown", None, cause, since, total - was, text)]
+
+    # Health ----------------------------------------------------------------------------------------------------------
+
+    def _losses(self, step: int, first: int, loss: Floats | None) -> list[Report]:
+        if loss is None or len(loss) < 2 or not np.isfinite(loss).all():
+            return []
+        gap = np.abs(loss - _median(loss))
+        spread = _SIGMA * float(np.median(gap)) if len(loss) > 3 else 0.0
+        apart = gap > _LOSS_APART * abs(_median(loss)) + _LOSS_SPREADS * spread
+        new = self._apart.window(apart, first)
+        typical = f"the median of the ranks is {_median(loss):.4g}"
+        return [
+            Report(
+                step, "health", rank, "loss", int(self._apart.since[rank]), 0.0,
+                f"Rank {rank}'s loss is {loss[rank]:.4g} where {typical}, since step {int(self._apart.since[rank])}.",
+            )
+            for rank in new
+        ]  # fmt: skip
+
+
+class _Lasting:
+    """What is so in how many windows in a row, for each rank; told once until it was not so for as many windows."""
+
+    def __init__(self, size: int) -> None:
+        self.windows = np.zeros(size, dtype=np.int64)
+        self.since = np.zeros(size, dtype=np.int64)
+        self.told = np.zeros(size, dtype=bool)
+        self._over = np.zeros(size, dtype=np.int64)
+
+    def window(self, so: npt.NDArray[np.bool_], first: int) -> list[int]:
+        """The ranks of which it is to be told after this window, which began after the step ``first``."""
+        self.since[so & (self.windows == 0)] = first
+        self.windows = np.where(so, self.windows + 1, 0)
+        self._over = np.where(so, 0, self._over + 1)
+        self.told &= self._over < LASTING
+        new = (self.windows >= LASTING) & ~self.told
+        self.told |= new
+        return [int(rank) for rank in np.flatnonzero(new)]
+
+
+class _Growth:
+    """Memory that grows from window to window."""
+
+    def __init__(self, size: int, what: str) -> None:
+        self._what = what
+        self._last = np.full(size, np.nan)
+        self._begin = np.zeros(size)
+        self._lasting = _Lasting(size)
+
+    def window(self, step: int, first: int, held: Floats) -> list[Report]:
+        with np.errstate(invalid="ignore"):
+            grows = held - self._last > np.maximum(_LEAST_GROWTH, _GROWTH * held)
+        self._begin = np.where(self._lasting.windows == 0, self._last, self._begin)
+        self._last = np.array(held)
+        told = int(self._lasting.told.sum())
+        new = self._lasting.window(grows, first)
+        if not new:
+            return []
+        everybody = len(held) > 1 and bool(grows.all())
+        if everybody and told:
+            return []
+        reports = []
+        for rank in new[:1] if everybody else new:
+            since = int(self._lasting.since[rank])
+            each = (held[rank] - self._begin[rank]) / max(1, step - since)
+            who = "Every rank's" if everybody else f"Rank {rank}'s"
+            text = f"{who} {self._what} grows by {each / 1e6:.3g} MB a step since step {since}."
+            reports.append(Report(step, "memory", None if everybody else rank, "memory", since, 0.0, text))
+        return reports
+
+
+def own_work(ranks: Mapping[str, Floats]) -> Floats:
+    """Seconds per step that each rank does not wait for others; NaN where that is not known."""
+    total: Floats = np.nan_to_num(ranks["input"]) + ranks["compute"]
+    return total
+
+
+def _median(values: Floats) -> float:
+    """The lower median: of two ranks the faster one is the measure."""
+    return float(np.sort(values)[(len(values) - 1) // 2])
+
+
+def _typical(values: list[float]) -> float:
+    return float(np.median(values)) if values else 0.0
+
+
+def _who(ranks: list[int], size: int) -> str:
+    return "All ranks" if len(ranks) == size > 1 else name_ranks(ranks).capitalize()
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def summary(values: Mapping[str, Floats], most: int = 64, shown: int = 32) -> dict[str, Any]:
+    """What a window's line says of its ranks: all of them, or the slowest ones and quantiles.
+
+    Args:
+        values: by name, each (size,); "step", "input" and "compute" are among them.
+        most: so many ranks are all shown.
+        shown: of more ranks, how many.
+    """
+    size = len(values["step"])
+    if size <= most:
+        return {name: _listed(one) for name, one in values.items()}
+    own = own_work(values)
+    slowest = np.sort(np.argsort(-np.where(np.isfinite(own), own, values["step"]), kind="stable")[:shown])
+    quantiles = {}
+    for name, one in values.items():
+        known = one[np.isfinite(one)]
+        quantiles[name] = _listed(np.quantile(known, (0, 0.25, 0.5, 0.75, 1))) if len(known) else None
+    return {
+        "rank": slowest.tolist(),
+        **{name: _listed(one[slowest]) for name, one in values.items()},
+        "quantiles": quantiles,
+    }
+
+
+def _listed(values: Floats) -> list[float | int | None]:
+    return [None if not np.isfinite(one) else int(one) if one > 1e6 else float(one) for one in values.tolist()]

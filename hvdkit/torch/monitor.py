@@ -1,0 +1,55 @@
+"""The run of a PyTorch training, while it trains; the inside of ``hvdkit.torch.Monitor``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hvdkit.steps import monitor
+from hvdkit.steps.topology import Topology
+from hvdkit.torch.exchange import EXCHANGES
+from hvdkit.torch.state import RANKS
+
+
+class Monitor(monitor.Monitor):
+    """Watches a loop while it trains; ``hvdkit.steps.monitor.Monitor`` says what it is given and what it raises."""
+
+    def _gather(self, words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+        return RANKS.aside(words, name)
+
+    def _held(self, value: Any) -> Any:
+        # What a GPU still computes is not waited for now.
+        return value.detach() if isinstance(value, torch.Tensor) and value.is_cuda else float(value)
+
+    def _parameters(self) -> Mapping[str, str]:
+        return {name: name for one in EXCHANGES for name in one.names()}
+
+    def _device_bytes(self) -> float:
+        return float(torch.cuda.memory_allocated()) if torch.cuda.is_available() else math.nan
+
+
+def begin_if_asked(world: Topology) -> None:
+    """The monitor of ``hvdkit launch --monitor``: it sees loops over ``record_steps``, else the optimizer's steps."""
+    monitor.begin_if_asked(Monitor, world)
+    if monitor.automatic() is not None:
+        _follow_optimizers()
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    """A loop with several optimizers takes one step when that of the first ``distribute`` does."""
+    found = monitor.automatic()
+    first = min(EXCHANGES, key=lambda one: one.number, default=None)
+    if found is not None and first is not None and first.optimizer() is optimizer:
+        found.stepped()

@@ -1,0 +1,220 @@
+"""hvdkit's Monitor on real ranks of each framework: what is planted on one rank is reported, and the history is right.
+
+What is planted is large: ranks share busy cores here, and no test decides by a few milliseconds.
+"""
+
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import on_ranks
+
+from hvdkit.steps import step_times
+from hvdkit.steps.history import read
+
+FEATURES, EVERY, WINDOWS = 4, 4, 5
+SLOW_S = 0.25
+"""Far above what sharing a core costs a step of these small models."""
+BYTES = 48 << 20
+
+
+def planted_on(world, what):
+    """What rank 1 does in (its input, its computation) of each step."""
+    held = []
+
+    def grow():
+        held.append(np.ones(BYTES // 8))
+
+    own = what if world.rank == 1 else ""
+    waits = {"input": lambda: time.sleep(SLOW_S), "memory": grow}.get(own, lambda: None)
+    return waits, (lambda: time.sleep(SLOW_S)) if own == "compute" else (lambda: None)
+
+
+def batches(wait):
+    for step in range(EVERY * WINDOWS):
+        wait()
+        yield np.full((2, FEATURES), step % 3, "float32"), np.ones((2, 1), "float32")
+
+
+def train_torch(hk, monitor, what, world, bad_step=0):
+    import torch
+
+    wait, compute = planted_on(world, what)
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 3), torch.nn.Linear(3, 1))
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.001), model)
+    hk.broadcast_state(model, optimizer)
+    for step, (x, y) in enumerate(monitor(batches(wait)) if monitor else hk.record_steps(batches(wait)), start=1):
+        optimizer.zero_grad()
+        compute()
+        loss = torch.nn.functional.mse_loss(model(torch.from_numpy(x)), torch.from_numpy(y))
+        if step >= bad_step > 0 and world.rank == 1:
+            loss = loss * math.nan
+        loss.backward()
+        optimizer.step()
+        if monitor:
+            monitor.log(loss=loss)
+
+
+def train_tensorflow(hk, monitor, what, world, bad_step=0):
+    import keras
+    import tensorflow as tf
+
+    wait, compute = planted_on(world, what)
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.001)
+    hk.broadcast_state(model, optimizer)
+
+    @tf.function
+    def train(x, y, factor):
+        tf.py_function(compute, [], [])
+        with hk.distribute(tf.GradientTape()) as tape:
+            loss = factor * tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+        return loss
+
+    for step, (x, y) in enumerate(monitor(batches(wait)) if monitor else hk.record_steps(batches(wait)), start=1):
+        factor = math.nan if step >= bad_step > 0 and world.rank == 1 else 1.0
+        loss = train(x, y, tf.constant(factor))
+        if monitor:
+            monitor.log(loss=loss)
+
+
+def train_keras(hk, monitor, what, world, bad_step=0):
+    import keras
+    import tensorflow as tf
+
+    wait, compute = planted_on(world, what)
+
+    class Slow(keras.layers.Layer):
+        def call(self, x):
+            if keras.backend.backend() == "tensorflow" and what == "compute":
+                with tf.control_dependencies([tf.py_function(compute, [], [])]):
+                    return tf.identity(x)
+            if keras.backend.backend() == "torch":
+                compute()
+            return x
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return EVERY * WINDOWS
+
+        def __getitem__(self, index):
+            wait()
+            factor = math.nan if index + 1 >= bad_step > 0 and world.rank == 1 else 1.0
+            return np.full((2, FEATURES), 1 + index % 3, "float32"), np.full((2, 1), factor, "float32")
+
+    layers = [keras.Input((FEATURES,)), Slow(), keras.layers.Dense(3), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(hk.distribute(keras.optimizers.SGD(0.001)), "mse")
+    callbacks = [hk.BroadcastState(), *([monitor] if monitor else [])]
+    model.fit(Batches(), epochs=1, verbose=0, shuffle=False, callbacks=callbacks)
+
+
+def train(hk, monitor, what, world, bad_step=0):
+    name = hk.__name__.rpartition(".")[2]
+    globals()[f"train_{name}"](hk, monitor, what, world, bad_step)
+
+
+def reports_of(directory):
+    return [line for line in read(Path(directory, "metrics.jsonl")) if line["kind"] == "report"]
+
+
+FRAMEWORKS = ("torch", "tensorflow", "keras", "keras-torch")
+
+
+@on_ranks(*FRAMEWORKS)
+@pytest.mark.parametrize("what", ["input", "compute", "memory"])
+def test_what_is_planted_on_a_rank_is_reported(hk, world, everyone, tmp_path, what):
+    told = []
+    with hk.Monitor(tmp_path / "run", world, every=EVERY, on_report=told.append) as monitor:
+        train(hk, monitor, what, world)
+    if world.is_root:
+        about = "memory" if what == "memory" else "straggler"
+        found = [one for one in reports_of(tmp_path / "run") if one["about"] == about]
+        assert [(one["rank"], one["cause"]) for one in found] == [(1, what)], found
+        assert found[0]["step"] <= EVERY * 4, "the first window counts as a beginning"
+        if what != "memory":
+            assert found[0]["cost"] > SLOW_S / 2
+        windows = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "window"]
+        assert [one["step"] for one in windows] == list(range(EVERY, EVERY * WINDOWS + 1, EVERY))
+        assert all(len(one["ranks"][name]) == 2 for one in windows for name in ("step", "input", "compute", "wait"))
+    seen = everyone([(one.step, one.text) for one in told])
+    assert seen[0] == seen[1] != [], "every rank is told the same"
+
+
+@on_ranks(*FRAMEWORKS)
+def test_a_gradient_that_is_not_finite_is_named_by_rank_and_step(hk, world, tmp_path):
+    with hk.Monitor(tmp_path / "run", world, every=EVERY) as monitor:
+        train(hk, monitor, "", world, bad_step=6)
+    if world.is_root:
+        found = [one for one in reports_of(tmp_path / "run") if "gradient" in one["text"]]
+        assert [(one["rank"], one["cause"], one["since"]) for one in found] == [(1, "nonfinite", 6)]
+        assert any(name in found[0]["text"] for name in ("weight", "kernel", "bias")), found[0]["text"]
+
+
+@on_ranks("torch", "tensorflow", "keras", "keras-torch", "keras-jax", n=3)
+def test_the_history_holds_the_means_of_all_ranks(hk, world, tmp_path):
+    with hk.Monitor(tmp_path / "run", world, every=2) as monitor:
+        for step, batch in enumerate(monitor([np.zeros((world.rank + 1, 2))] * 4)):
+            monitor.log(loss=float(step + len(batch)))
+    if world.is_root:
+        windows = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "window"]
+        mean = (1 * 1 + 2 * 2 + 3 * 3) / 6
+        assert [one["logs"]["loss"] for one in windows] == pytest.approx([mean + 0.5, mean + 2.5])
+        assert windows[0]["samples_per_s"] > 0
+
+
+@on_ranks("torch", "tensorflow", "keras", fresh=True)
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_monitor_without_touching_the_script(hk, world, tmp_path, marked):
+    os.environ.update(HVDKIT_MONITOR=str(tmp_path / "run"), HVDKIT_MONITOR_EVERY=str(EVERY))
+    hk.init()
+    if not marked:
+        hk.record_steps = lambda batches: batches
+    train(hk, None, "compute", world)
+    for one in list(step_times.MONITORS):
+        one.close()
+    if world.is_root:
+        lines = read(tmp_path / "run" / "metrics.jsonl")
+        assert [line["step"] for line in lines if line["kind"] == "window"] == list(range(EVERY, 21, EVERY))
+        found = [(one.get("about"), one.get("rank"), one.get("cause")) for one in lines if one["kind"] == "report"]
+        if marked or not hk.__name__.endswith("tensorflow"):  # there nobody says what is waiting
+            assert found == [("straggler", 1, "compute")]
+
+
+@on_ranks("keras")
+def test_a_fit_that_is_resumed_goes_on_in_its_history(hk, world, tmp_path):
+    import keras
+
+    data = hk.shard((np.zeros((16, FEATURES), "float32"), np.zeros((16, 1), "float32")), world, 2)
+    for epochs in (1, 2):
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        model.compile(hk.distribute(keras.optimizers.SGD(0.001)), "mse")
+        with hk.Monitor(tmp_path / "run", world, every=2) as monitor:  # before the callback that restores
+            callbacks = [hk.BroadcastState(), monitor, hk.Checkpoint(tmp_path / "saved")]
+            model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+    if world.is_root:
+        lines = read(tmp_path / "run" / "metrics.jsonl")
+        assert [line["step"] for line in lines if line["kind"] == "window"] == [2, 4, 6, 8]
+        assert [line["step"] for line in lines if line["kind"] == "start"] == [0, 4]
+
+
+def say_and_fail(hk, world, tmp_path):
+    with hk.Monitor(tmp_path / "run", world, every=2) as monitor:
+        for step, _ in enumerate(monitor(range(100))):
+            if step == 7 and world.rank == 1:
+                raise ValueError("rank 1 has failed")
+            hk.average_metrics({"a": 1.0}, world)
+
+
+def test_a_rank_that_fails_ends_the_job_and_leaves_a_valid_history(run_job, tmp_path):
+    said = run_job("torch", say_and_fail, fails=True, tmp_path=tmp_path)
+    assert "rank 1 has failed" in said
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "window"] in ([2, 4], [2, 4, 6])
+    assert lines[-1]["kind"] == "window"

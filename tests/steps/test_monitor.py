@@ -1,0 +1,219 @@
+"""steps/monitor.py in a job of one process; tests/parallel/test_monitor.py has several, in each framework."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import monitor, step_times
+from hvdkit.steps.history import read
+from hvdkit.steps.topology import Topology
+
+WORLD = Topology(0, 1)
+
+
+class Monitor(monitor.Monitor):
+    def _gather(self, words, name):
+        raise AssertionError("a process alone asks nobody")
+
+
+class Tracker:
+    def __init__(self):
+        self.said = []
+
+    def log(self, step, values):
+        self.said.append((step, values))
+
+    def report(self, text):
+        self.said.append(text)
+
+    def close(self):
+        self.said.append("closed")
+
+
+@pytest.fixture(autouse=True)
+def no_step_was_restored(monkeypatch):
+    monkeypatch.setattr(step_times, "restored_step", 0)
+
+
+def train(monitor, steps, loss=1.0):
+    for number, _ in enumerate(monitor([np.zeros((4, 2))] * steps)):
+        monitor.log(loss=loss + number)
+
+
+def test_the_history_of_a_loop(tmp_path):
+    tracker = Tracker()
+    with Monitor(tmp_path, WORLD, every=3, trackers=[tracker], epochs=2) as watching:
+        train(watching, 4)
+        train(watching, 4, loss=10.0)
+    start, *windows, end = read(tmp_path / "metrics.jsonl")
+    assert (start["kind"], start["step"], start["steps"], start["epochs"], start["world_size"]) == ("start", 0, 8, 2, 1)
+    assert [(one["step"], one["epoch"], one["steps"]) for one in windows] == [(3, 0, 3), (6, 1, 3), (8, 1, 2)]
+    assert [one["logs"]["loss"] for one in windows] == pytest.approx([2.0, (4 + 10 + 11) / 3, 12.5])
+    assert (end["kind"], end["step"]) == ("end", 8)
+    ranks = windows[0]["ranks"]
+    assert set(ranks) == {"step", "input", "compute", "wait", "rss", "device"}
+    assert ranks["step"][0] == pytest.approx(ranks["input"][0] + ranks["compute"][0]) and ranks["wait"] == [0]
+    assert ranks["rss"][0] > 1e6 and ranks["device"] == [None]
+    assert windows[0]["samples_per_s"] > 0
+    assert [one[0] for one in tracker.said[:-1]] == [3, 6, 8] and tracker.said[-1] == "closed"
+    assert tracker.said[0][1]["loss"] == 2.0 and "grad_norm" not in tracker.said[0][1]
+    assert step_times.MONITORS == []
+
+
+def test_the_mean_is_weighted_by_samples(tmp_path):
+    with Monitor(tmp_path, WORLD, every=2) as watching:
+        for batch in watching([np.zeros((3, 1)), np.zeros((1, 1))]):
+            watching.log(loss=float(len(batch)))
+    assert read(tmp_path / "metrics.jsonl")[1]["logs"] == {"loss": 2.5}
+
+
+def test_where_the_time_goes(tmp_path):
+    def slow():
+        for _ in range(2):
+            time.sleep(0.1)
+            yield {"x": np.zeros((5, 1))}
+
+    with Monitor(tmp_path, WORLD, every=2) as watching:
+        for _ in watching(slow()):
+            time.sleep(0.05)
+            watching.ready()
+            time.sleep(0.2)
+            watching.arrived()
+    ranks = read(tmp_path / "metrics.jsonl")[1]["ranks"]
+    assert ranks["input"][0] >= 0.1 and ranks["compute"][0] >= 0.05 and ranks["wait"][0] >= 0.2
+    assert ranks["compute"][0] < ranks["step"][0] - 0.29
+
+
+def test_a_training_that_goes_on_writes_into_the_same_history(tmp_path):
+    with Monitor(tmp_path, WORLD, every=2) as watching:
+        train(watching, 6)
+    step_times.restored(4)
+    with Monitor(tmp_path, WORLD, every=2) as watching:
+        train(watching, 4)
+        step_times.saved(8)
+    with Monitor(tmp_path, WORLD, every=2, step=8) as watching:
+        train(watching, 1)
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [one["step"] for one in lines if one["kind"] == "window"] == [2, 4, 6, 8, 9]
+    assert [one["step"] for one in lines if one["kind"] == "start"] == [0, 4, 8]
+    assert [one["step"] for one in lines if one["kind"] == "checkpoint"] == [8]
+    assert len(read(tmp_path / "metrics.1.jsonl")) == 5
+
+
+def test_what_is_done_with_a_report(tmp_path, capfd):
+    told, tracker = [], Tracker()
+    with Monitor(tmp_path / "a", WORLD, every=5, trackers=[tracker], on_report=told.append) as watching:
+        train(watching, 10, loss=math.nan)
+    (report,) = told
+    assert (report.about, report.cause, report.since, report.rank) == ("health", "nonfinite", 1, 0)
+    assert "Rank 0: a logged value is not finite in step 1." in tracker.said
+    assert "hvdkit monitor: Rank 0: a logged value" in capfd.readouterr().err
+    (line,) = [one for one in read(tmp_path / "a" / "metrics.jsonl") if one["kind"] == "report"]
+    assert (line["about"], line["rank"], line["cause"], line["since"], line["cost"]) == ("health", 0, "nonfinite", 1, 0)
+    out = tmp_path / "out.json"
+    code = f"import os, pathlib; pathlib.Path({str(out)!r}).write_text(os.environ['HVDKIT_REPORT'])"
+    with Monitor(tmp_path / "b", WORLD, every=5, on_report=[sys.executable, "-c", code]) as watching:
+        train(watching, 5, loss=math.inf)
+    deadline = time.monotonic() + 120
+    while not (out.exists() and out.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert json.loads(out.read_text())["cause"] == "nonfinite"
+
+
+def test_gradients_that_are_not_finite_are_named_when_it_lasts(tmp_path):
+    class Named(Monitor):
+        def _parameters(self):
+            return {"dense": "dense.weight"}
+
+    with Named(tmp_path, WORLD, every=5) as watching:
+        for step, _ in enumerate(watching(range(20)), start=1):
+            if step in (4, 5) or step > 12:  # two in a row: what a scaler of half precision leaves out
+                step_times.looked("dense", math.inf)
+            if step_times.wants_norm():
+                step_times.tell_norm(2.0)
+    lines = read(tmp_path / "metrics.jsonl")
+    (report,) = [one for one in lines if one["kind"] == "report"]
+    assert report["text"] == "Rank 0: the gradient of dense.weight is not finite in step 13."
+    assert (report["since"], report["step"]) == (13, 15)
+    assert [one["grad_norm"] for one in lines if one["kind"] == "window"] == [2.0] * 4
+
+
+def test_a_check_every_few_windows(tmp_path):
+    done = []
+    with Monitor(tmp_path, WORLD, every=2, check=lambda: done.append(watching.step), check_every=3) as watching:
+        train(watching, 20)
+    assert done == [6, 12, 18]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 0}, "every must be an integer >= 1"),
+        ({"step": -1}, "step must be an integer >= 0"),
+        ({"trackers": "mlflow"}, "trackers must be a list"),
+        ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
+        ({"on_report": 3}, "on_report must be a function or a command, got 3"),
+    ],
+)
+def test_wrong_arguments(tmp_path, options, said):
+    with pytest.raises(InvalidArgumentError, match=said):
+        Monitor(tmp_path, WORLD, **options)
+    assert step_times.MONITORS == []
+
+
+def test_what_cannot_be_logged(tmp_path):
+    with Monitor(tmp_path, WORLD) as watching:
+        with pytest.raises(InvalidArgumentError, match="log takes numbers, got loss='x'"):
+            watching.log(loss="x")
+        with pytest.raises(InvalidArgumentError, match="log takes 16 names at most, got 'n16'"):
+            watching.log(**{f"n{number}": number for number in range(17)})
+
+
+def test_a_tracker_that_fails_ends_no_training(tmp_path):
+    class Failing(Tracker):
+        def log(self, step, values):
+            raise OSError("disk full")
+
+    with (
+        Monitor(tmp_path, WORLD, every=2, trackers=[Failing()]) as watching,
+        pytest.warns(UserWarning, match="disk full"),
+    ):
+        train(watching, 2)
+        watching.close()
+    assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
+
+
+PROGRAM = """
+import sys, time
+sys.path[:0] = [{here!r}]
+from test_monitor import Monitor, WORLD
+watching = Monitor({directory!r}, WORLD, every=5, step=int(sys.argv[1]))
+for _ in watching(range(100000)):
+    watching.log(loss=1.0)
+    time.sleep(0.001)
+"""
+
+
+def test_a_job_that_is_killed_leaves_a_valid_history_which_goes_on(tmp_path):
+    program = PROGRAM.format(here=str(Path(__file__).parent), directory=str(tmp_path))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    path, step = tmp_path / "metrics.jsonl", 0
+    for _ in range(3):
+        job = subprocess.Popen([sys.executable, "-c", program, str(step)], env=environment)
+        deadline = time.monotonic() + 240
+        while len(read(path)) < step // 5 + 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+        steps = [one["step"] for one in read(path) if one["kind"] == "window"]
+        assert steps == list(range(5, steps[-1] + 1, 5)) and steps[-1] > step
+        step = steps[-1] - 5

@@ -1,0 +1,160 @@
+"""steps/stragglers.py: what is planted is reported within three windows, what is noise is not."""
+
+import numpy as np
+import pytest
+
+from hvdkit.steps.stragglers import Scores, summary
+
+MB = float(1 << 20)
+
+
+class Job:
+    """Windows of 50 steps of a healthy job, to which a test adds what it plants."""
+
+    def __init__(self, size, per_host=4, compute=0.1, seed=0):
+        self.size, self.step, self.compute = size, 0, compute
+        self.scores = Scores([f"n{rank // per_host}" for rank in range(size)])
+        self.noise = np.random.default_rng(seed)
+        self.rss = np.full(size, 500 * MB)
+
+    def window(self, seconds=10.0, loss=None, **planted):
+        self.step += 50
+        ranks = {
+            "input": self.noise.normal(1e-3, 1e-5, self.size),
+            "compute": self.noise.normal(self.compute, self.compute / 100, self.size),
+        }
+        for name, (at, more) in planted.items():
+            if name in ranks:
+                ranks[name][at] += more
+        own = ranks["input"] + ranks["compute"]
+        ranks["wait"] = own.max() - own + 0.002
+        ranks["step"] = own + ranks["wait"]
+        if "memory" in planted:
+            self.rss[planted["memory"][0]] += planted["memory"][1]
+        ranks.update(rss=self.rss.copy(), device=np.full(self.size, np.nan))
+        if loss is not None:
+            ranks["loss"] = np.asarray(loss, float)
+        return self.scores.window(self.step, 50, seconds, ranks)
+
+    def windows(self, count, **planted):
+        return [report for _ in range(count) for report in self.window(**planted)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 200])
+@pytest.mark.parametrize(("cause", "more"), [("input", 0.02), ("compute", 0.02)])
+def test_a_rank_that_becomes_slow_is_reported_once_within_three_windows(size, cause, more):
+    job = Job(size, per_host=1)
+    assert job.windows(5) == []
+    (report,) = job.windows(3, **{cause: (1, more)})
+    assert (report.about, report.rank, report.cause, report.since, report.step) == ("straggler", 1, cause, 250, 400)
+    assert report.cost == pytest.approx(more, rel=0.3)
+    assert "Rank 1 on n1" in report.text and "since step 250" in report.text and "times its own past" in report.text
+    assert job.windows(10, **{cause: (1, more)}) == []
+    assert job.windows(3) == []
+    assert [one.rank for one in job.windows(3, **{cause: (1, more)})] == [1], "it was over, and is there again"
+
+
+def test_a_slow_host_is_one_report():
+    job = Job(16)
+    job.windows(3)
+    (report,) = job.windows(4, compute=(slice(4, 8), 0.05))
+    assert report.rank is None
+    assert report.text.startswith("Host n1 (ranks 4-7) computes 50")
+
+
+def test_what_lasts_two_windows_is_noise():
+    job = Job(4)
+    for _ in range(5):
+        assert job.windows(2, compute=(2, 0.1)) == []
+        assert job.windows(1) == []
+
+
+def test_a_job_whose_ranks_are_all_slower_than_they_were():
+    job = Job(4)
+    assert job.windows(20, seconds=120.0) == []
+    (report,) = job.windows(4, seconds=120.0, compute=(slice(None), 0.05))
+    assert (report.about, report.rank, report.cause, report.since) == ("slowdown", None, "compute", 1000)
+    assert report.cost == pytest.approx(0.05, rel=0.1)
+    assert job.windows(9, seconds=120.0, compute=(slice(None), 0.05)) == []
+    assert Job(4).windows(30, seconds=0.1, compute=(slice(None), 0.05)) == [], "it was never faster"
+
+
+def test_a_straggler_is_no_slowdown_of_all():
+    job = Job(4)
+    job.windows(20, seconds=120.0)
+    assert [one.about for one in job.windows(10, seconds=120.0, input=(3, 0.2))] == ["straggler"]
+
+
+def test_memory_that_grows():
+    job = Job(3)
+    job.windows(3)
+    (report,) = job.windows(6, memory=(2, 50 * MB))
+    assert (report.about, report.rank, report.cause, report.since, report.step) == ("memory", 2, "memory", 150, 300)
+    assert "grows by 1.05 MB a step since step 150" in report.text
+    job = Job(3)
+    (report,) = job.windows(6, memory=(slice(None), 50 * MB))
+    assert report.rank is None
+    assert report.text.startswith("Every rank's memory grows")
+    assert Job(3).windows(9, memory=(2, MB)) == []
+
+
+def test_a_loss_that_parts_from_the_others():
+    job = Job(4)
+    assert job.windows(3, loss=[1.0, 1.1, 0.9, 1.2]) == []
+    (report,) = job.windows(4, loss=[1.0, 1.1, 0.9, 7.0])
+    assert (report.about, report.rank, report.cause) == ("health", 3, "loss")
+
+
+def test_the_first_rank_with_a_number_that_is_not_finite_is_named():
+    scores = Scores(["n0"] * 4)
+    (report,) = scores.nonfinite(50, "gradient", {0: 42, 2: 41, 3: 42}, "the gradient of dense.weight")
+    assert (report.rank, report.cause, report.since) == (2, "nonfinite", 41)
+    assert report.text == "Rank 2: the gradient of dense.weight is not finite in step 41."
+    assert scores.nonfinite(100, "gradient", {1: 99}, "the gradient of dense.weight") == []
+    (report,) = scores.nonfinite(50, "loss", {0: 7, 1: 7, 2: 7, 3: 7}, "the loss")
+    assert report.rank is None and report.text.startswith("All ranks: ")
+
+
+def test_ranks_of_which_nobody_knows_when_they_wait():
+    scores = Scores(["n0", "n1"])
+    unknown = np.full(2, np.nan)
+    for step in range(50, 2000, 50):
+        ranks = dict.fromkeys(("input", "compute", "wait", "rss", "device"), unknown) | {"step": np.array([0.1, 0.1])}
+        assert scores.window(step, 50, 100.0, ranks) == []
+    ranks["step"] = np.array([0.2, 0.2])
+    assert [one.about for step in range(2000, 2200, 50) for one in scores.window(step, 50, 100.0, ranks)] == [
+        "slowdown"
+    ]
+
+
+def test_healthy_ranks_with_heavy_tails_bring_few_reports():
+    """1,000 ranks whose steps have stalls of a Pareto distribution without a variance: docs/monitor.md has more."""
+    noise = np.random.default_rng(3)
+    scores = Scores([f"n{rank // 8}" for rank in range(1000)])
+    reports = []
+    for window in range(200):
+        stalls = 0.01 * noise.pareto(1.5, (1000, 50)).mean(axis=1)
+        compute = noise.normal(0.1, 0.002, 1000) + stalls
+        zeros = np.zeros(1000)
+        wait = compute.max() - compute
+        ranks = {
+            "step": compute + wait,
+            "input": zeros,
+            "compute": compute,
+            "wait": wait,
+            "rss": zeros,
+            "device": zeros,
+        }
+        reports += scores.window(50 * window + 50, 50, 6.0, ranks)
+    assert len(reports) <= 1
+
+
+def test_of_many_ranks_a_line_shows_the_slowest_and_quantiles():
+    compute = np.arange(100.0)
+    values = {"step": compute, "input": np.zeros(100), "compute": compute, "wait": np.full(100, np.nan)}
+    said = summary(values)
+    assert said["rank"] == list(range(68, 100)) and said["step"] == list(compute[68:])
+    assert said["quantiles"]["step"] == [0, 24.75, 49.5, 74.25, 99]
+    assert said["quantiles"]["wait"] is None and said["wait"] == [None] * 32
+    few = summary({name: one[:3] for name, one in values.items()})
+    assert few == {"step": [0, 1, 2], "input": [0, 0, 0], "compute": [0, 1, 2], "wait": [None] * 3}

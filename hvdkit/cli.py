@@ -31,6 +31,7 @@ FLOORS = {
     "A job": {
         "launch": ("hvdkit.run.launch.cli:launch", "Start a training script on N processes."),
         "job": ("hvdkit.run.job.cli:job", "Write a batch script that starts one on several hosts."),
+        "watch": ("hvdkit.run.watch.cli:watch", "Show a training while it runs: progress, speed, slow ranks."),
         "tune": ("hvdkit.run.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
     },
     "How fast, how big": {

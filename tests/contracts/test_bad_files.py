@@ -24,6 +24,7 @@ READS = {
     "check": [["check", "BAD"]],
     "launch": [["launch", "-n", "2", "--dry-run", option, "BAD", *JOB] for option in ("--hostfile", "--tuned")],
     "job": [[*SHEET, "--site", "BAD", *JOB]],
+    "watch": [["watch", "BAD"]],
     "tune": [["tune", "-n", "2", "--hostfile", "BAD", *JOB]],
     "bench scaling": [["bench", "scaling", "-n", "2", "-o", "r.json", "--hostfile", "BAD", *JOB]],
     "bench show": [["bench", "show", "BAD"]],
@@ -56,7 +57,7 @@ READS = {
 """Command lines by command; BAD is the file that is none."""
 NOT_READ = {
     "-o", "--output", "--json", "--plot", "--size-plot", "--report", "--autotune-log", "--mpi-profile",
-    "--torch-profile", "--stall-dir", "--explain-dir", "--host-discovery-script",
+    "--torch-profile", "--stall-dir", "--explain-dir", "--host-discovery-script", "--html", "--monitor",
 }  # fmt: skip
 """Parameters that name what is written, or run: these have tests of their own."""
 WRITTEN = {("launch", "--timeline"), ("install", "--wheel"), ("examples copy", "directory")}

@@ -1,0 +1,259 @@
+"""Where a training's numbers go beside its history: libraries that track experiments, Prometheus, a line of progress.
+
+Each library writes with its own code, is imported when it is asked for, and is used by the root alone. A job that is
+resumed in the same directory goes on in the same run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.steps.progress import Progress
+
+
+class Tracker(Protocol):
+    """What ``hk.Monitor`` tells its windows to."""
+
+    def begin(self, step: int, steps: int | None = None) -> None:
+        """A job begins after ``step`` steps of a training of ``steps`` (None: not known)."""
+        ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Finite numbers of the window that ends with ``step``, by name."""
+        ...
+
+    def report(self, text: str) -> None:
+        """A sentence about what is wrong."""
+        ...
+
+    def close(self) -> None:
+        """No more follows."""
+        ...
+
+
+def tracker(name: str, directory: str | os.PathLike[str]) -> Tracker:
+    """A tracker of this name.
+
+    Args:
+        name: "tensorboard", "mlflow", "wandb", "prometheus" or "progress".
+        directory: of the run; its name is the run's name.
+    Raises:
+        InvalidArgumentError: there is none of this name.
+        MissingFrameworkError: its library is not installed.
+    """
+    kinds: dict[str, Callable[[Path], Tracker]] = {
+        "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "prometheus": Prometheus,
+        "progress": lambda _: Progress(),
+    }  # fmt: skip
+    if name not in kinds:
+        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(kinds)}.")
+    path = Path(directory).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    return kinds[name](path)
+
+
+def _import(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingFrameworkError(
+            f"the tracker {extra!r} needs {module.partition('.')[0]}, which cannot be imported ({error}); "
+            f"pip install 'hvdkit[{extra}]'."
+        ) from error
+
+
+def _same_id(file: Path, new: Callable[[], str]) -> str:
+    """The id that a run of this directory had before, else a new one, which is kept."""
+    if file.is_file() and (known := file.read_text(encoding="utf-8").strip()):
+        return known
+    made = new()
+    file.write_text(f"{made}\n", encoding="utf-8")
+    return made
+
+
+class TensorBoard:
+    """Writes event files to ``tensorboard/``; what an earlier job wrote of later steps is no longer shown.
+
+    By the library's record writer, since its summary writer imports all of TensorFlow where that is installed.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._events = _import("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summaries = _import("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        self._text = _import("tensorboard.plugins.text.summary_v2", "tensorboard").text_pb
+        records = _import("tensorboard.summary.writer.record_writer", "tensorboard")
+        folder = directory / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010}.{socket.gethostname()}.{os.getpid()}.hvdkit"
+        self._writer = records.RecordWriter((folder / name).open("ab"))
+        self._step = 0
+        self._write(file_version="brain.Event:2")
+
+    def begin(self, step: int, _steps: int | None = None) -> None:
+        """See ``Tracker``."""
+        self._step = step
+        started = self._events.SessionLog(status=self._events.SessionLog.START)
+        self._write(step=step + 1, session_log=started)  # TensorBoard forgets what earlier files hold from here on
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        self._step = step
+        scalars = [self._summaries.Summary.Value(tag=name, simple_value=one) for name, one in values.items()]
+        self._write(step=step, summary=self._summaries.Summary(value=scalars))
+
+    def report(self, text: str) -> None:
+        """See ``Tracker``."""
+        self._write(step=self._step, summary=self._text("reports", text))
+
+    def close(self) -> None:
+        """See ``Tracker``."""
+        self._writer.close()
+
+    def _write(self, **fields: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), **fields)
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+
+
+class MLflow:
+    """A run in ``MLFLOW_TRACKING_URI``, else in ``mlflow.db`` beside the history; reports are its description.
+
+    Args:
+        directory: of the run; ``mlflow-run`` in it holds the run's id.
+    """
+
+    _NOTE = "mlflow.note.content"
+
+    def __init__(self, directory: Path) -> None:
+        mlflow = _import("mlflow", "mlflow")
+        self._metric = _import("mlflow.entities", "mlflow").Metric
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory / 'mlflow.db'}"
+        if uri.startswith("sqlite:"):
+            _import("alembic", "mlflow")  # brings SQLAlchemy; neither comes with mlflow-skinny
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        self._run = _same_id(directory / "mlflow-run", lambda: self._new(directory))
+        self._client.update_run(self._run, status="RUNNING")
+
+    def _new(self, directory: Path) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        return str(self._client.create_run(experiment, run_name=directory.name).info.run_id)
+
+    def begin(self, step: int, steps: int | None = None) -> None:
+        """See ``Tracker``."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        now = time.time_ns() // 10**6
+        metrics = [self._metric(name, one, now, step) for name, one in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def report(self, text: str) -> None:
+        """See ``Tracker``."""
+        before = self._client.get_run(self._run).data.tags.get(self._NOTE, "")
+        self._client.set_tag(self._run, self._NOTE, f"{before}- {text}\n")
+
+    def close(self) -> None:
+        """See ``Tracker``."""
+        self._client.set_terminated(self._run)
+
+
+class WandB:
+    """A run of Weights & Biases, offline unless ``WANDB_MODE`` says otherwise; ``wandb sync`` uploads it.
+
+    Args:
+        directory: of the run; ``wandb-run`` in it holds the run's id.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        wandb = _import("wandb", "wandb")
+        mode = os.environ.get("WANDB_MODE", "offline")
+        own = _same_id(directory / "wandb-run", lambda: uuid.uuid4().hex[:8])
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "hvdkit"), name=directory.name, id=own, dir=str(directory),
+            mode=mode, resume=None if mode == "offline" else "allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+
+    def begin(self, step: int, steps: int | None = None) -> None:
+        """See ``Tracker``."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        self._run.log(dict(values), step=step)
+
+    def report(self, text: str) -> None:
+        """See ``Tracker``."""
+        self._run.alert("hvdkit", text)
+
+    def close(self) -> None:
+        """See ``Tracker``."""
+        self._run.finish()
+
+
+class Prometheus:
+    """Writes ``metrics.prom`` for the textfile collector of a node exporter, whole or not at all.
+
+    Args:
+        directory: of the run; its name is the label ``run``.
+    Source: Prometheus, text-based exposition format 0.0.4.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "metrics.prom"
+        self._label = f'run="{_escaped(directory.name)}"'
+        self._step, self._steps, self._reports = 0, 0, 0
+        self._values: dict[str, float] = {}
+
+    def begin(self, step: int, steps: int | None = None) -> None:
+        """See ``Tracker``."""
+        self._step, self._steps = step, steps or 0
+        self._write()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See ``Tracker``."""
+        self._step, self._values = step, dict(values)
+        self._write()
+
+    def report(self, _text: str) -> None:
+        """See ``Tracker``."""
+        self._reports += 1
+        self._write()
+
+    def close(self) -> None:
+        """See ``Tracker``."""
+        self._write()
+
+    def _write(self) -> None:
+        rows = [
+            ("step", "gauge", "Steps that are done.", self._step),
+            ("steps", "gauge", "Steps of the whole training, 0 where that is not known.", self._steps),
+            ("reports_total", "counter", "What was wrong in a lasting way since this job began.", self._reports),
+            ("time_seconds", "gauge", "When this was written, in seconds since 1970.", round(time.time(), 3)),
+        ]
+        text = "".join(
+            f"# HELP hvdkit_{name} {help_}\n# TYPE hvdkit_{name} {kind}\nhvdkit_{name}{{{self._label}}} {value}\n"
+            for name, kind, help_, value in rows
+        )
+        text += "# HELP hvdkit_value What the training said of the last window.\n# TYPE hvdkit_value gauge\n"
+        for name, value in self._values.items():
+            text += f'hvdkit_value{{{self._label},name="{_escaped(name)}"}} {value!r}\n'
+        fresh = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(self._file)
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

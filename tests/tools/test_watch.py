@@ -1,0 +1,326 @@
+"""hvdkit watch: what it shows of histories as a monitor writes them.
+
+``python tests/tools/test_watch.py`` draws docs/watch.svg again.
+"""
+
+import itertools
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hvdkit import cli
+from hvdkit.run.watch import page, view
+from hvdkit.run.watch.history import Reader
+from hvdkit.run.watch.results import look
+from hvdkit.steps.progress import span_text
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "watch"
+PICTURE = ROOT / "docs" / "watch.svg"
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
+<style>
+.{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: {char_height}px;
+  line-height: {line_height}px; }}
+.{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: system-ui, sans-serif; }}
+{styles}
+</style>
+<defs><clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
+{lines}</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">{backgrounds}
+<g class="{unique_id}-matrix">{matrix}</g></g>
+</svg>
+"""
+"""Rich's own loads its font from the network."""
+
+
+def window(step, *, steps=50, time=None, **fields):
+    ranks = {"step": [0.05, 0.05], "input": [0.01, 0.01], "compute": [0.03, 0.02], "wait": [0.01, 0.02]}
+    ranks |= {"rss": [1e9, 1.2e9], "device": [None, None]}
+    line = {"kind": "window", "time": 1000 + step / 20 if time is None else time, "step": step, "epoch": 0}
+    return line | {"steps": steps, "samples_per_s": 640.0, "logs": {"loss": 1 / step}, "ranks": ranks} | fields
+
+
+def start(step=0, time=1000.0, **fields):
+    return {"kind": "start", "schema": 1, "time": time, "world_size": 2, "step": step, "steps": 400} | fields
+
+
+def history(folder, *lines):
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def seen_of(folder, now=1010.0):
+    reader = Reader(folder)
+    return look(reader.read(), str(reader.path), now)
+
+
+def shown(folder, width=80, now=1010.0):
+    reader = Reader(folder)
+    run = reader.read()
+    return [line.plain for line in view.lines(look(run, "runs/digits/metrics.jsonl", now), run.windows, width)]
+
+
+def test_progress_pace_and_time_left(tmp_path):
+    history(
+        tmp_path,
+        start(epochs=4),
+        window(50),
+        window(100),
+        window(150),
+        {"kind": "checkpoint", "time": 1006, "step": 100},
+    )
+    seen = seen_of(tmp_path)
+    assert (seen.step, seen.steps, seen.share) == (150, 400, 0.375)
+    assert seen.step_s == pytest.approx(0.05) and seen.left_s == pytest.approx(250 * 0.05)
+    assert (seen.state, seen.checkpoint_step, seen.world_size) == ("running", 100, 2)
+    text = "\n".join(shown(tmp_path))
+    assert "step 150/400  epoch 1/4  38%  12 s left" in text and "checkpoint of step 100, 4 s ago" in text
+
+
+def test_the_slowest_rank_by_its_own_time_comes_first(tmp_path):
+    ranks = window(50)["ranks"] | {"compute": [0.02, 0.09], "wait": [0.07, 0.0], "step": [0.1, 0.1]}
+    history(tmp_path, start(), window(50, ranks=ranks))
+    seen = seen_of(tmp_path)
+    assert [one.rank for one in seen.ranks] == [1, 0]
+    assert seen.ranks[0].own_s == pytest.approx(0.1)
+    assert [view.heat(seen, one)[0] for one in seen.ranks] == ["█", "░"]  # 0.1 and 0.03 around their median of 0.065
+
+
+def test_of_many_ranks_the_file_names_the_slowest(tmp_path):
+    ranks = window(50)["ranks"] | {"rank": [7, 900], "quantiles": {"step": [0.1] * 5, "device": None}}
+    history(tmp_path, start(world_size=1000), window(50, ranks=ranks))
+    assert [one.rank for one in seen_of(tmp_path).ranks] == [7, 900]
+    assert any("and 998 more" in line for line in shown(tmp_path))
+
+
+def test_a_resumed_job_takes_no_step_twice(tmp_path):
+    history(tmp_path, start(), window(50), window(100), window(150), start(100, time=2000.0),
+            window(150, time=2005.0), {"kind": "end", "time": 2006.0, "step": 150})  # fmt: skip
+    seen = seen_of(tmp_path, now=9000.0)
+    assert (seen.jobs, seen.step, seen.state) == (2, 150, "ended")
+    assert [one.step for one in Reader(tmp_path).read().windows] == [50, 100, 150]
+    assert seen.step_s == pytest.approx(5 / 50), "of the newest job, without the time between both"
+
+
+def test_no_news_is_said(tmp_path):
+    history(tmp_path, start(), window(50), window(100))
+    assert seen_of(tmp_path, now=1030.0).state == "running"
+    assert "silent: no news for 33 min" in " ".join(shown(tmp_path, now=3000.0))
+
+
+def test_a_line_that_is_being_written_is_left_for_later(tmp_path):
+    file = history(tmp_path, start(), window(50))
+    reader = Reader(tmp_path)
+    whole = f"{json.dumps(window(100))}\n"
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        with file.open("a") as out:
+            out.write(whole[:cut])
+        assert reader.read().step == 50
+        with file.open("r+") as out:
+            out.truncate(file.stat().st_size - cut)
+    with file.open("a") as out:
+        out.write(whole)
+    assert reader.read().step == 100
+    other = tmp_path / "other"
+    other.write_text(f"{json.dumps(start(70))}\n")
+    other.replace(file)
+    assert reader.read().step == 70, "a history that was begun again is another file"
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([window(50)], "begins with window"),
+        ([start(schema=2)], "schema 2"),
+        ([start(), {"kind": "window", "time": 1}], "line 2: Object missing required field"),
+        ([start(), window(50, ranks=window(50)["ranks"] | {"wait": [1.0]})], "lists of different lengths"),
+        ([start(world_size=0)], "line 1: Expected `int` >= 1"),
+        ([], "no complete line"),
+    ],
+)
+def test_what_is_no_history_is_one_sentence(tmp_path, capsys, lines, says):
+    history(tmp_path, *lines)
+    assert cli.run(["watch", str(tmp_path), "--once"]) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_kinds_of_later_versions_are_passed_over(tmp_path):
+    history(tmp_path, start(later=1), {"kind": "later", "time": "x"}, window(50))
+    assert seen_of(tmp_path).step == 50
+
+
+def test_json_says_what_the_view_says(tmp_path, capsys):
+    history(tmp_path, start(), window(50))
+    assert cli.run(["watch", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["kind"], told["step"], told["logs"]) == ("watch", 50, {"loss": 0.02})
+    assert [one["rank"] for one in told["ranks"]] == [0, 1]
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(-1e300, 1e300)), min_size=1, max_size=40),
+    st.text(min_size=1, max_size=30),
+    st.integers(20, 200),
+)
+def test_no_line_is_wider_than_the_terminal_and_none_obeys_a_name(tmp_path_factory, values, name, width):
+    folder = tmp_path_factory.mktemp("run")
+    lines = [window(50 * at, logs={name: one}, grad_norm=one) for at, one in enumerate(values, 1)]
+    report = {"kind": "report", "time": 1, "step": 50, "about": name, "cause": name, "text": f"\x1b[2J{name}"}
+    history(folder, start(), *lines, report)
+    console = Console(width=width, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    reader = Reader(folder)
+    run = reader.read()
+    seen = look(run, str(reader.path), 1010.0)
+    for line in view.lines(seen, run.windows, width):
+        assert line.cell_len <= width
+        assert line.plain.isprintable()
+        console.print(line)
+    for line in view.plain(view.lines(seen, run.windows, width)):
+        assert line.plain.isascii()
+    assert "\x1b" not in page.page(seen, run.windows)
+
+
+def test_the_plain_view_of_a_file(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert cli.run(["watch", str(DATA), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    assert "Ranks, slowest first: █▒" in text and re.search(r"^ +6 +54\.2 ms +1\.61× +23\.1 ms", text, re.MULTILINE)
+    assert "step 1350  Rank 6 waits for its input" in text
+
+
+def test_without_a_terminal_each_change_is_a_block(tmp_path):
+    file = history(tmp_path, start(), window(50))
+    words = [sys.executable, "-m", "hvdkit.cli", "watch", str(tmp_path), "--interval", "0.05"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as job:
+        for line in job.stdout:
+            if "step 50/400" in line:
+                with file.open("a") as out:
+                    out.write(f"{json.dumps(window(100))}\n")
+            if "step 100/400" in line and "ended" not in file.read_text():
+                with file.open("a") as out:
+                    out.write(f"{json.dumps({'kind': 'end', 'time': 1006, 'step': 100})}\n")
+                break
+        rest = job.stdout.read()
+    assert job.returncode == 0
+    assert "ended after 6 s" in rest
+
+
+def test_on_a_terminal_it_stays_and_ctrl_c_is_quiet(tmp_path):
+    file = history(tmp_path, start(), window(50))
+    main, other = pty.openpty()
+    words = [sys.executable, "-m", "hvdkit.cli", "watch", str(tmp_path), "--interval", "0.05"]
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    job = subprocess.Popen(words, stdin=other, stdout=other, stderr=other, env=environ)
+    os.close(other)
+    said = read_until(main, b"step 50/400")
+    with file.open("a") as out:
+        out.write(f"{json.dumps(window(100))}\n")
+    said += read_until(main, b"step 100/400")
+    job.send_signal(signal.SIGINT)
+    said += read_until(main, None)
+    assert job.wait(60) == 0
+    assert b"Traceback" not in said and b"Interrupted" not in said
+    assert b"\x1b[" in said
+
+
+def read_until(terminal, wanted, patience=120):
+    said, end = b"", time.monotonic() + patience
+    while wanted is None or wanted not in said:
+        ready, _, _ = select.select([terminal], [], [], max(0, end - time.monotonic()))
+        assert ready, f"{wanted} did not come: {said[-2000:]}"
+        try:
+            more = os.read(terminal, 65536)
+        except OSError:  # the other side is closed
+            more = b""
+        if not more:
+            assert wanted is None, said[-2000:]
+            break
+        said += more
+    return said
+
+
+def test_the_page_escapes_and_loads_nothing(tmp_path):
+    evil = '<script>alert("x")</script>'
+    report = {"kind": "report", "time": 1, "step": 50, "about": evil, "cause": evil, "text": evil}
+    history(
+        tmp_path,
+        start(),
+        window(50, logs={evil: 1.0}),
+        window(100, logs={evil: None}),
+        window(150, logs={evil: 3}),
+        report,
+    )
+    out = tmp_path / "out.html"
+    assert cli.run(["watch", str(tmp_path), "--html", str(out)]) == 0
+    text = out.read_text()
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert not re.search(r"(?:src|href)=|https?:|@import|url\(", text)
+    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
+
+
+@pytest.fixture(scope="module")
+def browser_page():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program)
+        yield started.new_page()
+        started.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_overflows_on_a_phone(tmp_path, browser_page, scheme):
+    name = "a_name_without_any_place_to_break_it" * 3
+    report = {"kind": "report", "time": 1, "step": 50, "about": "x", "cause": "x", "text": name * 3}
+    history(tmp_path, start(), *(window(50 * at, logs={name: at}) for at in range(1, 9)), report)
+    assert cli.run(["watch", str(tmp_path), "--html", str(tmp_path / "out.html")]) == 0
+    browser_page.set_viewport_size({"width": 400, "height": 800})
+    browser_page.emulate_media(color_scheme=scheme)
+    browser_page.goto((tmp_path / "out.html").as_uri())
+    assert browser_page.evaluate("document.documentElement.scrollWidth") <= 400
+    ground = browser_page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 27)"}[scheme]
+
+
+def test_times_read_as_people_say_them():
+    said = [span_text(seconds) for seconds in (0, 42.4, 99.6, 3600, 11100, 90_000, 187_200)]
+    assert said == ["0 s", "42 s", "2 min", "60 min", "3 h 05 min", "25 h 00 min", "2 d 4 h"]
+    spans = [span_text(seconds) for seconds in range(0, 400_000, 7)]
+    assert not [text for text in spans if re.search(r"h 60 min|d 24 h", text)]
+    assert len(list(itertools.groupby(spans))) == len(set(spans)), "they only grow"
+
+
+def picture():
+    console = Console(record=True, width=80, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115, PTH123
+    run = Reader(DATA).read()
+    for line in view.lines(look(run, "runs/digits", run.updated + 2), run.windows, 80):
+        console.print(line)
+    drawn = console.export_svg(title="hvdkit watch runs/digits", code_format=SVG, unique_id="watch")
+    return drawn.replace("\N{NO-BREAK SPACE}", "&#160;")
+
+
+def test_the_picture_of_the_docs_is_what_it_shows():
+    assert PICTURE.read_text() == picture(), "draw it with: python tests/tools/test_watch.py"
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture())

@@ -11,7 +11,7 @@ FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 # PARALLEL= for one after the other.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What the tests need beside the demo's; without deepspeed (which brings PyTorch) where FRAMEWORKS leaves PyTorch out.
-EXTRAS ?= mpi,examples,data,report,analysis,deepspeed,dev
+EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,dev
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo

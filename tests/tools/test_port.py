@@ -135,6 +135,7 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
         ("for epoch", "s = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0)\nfor epoch", "rates of its own"),
         ("model = ", "model = torch.nn.DataParallel(m) if 0 else ", "devices by their numbers"),
         ("batch_size=2", "batch_sampler=mine", "its sampler"),
+        ("in loader:", "in DataLoader(data, 2):", "made anew in a loop"),
         ("DataLoader(data", "DataLoader(*data", "the text does not show"),
         ("model.parameters()", "[p for m in (a, b) for p in both(m)]", "0 models"),
         ("loss.backward()", "total = loss / len(loader.dataset)\n        loss.backward()", "counts all samples"),
@@ -176,10 +177,13 @@ def test_a_script_of_which_nothing_is_certain_stays_as_it_is(content: str, why: 
 
 
 def test_collectives_stay_horovods_own() -> None:
-    made = after("import horovod.torch as hvd\nhvd.init()\nprint(hvd.allreduce(hvd.rank()), hvd.size())\n")
+    made = after(
+        "import horovod.torch as hvd\nhvd.init()  # first\nif hvd.rank() != 0:\n"
+        "    print(hvd.allreduce(hvd.rank()), hvd.size())\n"
+    )
     assert made == (
         "import horovod.torch as hvd\nimport hvdkit.torch as hk\n"
-        "world = hk.init()\nprint(hvd.allreduce(world.rank), world.size)\n"
+        "world = hk.init()  # first\nif not world.is_root:\n    print(hvd.allreduce(world.rank), world.size)\n"
     )
 
 

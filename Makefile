@@ -12,7 +12,7 @@ FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 # PARALLEL= for one after the other.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What the tests need beside the demo's; without deepspeed (which brings PyTorch) where FRAMEWORKS leaves PyTorch out.
-EXTRAS ?= mpi,examples,data,report,analysis,deepspeed,tensorboard,dev
+EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,tensorboard,dev
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo

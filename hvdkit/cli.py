@@ -23,6 +23,7 @@ FLOORS = {
         "test": ("hvdkit.prepare.test.cli:test", "Train on two ranks of this machine: does it work at all?"),
         "examples": ("hvdkit.prepare.examples.cli:examples", "List the example trainings, or copy them."),
         "check": ("hvdkit.prepare.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
+        "port": ("hvdkit.prepare.port.cli:port", "Write the eight steps into a training script."),
         "preflight": (
             "hvdkit.prepare.preflight.cli:preflight",
             "Inside a job, say whether all its ranks can train together.",

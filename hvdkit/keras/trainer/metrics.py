@@ -62,7 +62,8 @@ class AverageMetrics(Callback):
             results = {prefix + name: value for name, value in states.summed_results().items()}
             # As in Keras: a train_step of the user's own may return what no metric knows.
             known = states.samples is not None and results.keys() <= set(names)
-            weight = 1.0 if states.samples is None else states.samples
+            # Nor may it count samples; then every rank counts the same.
+            weight = (states.samples or 0.0) if known else (states.samples or 1.0)
             for name in names:
                 value = results.get(name, logs[name]) if known else logs[name]
                 if np.ndim(value) == 0:

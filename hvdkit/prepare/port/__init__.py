@@ -1,0 +1,21 @@
+"""Writes the eight steps into a training script.
+
+A room of its own and not a part of ``check``: that one says where the steps are missing, and needs nothing but the
+standard library; this one changes text, with LibCST, by what ``check`` knows of the script's data flow.
+
+::
+
+    text.py                    a script as bytes, ``check``'s tree and LibCST's tree, with positions matched
+    edits.py                   changes that are collected first and made at once
+    plan.py                    one script's port: where the topology lives, what stays and why
+    numbers.py                 rank and size
+    from_horovod.py            from Horovod: what is common, and PyTorch
+    from_horovod_tensorflow.py from Horovod: Keras' fit and TensorFlow's tape
+    from_ddp.py                from DistributedDataParallel
+    from_single.py             from one process: what is common, and PyTorch
+    from_single_tensorflow.py  from one process: Keras' fit and TensorFlow's tape
+    keras_2.py                 spellings that Keras 3 does not know
+    imports.py                 imports that are left unused
+    run.py                     a script in, the ported one and what is left out
+    report.py, cli.py          the command ``hvdkit port``
+"""

@@ -1,0 +1,77 @@
+"""The command ``hvdkit port``."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from pathlib import Path
+
+import click
+
+from hvdkit.common import files
+from hvdkit.common.extras import of_extra
+from hvdkit.errors import InvalidArgumentError
+
+
+@click.command()
+@click.argument("script", metavar="SCRIPT.py")
+@click.option("-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="Write the ported script there.")
+@click.option("--in-place", is_flag=True, help="Write it over SCRIPT.py.")
+@click.option("--diff", is_flag=True, help="Show what changes, as a unified diff, and write nothing.")
+def port(script: str, output: Path | None, in_place: bool, diff: bool) -> int:
+    """Write the eight steps into a training script.
+
+    From a script that trains in one process, that uses Horovod, or PyTorch's DistributedDataParallel, to one that uses
+    hvdkit: PyTorch loops, Keras' fit and loops over a TensorFlow tape. Nothing is run. What is not changed stays byte
+    for byte.
+
+    It never guesses: what the text does not show for certain stays as it is, and is listed with its line in the ported
+    script, the reason, and what to write by hand. What `hvdkit check` finds in the result is listed, too.
+
+    \b
+    Examples:
+      hvdkit port train.py --diff
+      hvdkit port train.py -o train_hvdkit.py
+      hvdkit port train.py > train_hvdkit.py      # the script on standard output, the report on standard error
+
+    Exit status: 0 where nothing is left to do by hand, 1 where something is, 2 for bad usage, such as a file that is
+    not Python.
+    """
+    if (output is not None) + in_place + diff > 1:
+        raise click.UsageError("give one of -o, --in-place and --diff")
+    with of_extra("port", "hvdkit port rewrites with LibCST"):
+        from hvdkit.prepare.port import report, text
+        from hvdkit.prepare.port import run as running
+    ported = running.port(text.read(script))
+    if diff:
+        _show_diff(ported)
+    elif in_place:
+        if ported.after != ported.before.content:
+            path = Path(script).resolve()
+            mode = path.stat().st_mode
+            with files.complete_or_absent(path) as file:
+                file.write(ported.after)
+            path.chmod(mode)
+    elif output is not None:
+        with files.replacing(output, Path(script)) as file:
+            file.write(ported.after)
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(ported.after)
+    told = in_place or output is not None
+    click.echo(report.as_text(ported), err=not told)
+    return 1 if ported.left else 0
+
+
+def _show_diff(ported: object) -> None:
+    from hvdkit.prepare.port.run import Ported
+
+    if not isinstance(ported, Ported):
+        raise InvalidArgumentError("nothing was ported.")
+    before, after = (one.decode(ported.before.module.encoding).splitlines(keepends=True)
+                     for one in (ported.before.content, ported.after))  # fmt: skip
+    path = ported.before.path
+    lines = difflib.unified_diff(before, after, path, path)
+    click.echo(
+        "".join(one if one.endswith("\n") else f"{one}\n\\ No newline at end of file\n" for one in lines), nl=False
+    )

@@ -1,0 +1,171 @@
+"""From PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import ast
+
+from hvdkit.prepare.check.facts import argument, has_stars
+from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
+from hvdkit.prepare.check.trace import Event
+from hvdkit.prepare.port import from_single, numbers
+from hvdkit.prepare.port.edits import around, to, with_argument
+from hvdkit.prepare.port.plan import Plan, Unsure
+
+_DIST = "torch.distributed."
+_OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
+_KNOWN = {"init_process_group", "destroy_process_group", "get_rank", "get_world_size", "all_reduce", "barrier",
+          "broadcast", "ReduceOp"}  # fmt: skip
+_LEFT_OUT = {"device_ids", "output_device", "find_unused_parameters", "broadcast_buffers", "static_graph",
+             "gradient_as_bucket_view", "bucket_cap_mb"}  # fmt: skip
+
+
+def port(plan: Plan) -> None:
+    """Port a script that uses DDP.
+
+    Raises:
+        Unsure: nothing of it can be ported for certain.
+    """
+    case = plan.case
+    plan.adapter = "torch"
+    if case.rank_parameters or case.others:
+        first = next(iter(case.rank_parameters), None)
+        raise Unsure(first or 1, "it starts its ranks itself (mp.spawn), or is distributed otherwise, too",
+                     "start it by hvdkit launch, and call what was spawned directly")  # fmt: skip
+    _require_known(plan)
+    start = plan.starting(_DIST)
+    asked = [one for one in case.nodes if isinstance(one, ast.Call) and numbers.number(plan, one, _DIST)]
+    if any(case.function(one) is case.function(start) and one.lineno < start.lineno for one in asked):
+        raise Unsure(start, "rank and size are asked for before the process group is made", "move it up")
+    plan.start_at(start)
+    wraps = [one for one in case.having(Role.DISTRIBUTE) if DDP.fullmatch(case.name(one.node))]
+    pins = [one for one in case.named("cuda.set_device") if one.reached]
+    pin = "" if pins else f"\n{plan.hk}.pin_device({plan.world})"
+    plan.edit("swap", start, f"{plan.world} = {plan.hk}.init(){pin}")
+    plan.import_(f"import hvdkit.torch as {plan.hk}")
+    models = _unwrap(plan, wraps)
+    made = list({one.node: one for one in case.optimizers if one.reached}.values())
+    if not made:
+        raise Unsure(wraps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
+    for event in made:
+        with plan.sure():
+            _optimizer(plan, event, models)
+    for event in pins:
+        with plan.sure():
+            plan.edit("swap", plan.alone(event), f"{plan.hk}.pin_device({plan.use_world(event.node)})")
+    named = [(one, case.name(one.node)) for one in case.events]
+    plan.each(lambda event: _message(plan, event), *[one for one, name in named if name.startswith(_DIST)])
+    plan.each(lambda event: _sampler(plan, event), *[one for one, name in named if name in SAMPLERS])
+    for event in case.methods("no_sync"):
+        with plan.sure():
+            plan.change(event.node, to(f"{plan.hk}.no_sync({plan.src(event.node.func.value)})"))  # type: ignore[attr-defined]
+    numbers.replace(plan, _DIST)
+
+
+def _require_known(plan: Plan) -> None:
+    """DDP is started and asked in ways that are all known, or nothing is changed."""
+    case = plan.case
+    for name, line in case.used.items():
+        rest = name.removeprefix(_DIST).split(".")[0]
+        if name.startswith(_DIST) and rest and rest not in _KNOWN and rest != "torch":
+            raise Unsure(line, f"it uses torch.distributed.{rest}", "see docs/migrate.md for Horovod's")
+    for node in case.nodes:
+        asks = isinstance(node, ast.Call) and node.args and case.name(node) in ("os.environ.get", "os.getenv")
+        key = node.args[0] if asks else None  # type: ignore[attr-defined]
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and "environ" in ast.unparse(node):
+            key = node.left
+        if isinstance(key, ast.Constant) and key.value in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            raise Unsure(node, "it asks the environment, which another launcher fills otherwise",
+                         f"{plan.world} = {plan.hk}.init(), always: one process is a job of one")  # fmt: skip
+        if isinstance(node, ast.Attribute) and node.attr in ("require_backward_grad_sync", "register_comm_hook"):
+            raise Unsure(node, f"it uses DDP's {node.attr}", f"with {plan.hk}.no_sync(model): around those backwards")
+
+
+def _unwrap(plan: Plan, wraps: list[Event]) -> dict[str, str]:
+    """Take DDP off; returns by the wrapped model's name that of the model."""
+    found: dict[str, str] = {}
+    hk = plan.hk
+    for event in {one.node: one for one in wraps}.values():
+        call = event.node
+        home = plan.statement(call)
+        model = argument(call, "module", 0)
+        odd = [one.arg for one in call.keywords if one.arg not in {"module", *_LEFT_OUT}]
+        simple = isinstance(home, ast.Assign) and home.value is call and len(home.targets) == 1
+        if not simple or odd or model is None or has_stars(call) or len(call.args) > 1 or plan.is_root_only(event):
+            raise Unsure(call, "the text does not show what DDP wraps, or how", f"{hk}.distribute(optimizer, model)")
+        assert isinstance(home, ast.Assign)  # noqa: S101 - for the type checker
+        name, inner = plan.src(home.targets[0]), plan.src(model)
+        found[name] = inner
+        if name == inner:
+            plan.edit("remove", home)
+        else:
+            plan.change(call, to(inner))
+        for node in plan.case.nodes:
+            match node:
+                case ast.Attribute(attr="module", value=value) if call in plan.case.calls(value):
+                    plan.change(node, lambda old: old.value)
+    if not found:
+        raise Unsure(1, "no DistributedDataParallel is made in this text", f"{hk}.distribute(optimizer, model)")
+    return found
+
+
+def _optimizer(plan: Plan, event: Event, models: dict[str, str]) -> None:
+    """DDP's hooks become the optimizer's, and the rate stays what it was."""
+    call = event.node
+    write = f"{plan.hk}.distribute(optimizer, model); {plan.hk}.broadcast_state(model, optimizer)"
+    home = plan.statement(call)
+    found = {text.removesuffix(".module") for text in plan.models_of(call.args[0])} if call.args else set()
+    named = isinstance(home, ast.Assign) and home.value is call and len(home.targets) == 1
+    model = next(iter(found), "")
+    if len(found) != 1 or not named or model not in {*models, *models.values()}:
+        raise Unsure(call, "the text does not show whose parameters it steps", write)
+    if plan.case.function(home) is not None and plan.first_step(home, event) is None:
+        raise Unsure(call, "the text does not show where it trains", write)
+    rate = argument(call, "lr", 1)
+    keep = f'{plan.hk}.scale_lr({{}}, {plan.use_world(call)}, "none")'
+    if rate is not None and not plan.case.has_size(rate, through=True):
+        plan.change(rate, around(keep.format("__")))
+    elif rate is None and plan.case.name(call).rpartition(".")[2] in from_single.RATES:
+        plan.change(call, with_argument(keep.format(from_single.RATES[plan.case.name(call).rpartition(".")[2]]), "lr"))
+    target = model if model in models else next(name for name, inner in models.items() if inner == model)
+    plan.distribute(home, event, target)
+    if any("BatchNorm" in name and "Sync" not in name for name in plan.case.used):
+        plan.notes.append(
+            "DDP gave every rank the root's BatchNorm statistics before each forward, now each keeps its own: "
+            f"{plan.hk}.average_statistics(model) before evaluation, or {plan.hk}.sync_batch_norm(model)"
+        )
+
+
+def _message(plan: Plan, event: Event) -> None:
+    call = event.node
+    last = plan.case.name(call).removeprefix(_DIST)
+    if last == "destroy_process_group":
+        plan.edit("remove", plan.alone(event))
+    elif last == "barrier":
+        plan.change(call, to(f"{plan.use_horovod()}.barrier()"))
+    elif last in ("all_reduce", "broadcast"):
+        odd = [one.arg for one in call.keywords if one.arg not in ("op", "tensor", "src")]
+        if odd or not call.args:
+            raise Unsure(call, f"dist.{last} with {odd[0] if odd else 'no tensor'}", "see docs/migrate.md")
+        hvd = plan.use_horovod()
+        if last == "broadcast":
+            source = argument(call, "src", 1)
+            root = plan.src(source) if source is not None else "0"
+            plan.change(call, to(f"{hvd}.broadcast_({plan.src(call.args[0])}, root_rank={root})"))
+            return
+        operation = argument(call, "op", 1)
+        word = ast.unparse(operation).rpartition(".")[2] if operation is not None else "SUM"
+        if word not in _OPERATIONS or len(call.args) > 1:
+            raise Unsure(call, "which operation it does the text does not show", f"{hvd}.allreduce_(x, op={hvd}.Sum)")
+        plan.change(call, to(f"{hvd}.allreduce_({plan.src(call.args[0])}, op={hvd}.{_OPERATIONS[word]})"))
+
+
+def _sampler(plan: Plan, event: Event) -> None:
+    """Without PyTorch's process group it is told rank and size."""
+    call = event.node
+    if has_stars(call) or len(call.args) > 1:
+        raise Unsure(call, "which arguments it gets the text does not show", "num_replicas=world.size, rank=world.rank")
+    names = {one.arg for one in call.keywords}
+    world = plan.use_world(call)
+    for name, value in (("num_replicas", "size"), ("rank", "rank")):
+        if name not in names:
+            plan.change(call, with_argument(f"{world}.{value}", name))

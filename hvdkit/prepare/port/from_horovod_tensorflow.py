@@ -1,0 +1,222 @@
+"""From plain Horovod with TensorFlow: Keras' ``fit`` and loops over a tape."""
+
+from __future__ import annotations
+
+import ast
+
+from hvdkit.prepare.check.call_arguments import given_for
+from hvdkit.prepare.check.facts import argument, has_stars, is_constant
+from hvdkit.prepare.check.libraries import Role
+from hvdkit.prepare.check.program import FunctionNode
+from hvdkit.prepare.check.trace import Event
+from hvdkit.prepare.port import from_horovod
+from hvdkit.prepare.port.edits import as_keyword, called, to, without
+from hvdkit.prepare.port.plan import Plan, Unsure
+
+_SETTINGS = (
+    "set_memory_growth",
+    "set_visible_devices",
+    "keras.backend.set_session",
+    "tensorflow.Session",
+    "builtins.len",
+)
+_RATES: dict[str, tuple[str, dict[str, int], dict[str, str]]] = {
+    "LearningRateWarmupCallback": ("Warmup", {"steps_per_epoch": 3, "warmup_epochs": 1}, {"warmup_epochs": "epochs"}),
+    "LearningRateScheduleCallback": (
+        "LearningRateSchedule",
+        {"multiplier": 1, "start_epoch": 2, "end_epoch": 3, "staircase": 4, "steps_per_epoch": 6},
+        {},
+    ),
+}
+"""By Horovod's callback hvdkit's, the places of the arguments that both have, and what hvdkit calls some of them."""
+_DROPPED = {"average_aggregated_gradients", "name"}
+
+
+def port(plan: Plan) -> None:
+    """Port what is TensorFlow's."""
+    with plan.sure():
+        _pin(plan)
+    plan.each(lambda event: _distribute(plan, event), *plan.of("horovod.", Role.DISTRIBUTE))
+    for role in (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP):
+        plan.each(lambda event, role=role: _callback(plan, event, role), *plan.of("horovod.", role))  # type: ignore[misc]
+    for event in plan.of("horovod.", Role.LOAD_MODEL):
+        plan.leave(event.node, "Horovod's load_model wraps Keras 2's optimizers",
+            f"model = keras.models.load_model(path); {plan.hk}.distribute(model.optimizer)")  # fmt: skip
+    with plan.sure():
+        _broadcast_variables(plan)
+
+
+# Step 2 ---------------------------------------------------------------------------------------------------------------
+
+
+def _pin(plan: Plan) -> None:
+    """A list of GPUs or a session's settings, and the statements that use them, become ``pin_device``."""
+    case = plan.case
+    made = case.named("tensorflow.ConfigProto")
+    for event in [one for one in case.named("set_visible_devices") if one.node.args and case.kinds(one.node.args[0])]:
+        lists = [one for one in case.calls(event.node.args[0]) if case.name(one).endswith("list_physical_devices")]
+        made += [one for one in case.events if one.node in lists]
+    for event in made[:1]:
+        home = plan.statement(event.node)
+        name = ast.unparse(home.targets[0]) if isinstance(home, ast.Assign) else ""
+        beside = plan.block(home)
+        uses = [one for one in case.nodes if isinstance(one, ast.Name) and one.id == name]
+        parts = dict.fromkeys(next((x for x in (one, *case.ancestors(one)) if x in beside), None) for one in uses)
+        rest = [one for one in parts if one is not home]
+        if not name or not all(isinstance(one, ast.stmt) and _only_sets_up(plan, one, name) for one in rest):
+            write = f"{plan.hk}.pin_device({plan.world}), right after init"
+            raise Unsure(event.node, "what it makes is used for more than choosing a GPU", write)
+        plan.edit("swap", home, f"{plan.hk}.pin_device({plan.use_world(home)})")
+        for part in rest:
+            plan.edit("remove", part)  # type: ignore[arg-type]
+
+
+def _only_sets_up(plan: Plan, statement: ast.stmt, name: str) -> bool:
+    """Whether a statement only lets memory grow and chooses GPUs."""
+    if isinstance(statement, ast.Assign):
+        return ast.unparse(statement.targets[0]).startswith(f"{name}.gpu_options.")
+    names = [plan.case.name(one) for one in ast.walk(statement) if isinstance(one, ast.Call)]
+    known = all(one.endswith(_SETTINGS) or one.startswith("horovod.") for one in names)
+    plain = (ast.If, ast.For, ast.Expr)
+    return known and all(isinstance(one, plain) for one in ast.walk(statement) if isinstance(one, ast.stmt))
+
+
+# Steps 4, 3 and 5 -----------------------------------------------------------------------------------------------------
+
+
+def _distribute(plan: Plan, event: Event) -> None:
+    """``hvd.DistributedOptimizer`` and ``hvd.DistributedGradientTape``."""
+    call = event.node
+    gone = []
+    for place, one in enumerate(call.keywords, start=len(call.args)):
+        passes = one.arg == "backward_passes_per_step" and is_constant(one.value, 1)
+        if one.arg in _DROPPED or passes:
+            gone.append(place)
+        elif one.arg not in ("compression", "op", "gradient_predivide_factor", "sparse_as_dense", "process_set",
+                             "optimizer", "gradtape"):  # fmt: skip
+            raise Unsure(call, f"hvdkit has no {one.arg}= here", "accumulate with the optimizer's own "
+                         f"gradient_accumulation_steps=, and call {plan.hk}.distribute")  # fmt: skip
+    known = plan.case.name(call).endswith((".DistributedOptimizer", ".DistributedGradientTape"))
+    if has_stars(call) or len(call.args) > 1 or not known:
+        raise Unsure(call, "which arguments it gets the text does not show", f"{plan.hk}.distribute(optimizer)")
+    from_horovod.options(plan, call, "compression", "op")
+    plan.change(call, called(f"{plan.hk}.distribute"))
+    if gone:
+        plan.change(call, without(gone))
+    for one in call.keywords:
+        if one.arg in ("optimizer", "gradtape"):
+            plan.change_argument(one.value, as_keyword(""))
+
+
+def _callback(plan: Plan, event: Event, role: Role) -> None:
+    """Horovod's callbacks."""
+    call = event.node
+    last = plan.case.name(call).rpartition(".")[2]
+    if has_stars(call):
+        raise Unsure(call, "its arguments are not in the text", "give hvdkit's callback its arguments")
+    if role == Role.BROADCAST_CALLBACK:
+        root = argument(call, "root_rank", 0)
+        given = "" if root is None or is_constant(root, 0) else plan.src(root)
+        plan.change(call, to(f"{plan.hk}.BroadcastState({given})"))
+    elif role == Role.AVERAGE_CALLBACK:
+        plan.change(call, to(f"{plan.hk}.AverageMetrics({plan.use_world(call)})"))
+    else:
+        _rate(plan, call, *_RATES[last])
+
+
+def _rate(plan: Plan, call: ast.Call, name: str, places: dict[str, int], words: dict[str, str]) -> None:
+    """A warmup or a schedule; hvdkit's have no initial rate, as they know the optimizer's."""
+    odd = [one.arg for one in call.keywords if one.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}]
+    if odd:
+        raise Unsure(call, f"hvdkit's callback has no {odd[0]}=", "leave it out, or do it in a callback of your own")
+    given = [plan.use_world(call)] if name == "Warmup" else []
+    for one, place in places.items():
+        value = argument(call, one, place)
+        if value is not None and not is_constant(value, None):
+            given.append(f"{words.get(one, one)}={plan.src(value)}")
+    plan.change(call, to(f"{plan.hk}.{name}({', '.join(given)})"))
+    plan.notes.append(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
+
+
+# Step 5 in a loop of your own -----------------------------------------------------------------------------------------
+
+
+def _broadcast_variables(plan: Plan) -> None:
+    """Broadcasts after the first step of a ``tf.function`` go in front of the call that takes it."""
+    events = list({one.node: one for one in plan.of("horovod.", Role.BROADCAST)}.values())
+    events = [one for one in events if plan.case.name(one.node).endswith("broadcast_variables")]
+    if not events:
+        return
+    write = f"before the first step, once the model has its variables: {plan.hk}.broadcast_state(model, optimizer)"
+    model, optimizer = "", ""
+    for event in events:
+        given = argument(event.node, "variables", 0)
+        holder = given.func if isinstance(given, ast.Call) else given
+        if not isinstance(holder, ast.Attribute) or holder.attr not in ("variables", "weights"):
+            raise Unsure(event.node, "the text does not show whose variables these are", write)
+        text = plan.src(holder.value)
+        if any(plan.case.is_keras_optimizer(one) for one in plan.case.calls(holder.value)):
+            optimizer = text
+        else:
+            model = text
+    statements = [plan.alone(one) for one in events]
+    beside = plan.block(statements[0])
+    around = plan.case.parents[statements[0]]
+    if not model or not all(one in beside for one in statements):
+        raise Unsure(statements[0], "the text does not show whose variables these are", write)
+    sent = f"{plan.hk}.broadcast_state({', '.join(one for one in (model, optimizer) if one)})"
+    function = plan.case.function(statements[0])
+    first = isinstance(around, ast.If) and beside is around.body and not around.orelse and beside == statements
+    if first and isinstance(function, ast.FunctionDef) and isinstance(around, ast.If):
+        _before_first_step(plan, around, function, (model, sent, write))
+    elif any("function" in ast.unparse(one) for one in getattr(function, "decorator_list", [])):
+        raise Unsure(statements[0], "it is inside of a tf.function, where hvdkit cannot send", write)
+    else:
+        plan.edit("swap", statements[0], sent)
+        for one in statements[1:]:
+            plan.edit("remove", one)
+
+
+def _before_first_step(plan: Plan, around: ast.If, function: ast.FunctionDef, said: tuple[str, str, str]) -> None:
+    """``if first_batch:`` in the step becomes the same condition in front of the calls of the step."""
+    model, sent, write = said
+    parameters = [*function.args.args, *function.args.kwonlyargs]
+    flag = next((one for one in parameters if ast.unparse(around.test) == one.arg), None)
+    calls = plan.case.calls_of.get(function, [])
+    if flag is None or not calls or plan.text.line(around) is None:
+        raise Unsure(around, "the text does not show which step is the first", write)
+    made = []
+    for call in calls:
+        given = given_for(function, flag, call.args, call)
+        if len(given) != 1:
+            raise Unsure(call, "the text does not show whether it is the first step", write)
+        if is_constant(given[0], False):
+            continue
+        statement = plan.statement(call)
+        names = {word.split(".")[0] for word in sent[:-1].split("(")[1].split(", ")}
+        here, there = plan.case.scope(call), plan.case.scope(around)
+        if any(plan.case.lookup(one, here) is not plan.case.lookup(one, there) for one in names):
+            raise Unsure(call, "the model or the optimizer is not known where the step is called", write)
+        build = _built(plan, function, call, model)
+        lines = [*([f"{build}  # makes its variables"] if build else []), sent]
+        if is_constant(given[0], True):
+            made.append((statement, "\n".join(lines)))
+        else:
+            made.append((statement, f"if {plan.src(given[0])}:\n" + "\n".join(f"    {line}" for line in lines)))
+    for statement, code in made:
+        plan.edit("before", statement, code)
+    plan.edit("remove", around)
+
+
+def _built(plan: Plan, function: FunctionNode, call: ast.Call, model: str) -> str:
+    """A call of the model with what the step gives it, "" where that is not known outside of the step."""
+    inside = [one for one in ast.walk(function) if isinstance(one, ast.Call) and ast.unparse(one.func) == model]
+    if not inside or not inside[0].args or not isinstance(inside[0].args[0], ast.Name):
+        return ""
+    first = inside[0].args[0]
+    parameter = next((one for one in function.args.args if one.arg == first.id), None)
+    if parameter is not None:
+        given = given_for(function, parameter, call.args, call)
+        return f"{model}({plan.src(given[0])})" if len(given) == 1 else ""
+    known = plan.case.lookup(first.id, plan.case.scope(first)) is plan.case.lookup(first.id, plan.case.scope(call))
+    return f"{model}({first.id})" if known else ""

@@ -1,0 +1,90 @@
+"""A script in, the ported one and its report out."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from hvdkit.prepare.check.report import check_script
+from hvdkit.prepare.check.source import Script
+from hvdkit.prepare.check.verdict import UNDECIDED
+from hvdkit.prepare.port import from_ddp, from_horovod, from_single, imports
+from hvdkit.prepare.port.plan import Left, Plan, Unsure
+from hvdkit.prepare.port.text import Text
+
+_FROM = {"horovod": from_horovod.port, "ddp": from_ddp.port, "none": from_single.port}
+
+
+@dataclass(frozen=True)
+class Ported:
+    """One script, ported as far as that is certain.
+
+    Attributes:
+        before: the script.
+        after: the ported one, the same bytes where nothing is certain.
+        library: what it was: "horovod", "ddp", "none" (one process) or "hvdkit".
+        adapter: hvdkit's module for it.
+        left: what stays, by line of the ported script.
+        notes: what else to know.
+    """
+
+    before: Text
+    after: bytes
+    library: str
+    adapter: str
+    left: tuple[Left, ...]
+    notes: tuple[str, ...]
+
+
+def port(text: Text) -> Ported:
+    """Write the eight steps into a script, as far as its text shows where they belong."""
+    plan = Plan(text)
+    library = plan.case.library
+    left: list[Left] = []
+    after = text
+    if library in _FROM:
+        try:
+            _FROM[library](plan)
+            plan.declare()
+            if plan.edits:
+                after = _parsed(text.path, plan.edits.made())
+                after = _parsed(text.path, imports.tidy(text, after))
+        except Unsure as unsure:
+            plan.left, plan.notes = [unsure.left], []
+    left = _moved(plan.left, text, after)
+    found = check_script(Script(text.path, after.tree))
+    left += [Left(one.line, one.what, one.fix) for one in found.findings]
+    if library == "none" and after is not text and not left:
+        doubts = [(number, found.verdicts[number - 1]) for number in _BY_HAND]
+        left = [
+            Left(1, f"whether step {number} is done is not certain: {verdict.note}", _BY_HAND[number])
+            for number, verdict in doubts
+            if verdict.status == UNDECIDED
+        ]
+    kept = {(one.line, one.why): one for one in left}
+    return Ported(text, after.content, library, plan.adapter, tuple(sorted(kept.values(), key=lambda one: one.line)),
+                  tuple(plan.notes))  # fmt: skip
+
+
+_BY_HAND = {
+    4: "hk.distribute(optimizer, model)",
+    5: "hk.broadcast_state(model, optimizer), before the first step",
+    7: "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own",
+}
+
+
+def _parsed(path: str, content: bytes) -> Text:
+    return Text(path, content, ast.parse(content))
+
+
+def _moved(left: list[Left], before: Text, after: Text) -> list[Left]:
+    """The same with the lines of the ported script."""
+    if after is before:
+        return left
+    old, new = before.content.splitlines(), after.content.splitlines()
+    lines: dict[int, int] = {}
+    for _, i1, i2, j1, j2 in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for at in range(i1, max(i2, i1 + 1)):
+            lines.setdefault(at, min(j1 + at - i1, max(j2 - 1, j1)))
+    return [Left(lines.get(one.line - 1, one.line - 1) + 1, one.why, one.write) for one in left]

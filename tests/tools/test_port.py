@@ -1,0 +1,244 @@
+"""`hvdkit port`: what it writes into scripts, what it leaves, and that all else stays byte for byte."""
+
+import ast
+import difflib
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from hvdkit import cli
+from hvdkit.prepare.check.report import check_script
+from hvdkit.prepare.check.source import Script
+
+pytest.importorskip("libcst")
+
+from hvdkit.prepare.port import run, text
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data" / "port"
+BEFORE = sorted((DATA / "before").glob("*.py"))
+CORPUS = sorted([*BEFORE, *(ROOT / "tests" / "data" / "check").glob("*/*.py"), *(ROOT / "examples").glob("*/*.py")])
+HEAD = "import torch\nfrom torch.utils.data import DataLoader\n"
+LOOP = """\
+data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(data, batch_size=2)
+for epoch in range(2):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def ported(content: str | bytes, path: str = "train.py") -> run.Ported:
+    made = content.encode() if isinstance(content, str) else content
+    return run.port(text.Text(path, made, ast.parse(made)))
+
+
+def after(content: str) -> str:
+    return ported(content).after.decode()
+
+
+def one_reason(content: str, changed: bool = True) -> str:
+    found = ported(content)
+    assert (found.after != content.encode()) == changed
+    assert found.left
+    return found.left[0].why
+
+
+@pytest.mark.parametrize("path", BEFORE, ids=lambda path: path.stem)
+def test_a_script_is_ported_whole(path: Path) -> None:
+    found = run.port(text.read(str(path)))
+    wanted = DATA / "after" / path.name
+    if os.environ.get("HVDKIT_GOLDEN"):
+        wanted.write_bytes(found.after)
+    assert found.after.decode() == wanted.read_text()
+    assert found.left == ()
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_script_is_python_again_with_no_finding_that_is_not_listed_and_stays_the_second_time(path: Path) -> None:
+    found = run.port(text.read(str(path)))
+    tree = ast.parse(found.after)
+    listed = {(one.line, one.why) for one in found.left}
+    assert {(one.line, one.what) for one in check_script(Script("", tree)).findings} <= listed
+    assert run.port(text.Text("train.py", found.after, tree)).after == found.after
+    if found.library == "hvdkit":
+        assert found.after == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        HEAD + LOOP,
+        (HEAD + LOOP).replace("\n", "\r\n"),
+        (HEAD + LOOP).replace("    ", "\t"),
+        "\ufeff" + HEAD + "# Größe\n" + LOOP + "print('ü', end='')",
+        HEAD + LOOP.replace("loader = ", "loader = \\\n  ").replace("lr=0.1)", "lr = 0.1 )  # a rate ;"),
+    ],
+)
+def test_what_is_not_changed_stays_byte_for_byte(content: str) -> None:
+    before, found = content.encode().splitlines(keepends=True), ported(content)
+    made = found.after.splitlines(keepends=True)
+    changed = [old for tag, i, j, *_ in difflib.SequenceMatcher(None, before, made, autojunk=False).get_opcodes()
+               if tag != "equal" for old in before[i:j]]  # fmt: skip
+    assert all(re.search(rb"SGD|DataLoader\(", line) for line in changed), changed
+    assert len(changed) == 2
+    ends = {line[len(line.rstrip(b"\r\n")) :] for line in made}
+    assert ends <= {b"\r\n" if "\r\n" in content else b"\n", b""}
+    assert found.left == ()
+
+
+def test_latin_1_is_kept() -> None:
+    content = ("# -*- coding: latin-1 -*-\n" + HEAD + LOOP + "print('ä')\n").encode("latin-1")
+    found = ported(content)
+    assert b"hk.shard" in found.after and found.after.endswith("print('ä')\n".encode("latin-1"))
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_loader_keeps_its_options() -> None:
+    made = after(HEAD + LOOP.replace("batch_size=2", "2, True, num_workers=1, drop_last=True"))
+    assert "loader = hk.shard(data, world, 2, shuffle=True, num_workers=1)" in made
+    assert "hk.shard(data, world, batch_size=2, shuffle=False)" in after(HEAD + LOOP)
+
+
+def test_a_rate_that_is_not_given_is_the_optimizers_own() -> None:
+    made = after(HEAD + LOOP.replace("SGD(model.parameters(), lr=0.1)", "Adam(model.parameters())"))
+    assert "Adam(model.parameters(), lr=hk.scale_lr(0.001, world))" in made
+
+
+def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
+    made = after(
+        HEAD + "import torchvision\n" + LOOP.replace(
+            "torch.utils.data.TensorDataset(torch.zeros(8, 2))", "torchvision.datasets.MNIST('d', download=True)"
+        ) + "torch.save(model, 'm.pt')\n"
+    )  # fmt: skip
+    assert "if world.local_rank == 0:\n    torchvision.datasets.MNIST('d', download=True)\nhvd.barrier()\n" in made
+    assert "data = torchvision.datasets.MNIST('d', download=False)" in made
+    assert "if world.is_root:\n    torch.save(model, 'm.pt')\n" in made
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("for epoch", "device = 'cuda:0'\nfor epoch", "the same GPU on every rank"),
+        ("optimizer.step()\n", "optimizer.step()\n        if loss < 0.1:\n            break\n", "may end the training"),
+        ("for epoch", "s = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\nfor epoch", "one rank's own"),
+        ("for epoch", "s = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0)\nfor epoch", "rates of its own"),
+        ("model = ", "model = torch.nn.DataParallel(m) if 0 else ", "devices by their numbers"),
+        ("batch_size=2", "batch_sampler=mine", "its sampler"),
+        ("in loader:", "in DataLoader(data, 2):", "made anew in a loop"),
+        ("DataLoader(data", "DataLoader(*data", "the text does not show"),
+        ("model.parameters()", "[p for m in (a, b) for p in both(m)]", "0 models"),
+        ("loss.backward()", "total = loss / len(loader.dataset)\n        loss.backward()", "counts all samples"),
+        ("model = ", "data, _ = torch.utils.data.random_split(data, [6, 2])\nmodel = ", "split at random"),
+        ("optimizer.step()\n", "optimizer.step()\nlog = open('l', 'w')\n", "opens this file to write"),
+        ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, 'm')\ntorch.load('m')\n", "may read it"),
+        ("torch.nn.Linear(2, 1)", "torch.hub.load('a', 'b')", "may hold BatchNorm"),
+    ],
+)
+def test_what_is_not_certain_is_listed(old: str, new: str, why: str) -> None:
+    assert old in LOOP
+    found = ported(HEAD + LOOP.replace(old, new))
+    assert any(why in one.why for one in found.left), found.left
+    assert all(one.write and 1 <= one.line <= len(found.after.splitlines()) for one in found.left)
+
+
+def test_a_listed_line_is_that_of_the_ported_script() -> None:
+    found = ported(HEAD + LOOP.replace("for epoch", "device = 'cuda:0'\nfor epoch"))
+    assert found.after.decode().splitlines()[found.left[0].line - 1] == "device = 'cuda:0'"
+
+
+# Horovod and DDP ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("import horovod.torch as hvd\nif input():\n    hvd.init()\nprint(hvd.rank())\n", "on a condition"),
+        ("import horovod.torch as hvd\nhvd.init()\nhvd.init()\n", "several places"),
+        ("import horovod.torch as hvd\nimport horovod.tensorflow as h\nhvd.init()\nh.init()\n", "several of Horovod"),
+        ("import horovod.spark as hvd\nhvd.run(print)\n", "starts its ranks"),
+        ("import accelerate\nimport torch\n", "Accelerate distributes it"),
+        ("print(1)\n", "nothing that trains"),
+        ("import torch.distributed as dist\ndist.init_process_group()\ndist.scatter(1)\n", "torch.distributed.scatter"),
+    ],
+)
+def test_a_script_of_which_nothing_is_certain_stays_as_it_is(content: str, why: str) -> None:
+    assert why in one_reason(content, changed=False)
+
+
+def test_collectives_stay_horovods_own() -> None:
+    made = after(
+        "import horovod.torch as hvd\nhvd.init()  # first\nif hvd.rank() != 0:\n"
+        "    print(hvd.allreduce(hvd.rank()), hvd.size())\n"
+    )
+    assert made == (
+        "import horovod.torch as hvd\nimport hvdkit.torch as hk\n"
+        "world = hk.init()  # first\nif not world.is_root:\n    print(hvd.allreduce(world.rank), world.size)\n"
+    )
+
+
+def test_the_topology_is_global_where_other_functions_use_it_and_names_that_are_taken_are_left_alone() -> None:
+    made = after(
+        "import horovod.torch as hvd\n\ndef say(world):\n    print(hvd.rank())\n\n"
+        "def main():\n    hvd.init()\n    say(1)\n\nmain()\n"
+    )  # fmt: skip
+    assert "print(topology.rank)" in made and "    global topology\n    topology = hk.init()\n" in made
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + LOOP)
+    path.chmod(0o750)
+    return path
+
+
+def test_the_input_is_written_over_only_when_asked(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["port", str(script)]) == 0
+    output = capfd.readouterr()
+    assert "hk.shard" in output.out and "Nothing is left" in output.err and "Nothing is left" not in output.out
+    assert cli.run(["port", str(script), "--diff"]) == 0
+    output = capfd.readouterr().out
+    assert output.startswith(f"--- {script}") and "+loader = hk.shard" in output
+    link = script.with_name("link.py")
+    link.symlink_to(script)
+    for target in (script, link):
+        assert cli.run(["port", str(script), "-o", str(target)]) == 2
+        assert "is the input" in capfd.readouterr().err
+    assert script.read_text() == HEAD + LOOP
+    made = script.with_name("made.py")
+    assert cli.run(["port", str(script), "-o", str(made)]) == 0
+    assert cli.run(["port", str(script), "--in-place"]) == 0
+    assert script.read_bytes() == made.read_bytes() != (HEAD + LOOP).encode()
+    assert stat.S_IMODE(script.stat().st_mode) == 0o750
+    assert cli.run(["port", str(script), "--in-place"]) == 0
+    assert script.read_bytes() == made.read_bytes()
+
+
+def test_exit_status_and_misuse(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script.write_text(HEAD + LOOP.replace("for epoch", "device = 'cuda:0'\nfor epoch"))
+    assert cli.run(["port", str(script), "--diff"]) == 1
+    assert "line 12: 'cuda:0' is the same GPU on every rank." in capfd.readouterr().err
+    assert cli.run(["port", str(script), "--diff", "--in-place"]) == 2
+    script.write_text("def (:\n")
+    capfd.readouterr()
+    assert cli.run(["port", str(script)]) == 2
+    error = capfd.readouterr().err
+    assert "line 1, is not Python" in error and error.count("\n") == 1
+    script.write_text("x = 1\n\x0cy = 2\n")
+    assert cli.run(["port", str(script)]) == 2
+    assert "cannot be kept" in capfd.readouterr().err
+    assert cli.run(["port", str(script.with_name("absent.py"))]) == 2

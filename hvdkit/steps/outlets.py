@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import trackers as named_trackers
 from hvdkit.steps.history import History
 from hvdkit.steps.stragglers import Report
 
@@ -31,14 +31,15 @@ class Outlets:
 
     def __init__(self, directory: Path, trackers: Sequence[Any], command: list[str] | None) -> None:
         self._history = History(directory, importlib.metadata.version("hvdkit"))
-        named = [one for one in trackers if isinstance(one, str)]
-        make = importlib.import_module("hvdkit.steps.trackers").tracker if named else None
-        self._trackers = [make(one, directory) if make and isinstance(one, str) else one for one in trackers]
+        self._trackers = [named_trackers.tracker(one, directory) if isinstance(one, str) else one for one in trackers]
         self._command = command
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
         self._history.begin(step, facts)
+        for tracker in self._trackers:
+            if callable(begin := getattr(tracker, "begin", None)):
+                _safely(begin, step, facts.get("steps"))
 
     def window(self, line: Mapping[str, Any], values: Mapping[str, float]) -> None:
         """A window has ended.
@@ -97,11 +98,14 @@ def checked_trackers(given: Any) -> list[Any]:
     """Names of libraries and objects that may be trackers.
 
     Raises:
-        InvalidArgumentError: something that is neither.
+        InvalidArgumentError: something that is neither, or a name that is not known.
+        MissingFrameworkError: the library of a name is not installed.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise InvalidArgumentError(f'trackers must be a list such as ["tensorboard"], got {given!r}.')
     for one in given:
+        if isinstance(one, str):
+            named_trackers.require_known(one)
         methods = () if isinstance(one, str) else ("log", "report", "close")
         if not all(callable(getattr(one, name, None)) for name in methods):
             raise InvalidArgumentError(f"a tracker has log, report and close, got {one!r}.")

@@ -7,6 +7,7 @@ resumed in the same directory goes on in the same run.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import socket
 import time
@@ -39,6 +40,25 @@ class Tracker(Protocol):
         ...
 
 
+_LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "prometheus": None, "progress": None}
+
+
+def require_known(name: str) -> None:
+    """Refuse a name on every rank, though the root alone makes a tracker of it.
+
+    Raises:
+        InvalidArgumentError: there is no tracker of this name.
+        MissingFrameworkError: its library is not installed.
+    """
+    if name not in _LIBRARIES:
+        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(_LIBRARIES)}.")
+    library = _LIBRARIES[name]
+    if library is not None and importlib.util.find_spec(library) is None:
+        raise MissingFrameworkError(
+            f"the tracker {name!r} needs {library}, which is not installed; pip install 'hvdkit[{name}]'."
+        )
+
+
 def tracker(name: str, directory: str | os.PathLike[str]) -> Tracker:
     """A tracker of this name.
 
@@ -49,12 +69,11 @@ def tracker(name: str, directory: str | os.PathLike[str]) -> Tracker:
         InvalidArgumentError: there is none of this name.
         MissingFrameworkError: its library is not installed.
     """
+    require_known(name)
     kinds: dict[str, Callable[[Path], Tracker]] = {
         "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "prometheus": Prometheus,
         "progress": lambda _: Progress(),
     }  # fmt: skip
-    if name not in kinds:
-        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(kinds)}.")
     path = Path(directory).absolute()
     path.mkdir(parents=True, exist_ok=True)
     return kinds[name](path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELI
 from hvdkit.read.explain.step_causes import EXCHANGE, Told
 from hvdkit.steps import step_times
 
-LATE = frozenset({"input", "compute", "host", "random-late"})
+LATE = frozenset({"input", "compute", "host", "late", "random-late"})
 """Causes by which a rank comes late; the times of the steps tell them apart, a timeline often cannot."""
 EXCHANGED = frozenset({"small-tensors", "large-tensors", "negotiation"})
 """Causes in the exchange of gradients, which the times of the steps do not tell apart."""
@@ -154,33 +152,26 @@ class _Joined:
         return any(cause.kind in kinds for cause in self._causes)
 
 
-def _of_tool(tool: str, *found: object) -> list[Cause]:
-    """What the tool itself makes of its recording: ``causes`` in its own ``causes.py``."""
-    name = f"hvdkit.read.{tool}.causes"
-    if importlib.util.find_spec(name) is None:
-        return []
-    causes: list[Cause] = importlib.import_module(name).causes(*found)
-    return causes
-
-
 def _of_timeline(paths: list[Path]) -> tuple[list[Cause], str]:
+    from hvdkit.read.timeline.causes import causes
     from hvdkit.read.timeline.summary import summarize
 
     summary = summarize(paths[0])
     if not summary.operations:
         raise DataError(f"{paths[0]} holds no operation of Horovod.")
-    return _of_tool("timeline", summary), f"{summary.operations} operations"
+    return causes(summary), f"{summary.operations} operations"
 
 
 def _of_traces(paths: list[Path]) -> tuple[list[Cause], str]:
     from hvdkit.read.trace.summary import summarize
 
     summary = summarize([str(path) for path in paths])
-    return _of_tool("trace", summary), f"{len(summary.ranks)} ranks"
+    return list(summary.causes), f"{len(summary.ranks)} ranks"
 
 
 def _of_mpi(paths: list[Path]) -> tuple[list[Cause], str]:
     from hvdkit.read.mpi_profile import reading, traffic
+    from hvdkit.read.mpi_profile.causes import causes
 
     profile = reading.read(paths)
-    return _of_tool("mpi_profile", profile, traffic.of_profile(profile)[0]), f"{len(profile.ranks)} ranks"
+    return causes(profile, traffic.of_profile(profile)[0]), f"{len(profile.ranks)} ranks"

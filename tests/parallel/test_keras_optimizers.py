@@ -253,6 +253,22 @@ def test_errors_name_the_user_s_optimizer(hk, world, fault):
         assert "hvdkit.keras.distribute(g_optimizer)." in error
 
 
+@on_ranks(*KERAS)
+def test_a_distribute_on_one_rank_alone(hk, world, everyone):
+    """One that trains is an error on every rank, one that does not is harmless: it shifts no name."""
+    import keras
+
+    model = keras.Sequential([keras.Input((PIXELS,)), keras.layers.Dense(1)])
+    alone = keras.optimizers.SGD(0.1)
+    if world.rank == 1:
+        hk.distribute(alone)
+    error = message(lambda: hk.broadcast_state(model, alone))
+    assert f"rank {world.rank} has optimizer (SGD) {'' if world.rank == 1 else 'not '}distributed" in error
+    model.compile(hk.distribute(keras.optimizers.Adam(0.01)), "mse")
+    model.fit(hk.shard((IMAGES, IMAGES[:, :1]), world, 8), verbose=0, callbacks=[hk.BroadcastState()])
+    assert len({str(one) for one in everyone(everything(model))}) == 1
+
+
 @on_ranks("keras", "keras-torch")
 def test_checkpoints_hold_optimizers_by_name_and_older_ones_stay_readable(hk, world, everyone, tmp_path):
     gan = make_gan(hk, 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -28,9 +29,12 @@ ASIDE_S = 0.01
 """Pause between two looks for what other ranks say aside."""
 
 
-def next_name() -> str:
-    """A name for one ``distribute``'s gradients, so that those of two optimizers never meet."""
-    return f"hvdkit.gradients.{next(_reductions)}"
+def naming() -> Callable[[], str]:
+    """A name for one ``distribute``'s gradients, so that those of two optimizers never meet.
+
+    Drawn when it is first used: a ``distribute`` on one rank alone must not shift the names of those that train.
+    """
+    return functools.cache(lambda: f"hvdkit.gradients.{next(_reductions)}")
 
 
 class HorovodTransport(OverHorovod, Transport):
@@ -123,7 +127,7 @@ class OverTorch(HorovodTransport):
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import torch
 
-        name, ranks = next_name(), self.ranks(process_set)
+        name, ranks = naming(), self.ranks(process_set)
 
         # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -135,7 +139,7 @@ class OverTorch(HorovodTransport):
             reduced = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
             for sent_as, positions in by_sent_type([_dtype_name(g) for g in reduced], options).items():
                 sent = [reduced[position].to(getattr(torch, sent_as)).contiguous() for position in positions]
-                received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
+                received = self.hvd.grouped_allreduce(sent, name=f"{name()}.{sent_as}", **scaling)
                 for position, tensor in zip(positions, received, strict=True):
                     reduced[position] = tensor.to(reduced[position].dtype)
             return reduced

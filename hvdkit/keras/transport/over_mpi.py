@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.keras.transport.over_horovod import ASIDE_S, Array, OverTorch, by_sent_type, is_alone, next_name
+from hvdkit.keras.transport.over_horovod import ASIDE_S, Array, OverTorch, by_sent_type, is_alone, naming
 from hvdkit.steps import agreement, launchers, starting, step_times
 from hvdkit.steps.collectives import OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
@@ -46,12 +46,12 @@ class HostBuffers(Transport):
         import jax.numpy as jnp
         from jax.experimental import io_callback
 
-        name, ranks = next_name(), self.host_ranks(process_set)
+        name, ranks = naming(), self.host_ranks(process_set)
 
         def on_host(*buffers: Any) -> list[Array]:
             step_times.ready()
             return [
-                self.allreduce(np.array(buffer), f"{name}.{number}", options, process_set)
+                self.allreduce(np.array(buffer), f"{name()}.{number}", options, process_set)
                 for number, buffer in enumerate(buffers)
             ]
 

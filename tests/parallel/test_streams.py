@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs_checks import message
-from ranks import on_ranks
+from ranks import KERAS, on_ranks
 
 SAMPLES = 203
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
     assert len(batches) == 3 and sum(float(w[0]) > 0 for *_, w in batches) == (3 if world.is_root else 2)
 
 
-@on_ranks("keras", n=2)
+@on_ranks(*KERAS, n=2)
 @pytest.mark.parametrize("remainder", ["drop", "exact"])
 def test_keras_trains_on_a_stream(hk: Any, world: Any, alone: Any, remainder: str) -> None:
     data = hk.shard(numbers(), world, 4, remainder=remainder, shuffle=32, seed=3)
@@ -269,7 +269,7 @@ def trained_alone(size: int, remainder: str) -> Any:
     return np.concatenate([np.ravel(one) for one in model.get_weights()])
 
 
-@on_ranks("keras", n=2)
+@on_ranks(*KERAS, n=2)
 def test_keras_goes_on_in_mid_epoch(hk: Any, world: Any, everyone: Any, tmp_path: Path) -> None:
     names = everyone(write_files(tmp_path) if world.is_root else None)[0]
 
@@ -298,7 +298,7 @@ def failing(batch: int) -> Any:
     return Fails()
 
 
-@on_ranks("keras", n=2)
+@on_ranks(*KERAS, n=2)
 def test_keras_shows_why_a_stream_cannot_go_on(hk: Any, world: Any, everyone: Any) -> None:
     data = hk.shard(numbers().shuffle(64), world, 4)
     errors = everyone(message(lambda: trained(hk, data, epochs=1, verbose=0)))
@@ -306,6 +306,42 @@ def test_keras_shows_why_a_stream_cannot_go_on(hk: Any, world: Any, everyone: An
 
 
 @on_ranks("keras-torch", "keras-jax", n=2)
-def test_other_backends_refuse_streams(hk: Any, world: Any) -> None:
-    for attempt in (lambda: hk.shard(numbers(), world, 4), lambda: hk.shard_files(["a", "b"], world)):
-        assert "KERAS_BACKEND=tensorflow" in message(attempt)
+def test_other_backends_take_dense_numbers(hk: Any, world: Any, everyone: Any) -> None:
+    data = hk.shard(numbers().map(lambda x, n: (tf_string(n), n)), world, 4)
+    errors = everyone(message(lambda: trained(hk, data, verbose=0)))
+    assert all("no ragged tensors and no strings" in error for error in errors), errors
+
+
+def tf_string(number: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.strings.as_string(number)
+
+
+def by_class(hk: Any, world: Any, remainder: str, plain: bool = False) -> Any:
+    """A training with class weights; what plain Keras gives for all samples."""
+    import keras
+    import tensorflow as tf
+
+    def labelled(x: Any, n: Any) -> Any:
+        return x / 100.0, tf.cast(n % 3 == 0, tf.float32)
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activation="sigmoid")])
+    model.compile(
+        keras.optimizers.SGD(0.1) if plain else hk.distribute(keras.optimizers.SGD(0.1)), "binary_crossentropy"
+    )
+    data = numbers(61).map(labelled)
+    data = data.batch(8) if plain else hk.shard(data, world, 8 // world.size, remainder=remainder, shuffle=False)
+    model.fit(data, epochs=2, verbose=0, class_weight={0: 0.5, 1: 4.0})
+    return np.concatenate([np.ravel(one) for one in model.get_weights()])
+
+
+@on_ranks("keras", "keras-jax", n=2)
+def test_class_weights_are_those_of_keras(hk: Any, world: Any, everyone: Any, alone: Any) -> None:
+    found = by_class(hk, world, "exact")
+    np.testing.assert_allclose(found, alone(by_class, remainder="exact", plain=True), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(by_class(hk, world, "drop"), alone(by_class, remainder="drop"), rtol=2e-5, atol=1e-6)
+    weighted = hk.shard(numbers().map(lambda x, n: (x, n, 1.0)), world, 4)
+    errors = everyone(message(lambda: trained(hk, weighted, class_weight={0: 1.0}, verbose=0)))
+    assert all("multiply the weights of the classes" in error for error in errors), errors

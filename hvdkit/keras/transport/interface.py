@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.steps.collectives import Collectives, Words
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
 Ranks = tuple[int, ...] | None
@@ -31,6 +32,10 @@ class Transport(Collectives):
     @abstractmethod
     def aside(self, words: Words) -> Words:
         """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective."""
+
+    @abstractmethod
+    def total(self, name: str) -> Total:
+        """A sum over the ranks in a second thread; each use of what is returned is a collective of this name."""
 
     @abstractmethod
     def has_aside(self) -> bool:

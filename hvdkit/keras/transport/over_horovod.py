@@ -19,14 +19,15 @@ from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import starting, step_times
 from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
 Array = npt.NDArray[Any]
 
 _SENT = ("float16", "float32", "float64")  # what Horovod adds up in every framework
 _reductions = count()
-ASIDE_S = 0.01
-"""Pause between two looks for what other ranks say aside."""
+ASIDE_S, AHEAD_S = 0.01, 0.001
+"""Pause between two looks for what other ranks say aside, and ahead of a step."""
 
 
 def naming() -> Callable[[], str]:
@@ -79,6 +80,11 @@ class OverTensorflow(HorovodTransport):
             everyone: Words = self._aside(tf.constant(words[None])).numpy()
         return everyone
 
+    def total(self, name: str) -> Total:
+        from hvdkit.common import tf_streams
+
+        return tf_streams.total(self.hvd, name)
+
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         import tensorflow as tf
 
@@ -116,10 +122,22 @@ class OverTorch(HorovodTransport):
         import torch
 
         handle = self.hvd.allgather_async(torch.from_numpy(words[None].copy()), name="hvdkit.aside")
+        return self._received(handle, ASIDE_S)
+
+    def total(self, name: str) -> Total:
+        import torch
+
+        def add_up(mine: Array) -> Array:
+            handle = self.hvd.allreduce_async(torch.from_numpy(mine), op=self.hvd.Sum, name=name)
+            return self._received(handle, AHEAD_S)
+
+        return add_up
+
+    def _received(self, handle: int, pause: float) -> Array:
         while not self.hvd.poll(handle):  # waiting in Horovod would take a core
-            time.sleep(ASIDE_S)
-        everyone: Words = self.hvd.synchronize(handle).numpy()
-        return everyone
+            time.sleep(pause)
+        received: Array = self.hvd.synchronize(handle).numpy()
+        return received
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         return keras_digests.of_torch([variable.value.detach() for variable in variables])

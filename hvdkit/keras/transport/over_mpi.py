@@ -20,6 +20,7 @@ from hvdkit.keras.transport.over_horovod import ASIDE_S, Array, OverTorch, by_se
 from hvdkit.steps import agreement, launchers, starting, step_times
 from hvdkit.steps.collectives import OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
 _LAST_WORDS_S = 1.0
@@ -131,6 +132,12 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         while not request.Test():
             time.sleep(ASIDE_S)
         return everyone
+
+    def total(self, name: str) -> Total:  # noqa: ARG002
+        raise InvalidArgumentError(
+            "a stream of tf.data needs Horovod, and this process has mpi4py only; give arrays, or run `hvdkit install "
+            "--frameworks torch`."
+        )
 
     def end(self, why: str) -> None:
         sys.stderr.write(f"hvdkit: rank {self.rank()} cannot go on: {why}\n")

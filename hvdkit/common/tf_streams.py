@@ -205,7 +205,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         def lost() -> None:
             place.lost = not self.in_fit
 
-        return PassIterator(self._pipeline(steps, self._spec[1]), exchange, place, took, lost)
+        return PassIterator(self._pipeline(steps, self._spec[1]), exchange, place, steps, took, lost)
 
     def _batches(self, start: StreamPosition) -> tuple[Any, int]:
         """The native part: (mark (m,), samples), from the epoch's beginning; and how many of them were taken."""
@@ -262,14 +262,20 @@ class Steps:
             size, mark, parts = self._read()
         except Exception as failure:
             error = failure
+        first = self._first
         weight = self._exchange.ask(size, mark, error)
         if weight is None:
-            return [tf.zeros((0,), tf.float64), *_flat(self._first)]
+            self.close()
+            return [tf.zeros((0,), tf.float64), *_flat(first)]
         if self._share.remainder == "pad":
-            parts, size = self._padded(parts, size), self._share.batch_size
+            parts, size = self._padded(first, parts, size), self._share.batch_size
         elif size == 0:
-            parts, size = tf.nest.map_structure(lambda part: part[:1], self._first), 1
+            parts, size = tf.nest.map_structure(lambda part: part[:1], first), 1
         return [tf.fill((size,), tf.constant(weight, tf.float64)), *_flat(parts)]
+
+    def close(self) -> None:
+        """Let go of the native part, its threads and buffers: TensorFlow keeps a function that it once called."""
+        self._batches, self._first = iter(()), None
 
     def _read(self) -> tuple[int, int, Any]:
         while (found := next(self._batches, None)) is not None:
@@ -283,9 +289,9 @@ class Steps:
             raise InvalidArgumentError("the data set to go on in has no samples now; give the one of the checkpoint.")
         return 0, 0, None
 
-    def _padded(self, parts: Any, size: int) -> Any:
+    def _padded(self, first: Any, parts: Any, size: int) -> Any:
         fill = np.arange(self._share.batch_size - size) % self._first_rows
-        added = tf.nest.map_structure(lambda part: tf.gather(part, fill), self._first)
+        added = tf.nest.map_structure(lambda part: tf.gather(part, fill), first)
         return tf.nest.map_structure(lambda *both: tf.concat(both, 0), parts, added) if size else added
 
 
@@ -295,11 +301,12 @@ class PassIterator(CountedIterator):
     Args:
         exchange: of the pass.
         place: counts what was taken where the iterator cannot.
+        steps: of the pass.
         took, lost: see ``CountedIterator``.
     """
 
-    def __init__(self, dataset: Any, exchange: Exchange, place: Any, took: Any, lost: Any) -> None:
-        self._exchange, self._place = exchange, place
+    def __init__(self, dataset: Any, exchange: Exchange, place: Any, steps: Steps, took: Any, lost: Any) -> None:
+        self._exchange, self._place, self._steps = exchange, place, steps
         super().__init__(dataset, lambda: None, took, lost)
 
     def _next_internal(self) -> Any:
@@ -316,6 +323,7 @@ class PassIterator(CountedIterator):
         if not sys.is_finalizing():
             trained = self._place.taken if self._place.exchange is self._exchange else 0
             self._exchange.settle(max(self._taken, trained))
+            self._steps.close()
 
 
 def total(hvd: Any, name: str) -> Total:

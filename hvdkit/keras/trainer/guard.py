@@ -157,12 +157,12 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         arguments: of ``fit``.
     """
 
-    async_safe = True  # on_train_batch_end only counts
-
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
         data, sharded = arguments["x"], isinstance(arguments["x"], SHARDED)
         self._data: Any = data if sharded else None
+        # on_train_batch_end only counts, in a thread of Keras' where that is late; a stream's next step waits for it.
+        self.async_safe = not isinstance(data, StreamInEpochs)
         self.reader: Any = reader_of(data, arguments["class_weight"]) if sharded else None
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)

@@ -86,6 +86,12 @@ def is_distributed(optimizer: Any) -> bool:
     return bool(inner) and all(map(is_distributed, inner))
 
 
+def distributed_rows(optimizers: Mapping[str, Any]) -> list[str]:
+    """Which optimizers combine their gradients, for the comparison of ranks: one that does alone waits for ever."""
+    named = [(shown({name: one}), is_distributed(one)) for name, one in optimizers.items()]
+    return [f"{name} {'' if distributed else 'not '}distributed" for name, distributed in named]
+
+
 def is_under_a_distributed_one() -> bool:
     """Whether the step that is being taken is that of a distributed optimizer, whose inner one applies."""
     return _under_way.get()

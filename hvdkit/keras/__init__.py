@@ -237,7 +237,7 @@ def shard(
             dicts or lists of arrays, on the tensorflow backend also of ragged and string tensors. The same on every
             rank. There, TensorFlow gets a copy of what has rows of 16 KiB and more, but for ``np.memmap``. Or a
             ``tf.data.Dataset`` of such samples, of known or unknown length, which is streamed as
-            ``hvdkit.tensorflow.shard`` says, on the tensorflow backend.
+            ``hvdkit.tensorflow.shard`` says, on every backend; on jax over mpi4py only arrays are.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
@@ -249,8 +249,7 @@ def shard(
             next sample is drawn from a buffer of 1024, or of so many as ``shuffle`` says.
         seed: of the order, the same on every rank.
     Raises:
-        InvalidArgumentError: not arrays, arrays of several lengths, an endless data set, bad numbers, or a
-            ``tf.data.Dataset`` on another backend than tensorflow.
+        InvalidArgumentError: not arrays, arrays of several lengths, an endless data set, or bad numbers.
         AgreementError: (a ``tf.data.Dataset``) the ranks' samples or their order differ.
     """
     if keras_data.is_tf_data(dataset):

@@ -6,13 +6,13 @@ import copy
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
 from hvdkit.steps.streams import StreamInEpochs
@@ -148,10 +148,7 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         if class_weight:
             weights = _class_weights(self._arrays[1], class_weight) if len(self._arrays) == 2 else None
             if weights is None:
-                raise InvalidArgumentError(
-                    "fit(class_weight=...) needs data as (x, y) with one class in y for each sample; multiply the "
-                    "weights of the classes into the sample_weight of shard((x, y, sample_weight), ...)."
-                )
+                _raise_no_classes()
             reader._weights = weights if self._weights is None else self._weights * weights
         return reader
 
@@ -253,29 +250,66 @@ def _as_weights(values: Any) -> Any:
     return keras.ops.convert_to_numpy(values).astype(keras.config.floatx())
 
 
+def reader_of(data: Any, class_weight: Mapping[int, float] | None) -> Any:
+    """What one ``fit`` reads of the data of ``shard``; see ``ShardedData.reader``."""
+    if isinstance(data, ShardedData):
+        return data.reader(class_weight)
+    tf, backend = sys.modules["tensorflow"], keras.backend.backend()
+    specs = tf.nest.flatten(data.element_spec)
+    if backend != "tensorflow" and any(type(one) is not tf.TensorSpec or one.dtype == tf.string for one in specs):
+        raise InvalidArgumentError(
+            f"Keras' {backend} backend takes no ragged tensors and no strings; .map them to dense numbers before fit."
+        )
+    if class_weight:
+        y = data.element_spec[1] if data.parts == 2 else None
+        if not isinstance(y, tf.TensorSpec) or y.shape.rank not in (1, 2):
+            _raise_no_classes()
+        data = data.map(
+            tf.autograph.experimental.do_not_convert(lambda *batch: _with_class_weights(batch, class_weight))
+        )
+    return data.reader()
+
+
+def _with_class_weights(batch: Any, class_weight: Mapping[int, float]) -> Any:
+    """``_class_weights`` for a stream's batches."""
+    tf, (x, y, *w) = sys.modules["tensorflow"], batch
+    one_hot = y.shape.rank == 2 and y.shape[1] != 1
+    classes = tf.argmax(y, axis=1) if one_hot else tf.cast(tf.round(tf.reshape(y, [-1])), tf.int64)
+    weights = tf.ones_like(classes, keras.config.floatx())
+    for name, weight in class_weight.items():
+        weights = tf.where(classes == name, tf.cast(weight, weights.dtype), weights)
+    return x, y, weights * w[0] if w else weights
+
+
+def _raise_no_classes() -> NoReturn:
+    raise InvalidArgumentError(
+        "fit(class_weight=...) needs data as (x, y) with one class in y for each sample; multiply the weights of the "
+        "classes into the sample_weight of shard((x, y, sample_weight), ...)."
+    )
+
+
 def is_tf_data(dataset: Any) -> bool:
     """Whether it is a ``tf.data.Dataset``; TensorFlow is not imported for it."""
     return "tensorflow" in sys.modules and isinstance(dataset, sys.modules["tensorflow"].data.Dataset)
 
 
 def streams() -> Any:
-    """``hvdkit.tensorflow.streams``.
+    """``hvdkit.common.tf_streams``.
 
     Raises:
-        InvalidArgumentError: another backend than tensorflow, whose Horovod does not survive a second one's import.
+        MissingFrameworkError: there is no TensorFlow, which other backends can do without.
     """
-    backend = keras.backend.backend()
-    if backend != "tensorflow":
-        raise InvalidArgumentError(
-            f"a tf.data.Dataset can be sharded on Keras' tensorflow backend, this process uses {backend}; set "
-            "KERAS_BACKEND=tensorflow, or give arrays."
-        )
-    return importlib.import_module("hvdkit.tensorflow.streams")
+    try:
+        return importlib.import_module("hvdkit.common.tf_streams")
+    except ImportError as error:
+        raise MissingFrameworkError(
+            "a tf.data.Dataset needs TensorFlow, which cannot be imported; run `pip install tensorflow`."
+        ) from error
 
 
 def arrays_or_stream(dataset: Any, world: Any, **options: Any) -> tuple[Any, Any]:
-    """As of ``hvdkit.tensorflow.streams``, with Keras' weights."""
-    return streams().arrays_or_stream(dataset, world, TRANSPORT, with_weights, **options)  # type: ignore[no-any-return]
+    """As of ``hvdkit.common.tf_streams``, with Keras' weights."""
+    return streams().arrays_or_stream(dataset, world, TRANSPORT, TRANSPORT.total, with_weights, **options)  # type: ignore[no-any-return]
 
 
 def with_weights(parts: Any, weights: Any) -> Any:

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
+from hvdkit.common.keras_optimizer import distributed_rows, make_slots, require_keras_3, shown, trained_variables
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics
@@ -110,9 +110,13 @@ def layout(variable: Any) -> str:
     return f"{path} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
 
 
-def require_same_layout(variables: Sequence[Any]) -> None:
-    """Raise AgreementError on every rank unless the variables have the same paths, types and shapes; a collective."""
-    agreement.require_same_rows(TRANSPORT, [layout(variable) for variable in variables])
+def require_same_layout(variables: Sequence[Any], optimizers: Mapping[str, Any]) -> None:
+    """Raise AgreementError on every rank unless the variables have the same paths, types and shapes; a collective.
+
+    Args:
+        optimizers: by name; distributed on all ranks or on none.
+    """
+    agreement.require_same_rows(TRANSPORT, [*map(layout, variables), *distributed_rows(optimizers)])
 
 
 def broadcast(variables: Sequence[Any], source: int) -> None:

@@ -32,7 +32,8 @@ except ImportError as error:
         "run `hvdkit install`, or `hvdkit doctor` for the reason."
     ) from error
 
-from hvdkit.tensorflow import data, device, state, streams
+from hvdkit.common import tf_streams as streams
+from hvdkit.tensorflow import data, device, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -256,7 +257,8 @@ def shard(
             or their order differ.
     """
     options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
-    arrays, stream = streams.arrays_or_stream(dataset, world, state.RANKS, streams.with_weights, **options)
+    totals = partial(streams.total, hvd)
+    arrays, stream = streams.arrays_or_stream(dataset, world, state.RANKS, totals, streams.with_weights, **options)
     if stream is not None:
         return stream
     n_samples = tf.nest.flatten(arrays)[0].shape[0]

@@ -5,7 +5,6 @@ A batch made in Python is written to fresh memory and copied once more, which co
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,8 +16,6 @@ from hvdkit.steps.shards import Batch
 
 LARGE = 16 * 1024
 """Bytes of a row from which on TensorFlow gets a copy of the whole array, to read there."""
-PLANNED = 1024
-"""Steps whose indices Python hands over at once."""
 
 
 def batches(
@@ -46,9 +43,16 @@ def batches(
                 rows[-1].set_shape((None, *array.shape[1:]))
         return pack(tf.nest.pack_sequence_as(arrays, rows), weight, indices)
 
-    signature = (tf.TensorSpec((None, None), tf.int64), tf.TensorSpec((None,), tf.float64))
-    plans = tf.data.Dataset.from_generator(lambda: _plans(epoch()), output_signature=signature)
-    steps = plans.flat_map(lambda *plan: tf.data.Dataset.from_tensor_slices(plan))
+    def plan(_: tf.Tensor) -> tf.data.Dataset:
+        made = tf.numpy_function(lambda: _plan(epoch()), [], [tf.int64, tf.int64, tf.float64])
+        for one in made:
+            one.set_shape((None,))
+        indices, lengths, weights = made
+        return tf.data.Dataset.from_tensor_slices(
+            (tf.RaggedTensor.from_row_lengths(indices, lengths, validate=False), weights)
+        )
+
+    steps = tf.data.Dataset.range(1).flat_map(plan)  # from_generator takes as long to begin as ten batches of images
     return steps.map(contents, num_parallel_calls=2, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
@@ -64,8 +68,8 @@ def _within_tensorflow(array: Any) -> Any:
         return tf.constant(array)
 
 
-def _plans(epoch: Iterable[Batch]) -> Iterator[tuple[Any, Any]]:
-    """Indices (steps, m) and weights (steps,) of consecutive steps with as many samples."""
-    for _, same in itertools.groupby(epoch, key=lambda batch: len(batch.indices)):
-        while some := list(itertools.islice(same, PLANNED)):
-            yield np.stack([batch.indices for batch in some]), np.array([batch.weight for batch in some])
+def _plan(epoch: Iterable[Batch]) -> tuple[Any, Any, Any]:
+    """The indices of all steps, one after the other; how many are each step's, and its weight, (steps,)."""
+    steps = list(epoch)
+    indices = np.concatenate([np.zeros(0, np.int64), *(step.indices for step in steps)])
+    return indices, np.array([len(step.indices) for step in steps], np.int64), np.array([step.weight for step in steps])

@@ -148,7 +148,12 @@ def broadcast(model: Any, optimizer: Any | None = None, root: int = 0) -> None:
         mine = trained_variables(optimizers, variables)
         make_slots(optimizers, variables, RANKS.gather(mine, "hvdkit.trained")[root])
     variables += optimizer_variables(optimizers, model)
-    agreement.require_same_rows(RANKS, [layout(variable) for variable in variables])
+    rows = [layout(variable) for variable in variables]
+    if optimizers:
+        from hvdkit.common.keras_optimizer import distributed_rows
+
+        rows += distributed_rows(optimizers)
+    agreement.require_same_rows(RANKS, rows)
     broadcast_variables(variables, root)
     seeds.move_to_own_stream(generator_states(model))
 

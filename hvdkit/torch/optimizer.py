@@ -20,7 +20,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.buckets import Layout, Named
 from hvdkit.torch.exchange import EXCHANGES, Exchange, named_of
-from hvdkit.torch.state import parameters_of
+from hvdkit.torch.state import DISTRIBUTED, parameters_of
 
 
 def distributed(
@@ -56,8 +56,10 @@ def distributed(
     if hvd.size() > 1:  # else Horovod leaves Adasum out
         options.require_possible(ranks.size(), all_ranks=ranks.process_set_id == 0, over_mpi=hvd.mpi_enabled())
     if options.op == "adasum":
-        return _adasum(optimizer, named, options)
-    Exchange(optimizer, model, options, layout, ranks)
+        optimizer = _adasum(optimizer, named, options)
+    else:
+        Exchange(optimizer, model, options, layout, ranks)
+    setattr(optimizer, DISTRIBUTED, " (distributed)")
     return optimizer
 
 

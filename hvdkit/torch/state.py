@@ -18,6 +18,8 @@ from hvdkit.torch import seeds
 from hvdkit.torch.nested import Outline, Placing, rebuilt
 
 RANKS = OverHorovod(hvd, torch.from_numpy)
+DISTRIBUTED = "_hvdkit_distributed"
+"""Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits for ever."""
 
 
 def plain_name(name: str) -> str:
@@ -89,7 +91,7 @@ def require_same_training(model: torch.nn.Module, optimizer: torch.optim.Optimiz
     rows = [layout(name, tensor) for name, tensor in tensors.items()]
     names = {id(tensor): name for name, tensor in tensors.items()}
     for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
-        kind = f"{type(optimizer).__name__} group {number}"
+        kind = f"{type(optimizer).__name__}{getattr(optimizer, DISTRIBUTED, '')} group {number}"
         rows += [layout(f"{kind} {names.get(id(one), 'of no model')}", one) for one in group["params"]]
     agreement.require_same_rows(RANKS, rows, "hold different models or optimizers", "build the same")
 

@@ -232,6 +232,52 @@ def train_loader(hk: Any, world: Any) -> list[float]:
     return weights(model)
 
 
+def train_own_part(hk: Any, world: Any, kind: str, more: int = 0) -> list[float]:
+    """Batches that the program makes itself, each rank's part of the global ones; ``more`` of them on the last rank."""
+    import keras
+
+    size = GLOBAL_BATCH // world.size
+    steps = SAMPLES // GLOBAL_BATCH - 1 + (more if world.rank == world.size - 1 else 0)
+
+    def part(index: int) -> Any:
+        first = (index * world.size + world.rank) * size
+        return X[first : first + size], Y[first : first + size]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return steps
+
+        def __getitem__(self, index: int) -> Any:
+            return part(index)
+
+    def endless() -> Any:
+        while True:
+            yield from map(part, range(steps))
+
+    options = {"steps_per_epoch": steps} if kind == "generator" else {"shuffle": False}
+    if kind == "DataLoader":
+        from torch import tensor
+        from torch.utils.data import DataLoader, TensorDataset
+
+        x, y = (np.concatenate(one) for one in zip(*map(part, range(steps)), strict=True))
+        given: Any = DataLoader(TensorDataset(tensor(x), tensor(y)), size)
+    else:
+        given = endless() if kind == "generator" else Batches()
+    model = classifier(hk)
+    model.fit(given, epochs=2, verbose=0, callbacks=[hk.BroadcastState()], **options)
+    return weights(model)
+
+
+@on_ranks(*KERAS)
+@pytest.mark.parametrize("kind", ["generator", "PyDataset", "DataLoader"])
+def test_batches_of_the_program_s_own_end_as_in_one_process(hk, world, everyone, alone, kind):
+    found = train_own_part(hk, world, kind)
+    assert everyone(found) == [found] * world.size
+    assert found == pytest.approx(alone(train_own_part, kind=kind), rel=1e-5, abs=1e-6)
+    error = message(lambda: train_own_part(hk, world, kind, more=1))
+    assert "the ranks would take different numbers of steps per epoch" in error
+
+
 @on_ranks(*KERAS, n=3)
 @pytest.mark.parametrize(("same", "said"), [((0, 0, 0), "ranks 0-2"), ((1, 0, 1), "ranks 0, 2"), ((0, 1, 2), "")])
 def test_the_same_data_on_several_ranks_is_one_warning(hk, world, everyone, same, said):

@@ -140,6 +140,60 @@ def test_a_gan_ends_as_in_one_process(hk, world, everyone, alone):
     assert found["d_optimizer"][0] == 8  # steps
 
 
+@functools.cache
+def jax_gan_class() -> type:
+    """The same for jax: two optimizers in a ``train_step`` without side effects, which get their states of the user."""
+    import jax
+    import keras
+
+    class Gan(gan_class()):  # type: ignore[misc]
+        def train_step(self, state: Any, data: Any) -> Any:
+            trainable, fixed, optimizer_state, metrics_state = state
+            (real, noise), ops = data, keras.ops
+            split = len(self.discriminator.trainable_variables)
+            d, g = list(trainable[:split]), list(trainable[split:])
+
+            def of_discriminator(d: Any) -> Any:
+                images = ops.concatenate([self.generator.stateless_call(g, [], noise)[0], real], axis=0)
+                labels = ops.concatenate([ops.ones_like(real[:, :1]), ops.zeros_like(real[:, :1])], axis=0)
+                return self.loss_fn(labels, self.discriminator.stateless_call(d, [], images)[0])
+
+            def of_generator(g: Any) -> Any:
+                made = self.generator.stateless_call(g, [], noise)[0]
+                return self.loss_fn(ops.zeros_like(real[:, :1]), self.discriminator.stateless_call(d, [], made)[0])
+
+            d, _ = self.d_optimizer.stateless_apply(self.d_state, jax.grad(of_discriminator)(d), d)
+            g, _ = self.g_optimizer.stateless_apply(self.g_state, jax.grad(of_generator)(g), g)
+            return {}, ([*d, *g], fixed, optimizer_state, metrics_state)
+
+    return Gan
+
+
+def train_jax_gan(hk: Any, world: Any) -> list[float]:
+    import keras
+
+    keras.utils.set_random_seed(world.rank)
+    layers = keras.layers
+    discriminator = [keras.Input((PIXELS,)), layers.Dense(8), layers.LeakyReLU(0.2), layers.Dense(1)]
+    generator = [keras.Input((NOISE,)), layers.Dense(8, activation="tanh"), layers.Dense(PIXELS)]
+    gan = jax_gan_class()(keras.Sequential(discriminator), keras.Sequential(generator))
+    optimizers = [hk.distribute(keras.optimizers.SGD(rate)) for rate in (0.2, 0.1)]
+    for optimizer, part in zip(optimizers, (gan.discriminator, gan.generator), strict=True):
+        optimizer.build(part.trainable_variables)
+    gan.compile(*optimizers, keras.losses.BinaryCrossentropy(from_logits=True))
+    gan.built = True
+    gan.d_state, gan.g_state = ([variable.value for variable in one.variables] for one in optimizers)
+    gan.fit(data(hk, world), epochs=2, verbose=0, callbacks=[hk.BroadcastState(), hk.CheckAgreement(world, every=3)])
+    return everything(gan)["weights"]
+
+
+@on_ranks("keras-jax")
+def test_a_gan_on_jax_ends_as_in_one_process(hk, world, everyone, alone):
+    found = train_jax_gan(hk, world)
+    assert everyone(found) == [found] * world.size
+    assert found == pytest.approx(alone(train_jax_gan), rel=2e-4, abs=2e-5)
+
+
 @on_ranks("keras")
 def test_a_gan_of_layers_not_yet_built_ends_as_in_one_process(hk, world, everyone, alone):
     found = train_gan(hk, world, late=True)
@@ -251,6 +305,22 @@ def test_errors_name_the_user_s_optimizer(hk, world, fault):
     assert expected[fault] in error, error
     if "undistributed" in fault:
         assert "hvdkit.keras.distribute(g_optimizer)." in error
+
+
+@on_ranks(*KERAS)
+def test_a_distribute_on_one_rank_alone(hk, world, everyone):
+    """One that trains is an error on every rank, one that does not is harmless: it shifts no name."""
+    import keras
+
+    model = keras.Sequential([keras.Input((PIXELS,)), keras.layers.Dense(1)])
+    alone = keras.optimizers.SGD(0.1)
+    if world.rank == 1:
+        hk.distribute(alone)
+    error = message(lambda: hk.broadcast_state(model, alone))
+    assert f"rank {world.rank} has optimizer (SGD) {'' if world.rank == 1 else 'not '}distributed" in error
+    model.compile(hk.distribute(keras.optimizers.Adam(0.01)), "mse")
+    model.fit(hk.shard((IMAGES, IMAGES[:, :1]), world, 8), verbose=0, callbacks=[hk.BroadcastState()])
+    assert len({str(one) for one in everyone(everything(model))}) == 1
 
 
 @on_ranks("keras", "keras-torch")

@@ -4,6 +4,7 @@ Frameworks and hvdkit are imported within, on the ranks.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs_checks import message
-from ranks import on_ranks
+from ranks import KERAS, on_ranks
 
 SAMPLES = 203
 
@@ -96,6 +97,22 @@ def test_a_stream_is_what_one_process_reads(hk: Any, world: Any, everyone: Any, 
     rest = alone(rest_of, state=state)
     assert sorted(rest) == sorted(set(range(SAMPLES)) - set(seen(first[:1])))
     assert rest[: 4 * world.size] == [number for row in order[4:8] for number in row]
+
+
+@on_ranks("tensorflow", n=2)
+def test_a_pass_leaves_nothing_open(hk: Any, world: Any) -> None:
+    """Neither a whole one nor one that ends within: its shuffle buffer may be large."""
+    import gc
+
+    def still_open(loader: Any, steps: int) -> int:
+        for number, _ in enumerate(loader, start=1):
+            if number == steps:
+                break
+        gc.collect()
+        return sum(type(one).__name__ in ("OwnedIterator", "PassIterator") for one in gc.get_objects())
+
+    loader = hk.shard(numbers(), world, 4)
+    assert len({still_open(loader, steps) for steps in (2, 3, 100, 100)}) == 1
 
 
 @on_ranks("tensorflow", n=(2, 3))
@@ -239,11 +256,13 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
     assert len(batches) == 3 and sum(float(w[0]) > 0 for *_, w in batches) == (3 if world.is_root else 2)
 
 
-@on_ranks("keras", n=2)
+@on_ranks(*KERAS, n=2)
 @pytest.mark.parametrize("remainder", ["drop", "exact"])
 def test_keras_trains_on_a_stream(hk: Any, world: Any, alone: Any, remainder: str) -> None:
     data = hk.shard(numbers(), world, 4, remainder=remainder, shuffle=32, seed=3)
-    _, model = trained(hk, data, epochs=2, verbose=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*ran out of data")  # Keras' end, not the ranks'
+        _, model = trained(hk, data, epochs=2, verbose=0)
     found = np.concatenate([np.ravel(one) for one in model.get_weights()])
     expected = alone(trained_alone, size=world.size, remainder=remainder)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
@@ -269,7 +288,7 @@ def trained_alone(size: int, remainder: str) -> Any:
     return np.concatenate([np.ravel(one) for one in model.get_weights()])
 
 
-@on_ranks("keras", n=2)
+@on_ranks(*KERAS, n=2)
 def test_keras_goes_on_in_mid_epoch(hk: Any, world: Any, everyone: Any, tmp_path: Path) -> None:
     names = everyone(write_files(tmp_path) if world.is_root else None)[0]
 
@@ -298,7 +317,7 @@ def failing(batch: int) -> Any:
     return Fails()
 
 
-@on_ranks("keras", n=2)
+@on_ranks(*KERAS, n=2)
 def test_keras_shows_why_a_stream_cannot_go_on(hk: Any, world: Any, everyone: Any) -> None:
     data = hk.shard(numbers().shuffle(64), world, 4)
     errors = everyone(message(lambda: trained(hk, data, epochs=1, verbose=0)))
@@ -306,6 +325,99 @@ def test_keras_shows_why_a_stream_cannot_go_on(hk: Any, world: Any, everyone: An
 
 
 @on_ranks("keras-torch", "keras-jax", n=2)
-def test_other_backends_refuse_streams(hk: Any, world: Any) -> None:
-    for attempt in (lambda: hk.shard(numbers(), world, 4), lambda: hk.shard_files(["a", "b"], world)):
-        assert "KERAS_BACKEND=tensorflow" in message(attempt)
+def test_other_backends_take_dense_numbers(hk: Any, world: Any, everyone: Any) -> None:
+    data = hk.shard(numbers().map(lambda x, n: (tf_string(n), n)), world, 4)
+    errors = everyone(message(lambda: trained(hk, data, verbose=0)))
+    assert all("no ragged tensors and no strings" in error for error in errors), errors
+
+
+def tf_string(number: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.strings.as_string(number)
+
+
+def by_class(hk: Any, world: Any, remainder: str, plain: bool = False) -> Any:
+    """A training with class weights; what plain Keras gives for all samples."""
+    import keras
+    import tensorflow as tf
+
+    def labelled(x: Any, n: Any) -> Any:
+        return x / 100.0, tf.cast(n % 3 == 0, tf.float32)
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, activation="sigmoid")])
+    model.compile(
+        keras.optimizers.SGD(0.1) if plain else hk.distribute(keras.optimizers.SGD(0.1)), "binary_crossentropy"
+    )
+    data = numbers(61).map(labelled)
+    data = data.batch(8) if plain else hk.shard(data, world, 8 // world.size, remainder=remainder, shuffle=False)
+    model.fit(data, epochs=2, verbose=0, class_weight={0: 0.5, 1: 4.0})
+    return np.concatenate([np.ravel(one) for one in model.get_weights()])
+
+
+@on_ranks("keras", "keras-jax", n=2)
+def test_class_weights_are_those_of_keras(hk: Any, world: Any, everyone: Any, alone: Any) -> None:
+    found = by_class(hk, world, "exact")
+    np.testing.assert_allclose(found, alone(by_class, remainder="exact", plain=True), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(by_class(hk, world, "drop"), alone(by_class, remainder="drop"), rtol=2e-5, atol=1e-6)
+    weighted = hk.shard(numbers().map(lambda x, n: (x, n, 1.0)), world, 4)
+    errors = everyone(message(lambda: trained(hk, weighted, class_weight={0: 1.0}, verbose=0)))
+    assert all("multiply the weights of the classes" in error for error in errors), errors
+
+
+MEGABYTE = 2**20
+ROOM = 256
+"""Of these, what a rank may take beside what it has when it begins; its files hold half as many again."""
+
+
+def train_in_little_memory(hk: Any, world: Any, everyone: Any, names: list[str], samples: int) -> None:
+    """Half an epoch, the rest of it from the saved position, and the next one."""
+    import resource
+
+    import tensorflow as tf
+
+    def parse(record: Any) -> Any:
+        return tf.io.decode_raw(record, tf.uint8), tf.strings.to_number(tf.strings.substr(record, 0, 8), tf.int64)
+
+    def one() -> Any:
+        files = tf.data.TFRecordDataset(hk.shard_files(names, world), compression_type="GZIP")
+        return hk.shard(files.map(parse), world, 4, remainder="exact", shuffle=8)
+
+    def numbers_of(batches: Any, most: int = 10**6) -> list[int]:
+        found: list[int] = []
+        for number, (x, y, w) in enumerate(batches, start=1):
+            assert x.shape[1] == MEGABYTE
+            found += y.numpy()[w.numpy() > 0].tolist()
+            if number == most:
+                break
+        return found
+
+    status = Path("/proc/self/status").read_text().split()
+    held = int(status[status.index("VmData:") + 1]) * 1024
+    limit = held + ROOM * MEGABYTE
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with pytest.raises(MemoryError):
+        np.zeros(samples // world.size * MEGABYTE, np.uint8)
+    loader = one()
+    first = numbers_of(loader, 40)
+    anew = one()
+    anew.load_state(loader.state())
+    rest, second = numbers_of(anew), numbers_of(anew)
+    for parts in (everyone(first + rest), everyone(second)):
+        assert sorted(number for part in parts for number in part) == list(range(samples))
+    assert anew.epoch == 2
+
+
+@pytest.mark.parallel
+def test_records_beyond_the_memory(run_job: Callable[..., Any], tmp_path: Path) -> None:
+    """20 files, of which some are up to a twentieth shorter."""
+    tf = pytest.importorskip("tensorflow")
+    names, number = [], 0
+    for index in range(20):
+        names.append(str(tmp_path / f"{index:02d}.tfrecord.gz"))
+        with tf.io.TFRecordWriter(names[-1], tf.io.TFRecordOptions("GZIP", compression_level=1)) as writer:
+            for _ in range(40 - index % 3):
+                writer.write(f"{number:08d}".encode().ljust(MEGABYTE, b"."))
+                number += 1
+    run_job("tensorflow", train_in_little_memory, names=names, samples=number)

@@ -103,3 +103,15 @@ def test_errors_name_the_optimizer(hk, world, tmp_path):
     slot.assign(slot + float(world.rank))
     error = message(lambda: hk.check_agreement(gan.models, gan.optimizers, world))
     assert "the ranks disagree: g_optimizer: adam" in error
+
+
+@on_ranks("tensorflow")
+def test_an_optimizer_distributed_on_one_rank_alone_is_an_error_on_all(hk, world):
+    import keras
+
+    model = keras.Sequential([keras.Input((PIXELS,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+    if world.rank == 1:
+        hk.distribute(optimizer)
+    error = message(lambda: hk.broadcast_state(model, optimizer))
+    assert f"rank {world.rank} has optimizer (SGD) {'' if world.rank == 1 else 'not '}distributed" in error

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs_checks import message
 from ranks import on_ranks
 
 import hvdkit
@@ -186,6 +187,25 @@ def test_optimizers_that_differ_are_one_error_on_every_rank(hk, world, everyone)
         with pytest.raises(hvdkit.AgreementError, match=r"hold different models or optimizers: rank .* build the same"):
             hk.broadcast_state(model, other if last else usual)
         everyone("refused")
+
+
+@on_ranks("torch", n=(2, 3))
+def test_an_optimizer_distributed_on_one_rank_alone_is_an_error_on_all(hk, world):
+    import torch
+
+    model = torch.nn.Linear(FEATURES, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world.rank == 1:
+        hk.distribute(optimizer, model)
+    error = message(lambda: hk.broadcast_state(model, optimizer))
+    assert "SGD (distributed) group 0" in error if world.rank == 1 else "SGD group 0" in error
+    assert "hold different models or optimizers: rank" in error
+    for _ in range(2 if world.is_root else 1):  # one more than others have is harmless
+        optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    hk.broadcast_state(model, optimizer)
+    model(torch.full((2, FEATURES), float(world.rank))).sum().backward()
+    optimizer.step()
+    hk.check_agreement(model, optimizer, world)
 
 
 @on_ranks("torch", n=2)

@@ -33,7 +33,7 @@ from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import schedule as keras_schedule
 from hvdkit.keras import state
-from hvdkit.keras.data import SHARDED, ShardedData, set_trained_on
+from hvdkit.keras.data import SHARDED, reader_of, set_trained_on
 from hvdkit.keras.monitor import automatic
 from hvdkit.keras.optimizer import held_by
 from hvdkit.keras.trainer import own_steps, private, requirements, watch
@@ -83,8 +83,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(data, SHARDED):
             call.arguments["shuffle"] = False  # it draws the same order on all ranks; Keras would draw one on each
             call.arguments["x"] = guard.reader
-            if isinstance(data, ShardedData):
-                call.arguments["class_weight"] = None  # the reader knows it
+            call.arguments["class_weight"] = None  # the reader knows it
         set_trained_on(model, data if isinstance(data, SHARDED) else None)
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
@@ -159,13 +158,13 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         arguments: of ``fit``.
     """
 
-    async_safe = True  # on_train_batch_end only counts
-
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
         data, sharded = arguments["x"], isinstance(arguments["x"], SHARDED)
         self._data: Any = data if sharded else None
-        self.reader: Any = data.reader(arguments["class_weight"]) if sharded else None
+        # on_train_batch_end only counts, in a thread of Keras' where that is late; a stream's next step waits for it.
+        self.async_safe = not isinstance(data, StreamInEpochs)
+        self.reader: Any = reader_of(data, arguments["class_weight"]) if sharded else None
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)
         self._validation = agreement.digest(when) if validates else UNKNOWN

@@ -169,7 +169,11 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
     def enumerate_rest(self: Any) -> Any:
         stream = getattr(self.data_adapter, "_dataset", None)
         if isinstance(stream, StreamInEpochs) and stream.in_fit and not self.steps_per_epoch:
-            begin, batches = stream.steps_done, iter(self._get_iterator())
+            begin = stream.steps_done
+            before = random_state.backend_state()
+            batches = iter(self._get_iterator())
+            if begin:  # PyTorch's loaders draw a number when they begin; this one began long ago
+                random_state.set_backend_state(before)
             for step in itertools.count(begin, self.steps_per_execution):
                 if step > begin and not stream.goes_on():  # at an end of its own Keras warns, and notes a length
                     return
@@ -181,7 +185,7 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
         done, self._num_batches = data.steps_done, len(data)
         drawn = random_state.backend_state() if done else None
         for begin, end, batches in plain(self):
-            if drawn is not None:  # PyTorch's loaders draw a number when they begin; this one began long ago
+            if drawn is not None:  # as above
                 random_state.set_backend_state(drawn)
                 drawn = None
             if begin < len(data) - done:

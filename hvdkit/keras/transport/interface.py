@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.steps.collectives import Collectives, Words
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
 Ranks = tuple[int, ...] | None
@@ -34,6 +35,10 @@ class Transport(Collectives):
 
         Each thread has a name of its own.
         """
+
+    @abstractmethod
+    def total(self, name: str) -> Total:
+        """A sum over the ranks in a second thread; each use of what is returned is a collective of this name."""
 
     @abstractmethod
     def has_aside(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -17,17 +19,23 @@ from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import starting, step_times
 from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
 Array = npt.NDArray[Any]
 
 _SENT = ("float16", "float32", "float64")  # what Horovod adds up in every framework
 _reductions = count()
+AHEAD_S = 0.001
+"""Pause between two looks for what other ranks say ahead of a step."""
 
 
-def next_name() -> str:
-    """A name for one ``distribute``'s gradients, so that those of two optimizers never meet."""
-    return f"hvdkit.gradients.{next(_reductions)}"
+def naming() -> Callable[[], str]:
+    """A name for one ``distribute``'s gradients, so that those of two optimizers never meet.
+
+    Drawn when it is first used: a ``distribute`` on one rank alone must not shift the names of those that train.
+    """
+    return functools.cache(lambda: f"hvdkit.gradients.{next(_reductions)}")
 
 
 class HorovodTransport(OverHorovod, Transport):
@@ -68,6 +76,11 @@ class OverTensorflow(HorovodTransport):
 
         return aside(words, name)
 
+    def total(self, name: str) -> Total:
+        from hvdkit.common import tf_streams
+
+        return tf_streams.total(self.hvd, name)
+
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         import tensorflow as tf
 
@@ -102,13 +115,25 @@ class OverTorch(HorovodTransport):
 
         super().__init__(hvd, torch.from_numpy)
 
+    def total(self, name: str) -> Total:
+        import torch
+
+        def add_up(mine: Array) -> Array:
+            handle = self.hvd.allreduce_async(torch.from_numpy(mine), op=self.hvd.Sum, name=name)
+            while not self.hvd.poll(handle):  # waiting in Horovod would take a core
+                time.sleep(AHEAD_S)
+            received: Array = self.hvd.synchronize(handle).numpy()
+            return received
+
+        return add_up
+
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
         return keras_digests.of_torch([variable.value.detach() for variable in variables])
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import torch
 
-        name, ranks = next_name(), self.ranks(process_set)
+        name, ranks = naming(), self.ranks(process_set)
 
         def look_at(gradients: list[Any]) -> None:
             if step_times.MONITORS:
@@ -134,7 +159,7 @@ class OverTorch(HorovodTransport):
             reduced = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
             for sent_as, positions in by_sent_type([_dtype_name(g) for g in reduced], options).items():
                 sent = [reduced[position].to(getattr(torch, sent_as)).contiguous() for position in positions]
-                received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
+                received = self.hvd.grouped_allreduce(sent, name=f"{name()}.{sent_as}", **scaling)
                 for position, tensor in zip(positions, received, strict=True):
                     reduced[position] = tensor.to(reduced[position].dtype)
             step_times.arrived()

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, next_name
+from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
 from hvdkit.steps import agreement, launchers, starting, step_times
 from hvdkit.steps.collectives import ASIDE_S, OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
 _LAST_WORDS_S = 1.0
@@ -46,12 +47,12 @@ class HostBuffers(Transport):
         import jax.numpy as jnp
         from jax.experimental import io_callback
 
-        name, ranks = next_name(), self.host_ranks(process_set)
+        name, ranks = naming(), self.host_ranks(process_set)
 
         def on_host(*buffers: Any) -> list[Array]:
             step_times.ready()
             return [
-                self.allreduce(np.array(buffer), f"{name}.{number}", options, process_set)
+                self.allreduce(np.array(buffer), f"{name()}.{number}", options, process_set)
                 for number, buffer in enumerate(buffers)
             ]
 
@@ -131,6 +132,12 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         while not request.Test():
             time.sleep(ASIDE_S)
         return everyone
+
+    def total(self, name: str) -> Total:  # noqa: ARG002
+        raise InvalidArgumentError(
+            "a stream of tf.data needs Horovod, and this process has mpi4py only; give arrays, or run `hvdkit install "
+            "--frameworks torch`."
+        )
 
     def end(self, why: str) -> None:
         sys.stderr.write(f"hvdkit: rank {self.rank()} cannot go on: {why}\n")

@@ -1,5 +1,7 @@
 """A rank's part of any ``tf.data.Dataset``, of known or unknown length, never read into memory (step 7).
 
+No Horovod is loaded here: Keras' torch and jax backends stream, too, over the Horovod that they have.
+
 The native part (read, shuffle, take this rank's samples, batch) runs ahead by itself. Around it, the ranks agree on
 each step before it is handed out: ``prefetch(1)`` has them ask for the next one as soon as one was taken, so that the
 answer comes while a step computes, and all have asked for the same number whenever they stop.
@@ -8,7 +10,6 @@ answer comes while a step computes, and all have asked for the same number whene
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import sys
 import zlib
@@ -18,11 +19,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.common.tf_samples import CountedIterator, in_memory
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps.collectives import OverHorovod
+from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
-from hvdkit.tensorflow.data import CountedIterator, in_memory
 
 IN_MEMORY = 64 * 2**20
 """Bytes up to which a data set of known length and shapes is kept in memory, as arrays are."""
@@ -31,6 +32,7 @@ BUFFER = 1024
 _READ_AHEAD = 2  # batches: TensorFlow's own choice may be hundreds, and memory with them
 
 Weigh = Callable[[Any, Any], Any]
+Totals = Callable[[str], Total]
 
 
 class ShardedFiles(tf.data.Dataset):  # type: ignore[misc]
@@ -57,12 +59,13 @@ class ShardedFiles(tf.data.Dataset):  # type: ignore[misc]
 
 
 def arrays_or_stream(
-    dataset: Any, world: Topology, ranks: OverHorovod, weigh: Weigh, **options: Any
+    dataset: Any, world: Topology, ranks: Collectives, totals: Totals, weigh: Weigh, **options: Any
 ) -> tuple[Any, ShardedStream | None]:
     """The samples as arrays where they are few, else a stream; a collective for a ``tf.data.Dataset``.
 
     Args:
         ranks: how they reach each other.
+        totals: the same in another thread, see ``totals``.
         weigh: puts the weights of "exact" into a batch.
         options: of ``shard``.
     Raises:
@@ -75,7 +78,7 @@ def arrays_or_stream(
     files = _find_files(dataset)
     few = files is None and _bytes(dataset) <= IN_MEMORY
     arrays = in_memory(dataset) if few else None
-    stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), ranks, weigh, files)
+    stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), totals, weigh, files)
     if world.size > 1:
         mark = 0
         for array in tf.nest.flatten(arrays) if few else ():
@@ -119,13 +122,13 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
     """
 
     def __init__(
-        self, source: Any, share: StreamShare, ranks: OverHorovod, weigh: Weigh, files: ShardedFiles | None = None
+        self, source: Any, share: StreamShare, totals: Totals, weigh: Weigh, files: ShardedFiles | None = None
     ) -> None:
         self._source, self._weigh = source, weigh
         self._mark = files.mark if files is not None else 0
         self._maps: tuple[tuple[Any, str | None], ...] = ()
         self.in_fit = False
-        self._begin_stream(share, functools.partial(_total, ranks.hvd if share.world.size > 1 else None))
+        self._begin_stream(share, totals if share.world.size > 1 else lambda _: lambda mine: mine)
         self._spec = self._batches(StreamPosition())[0].element_spec
         self._element_spec = self._pipeline(lambda: [], self._spec[1]).element_spec
         super().__init__(None)
@@ -146,9 +149,14 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         return self._element_spec
 
     @property
+    def parts(self) -> int:
+        """1 where a sample is x alone, 2 of ``(x, y)``, 3 of ``(x, y, sample_weight)``."""
+        return len(self._spec[1]) if isinstance(self._spec[1], tuple) else 1
+
+    @property
     def has_labels(self) -> bool:
-        """Whether a sample is ``(x, y)`` and not x alone."""
-        return isinstance(self._spec[1], tuple) and len(self._spec[1]) > 1
+        """Whether there is a y."""
+        return self.parts > 1
 
     def cardinality(self, name: str | None = None) -> Any:  # noqa: ARG002
         """Unknown."""
@@ -168,7 +176,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         """Nothing: batches are read ahead already, and the ranks' steps only by one."""
         return self
 
-    def reader(self, class_weight: Any = None) -> ShardedStream:  # noqa: ARG002  (Keras maps it)
+    def reader(self) -> ShardedStream:
         """The same for one ``fit``, whose iteration moves no position: ``advance`` does."""
         read = copy.copy(self)
         read.in_fit = True
@@ -197,7 +205,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         def lost() -> None:
             place.lost = not self.in_fit
 
-        return PassIterator(self._pipeline(steps, self._spec[1]), exchange, place, took, lost)
+        return PassIterator(self._pipeline(steps, self._spec[1]), exchange, place, steps, took, lost)
 
     def _batches(self, start: StreamPosition) -> tuple[Any, int]:
         """The native part: (mark (m,), samples), from the epoch's beginning; and how many of them were taken."""
@@ -254,14 +262,20 @@ class Steps:
             size, mark, parts = self._read()
         except Exception as failure:
             error = failure
+        first = self._first
         weight = self._exchange.ask(size, mark, error)
         if weight is None:
-            return [tf.zeros((0,), tf.float64), *_flat(self._first)]
+            self.close()
+            return [tf.zeros((0,), tf.float64), *_flat(first)]
         if self._share.remainder == "pad":
-            parts, size = self._padded(parts, size), self._share.batch_size
+            parts, size = self._padded(first, parts, size), self._share.batch_size
         elif size == 0:
-            parts, size = tf.nest.map_structure(lambda part: part[:1], self._first), 1
+            parts, size = tf.nest.map_structure(lambda part: part[:1], first), 1
         return [tf.fill((size,), tf.constant(weight, tf.float64)), *_flat(parts)]
+
+    def close(self) -> None:
+        """Let go of the native part, its threads and buffers: TensorFlow keeps a function that it once called."""
+        self._batches, self._first = iter(()), None
 
     def _read(self) -> tuple[int, int, Any]:
         while (found := next(self._batches, None)) is not None:
@@ -275,9 +289,9 @@ class Steps:
             raise InvalidArgumentError("the data set to go on in has no samples now; give the one of the checkpoint.")
         return 0, 0, None
 
-    def _padded(self, parts: Any, size: int) -> Any:
+    def _padded(self, first: Any, parts: Any, size: int) -> Any:
         fill = np.arange(self._share.batch_size - size) % self._first_rows
-        added = tf.nest.map_structure(lambda part: tf.gather(part, fill), self._first)
+        added = tf.nest.map_structure(lambda part: tf.gather(part, fill), first)
         return tf.nest.map_structure(lambda *both: tf.concat(both, 0), parts, added) if size else added
 
 
@@ -287,11 +301,12 @@ class PassIterator(CountedIterator):
     Args:
         exchange: of the pass.
         place: counts what was taken where the iterator cannot.
+        steps: of the pass.
         took, lost: see ``CountedIterator``.
     """
 
-    def __init__(self, dataset: Any, exchange: Exchange, place: Any, took: Any, lost: Any) -> None:
-        self._exchange, self._place = exchange, place
+    def __init__(self, dataset: Any, exchange: Exchange, place: Any, steps: Steps, took: Any, lost: Any) -> None:
+        self._exchange, self._place, self._steps = exchange, place, steps
         super().__init__(dataset, lambda: None, took, lost)
 
     def _next_internal(self) -> Any:
@@ -308,23 +323,25 @@ class PassIterator(CountedIterator):
         if not sys.is_finalizing():
             trained = self._place.taken if self._place.exchange is self._exchange else 0
             self._exchange.settle(max(self._taken, trained))
+            self._steps.close()
 
 
-def _total(hvd: Any, name: str) -> Total:
+def total(hvd: Any, name: str) -> Total:
     """A sum over the ranks for another thread than the one that trains; ``name``: of one pass alone.
+
+    Args:
+        hvd: ``horovod.tensorflow``.
 
     Outside of a function TensorFlow gives all of Horovod's operations one name, by which those of two threads would
     meet.
     """
-    if hvd is None:
-        return lambda mine: mine
     summed = tf.function(lambda mine: hvd.allreduce(mine, op=hvd.Sum, name=name), autograph=False)
 
-    def total(mine: Any) -> Any:
+    def add_up(mine: Any) -> Any:
         with tf.device("/CPU:0"):
             return summed(tf.constant(mine)).numpy()
 
-    return total
+    return add_up
 
 
 def with_weights(parts: Any, weights: Any) -> Any:

@@ -1,0 +1,95 @@
+"""Samples of ``tf.data`` as arrays, and an iterator that counts; below every adapter that takes ``tf.data.Dataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+
+from hvdkit.errors import InvalidArgumentError
+
+
+def in_memory(dataset: Any) -> Any:
+    """The samples as arrays with a common first axis, in the structure of the data set.
+
+    Raises:
+        InvalidArgumentError: neither arrays of one length nor a finite ``tf.data.Dataset`` of samples of one shape.
+    """
+    if isinstance(dataset, tf.data.Dataset):
+        return _read(dataset)
+    arrays = tf.nest.map_structure(_array, tuple(dataset) if isinstance(dataset, list) else dataset)
+    lengths = {array.shape[0] for array in tf.nest.flatten(arrays)}
+    if len(lengths) != 1:
+        raise InvalidArgumentError(f"the arrays must have one length, got {', '.join(map(str, sorted(lengths)))}.")
+    return arrays
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, tf.RaggedTensor):
+        return value
+    if isinstance(value, tf.SparseTensor):
+        raise InvalidArgumentError("shard takes no tf.SparseTensor; give tf.sparse.to_dense(it).numpy().")
+    if not getattr(value, "shape", ()):
+        raise InvalidArgumentError(
+            f"shard needs NumPy arrays such as (x, y), or a tf.data.Dataset, got {type(value).__name__}; "
+            "give lists as np.asarray(...)."
+        )
+    return np.asarray(value)
+
+
+def _read(dataset: tf.data.Dataset) -> Any:
+    samples = int(dataset.cardinality())
+    if samples < 1:
+        raise InvalidArgumentError(
+            f"shard needs a data set with a known number of samples, got one of "
+            f"{'unknown' if samples == tf.data.UNKNOWN_CARDINALITY else 'infinite' if samples < 0 else 'no'} length; "
+            "say it with tf.data.experimental.assert_cardinality, leave .repeat() out, or give arrays."
+        )
+    if not all(isinstance(part, tf.TensorSpec) for part in tf.nest.flatten(dataset.element_spec)):
+        raise InvalidArgumentError("shard needs samples of dense tensors; make ragged and sparse ones dense first.")
+    elements = list(dataset.as_numpy_iterator())
+    try:
+        return tf.nest.map_structure(lambda *parts: np.stack(parts), *elements)
+    except ValueError as error:
+        raise InvalidArgumentError(f"the samples must have one shape ({error}); pad them, or .unbatch().") from error
+
+
+class CountedIterator(OwnedIterator):  # type: ignore[misc]
+    """A ``tf.data`` iterator that says how many batches the loop has taken; ``tf.data`` itself reads ahead.
+
+    Args:
+        dataset: what to iterate.
+        begin: called before the first batch.
+        took: called after each batch, with the number of batches until then.
+        lost: called when the iterator goes into a ``tf.function``, where nobody counts.
+    """
+
+    def __init__(
+        self, dataset: Any, begin: Callable[[], None], took: Callable[[int], None], lost: Callable[[], None]
+    ) -> None:
+        super().__init__(dataset)
+        self._begin, self._took, self._lost = begin, took, lost
+        self._taken = 0
+
+    def _next_internal(self) -> Any:
+        if not tf.executing_eagerly():
+            self._lost()
+            return super()._next_internal()
+        if self._taken == 0:
+            self._begin()
+        contents = super()._next_internal()
+        self._taken += 1
+        self._took(self._taken)
+        return contents
+
+    def get_next_as_optional(self) -> Any:
+        self._lost()
+        return super().get_next_as_optional()
+
+    @property
+    def _type_spec(self) -> Any:  # asked for when it is an argument of a tf.function
+        self._lost()
+        return super()._type_spec

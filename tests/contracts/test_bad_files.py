@@ -39,6 +39,7 @@ READS = {
     "emulate show": [["emulate", "show", "BAD"]],
     "emulate compare": [["emulate", "compare", "BAD", "BAD"]],
     "install": [["install", "--from", "BAD"]],
+    "port": [["port", "BAD"]],
     "predict": [["predict", "--fit", "BAD", "BAD"], ["predict", *NETWORK, "--plan", "BAD"]],
     "plan": [[*SCHEDULE, "--fit", "BAD"]],
     "explain": [["explain", "BAD"]],

@@ -194,7 +194,7 @@ def test_shared_memory_is_never_taken_for_a_network():
 
 
 def test_a_network_that_is_given_is_used_beyond_the_host():
-    host = fitted(2, 3, hosts=1)
+    host = model.fit([results(n, hosts=1, alpha=1e-6, beta=1e-10) for n in (2, 3)])
     both = host.with_network(20e-6, 1e9)
     assert both.allreduce_s(1 << 20, 3) == host.allreduce_s(1 << 20, 3)
     expected = OVERHEAD + 20e-6 * 6 + 1.5 * (1 << 20) / 1e9

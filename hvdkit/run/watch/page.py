@@ -46,6 +46,7 @@ def page(seen: Seen, windows: Sequence[Window]) -> str:
         render.resource(_PACKAGE, "page.css"),
         title=shown_name(Path(seen.path).parent.name or seen.path),
         subtitle=f"{shown_name(seen.path)}, step {seen.step}, {seen.state}.",
+        verdict=f"No straggler, slowdown or bad number was reported up to step {seen.step}.",
         facts=_facts(seen),
         notes=[f"Step {one.step}: {printable(one.text)}" for one in seen.reports[-_MOST_REPORTS:]],
         curves=[curve(f"curve-{at}", name, steps, values) for at, (name, values) in enumerate(curves)],

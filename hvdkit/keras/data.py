@@ -203,8 +203,10 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         from hvdkit.tensorflow import rows
 
         floatx = keras.config.floatx()
-        return rows.batches(
-            self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
+        return rows.untuned(
+            rows.batches(
+                self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
+            )
         )
 
     @property

@@ -186,7 +186,7 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
         def took(batches: int) -> None:
             self._position = start.after(self.share, batches)
 
-        return CountedIterator(self._batches, begin, took, self._lose_count)
+        return CountedIterator(rows.untuned(self._batches), begin, took, self._lose_count)
 
     def _lose_count(self) -> None:
         self._epochs.counted = False

@@ -52,6 +52,17 @@ def batches(
     return steps.map(contents, num_parallel_calls=2, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
+def untuned(whole: tf.data.Dataset) -> tf.data.Dataset:
+    """The same without TensorFlow's tuner, for a pipeline of hvdkit's alone, which has nothing to tune.
+
+    The tuner's thread, which the end of an epoch waits for, can miss that it is to end: it then sleeps out its period,
+    up to a minute, and as long as the clock was set back beside it.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return whole.with_options(options)
+
+
 def _within_tensorflow(array: Any) -> Any:
     """A tensor where TensorFlow reads the rows, else the array; what is mapped from a file stays there."""
     if not isinstance(array, np.ndarray):

@@ -23,6 +23,7 @@ from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow.data import CountedIterator, in_memory
+from hvdkit.tensorflow.rows import untuned
 
 IN_MEMORY = 64 * 2**20
 """Bytes up to which a data set of known length and shapes is kept in memory, as arrays are."""
@@ -231,7 +232,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         batches = agreed.map(lambda weights, parts: self._weigh(parts, weights) if exact else parts)
         for function, name in self._maps:
             batches = batches.map(function, name=name)
-        return batches.prefetch(1).with_options(_options())
+        return untuned(batches.prefetch(1).with_options(_options()))
 
 
 class Steps:

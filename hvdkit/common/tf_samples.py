@@ -27,6 +27,17 @@ def in_memory(dataset: Any) -> Any:
     return arrays
 
 
+def untuned(whole: tf.data.Dataset) -> tf.data.Dataset:
+    """The same without TensorFlow's tuner, for a pipeline of hvdkit's alone, which has nothing to tune.
+
+    The tuner's thread, which the end of an epoch waits for, can miss that it is to end: it then sleeps out its period,
+    up to a minute, and as long as the clock was set back beside it.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return whole.with_options(options)
+
+
 def _array(value: Any) -> Any:
     if isinstance(value, tf.RaggedTensor):
         return value

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_samples import CountedIterator, in_memory
+from hvdkit.common.tf_samples import CountedIterator, in_memory, untuned
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
@@ -239,7 +239,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         batches = agreed.map(lambda weights, parts: self._weigh(parts, weights) if exact else parts)
         for function, name in self._maps:
             batches = batches.map(function, name=name)
-        return batches.prefetch(1).with_options(_options())
+        return untuned(batches.prefetch(1).with_options(_options()))
 
 
 class Steps:

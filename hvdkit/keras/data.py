@@ -197,11 +197,14 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def tf_dataset(self) -> Any:
         """The same batches made by ``tf.data``, for Keras' tensorflow backend: a pass in each iteration."""
+        from hvdkit.common.tf_samples import untuned
         from hvdkit.tensorflow import rows
 
         floatx = keras.config.floatx()
-        return rows.batches(
-            self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
+        return untuned(
+            rows.batches(
+                self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
+            )
         )
 
     @property

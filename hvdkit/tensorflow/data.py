@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit.common.tf_samples import CountedIterator
+from hvdkit.common.tf_samples import CountedIterator, untuned
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
 from hvdkit.tensorflow import rows
@@ -102,7 +102,7 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
         def took(batches: int) -> None:
             self._position = start.after(self.share, batches)
 
-        return CountedIterator(self._batches, begin, took, self._lose_count)
+        return CountedIterator(untuned(self._batches), begin, took, self._lose_count)
 
     def _lose_count(self) -> None:
         self._epochs.counted = False

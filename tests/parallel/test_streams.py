@@ -115,6 +115,34 @@ def test_a_pass_leaves_nothing_open(hk: Any, world: Any) -> None:
     assert len({still_open(loader, steps) for steps in (2, 3, 100, 100)}) == 1
 
 
+@on_ranks("tensorflow", n=2)
+def test_no_tuner_holds_up_the_end_of_an_epoch(hk: Any, world: Any) -> None:
+    """TensorFlow's own, whose end an iteration waits for, sleeps as long as the clock was set back meanwhile."""
+    from unittest.mock import patch
+
+    from tensorflow.python.data.ops.iterator_ops import OwnedIterator
+
+    plain, iterated = OwnedIterator.__init__, []
+
+    def begun(self: Any, dataset: Any) -> None:
+        iterated.append(dataset.options().autotune.enabled)
+        plain(self, dataset)
+
+    arrays = hk.shard((np.zeros((16, 2), "float32"), np.arange(16)), world, 4)
+    with patch.object(OwnedIterator, "__init__", begun):
+        for loader in (arrays, arrays.map(lambda x, _: x), hk.shard(numbers(), world, 4, shuffle=32, seed=3)):
+            assert len(list(loader))
+            iterated.append("")
+    # What people add to it may have something to tune: behind arrays, and the samples of a stream.
+    assert iterated == [False, "", None, "", None, False, ""]
+
+
+@on_ranks("keras", n=2)
+def test_no_tuner_holds_up_the_end_of_an_epoch_of_fit(hk: Any, world: Any) -> None:
+    data = hk.shard((np.zeros((16, 2), "float32"), np.arange(16)), world, 4)
+    assert data.tf_dataset().options().autotune.enabled is False
+
+
 @on_ranks("tensorflow", n=(2, 3))
 def test_files_go_on_in_mid_epoch(hk: Any, world: Any, everyone: Any, tmp_path: Path) -> None:
     import keras

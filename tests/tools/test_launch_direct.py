@@ -55,7 +55,7 @@ def test_mpirun_that_lost_a_host_has_failed_whatever_its_status(capfd, fd):
 def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd, monkeypatch, tmp_path):
     down = tmp_path / "down"
 
-    def ask(host):
+    def ask(host, _wait_s):
         return None if host == "firewalled" or (host in "bc" and down.exists()) else host
 
     monkeypatch.setattr(reach, "_ask", ask)
@@ -73,7 +73,7 @@ def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd,
 
 
 def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monkeypatch):
-    monkeypatch.setattr(reach, "_ask", lambda host: host if host == "a" else None)
+    monkeypatch.setattr(reach, "_ask", lambda host, _: host if host == "a" else None)
     monkeypatch.setattr(reach, "_has_address", lambda host: not host.startswith("no"))
     known = "no name server has an address; correct --hosts or the host file, unless ssh has such an alias.\n"
     run("raise SystemExit(1)", ["a", "nosuch", "firewalled"])
@@ -87,3 +87,33 @@ def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monke
 def test_this_host_answers_and_one_without_a_name_does_not():
     assert reach.Reach(["127.0.0.1", "no-such-host.invalid"]).lost() is None
     assert reach._answering({"here": "127.0.0.1", "nowhere": "no-such-host.invalid"}) == {"here": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("word", ["horovod.common.exceptions.HorovodInternalError: ...", LOST])
+def test_hosts_are_asked_as_soon_as_a_rank_has_lost_another(capfd, monkeypatch, tmp_path, word):
+    """What the last ranks and the launcher take to end is not added to what a silent host takes."""
+    asked, suspected = [], tmp_path / "suspected"
+
+    def ask(host, wait_s):
+        asked.append((host, wait_s))
+        if asked.count(("b", reach._WAIT_S)) == 2:
+            suspected.touch()
+        return None if host == "b" and suspected.exists() else host
+
+    monkeypatch.setattr(reach, "_ask", ask)
+    waits = f"import os, sys, time\nos.write(2, {word.encode()!r})\nfor _ in range(1000):\n"
+    waits += f"    if os.path.exists({str(suspected)!r}): break\n    time.sleep(0.01)\nsys.exit(1)"
+    assert run(waits, ["a", "b"]).status == 1
+    assert "host b answered when the job began and no longer does" in capfd.readouterr().err
+    assert asked[-2:] in ([("a", reach._WAIT_S), ("b", reach._AGAIN_S)], [("b", reach._AGAIN_S), ("a", reach._WAIT_S)])
+    assert len(asked) == 6
+
+
+def test_a_host_that_answers_again_is_not_named(monkeypatch):
+    answers = iter(["b", None, "b"])
+    monkeypatch.setattr(reach, "_ask", lambda host, _: next(answers))
+    hosts = reach.Reach(["b"])
+    for _ in range(3):  # a rank's traceback names it more than once
+        hosts.suspect()
+    assert hosts.lost() is None
+    assert next(answers, "all") == "all"

@@ -13,16 +13,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from hvdkit.run.launch.outcome import Ended
+from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, Ended
 from hvdkit.run.launch.reach import Reach
 from hvdkit.run.launch.signals import ENDING
 from hvdkit.run.launch.start import pipe, start
 
 _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
 """What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
+_LOST_PEER = (*_LOST_DAEMON, *KNOCK_ON_MARKS)
 _DRAIN_S = 2.0
 """Seconds for what the launcher's own children still write when it has ended."""
 
@@ -57,7 +58,7 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
         process = start(argv, environment)
         if ended_by:
             os.killpg(process.pid, ended_by[0])
-        copies = [_Copy(pipe(process.stdout), 1), _Copy(pipe(process.stderr), 2)]
+        copies = [_Copy(pipe(process.stdout), 1, reach.suspect), _Copy(pipe(process.stderr), 2, reach.suspect)]
         status = process.wait()
     finally:
         for number, handler in previous.items():
@@ -79,10 +80,11 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
 class _Copy(threading.Thread):
     """Passes a stream of the launcher on as it comes, and looks in it for what says that a host was lost."""
 
-    def __init__(self, stream: IO[bytes], to: int) -> None:
+    def __init__(self, stream: IO[bytes], to: int, on_lost_peer: Callable[[], None]) -> None:
         super().__init__(daemon=True)
         self._stream = stream
         self._to = to
+        self._on_lost_peer = on_lost_peer
         self.lost_daemon = False
         self.within_line = False
         self.writing = False
@@ -94,7 +96,9 @@ class _Copy(threading.Thread):
             while data := os.read(self._stream.fileno(), 1 << 16):
                 seen = before + data
                 self.lost_daemon |= any(mark in seen for mark in _LOST_DAEMON)
-                before = seen[-max(map(len, _LOST_DAEMON)) :]
+                if any(mark in seen for mark in _LOST_PEER):
+                    self._on_lost_peer()
+                before = seen[-max(map(len, _LOST_PEER)) :]
                 self.within_line = not data.endswith(b"\n")
                 self.writing = True
                 while data:

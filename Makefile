@@ -20,7 +20,7 @@ READY := $(VENV)/.ready
 # Modules are compiled when they are first imported: of PyTorch and TensorFlow most never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test quick lint format clean release-check
+.PHONY: demo test quick lint format clean figures release-check
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -55,6 +55,10 @@ $(DEMO): setup.cfg pyproject.toml constraints.txt Makefile
 $(READY): $(DEMO)
 	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
+
+# The pictures in docs/, drawn by the tools; needs Debian's chromium.
+figures: $(READY)
+	$(BIN)/python docs/figures.py
 
 release-check:
 	./.ci/release-check

@@ -14,10 +14,11 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.common.causes import Cause
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.explain import explain, join, step_causes
+from hvdkit.read.explain import explain, step_causes
 from hvdkit.read.explain.launched import Launched
 from hvdkit.read.explain.results import Explanation
 from hvdkit.read.explain.show import LINES, lines
+from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import explained
 from hvdkit.steps import step_marks
 from hvdkit.steps.step_times import Cores, RankTimes, Step
@@ -247,7 +248,7 @@ def timeline_says(monkeypatch, tmp_path):
     """A job of step times and a timeline, of which the tool for timelines finds what it is told to."""
 
     def say(job, *causes):
-        monkeypatch.setattr(join, "_of_tool", lambda *_: list(causes))
+        monkeypatch.setattr(timeline_causes, "causes", lambda _: list(causes))
         job.write(tmp_path)
         (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
         return explain([tmp_path])

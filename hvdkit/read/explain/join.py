@@ -60,7 +60,7 @@ class _Joined:
         """How the job was started."""
         for path in self._sources.of(LAUNCH):
             self._launched = found = json_files.read(path, Launched)
-            threads = "" if found.threads is None else f", {found.threads} threads each"
+            threads = {None: "", 1: ", 1 thread each"}.get(found.threads, f", {found.threads} threads each")
             self._read.append(Read(str(path), LAUNCH, f"{found.ranks} ranks by {found.launcher}{threads}"))
 
     def add_steps(self) -> None:

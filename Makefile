@@ -3,6 +3,7 @@
 # make quick  the tests that start no ranks, for the inner loop
 # make lint   the linter, the formatter and the type checker
 # make release-check  sdist and wheel of the commit, looked at and tried as a stranger would
+# make docs   the documentation as a site, in docs/_build
 # Each does all its own set-up in $(VENV); Horovod is compiled once and then comes from the wheel cache.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 # PARALLEL= for one after the other.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What the tests need beside the demo's; without deepspeed (which brings PyTorch) where FRAMEWORKS leaves PyTorch out.
-EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,tensorboard,dev
+EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,tensorboard,dev,docs
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
@@ -20,7 +21,7 @@ READY := $(VENV)/.ready
 # Modules are compiled when they are first imported: of PyTorch and TensorFlow most never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test quick lint format clean figures release-check
+.PHONY: demo test quick lint format clean docs figures release-check
 .DELETE_ON_ERROR:
 
 demo: $(DEMO)
@@ -56,6 +57,10 @@ $(READY): $(DEMO)
 	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
 
+docs: $(READY)
+	$(BIN)/hvdkit install
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
+
 # The pictures in docs/, drawn by the tools; needs Debian's chromium.
 figures: $(READY)
 	$(BIN)/python docs/figures.py
@@ -64,4 +69,4 @@ release-check:
 	./.ci/release-check
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

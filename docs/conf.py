@@ -1,0 +1,49 @@
+"""The documentation as a site: `make docs`."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+
+import click
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from hvdkit.cli import hvdkit_command
+
+project = "hvdkit"
+release = importlib.metadata.version("hvdkit")
+copyright = "the authors of hvdkit; Apache-2.0"  # noqa: A001
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = f"hvdkit {release}"
+exclude_patterns = ["_build"]
+# Where Horovod cannot be built, as on a server for documentation, its names are enough.
+autodoc_mock_imports = [name for name in ("horovod", "mpi4py") if importlib.util.find_spec(name) is None]
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+
+
+class Help(SphinxDirective):
+    """What `hvdkit COMMAND --help` prints, for every command."""
+
+    def run(self) -> list[nodes.Node]:
+        """A section for each."""
+        return list(self._sections(click.Context(hvdkit_command, info_name="hvdkit"), hvdkit_command))
+
+    def _sections(self, context: click.Context, command: click.Command) -> Iterator[nodes.Node]:
+        section = nodes.section(ids=[nodes.make_id(context.command_path)])
+        section += nodes.title(text=context.command_path)
+        section += nodes.literal_block(text=command.get_help(context), language="text")
+        yield section
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                one = command.get_command(context, name)
+                if one is not None:
+                    yield from self._sections(click.Context(one, info_name=name, parent=context), one)
+
+
+def setup(app: Sphinx) -> None:
+    """Add the directive."""
+    app.add_directive("help-of-every-command", Help)

@@ -13,7 +13,7 @@ from hvdkit.cli import hvdkit_command
 
 project = "hvdkit"
 release = importlib.metadata.version("hvdkit")
-copyright = "the authors of hvdkit; Apache-2.0"  # noqa: A001
+copyright = "the authors of hvdkit; Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 html_theme = "furo"

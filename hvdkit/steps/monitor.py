@@ -198,8 +198,11 @@ class Monitor(ABC):
             self._waits = None
 
     def finished(self) -> None:
-        """The end of an epoch."""
-        self._end(time.perf_counter(), 1)
+        """The end of an epoch, or of a loop that was left: by ``break``, or by an error on this rank alone.
+
+        So the window is told with the next step, or by ``close``: an error must not wait here for the other ranks.
+        """
+        self._end(time.perf_counter(), 1, told=False)
         self._iterating = False
         self.epoch += 1
 
@@ -240,7 +243,7 @@ class Monitor(ABC):
         self._window.begun = now
         self._thread.start()
 
-    def _end(self, now: float, steps: int) -> None:
+    def _end(self, now: float, steps: int, *, told: bool = True) -> None:
         if not self._open:
             return
         window = self._window
@@ -252,7 +255,7 @@ class Monitor(ABC):
         window.epoch = self.epoch
         self.step += steps
         self._open = False
-        if window.steps >= self._every:
+        if told and window.steps >= self._every:
             self._hand_over(now)
 
     def _hand_over(self, now: float) -> None:
@@ -299,7 +302,7 @@ class Monitor(ABC):
             return
         failed = hasattr(sys, "last_value") if failed is None else failed
         if not self._by_steps:
-            self._end(time.perf_counter(), 1)
+            self._end(time.perf_counter(), 1, told=False)
         if self._window.steps and not failed:
             self._hand_over(time.perf_counter())
         self._failed = failed

@@ -299,6 +299,8 @@ class Monitor(ABC):
         atexit.unregister(self.close)
         step_times.MONITORS.remove(self)
         if not self._begun:
+            if self._outlets is not None:  # trackers may hold files, or a run that counts as running
+                self._outlets.close(None)
             return
         failed = hasattr(sys, "last_value") if failed is None else failed
         if not self._by_steps:

@@ -216,6 +216,16 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path):
     assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
 
 
+def test_trackers_are_closed_where_no_step_was_taken(tmp_path):
+    tracker = Tracker()
+    (tmp_path / "metrics.prom").write_text("of the job before")
+    with Monitor(tmp_path, WORLD, trackers=[tracker, "prometheus"]):
+        pass
+    assert tracker.said == ["closed"]
+    assert (tmp_path / "metrics.prom").read_text() == "of the job before"
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 PROGRAM = """
 import sys, time
 sys.path[:0] = [{here!r}]

@@ -183,6 +183,9 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
     [
         ({"every": 0}, "every must be an integer >= 1"),
         ({"step": -1}, "step must be an integer >= 0"),
+        ({"steps": 1e3}, "steps must be an integer >= 0"),
+        ({"epochs": "3"}, "epochs must be an integer >= 0"),
+        ({"on_report": "mail 'root"}, "on_report must be a function or a command"),
         ({"trackers": "mlflow"}, "trackers must be a list"),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
         ({"on_report": 3}, "on_report must be a function or a command, got 3"),

@@ -90,8 +90,8 @@ class Monitor(ABC):
         check_every: int = 10,
     ) -> None:
         numbers = (("every", every, 1), ("check_every", check_every, 1))
-        known = [(name, one, 0) for name, one in (("step", step), ("steps", steps), ("epochs", epochs)) if one is not None]
-        for name, value, least in (*numbers, *known):
+        optional = (("step", step), ("steps", steps), ("epochs", epochs))
+        for name, value, least in (*numbers, *((name, one, 0) for name, one in optional if one is not None)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
         command, named = checked_command(on_report), checked_trackers(trackers)

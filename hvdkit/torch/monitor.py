@@ -25,8 +25,8 @@ class Monitor(monitor.Monitor):
         return RANKS.aside(words, name)
 
     def _held(self, value: Any) -> Any:
-        # What a GPU still computes is not waited for now.
-        return value.detach() if isinstance(value, torch.Tensor) and value.is_cuda else float(value)
+        # What a GPU still computes is not waited for now; a copy, since a sum may be added to in place.
+        return value.detach().clone() if isinstance(value, torch.Tensor) and value.is_cuda else float(value)
 
     def _parameters(self) -> Mapping[str, str]:
         return {name: name for one in EXCHANGES for name in one.names()}

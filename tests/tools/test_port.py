@@ -142,6 +142,8 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
         ("model = ", "data, _ = torch.utils.data.random_split(data, [6, 2])\nmodel = ", "split at random"),
         ("optimizer.step()\n", "optimizer.step()\nlog = open('l', 'w')\n", "opens this file to write"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, 'm')\ntorch.load('m')\n", "may read it"),
+        ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, f'{d}/m')\ntorch.load(f'{d}/m')\n", "may read it"),
+        ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, d + '/m')\ntorch.load(d + '/m')\n", "may read it"),
         ("torch.nn.Linear(2, 1)", "torch.hub.load('a', 'b')", "may hold BatchNorm"),
     ],
 )

@@ -26,7 +26,11 @@ class Monitor(monitor.Monitor):
 
     def _held(self, value: Any) -> Any:
         # What a GPU still computes is not waited for now; a copy, since a sum may be added to in place.
-        return value.detach().clone() if isinstance(value, torch.Tensor) and value.is_cuda else float(value)
+        if not isinstance(value, torch.Tensor) or not value.is_cuda:
+            return float(value)
+        if value.numel() != 1:
+            raise ValueError(f"a tensor of {value.numel()} numbers")
+        return value.detach().clone()
 
     def _parameters(self) -> Mapping[str, str]:
         return {name: name for one in EXCHANGES for name in one.names()}

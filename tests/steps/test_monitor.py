@@ -76,6 +76,17 @@ def test_the_mean_is_weighted_by_samples(tmp_path):
     assert read(tmp_path / "metrics.jsonl")[1]["logs"] == {"loss": 2.5}
 
 
+class Odd:
+    def shape(self):
+        raise AssertionError("a batch of anything may come")
+
+
+def test_a_batch_without_a_shape_counts_no_samples(tmp_path):
+    with Monitor(tmp_path, WORLD) as watching:
+        assert len(list(watching([Odd(), (), "text"]))) == 3
+    assert read(tmp_path / "metrics.jsonl")[1]["samples_per_s"] is None
+
+
 def test_where_the_time_goes(tmp_path):
     def slow():
         for _ in range(2):

@@ -36,7 +36,10 @@ class Monitor(monitor.Monitor):
         return {name: name for one in EXCHANGES for name in one.names()}
 
     def _device_bytes(self) -> float:
-        return float(torch.cuda.memory_allocated()) if torch.cuda.is_available() else math.nan
+        if not torch.cuda.is_available():
+            return math.nan
+        # Of all devices: which one is pinned is known to the first thread alone.
+        return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
 
 
 def begin_if_asked(world: Topology) -> None:

@@ -260,11 +260,15 @@ class Monitor(ABC):
         if told and window.steps >= self._every:
             self._hand_over(now)
 
-    def _hand_over(self, now: float) -> None:
+    def _give(self, now: float) -> int:
+        """Give the window to the second thread; its number."""
         window, self._window = self._window, Window(now)
         window.seconds, window.last = now - window.begun, self.step
         self._items.put(window)
-        number = next(self._windows)
+        return next(self._windows)
+
+    def _hand_over(self, now: float) -> None:
+        number = self._give(now)
         if self._on_report is not None:
             self._tell(self._on_report, number - 1)
         if self._check is not None and number % self._check_every == 0:
@@ -308,11 +312,11 @@ class Monitor(ABC):
         if not self._by_steps:
             self._end(time.perf_counter(), 1, told=False)
         if self._window.steps and not failed:
-            self._hand_over(time.perf_counter())
+            self._give(time.perf_counter())  # no check, which would wait for ranks that may train on
         self._failed = failed
         self._items.put(None)
         self._thread.join(_CLOSING_S)
-        if self._on_report is not None and not failed:
+        if self._on_report is not None and not failed and not self._thread.is_alive():
             self._tell(self._on_report, next(self._windows) - 1)
 
     # In the second thread --------------------------------------------------------------------------------------------

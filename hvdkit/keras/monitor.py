@@ -51,7 +51,10 @@ class Monitor(monitor.Monitor, Callback):
         if backend == "torch":
             import torch
 
-            return float(torch.cuda.memory_allocated()) if torch.cuda.is_available() else math.nan
+            if not torch.cuda.is_available():
+                return math.nan
+            # Of all devices: which one is pinned is known to the first thread alone.
+            return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
         return math.nan
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002

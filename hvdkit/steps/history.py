@@ -7,6 +7,7 @@ begins a new file with what was before that step; the old file stays beside it a
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import io
 import itertools
@@ -71,7 +72,7 @@ class History:
                 os.ftruncate(descriptor, sum(len(text) for text, _ in lines))  # what a kill cut off goes
             else:
                 descriptor = self._begin_again(descriptor, [text for text, _ in kept])
-        except OSError:
+        except Exception:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
@@ -95,7 +96,9 @@ class History:
             return
         line = _plain({"kind": kind, "time": round(time.time(), 3), **fields})
         try:
-            os.write(self._descriptor, f"{json.dumps(line, allow_nan=False)}\n".encode())
+            text = f"{json.dumps(line, allow_nan=False)}\n".encode()
+            if os.write(self._descriptor, text) < len(text):  # what comes after half a line would not be read
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if kind != "window" or time.monotonic() - self._synced > _SYNC_S:
                 os.fsync(self._descriptor)
                 self._synced = time.monotonic()
@@ -160,7 +163,7 @@ def _lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
                 return
             if line["kind"] == "window":
                 row_of(line)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
             return
         yield text, line
 

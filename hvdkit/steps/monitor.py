@@ -89,7 +89,9 @@ class Monitor(ABC):
         check: Callable[[], None] | None = None,
         check_every: int = 10,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("check_every", check_every, 1), ("step", step or 0, 0)):
+        numbers = (("every", every, 1), ("check_every", check_every, 1))
+        optional = (("step", step), ("steps", steps), ("epochs", epochs))
+        for name, value, least in (*numbers, *((name, one, 0) for name, one in optional if one is not None)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
         command, named = checked_command(on_report), checked_trackers(trackers)
@@ -198,8 +200,11 @@ class Monitor(ABC):
             self._waits = None
 
     def finished(self) -> None:
-        """The end of an epoch."""
-        self._end(time.perf_counter(), 1)
+        """The end of an epoch, or of a loop that was left: by ``break``, or by an error on this rank alone.
+
+        So the window is told with the next step, or by ``close``: an error must not wait here for the other ranks.
+        """
+        self._end(time.perf_counter(), 1, told=False)
         self._iterating = False
         self.epoch += 1
 
@@ -240,7 +245,7 @@ class Monitor(ABC):
         self._window.begun = now
         self._thread.start()
 
-    def _end(self, now: float, steps: int) -> None:
+    def _end(self, now: float, steps: int, *, told: bool = True) -> None:
         if not self._open:
             return
         window = self._window
@@ -252,14 +257,18 @@ class Monitor(ABC):
         window.epoch = self.epoch
         self.step += steps
         self._open = False
-        if window.steps >= self._every:
+        if told and window.steps >= self._every:
             self._hand_over(now)
 
-    def _hand_over(self, now: float) -> None:
+    def _give(self, now: float) -> int:
+        """Give the window to the second thread; its number."""
         window, self._window = self._window, Window(now)
         window.seconds, window.last = now - window.begun, self.step
         self._items.put(window)
-        number = next(self._windows)
+        return next(self._windows)
+
+    def _hand_over(self, now: float) -> None:
+        number = self._give(now)
         if self._on_report is not None:
             self._tell(self._on_report, number - 1)
         if self._check is not None and number % self._check_every == 0:
@@ -296,16 +305,18 @@ class Monitor(ABC):
         atexit.unregister(self.close)
         step_times.MONITORS.remove(self)
         if not self._begun:
+            if self._outlets is not None:  # trackers may hold files, or a run that counts as running
+                self._outlets.close(None)
             return
         failed = hasattr(sys, "last_value") if failed is None else failed
         if not self._by_steps:
-            self._end(time.perf_counter(), 1)
+            self._end(time.perf_counter(), 1, told=False)
         if self._window.steps and not failed:
-            self._hand_over(time.perf_counter())
+            self._give(time.perf_counter())  # no check, which would wait for ranks that may train on
         self._failed = failed
         self._items.put(None)
         self._thread.join(_CLOSING_S)
-        if self._on_report is not None and not failed:
+        if self._on_report is not None and not failed and not self._thread.is_alive():
             self._tell(self._on_report, next(self._windows) - 1)
 
     # In the second thread --------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Outlets:
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
-        self._history.begin(step, facts)
+        _safely(self._history.begin, step, facts)
         for tracker in self._trackers:
             if callable(begin := getattr(tracker, "begin", None)):
                 _safely(begin, step, facts.get("steps"))
@@ -88,7 +88,10 @@ def checked_command(on_report: Any) -> list[str] | None:
     """
     if on_report is None or callable(on_report):
         return None
-    words = shlex.split(on_report) if isinstance(on_report, str) else on_report
+    try:
+        words = shlex.split(on_report) if isinstance(on_report, str) else on_report
+    except ValueError:  # a quotation without its end
+        words = []
     if not isinstance(words, Sequence) or not words or not all(isinstance(word, str) for word in words):
         raise InvalidArgumentError(f"on_report must be a function or a command, got {on_report!r}.")
     return list(words)

@@ -233,12 +233,12 @@ class Prometheus:
     def __init__(self, directory: Path) -> None:
         self._file = directory / "metrics.prom"
         self._label = f'run="{_escaped(directory.name)}"'
-        self._step, self._steps, self._reports = 0, 0, 0
+        self._step, self._steps, self._reports, self._begun = 0, 0, 0, False
         self._values: dict[str, float] = {}
 
     def begin(self, step: int, steps: int | None = None) -> None:
         """See ``Tracker``."""
-        self._step, self._steps = step, steps or 0
+        self._step, self._steps, self._begun = step, steps or 0, True
         self._write()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -252,8 +252,9 @@ class Prometheus:
         self._write()
 
     def close(self) -> None:
-        """See ``Tracker``."""
-        self._write()
+        """See ``Tracker``; what an earlier job wrote stays where this one took no step."""
+        if self._begun:
+            self._write()
 
     def _write(self) -> None:
         rows = [

@@ -119,5 +119,8 @@ def samples_of(batch: Any) -> float:
     """The length of the first axis of a batch's first array; 0 where it has none."""
     while isinstance(batch, (tuple, list, Mapping)) and len(batch):
         batch = next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0]
-    shape = getattr(batch, "shape", None)
-    return float(shape[0]) if shape is not None and len(shape) and shape[0] is not None else 0.0
+    try:
+        shape = getattr(batch, "shape", None)
+        return float(shape[0]) if shape is not None and len(shape) and shape[0] is not None else 0.0
+    except (TypeError, ValueError):  # of a rank that is not known, or no shape of an array
+        return 0.0

@@ -24,7 +24,11 @@ class Monitor(monitor.Monitor):
 
     def _held(self, value: Any) -> Any:
         # What a GPU still computes is not waited for now.
-        return value if isinstance(value, tf.Tensor) and "GPU" in value.device else float(value)
+        if not isinstance(value, tf.Tensor) or "GPU" not in value.device:
+            return float(value)
+        if value.shape.num_elements() != 1:
+            raise ValueError(f"a tensor of the shape {value.shape}")
+        return value
 
     def _parameters(self) -> Mapping[str, str]:
         return SHOWN

@@ -99,7 +99,8 @@ class Now:
                 exchange.arrive()
         step_times.arrived()
         if step_times.wants_norm():
-            step_times.tell_norm(torch.linalg.vector_norm(torch.stack([exchange.norm() for exchange in reached])))
+            norms = [exchange.norm() for exchange in reached]  # of models that may be on several devices
+            step_times.tell_norm(torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms])))
 
     def _end_with(self, node: Any, end: _End) -> None:
         """End with the graph of which ``node`` is computed now: a callback can be queued there by a node after it."""

@@ -272,9 +272,10 @@ class Exchange:
         return [] if self._agreed is None else self._agreed.buckets
 
     def norm(self) -> torch.Tensor:
-        """Of the gradients that are there, on the CPU; a scalar."""
-        gradients = [one.grad.to_dense() for _, one in self._training() if one.grad is not None]
-        return total_norm(gradients)
+        """Of the gradients that are there, a scalar, where the first of them is."""
+        gradients = [one.grad for _, one in self._training() if one.grad is not None]
+        # Of a sparse one its rows alone: the whole may not fit into memory.
+        return total_norm([one.coalesce().values() if one.is_sparse else one for one in gradients])
 
     def names(self) -> list[str]:
         """Of the parameters that train."""

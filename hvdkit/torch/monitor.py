@@ -25,14 +25,21 @@ class Monitor(monitor.Monitor):
         return RANKS.aside(words, name)
 
     def _held(self, value: Any) -> Any:
-        # What a GPU still computes is not waited for now.
-        return value.detach() if isinstance(value, torch.Tensor) and value.is_cuda else float(value)
+        # What a GPU still computes is not waited for now; a copy, since a sum may be added to in place.
+        if not isinstance(value, torch.Tensor) or not value.is_cuda:
+            return float(value)
+        if value.numel() != 1:
+            raise ValueError(f"a tensor of {value.numel()} numbers")
+        return value.detach().clone()
 
     def _parameters(self) -> Mapping[str, str]:
         return {name: name for one in EXCHANGES for name in one.names()}
 
     def _device_bytes(self) -> float:
-        return float(torch.cuda.memory_allocated()) if torch.cuda.is_available() else math.nan
+        if not torch.cuda.is_available():
+            return math.nan
+        # Of all devices: which one is pinned is known to the first thread alone.
+        return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
 
 
 def begin_if_asked(world: Topology) -> None:

@@ -56,7 +56,15 @@ def test_a_new_name_makes_the_table_anew(tmp_path):
     assert [(row["log.loss"], row["log.accuracy"]) for row in rows] == [("1.0", ""), ("", "2.0")]
 
 
-@pytest.mark.parametrize("torn", [b'{"kind": "window", "step": 3', b"\0\0\0\n", b'{"kind": "window", "step": 30}\n'])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"kind": "window", "step": 3',
+        b'{"kind": "end", "step": 1e999}\n',
+        b"\0\0\0\n",
+        b'{"kind": "window", "step": 30}\n',
+    ],
+)
 def test_what_a_kill_cut_off_goes(tmp_path, torn):
     begin(tmp_path, 0, 10, 20).close()
     path = tmp_path / "metrics.jsonl"

@@ -76,6 +76,17 @@ def test_the_mean_is_weighted_by_samples(tmp_path):
     assert read(tmp_path / "metrics.jsonl")[1]["logs"] == {"loss": 2.5}
 
 
+class Odd:
+    def shape(self):
+        raise AssertionError("a batch of anything may come")
+
+
+def test_a_batch_without_a_shape_counts_no_samples(tmp_path):
+    with Monitor(tmp_path, WORLD) as watching:
+        assert len(list(watching([Odd(), (), "text"]))) == 3
+    assert read(tmp_path / "metrics.jsonl")[1]["samples_per_s"] is None
+
+
 def test_where_the_time_goes(tmp_path):
     def slow():
         for _ in range(2):
@@ -154,11 +165,38 @@ def test_a_check_every_few_windows(tmp_path):
     assert done == [6, 12, 18]
 
 
+def test_a_loop_that_an_error_leaves_checks_nothing(tmp_path):
+    done = []
+    with (
+        pytest.raises(ZeroDivisionError),
+        Monitor(tmp_path, WORLD, every=3, check=lambda: done.append(watching.step), check_every=1) as watching,
+    ):
+        for number in watching(range(9)):
+            if number == 2:
+                raise ZeroDivisionError
+    assert done == []
+
+
+def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
+    done = []
+    with Monitor(tmp_path, WORLD, every=3, check=lambda: done.append(watching.step), check_every=1) as watching:
+        for number in watching(range(9)):
+            if number == 2:
+                break
+        train(watching, 2)
+    windows = [one for one in read(tmp_path / "metrics.jsonl") if one["kind"] == "window"]
+    assert [(one["step"], one["steps"]) for one in windows] == [(4, 4), (5, 1)]
+    assert done == [4]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"every": 0}, "every must be an integer >= 1"),
         ({"step": -1}, "step must be an integer >= 0"),
+        ({"steps": 1e3}, "steps must be an integer >= 0"),
+        ({"epochs": "3"}, "epochs must be an integer >= 0"),
+        ({"on_report": "mail 'root"}, "on_report must be a function or a command"),
         ({"trackers": "mlflow"}, "trackers must be a list"),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
         ({"on_report": 3}, "on_report must be a function or a command, got 3"),
@@ -190,6 +228,16 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path):
         train(watching, 2)
         watching.close()
     assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
+
+
+def test_trackers_are_closed_where_no_step_was_taken(tmp_path):
+    tracker = Tracker()
+    (tmp_path / "metrics.prom").write_text("of the job before")
+    with Monitor(tmp_path, WORLD, trackers=[tracker, "prometheus"]):
+        pass
+    assert tracker.said == ["closed"]
+    assert (tmp_path / "metrics.prom").read_text() == "of the job before"
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 PROGRAM = """

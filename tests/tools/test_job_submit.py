@@ -58,6 +58,18 @@ def test_pbs(programs, capsys, tmp_path, status, expected):
     assert "Job 17.server: queued\nJob 17.server: running\nJob 17.server has ended: finished" in err
 
 
+def test_slurm(programs, capsys, tmp_path):
+    log = tmp_path / "slurm-17.out"
+    log.write_bytes("größer\n".encode())
+    answer = "JobId=17 JobName=hvdkit JobState={} Reason=None ExitCode={} StdOut=" + f"{log} Power=\n"
+    states = [("PENDING", "0:0"), ("SIGNALING", "0:0"), ("TIMEOUT", "0:15")]
+    programs("sbatch", "A site's greeting\n17;cluster\n", extra="cat > script")
+    programs("scontrol", *(answer.format(*one) for one in states))
+    code, out, err = run(capsys, "slurm")
+    assert (code, out) == (143, "größer\n"), err
+    assert "Job 17: pending\nJob 17: signaling\nJob 17 has ended: TIMEOUT, exit status 143." in err
+
+
 @pytest.mark.parametrize(("answer", "expected"), [("DONE -\n", 0), ("EXIT 130\n", 130), ("EXIT -\n", 1)])
 def test_lsf(programs, capsys, tmp_path, answer, expected):
     programs("bsub", "Job <42> is submitted to default queue <normal>.\n", extra="cat > script")

@@ -85,7 +85,7 @@ def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monke
 
 
 def test_this_host_answers_and_one_without_a_name_does_not():
-    assert reach.Reach(["127.0.0.1", "no-such-host.invalid"]).lost() is None
+    assert reach.Reach(["127.0.0.1", "no-such-host.invalid", "no..name"]).lost() is None
     assert reach._answering({"here": "127.0.0.1", "nowhere": "no-such-host.invalid"}) == {"here": "127.0.0.1"}
 
 

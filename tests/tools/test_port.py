@@ -142,6 +142,8 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
         ("model = ", "data, _ = torch.utils.data.random_split(data, [6, 2])\nmodel = ", "split at random"),
         ("optimizer.step()\n", "optimizer.step()\nlog = open('l', 'w')\n", "opens this file to write"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, 'm')\ntorch.load('m')\n", "may read it"),
+        ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, f'{d}/m')\ntorch.load(f'{d}/m')\n", "may read it"),
+        ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, d + '/m')\ntorch.load(d + '/m')\n", "may read it"),
         ("torch.nn.Linear(2, 1)", "torch.hub.load('a', 'b')", "may hold BatchNorm"),
     ],
 )
@@ -193,6 +195,20 @@ def test_the_topology_is_global_where_other_functions_use_it_and_names_that_are_
         "def main():\n    hvd.init()\n    say(1)\n\nmain()\n"
     )  # fmt: skip
     assert "print(topology.rank)" in made and "    global topology\n    topology = hk.init()\n" in made
+
+
+def test_the_topology_is_global_before_it_is_bound() -> None:
+    content = after(
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n\n\n"
+        "def keep(model):\n    torch.save(model.state_dict(), 'model.pt')\n\n\n"
+        "def main():\n    model = nn.Linear(2, 1)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2, shuffle=True)\n"
+        "    for (x,) in loader:\n        optimizer.zero_grad()\n        model(x).sum().backward()\n"
+        "        optimizer.step()\n    keep(model)\n\n\nmain()\n"
+    )
+    assert content.index("    global world\n") < content.index("    world = hk.init()\n")
+    compile(content, "train.py", "exec")
 
 
 # The command ----------------------------------------------------------------------------------------------------------

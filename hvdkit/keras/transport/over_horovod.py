@@ -135,16 +135,20 @@ class OverTorch(HorovodTransport):
 
         name, ranks = naming(), self.ranks(process_set)
 
+        def norm_of(gradient: Any) -> Any:
+            rows = gradient.coalesce().values() if gradient.is_sparse else gradient  # the whole may not fit into memory
+            return torch.linalg.vector_norm(rows, dtype=torch.float32)
+
         def look_at(gradients: list[Any]) -> None:
             if step_times.MONITORS:
                 for place, one in enumerate(gradients):
-                    norm = torch.linalg.vector_norm(one.to_dense(), dtype=torch.float32)
+                    norm = norm_of(one)
                     if norm.is_cuda or not norm.isfinite():
                         step_times.looked(str(place), norm)
 
         def told(mean: list[Any]) -> list[Any]:
             if step_times.wants_norm():
-                norms = [torch.linalg.vector_norm(one.to_dense(), dtype=torch.float32) for one in mean]
+                norms = [norm_of(one) for one in mean]
                 step_times.tell_norm(torch.linalg.vector_norm(torch.stack(norms)))
             return mean
 

@@ -127,6 +127,11 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         return self.size() > 1 and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
     def aside(self, words: Words, name: str) -> Words:
+        if not self.has_aside():
+            raise InvalidArgumentError(
+                "the MPI here may be called by one thread at a time, and a second one would tell the other ranks; use "
+                "an MPI with MPI_THREAD_MULTIPLE, or leave the monitor out."
+            )
         everyone = np.empty((self.size(), len(words)), dtype=np.int64)
         request = self._apart[name.rstrip(".0123456789")].Iallgather(words, everyone)
         while not request.Test():

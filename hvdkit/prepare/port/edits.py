@@ -34,7 +34,8 @@ class Edits:
         """Change a statement as a whole.
 
         Args:
-            how: insert code "before" it and its comments, or "after" it; "swap" it for code, under its comments;
+            how: insert code "before" it and its comments, "first" of all that is before it, or "after" it; "swap" it
+                for code, under its comments;
                 "remove" it, with the comments directly above it; "unwrap" the block of a ``with``; "guard" it by a
                 condition.
         """
@@ -77,7 +78,8 @@ class _Maker(cst.CSTTransformer):
         return updated.with_changes(body=body or self._parsed("pass"))
 
     def _made(self, around: _Around, new: _Statement) -> tuple[list[_Statement], list[cst.EmptyLine]]:
-        head, tail = self._all(around.get("before", ())), self._all(around.get("after", ()))
+        head = self._all([*around.get("first", ()), *around.get("before", ())])
+        tail = self._all(around.get("after", ()))
         line = cast(Any, new)
         if "remove" in around:
             left = _not_about(line.leading_lines)

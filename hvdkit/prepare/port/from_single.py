@@ -20,6 +20,7 @@ RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "
 _WRITES = ("torch.save", "torchvision.utils.save_image", "numpy.save", "numpy.savez", "numpy.savetxt",
            "matplotlib.pyplot.savefig")  # fmt: skip
 _METHODS = ("save", "save_weights", "savefig", "save_pretrained", "to_csv", "export")
+_PATH = re.compile(r"path|file|ckpt|checkpoint")
 _SAMPLERS = tuple(
     f"torch.utils.data.{one}"
     for one in ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler", "SequentialSampler")
@@ -308,10 +309,18 @@ def _opens_to_write(call: ast.Call) -> bool:
     return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and bool(set(mode.value) & set("wax"))
 
 
+def _may_be_path(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=str()) | ast.JoinedStr() | ast.BinOp():
+            return True
+        case ast.Name() | ast.Attribute() | ast.Call():
+            return _PATH.search(ast.unparse(node).lower()) is not None
+    return False
+
+
 def _require_unread(plan: Plan, event: Event) -> None:
     """A file that the script reads later must be there on every rank by then."""
-    paths = {ast.unparse(one) for one in arguments(event.node) if isinstance(one, (ast.Constant, ast.Name))}
-    paths = {one for one in paths if one.startswith(("'", '"')) or "path" in one or "file" in one}
+    paths = {ast.unparse(one) for one in arguments(event.node) if _may_be_path(one)}
     for other in plan.case.events:
         name = plan.case.name(other.node)
         if other.order <= event.order or method(other.node) in _METHODS or name in (*_WRITES, "builtins.print"):

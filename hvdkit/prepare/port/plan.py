@@ -207,7 +207,7 @@ class Plan:
         for function in self._needs:
             inside = [] if function is None else [function, *self.case.ancestors(function)]
             if self._home not in inside:
-                self.edit("before", self._start, f"global {self.world}")
+                self.edit("first", self._start, f"global {self.world}")  # in front of what binds it
                 return
 
     def import_(self, code: str) -> None:

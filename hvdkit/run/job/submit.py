@@ -65,21 +65,17 @@ def _field(text: str, name: str, words: str = r"\S+") -> str:
     return match[1] if match else ""
 
 
+_SLURM_ENDS = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
+               "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT"}  # fmt: skip
+"""Every other state is that of a job that waits or runs, such as SIGNALING or STAGE_OUT."""
+
+
 def _slurm(text: str) -> State | None:
-    """Source: scontrol(1), ``show job``; the exit status is that of the script and a signal, CODE:SIGNAL."""
+    """Source: scontrol(1), ``show job``; squeue(1), job state codes. The exit status is CODE:SIGNAL."""
     word = _field(text, "JobState")
     if not word:
         return None
-    over = word not in {
-        "PENDING",
-        "CONFIGURING",
-        "RUNNING",
-        "COMPLETING",
-        "SUSPENDED",
-        "REQUEUED",
-        "RESIZING",
-        "STOPPED",
-    }
+    over = word in _SLURM_ENDS
     code, _, number = _field(text, "ExitCode").partition(":")
     status = int(code or 0) or (128 + int(number) if number.isdigit() and int(number) else 0)
     if over and word != "COMPLETED":
@@ -119,9 +115,13 @@ def _lsf(text: str) -> State | None:
 
 SYSTEMS = {
     "slurm": Following(
-        ("sbatch", "--parsable"), re.compile(r"^(\d+)"), ("scontrol", "-o", "show", "job"), _slurm, "scancel"
+        ("sbatch", "--parsable"),
+        re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE),
+        ("scontrol", "-o", "show", "job"),
+        _slurm,
+        "scancel",
     ),
-    "pbs": Following(("qsub",), re.compile(r"^(\d+\S*)"), ("qstat", "-x", "-f"), _pbs, "qdel"),
+    "pbs": Following(("qsub",), re.compile(r"^(\d+\S*)$", re.MULTILINE), ("qstat", "-x", "-f"), _pbs, "qdel"),
     "lsf": Following(
         ("bsub",), re.compile(r"Job <(\d+)>"), ("bjobs", "-noheader", "-o", "stat exit_code"), _lsf, "bkill"
     ),
@@ -215,5 +215,6 @@ class _Shown:
         if self._file is None and self.log is not None and self.log.is_file():
             self._file = self.log.open("rb")
         if self._file is not None:
-            sys.stdout.write(self._file.read().decode(errors="replace"))
             sys.stdout.flush()
+            sys.stdout.buffer.write(self._file.read())  # as it is: a character may be in two parts
+            sys.stdout.buffer.flush()

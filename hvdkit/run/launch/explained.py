@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -77,5 +78,5 @@ def outcome(directory: Path, also: Iterable[Path | None]) -> str:
         found = lines(explain(paths))
     except HvdkitError as error:
         return f"hvdkit launch: the job cannot be explained: {error}"
-    words = " ".join(map(str, paths))
+    words = shlex.join(map(str, paths))
     return "\n".join([f"hvdkit launch: what this job's time went to, by 'hvdkit explain {words}':", *found])

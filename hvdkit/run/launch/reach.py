@@ -62,7 +62,7 @@ class Reach:
 def _has_address(host: str) -> bool:
     try:
         return bool(socket.getaddrinfo(host, None))
-    except OSError:
+    except (OSError, UnicodeError):  # a label that is empty or too long
         return False
 
 
@@ -83,6 +83,6 @@ def _ask(host: str, wait_s: float) -> str | None:
             connection.settimeout(wait_s)
             with contextlib.suppress(ConnectionRefusedError):  # an answer as well
                 connection.connect(place)
-    except OSError:
+    except (OSError, UnicodeError):
         return None
     return str(place[0])

@@ -118,7 +118,7 @@ class Monitor(ABC):
         for one in [one for one in step_times.MONITORS if one.automatic]:
             one.close()
         step_times.MONITORS.append(self)
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     # What an adapter says in its framework's terms -------------------------------------------------------------------
 
@@ -293,7 +293,10 @@ class Monitor(ABC):
         """Close it."""
         self.close(failed=kind is not None)
 
-    def close(self, failed: bool | None = None) -> None:
+    def _at_exit(self) -> None:
+        self.close(failed=hasattr(sys, "last_value"))
+
+    def close(self, failed: bool = False) -> None:
         """Tell what is left, and write no more; happens by itself when the process ends.
 
         Args:
@@ -302,13 +305,12 @@ class Monitor(ABC):
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         step_times.MONITORS.remove(self)
         if not self._begun:
             if self._outlets is not None:  # trackers may hold files, or a run that counts as running
                 self._outlets.close(None)
             return
-        failed = hasattr(sys, "last_value") if failed is None else failed
         if not self._by_steps:
             self._end(time.perf_counter(), 1, told=False)
         if self._window.steps and not failed:

@@ -49,21 +49,23 @@ def torch_optimizers(module: ModuleType) -> None:
 
     Horovod's optimizer calls the ``step()`` that it wraps, and the hooks run in both: the outer one counts.
     """
-    depth = 0
+    outer: Any = None  # also after a step that raised: its next one begins anew
 
-    def begin(*_: object) -> None:
-        nonlocal depth
-        depth += 1
+    def begin(optimizer: Any, *_: object) -> None:
+        nonlocal outer
         recorder = _recorder()
-        if depth == 1 and recorder is not None and not _in_process_group():
-            recorder.ready()
+        if outer is None or outer is optimizer:
+            outer = optimizer
+            if recorder is not None and not _in_process_group():
+                recorder.ready()
 
-    def end(*_: object) -> None:
-        nonlocal depth
-        depth -= 1
+    def end(optimizer: Any, *_: object) -> None:
+        nonlocal outer
         recorder = _recorder()
-        if depth == 0 and recorder is not None:
-            recorder.stepped()
+        if outer is optimizer:
+            outer = None
+            if recorder is not None:
+                recorder.stepped()
 
     module.register_optimizer_step_pre_hook(begin)
     module.register_optimizer_step_post_hook(end)

@@ -61,7 +61,7 @@ def test_pbs(programs, capsys, tmp_path, status, expected):
 def test_slurm(programs, capsys, tmp_path):
     log = tmp_path / "slurm-17.out"
     log.write_bytes("größer\n".encode())
-    answer = "JobId=17 JobName=hvdkit JobState={} Reason=None ExitCode={} StdOut=" + f"{log} Power=\n"
+    answer = "JobId=17 JobName=hvdkit JobState={} Reason=None ExitCode={}\n   StdOut=" + f"{log}\n   Power=\n"
     states = [("PENDING", "0:0"), ("SIGNALING", "0:0"), ("TIMEOUT", "0:15")]
     programs("sbatch", "A site's greeting\n17;cluster\n", extra="cat > script")
     programs("scontrol", *(answer.format(*one) for one in states))

@@ -59,7 +59,11 @@ class _Joined:
     def add_launch(self) -> None:
         """How the job was started."""
         for path in self._sources.of(LAUNCH):
-            self._launched = found = json_files.read(path, Launched)
+            try:
+                self._launched = found = json_files.read(path, Launched)
+            except DataError as error:
+                self._errors.append(str(error))
+                continue
             threads = {None: "", 1: ", 1 thread each"}.get(found.threads, f", {found.threads} threads each")
             self._read.append(Read(str(path), LAUNCH, f"{found.ranks} ranks by {found.launcher}{threads}"))
 

@@ -67,7 +67,7 @@ def find(paths: Sequence[Path]) -> Sources:
                     "profiles, results of 'hvdkit bench scaling', or a directory with them."
                 )
             of_its_kind = sources.found.setdefault(what, []) if what is not None else []
-            if file not in of_its_kind:
+            if file.resolve() not in [other.resolve() for other in of_its_kind]:
                 of_its_kind.append(file)
     if not sources.found:
         raise DataError(

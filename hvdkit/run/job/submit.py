@@ -80,7 +80,7 @@ def _slurm(text: str) -> State | None:
     status = int(code or 0) or (128 + int(number) if number.isdigit() and int(number) else 0)
     if over and word != "COMPLETED":
         status = status or 1
-    log = _field(text, "StdOut")
+    log = _field(text, "StdOut", r".+")
     return State(word, over, status if over else None, Path(log) if log else None)
 
 
@@ -117,7 +117,7 @@ SYSTEMS = {
     "slurm": Following(
         ("sbatch", "--parsable"),
         re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE),
-        ("scontrol", "-o", "show", "job"),
+        ("scontrol", "show", "job"),
         _slurm,
         "scancel",
     ),

@@ -39,7 +39,6 @@ class Document(Part, frozen=True):
         kind: its name in the head.
         written_by: the command.
         schema: version of its fields: greater when a field is gone or means something else.
-        mark: what ``hvdkit`` said in the files from before there was a ``kind``; "" where there were none.
         fix: what to do about a file that is refused.
         times: names of fields, on every level, that hold times in another unit; ``_s`` is added to them.
         unit_s: seconds of that unit.
@@ -50,18 +49,9 @@ class Document(Part, frozen=True):
     kind: ClassVar[str]
     written_by: ClassVar[str]
     schema: ClassVar[int] = 1
-    mark: ClassVar[str] = ""
     fix: ClassVar[str] = "copy it again, or make it again"
     times: ClassVar[frozenset[str]] = frozenset()
     unit_s: ClassVar[float] = 1.0
-
-    @classmethod
-    def from_before(cls, content: dict[str, Any]) -> bool:
-        """Bring a file from before there was a ``kind`` to the fields of today, in place; False where it is none."""
-        if not cls.mark or (content.get("hvdkit"), content.get("version")) != (cls.mark, 1):
-            return False
-        del content["hvdkit"], content["version"]
-        return True
 
 
 T = TypeVar("T", bound=Document)
@@ -142,7 +132,7 @@ def write(path: Path, document: T, layout: Callable[[T], str] = encode) -> None:
 
 
 def read(path: Path, kind: type[T], error: type[HvdkitError] = DataError) -> T:
-    """Read a file of ``write``, also of an older version.
+    """Read a file of ``write``.
 
     Args:
         path: the file.
@@ -186,12 +176,7 @@ def decode(text: str | bytes, kind: type[T], name: str, error: type[HvdkitError]
 
 
 def _without_head(content: dict[str, Any], kind: type[Document], wrong: Callable[[str], HvdkitError]) -> None:
-    """Check the head and take it off; files from before there was one are brought to the fields of today."""
-    try:
-        if kind.from_before(content):
-            return
-    except (AttributeError, KeyError, TypeError) as problem:
-        raise wrong("it is damaged: it is of an earlier hvdkit, and has not the fields of that") from problem
+    """Check the head and take it off."""
     version = content.pop("hvdkit", None)
     named, schema = content.pop("kind", None), content.pop("schema", None)
     if named != kind.kind:

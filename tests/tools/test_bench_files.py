@@ -120,18 +120,6 @@ def test_the_reason_is_in_words(content, capsys, text, reason):
     assert reason in err and "changed.json is not a file of 'hvdkit bench scaling'" in err and err.count("\n") == 1
 
 
-def test_a_file_from_before_kinds_is_read(content, capsys):
-    capsys.readouterr()
-    assert cli.run(["bench", "show", "results.json"]) == 0
-    shown = capsys.readouterr().out
-    old = {name: value for name, value in content.items() if name not in ("kind", "schema")}
-    Path("old.json").write_text(json.dumps({**old, "hvdkit": "bench scaling", "version": 1}))
-    assert cli.run(["bench", "show", "old.json"]) == 0
-    assert capsys.readouterr().out == shown
-    Path("old.json").write_text(json.dumps({**old, "hvdkit": "bench scaling", "version": 2}))
-    assert cli.run(["bench", "show", "old.json"]) == 1
-
-
 def test_a_summary_is_made_anew_and_not_believed(content, capsys):
     capsys.readouterr()
     assert cli.run(["bench", "show", "results.json"]) == 0

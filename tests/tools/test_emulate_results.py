@@ -12,7 +12,6 @@ from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.clock import Reading
 from hvdkit.measure.emulate.plan import Collective, Plan
 from hvdkit.measure.emulate.results import Asked, Results, Sample
-from hvdkit.measure.emulate.run_job import Delay
 from hvdkit.measure.emulate.worker_files import Writer, file_of, head_of, read
 
 PLAN = Plan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
@@ -146,24 +145,6 @@ def test_a_line_for_each_sample(tmp_path):
     results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample(trial) for trial in range(5)]))
     lines = [line for line in path.read_text().splitlines() if '"ranks_s"' in line]
     assert len(lines) == 5 and json.loads(lines[-1])["trial"] == 4
-
-
-def test_a_file_from_before_kinds_is_read_and_its_milliseconds_are_seconds(tmp_path):
-    path = tmp_path / "r.json"
-    asked = msgspec.structs.replace(ASKED, straggler_s={1: 0.05}, delay=Delay(0.02, None, 0.5))
-    found = Results(asked, ENVIRONMENT, PLAN, [sample(), sample(1, 1)], ["A note."])
-    results.write(path, found)
-    old = json.loads(path.read_text())
-    del old["kind"], old["schema"], old["asked"]["straggler_s"]
-    old.update(hvdkit="emulate results", version=1, summary={"rows": []})
-    old["plan"].update(hvdkit="emulate plan", version=1)
-    old["asked"].update(straggler={"1": 50.0}, delay={"mean_ms": 20.0, "rank": None, "probability": 0.5})
-    path.write_text(json.dumps(old))
-    assert results.read(path) == found
-    for change in ({"plan": 7}, {"asked": None}, {"asked": {"straggler": {"1": "x"}}}):
-        path.write_text(json.dumps({**old, **change}))
-        with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate'"):
-            results.read(path)
 
 
 def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):

@@ -138,13 +138,6 @@ def test_what_is_written_is_read(tmp_path_factory, settings):
     assert set(json.loads(path.read_text())["settings"]) <= {*tuned.Settings.__struct_fields__}
 
 
-def test_a_file_from_before_kinds_is_read_in_milliseconds(tmp_path):
-    path = tmp_path / "tuned.json"
-    old = {"hvdkit": "tuned settings", "version": 1, "settings": {"threads": 2, "cycle_time_ms": 2.5}, "measured": {}}
-    path.write_text(json.dumps(old))
-    assert tuned.read(path) == Tuned(threads=2, cycle_time_ms=2.5, source=str(path))
-
-
 def test_a_tuned_file_chooses_the_launcher_and_threads_unless_they_are_said(capsys, tmp_path):
     path = tmp_path / "tuned.json"
     tuned.write(path, Tuned(launcher="horovodrun", threads=3, cycle_time_ms=0.5))

@@ -259,12 +259,6 @@ def test_json_that_no_program_can_read(tmp_path, text):
         reading.read([tmp_path])
 
 
-def test_our_files_from_before_kinds_are_read(tmp_path):
-    new = reading.read([write(tmp_path / "new", record(0, 1))])
-    old = {name: value for name, value in record(0, 1).items() if name not in ("kind", "schema")}
-    assert reading.read([write(tmp_path / "old", {**old, "hvdkit": "mpi profile", "version": 1})]) == new
-
-
 def test_a_rank_that_is_in_two_files(tmp_path):
     write(tmp_path, record(0), record(1))
     with pytest.raises(CorruptDataError, match="Rank 0 is in two files"):

@@ -122,7 +122,6 @@ class File(Document, frozen=True):
 
     kind = "bench-scaling"
     written_by = "hvdkit bench scaling"
-    mark = "bench scaling"
 
     asked: Asked
     environment: WithCommit

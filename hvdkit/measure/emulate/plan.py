@@ -87,7 +87,6 @@ class Plan(Document, frozen=True, rename={"nbytes": "bytes"}):
 
     kind = "emulate-plan"
     written_by = "hvdkit emulate sizes"
-    mark = "emulate plan"
 
     collectives: tuple[Collective, ...]
     trials: int = TRIALS

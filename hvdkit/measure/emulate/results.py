@@ -102,7 +102,6 @@ class File(Document, frozen=True):
 
     kind = "emulate-results"
     written_by = "hvdkit emulate"
-    mark = "emulate results"
 
     asked: Asked
     environment: WithLaunch
@@ -123,18 +122,6 @@ class File(Document, frozen=True):
                 raise ValueError(
                     f"samples[{place}] is {sample}, with {ranks} ranks and {len(collectives)} collectives a step"
                 )
-
-    @classmethod
-    def from_before(cls, content: dict[str, Any]) -> bool:
-        """Bring a file from before there was a ``kind`` to the fields of today: late ranks were in milliseconds."""
-        if not super().from_before(content):
-            return False
-        Plan.from_before(content["plan"])
-        asked = content["asked"]
-        asked["straggler_s"] = {rank: late / 1000 for rank, late in asked.pop("straggler", {}).items()}
-        if asked.get("delay"):
-            asked["delay"]["mean_s"] = asked["delay"].pop("mean_ms") / 1000
-        return True
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
@@ -78,11 +77,6 @@ class BuildRecord(Document, frozen=True, forbid_unknown_fields=False):
             InstallError: not JSON, another schema, or a field is missing or of another type.
         """
         return json_files.decode(text, cls, FILE_NAME, InstallError)
-
-    @classmethod
-    def from_before(cls, content: dict[str, Any]) -> bool:
-        """Whether it is a record from before there was a ``kind``, which had a schema."""
-        return "kind" not in content and content.pop("schema", None) == 1
 
 
 def read_record() -> BuildRecord | None:

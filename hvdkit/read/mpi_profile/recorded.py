@@ -86,7 +86,6 @@ class RankFile(Document, frozen=True, forbid_unknown_fields=False):
 
     kind = "mpi-profile-rank"
     written_by = "hvdkit launch --mpi-profile"
-    mark = "mpi profile"
     fix = "the file is damaged or cut off: copy it again, or leave it out"
 
     job: str

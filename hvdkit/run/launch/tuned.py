@@ -89,21 +89,10 @@ class File(Document, frozen=True):
 
     kind = "tuned"
     written_by = "hvdkit tune"
-    mark = "tuned settings"
     fix = "give a file of 'hvdkit tune', or a log of HOROVOD_AUTOTUNE_LOG"
 
     settings: Settings
     measured: Any = None
-
-    @classmethod
-    def from_before(cls, content: dict[str, Any]) -> bool:
-        """Bring a file from before there was a ``kind`` to the fields of today: the cycle was in milliseconds."""
-        if not super().from_before(content):
-            return False
-        settings = content["settings"]
-        if "cycle_time_ms" in settings:
-            settings["cycle_time_s"] = settings.pop("cycle_time_ms") / 1000
-        return True
 
 
 def _word(value: bool | int | float) -> str:

@@ -2,7 +2,10 @@
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import click
 from docutils import nodes
@@ -10,6 +13,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from hvdkit.cli import hvdkit_command
+
+sys.path.insert(0, str(Path(__file__).parent))
+from uses import ADAPTERS, uses
 
 project = "hvdkit"
 release = importlib.metadata.version("hvdkit")
@@ -44,6 +50,15 @@ class Help(SphinxDirective):
                     yield from self._sections(click.Context(one, info_name=name, parent=context), one)
 
 
+def add_uses(_app: Sphinx, _what: str, name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """Say below a public name which programs use it."""
+    package, _, short = name.rpartition(".")
+    adapter = package.removeprefix("hvdkit.")
+    if adapter in ADAPTERS and (found := uses(adapter, short)):
+        lines += ["", "Used in " + " and ".join(f"``{place}``" for place in found) + ".", ""]
+
+
 def setup(app: Sphinx) -> None:
-    """Add the directive."""
+    """Add the directive, and the uses."""
     app.add_directive("help-of-every-command", Help)
+    app.connect("autodoc-process-docstring", add_uses)

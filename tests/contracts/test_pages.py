@@ -123,6 +123,16 @@ def test_the_programs_of_a_page_parse_and_use_names_that_exist(page):
             assert list(wrong_names(code, ADAPTERS)) == [], code
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_every_public_name_is_used_in_a_program(adapter, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from uses import public, uses
+
+    assert len(public(adapter)) > 15
+    returned = {"Topology", "Reduce", "Pending"}
+    assert [name for name in public(adapter) if not uses(adapter, name) and name not in returned] == []
+
+
 def test_pages_have_commands_and_programs():
     """Else the tests above would pass on nothing."""
     texts = [page.read_text() for page in PAGES]

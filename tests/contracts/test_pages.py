@@ -1,0 +1,62 @@
+"""README.md and docs/: what they name exists, every link leads somewhere; without running their programs."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from pages import DOCS, blocks
+
+from hvdkit.cli import COMMANDS
+from hvdkit.prepare.check.report import check_script
+from hvdkit.prepare.check.source import Script
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(text: str) -> set[str]:
+    """What headings are called in a link, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in LINK.findall(text):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
+
+
+def test_the_readme_is_short_and_names_every_command():
+    assert len(README.splitlines()) <= 150
+    assert README.index("make demo") < 1000 and README.index("make test") < 1000
+    pages = {name.replace("_", "-") for name in re.findall(r"docs/(\w+)\.md", README)}
+    assert {name for name in COMMANDS if name not in pages and f"hvdkit {name}" not in README} <= {"examples"}
+
+
+def test_check_has_no_finding_in_either_program_of_the_page_on_migration() -> None:
+    for text, library in zip(blocks("migrate.md")["DDP before and after"], ("ddp", "hvdkit"), strict=True):
+        checked = check_script(Script("train.py", ast.parse(text)))
+        assert (checked.library, checked.findings) == (library, [])
+
+
+def test_what_the_tables_on_migration_name_exists() -> None:
+    """Without importing a framework: names of hvdkit.torch in its list of names, pages and files on disk."""
+    page = (DOCS / "migrate.md").read_text()
+    source = (DOCS.parent / "hvdkit" / "torch" / "__init__.py").read_text()
+    listed = set(re.findall(r'^    "(\w+)",$', source, re.MULTILINE))
+    named = set(re.findall(r"\bhk\.(\w+)", page))
+    assert len(named) > 15 and named <= listed
+    for linked in re.findall(r"\]\(([\w.]+\.md)", page):
+        assert (DOCS / linked).is_file(), linked
+    for path in re.findall(r"(?:examples|tests)/[\w/]+\.py", page):
+        assert (DOCS.parent / path).is_file(), path

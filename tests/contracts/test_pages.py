@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from hvdkit.prepare.check.source import Script
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+CODE = re.compile(r"^ *```.*?^ *```|^ {4}.*?$|`[^`]*`", re.MULTILINE | re.DOTALL)
+BLOCKS = re.compile(r"\n\s*\n|\n(?=\||#| *(?:[-*>]|\d+\.) )")
+WORDS = 40
+"""In a sentence, or in a part of one that a semicolon or a colon ends; what is in parentheses does not count."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -34,6 +39,19 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{page.name}: {link}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
+
+
+def sentences(text: str) -> Iterator[str]:
+    for block in BLOCKS.split(CODE.sub("code", text)):
+        if not block.lstrip().startswith(("|", "#", "<")):
+            yield from re.split(r"(?<=[.:;])\s+", re.sub(r"\([^()]*\)", "", " ".join(block.split())))
+
+
+def test_no_sentence_is_too_long():
+    found = [one for page in PAGES if page.parent.name == "docs" for one in sentences(page.read_text(encoding="utf-8"))]
+    found += sentences(README)
+    assert len(found) > 1000
+    assert [one for one in found if len(one.split()) > WORDS] == []
 
 
 def test_the_readme_is_short_and_names_every_command():

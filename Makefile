@@ -1,7 +1,7 @@
 # make demo   from nothing to CNNs trained by two Horovod processes on real handwritten digits
 # make test   the whole suite, on real ranks
 # make quick  the tests that start no ranks, for the inner loop
-# make lint   the linter, the formatter and the type checker
+# make lint   the linters of code and prose, the formatter and the type checker
 # make release-check  sdist and wheel of the commit, looked at and tried as a stranger would
 # make docs   the documentation as a site, in docs/_build
 # Each does all its own set-up in $(VENV); Horovod is compiled once and then comes from the wheel cache.
@@ -35,12 +35,13 @@ test: $(READY)
 	$(BIN)/python -m pytest tests $(PARALLEL)
 
 quick: $(READY)
-	$(BIN)/python -m pytest tests -m "not parallel" $(PARALLEL)
+	$(BIN)/python -m pytest tests/contracts tests/steps tests/tools -m "not parallel" $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell README.md CHANGELOG.md docs/*.md
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -58,7 +59,6 @@ $(READY): $(DEMO)
 	touch $@
 
 docs: $(READY)
-	$(BIN)/hvdkit install
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
 
 # The pictures in docs/, drawn by the tools; needs Debian's chromium.

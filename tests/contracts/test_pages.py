@@ -1,143 +1,80 @@
-"""What the pages and ``--help`` tell people to type exists: commands, options, names and keywords of the adapters."""
+"""README.md and docs/: what they name exists, every link leads somewhere; without running their programs."""
 
 import ast
 import re
-import shlex
-import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
+from pages import DOCS, blocks
 
-from hvdkit.cli import COMMANDS, hvdkit_command
+from hvdkit.cli import COMMANDS
+from hvdkit.prepare.check.report import check_script
+from hvdkit.prepare.check.source import Script
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ADAPTERS = ("torch", "tensorflow", "keras", "arrays")
-FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-CALL = re.compile(r"(?:^|[;&|]\s*|-- )\$? ?(hvdkit [a-z-]+\b(?!:).*)")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+CODE = re.compile(r"^ *```.*?^ *```|^ {4}.*?$|`[^`]*`", re.MULTILINE | re.DOTALL)
+BLOCKS = re.compile(r"\n\s*\n|\n(?=\||#| *(?:[-*>]|\d+\.) )")
+WORDS = 40
+"""In a sentence, or in a part of one that a semicolon or a colon ends; what is in parentheses does not count."""
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-def subcommand(command, words):
-    """The command that the words lead to, and the words after its name."""
-    context = click.Context(command)
-    while isinstance(command, click.Group) and words and command.get_command(context, words[0]):
-        command, words = command.get_command(context, words[0]), words[1:]
-    return command, words
+def anchors(text: str) -> set[str]:
+    """What headings are called in a link, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def wrong_words(line):
-    """The words of a command line of ``hvdkit`` that its parser does not know."""
-    try:
-        words = shlex.split(line, comments=True)[1:]
-    except ValueError:  # prose with an apostrophe after the command
-        words = line.split()[1:]
-    if words and words[0] in ("-h", "--help", "--version"):
-        return []
-    if not words or words[0] not in COMMANDS:
-        return [words[:1]]
-    command, rest = subcommand(hvdkit_command, words)
-    options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"-h", "--help"}
-    own = rest[: rest.index("--")] if "--" in rest else rest
-    for end in ("|", "&&", "||", ";", ">", ">>"):
-        own = own[: own.index(end)] if end in own else own
-    if not command.context_settings.get("allow_interspersed_args", True):  # what follows a script is the script's
-        own = own[: next((place for place, word in enumerate(own) if word.endswith(".py")), len(own))]
-    given = [re.match(r"-{1,2}[a-zA-Z][\w-]*", word.lstrip("[(")) for word in own]
-    return [(command.name, word[0]) for word in given if word and word[0] not in options and word[0][:2] not in options]
-
-
-def commands_of(text):
-    """Each command line of ``hvdkit`` in a page, from its blocks and from its sentences."""
-    for _, block in FENCED.findall(text):
-        for line in re.sub(r"\\\n\s*", "", block).splitlines():
-            if found := CALL.search(line.strip()):
-                yield found[1]
-    yield from (" ".join(one.split()) for one in re.findall(r"`(hvdkit [a-z][^`]*)`", FENCED.sub("", text)))
-
-
-def every_command(command=hvdkit_command, path=()):
-    context = click.Context(command)
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            yield from every_command(command.get_command(context, name), (*path, name))
-    yield " ".join(path), command
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_commands_of_a_page_are_known(page):
-    assert [(line, wrong) for line in commands_of(page.read_text()) if (wrong := wrong_words(line))] == []
-
-
-def test_the_commands_in_every_help_are_known():
-    found = [
-        (name, line, wrong)
-        for name, command in every_command()
-        for line in (command.help or "").splitlines()
-        if line.strip().startswith("hvdkit ") and (wrong := wrong_words(line.strip()))
-    ]
-    assert found == []
-
-
-def face(adapter):
-    """Names of an adapter, each with the keywords that it takes; None where it takes any, or is no function."""
-    found = {}
-    for node in ast.parse((ROOT / "hvdkit" / adapter / "__init__.py").read_text()).body:
-        if isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            found[node.name] = None if node.args.kwarg else {one.arg for one in arguments}
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            found.update((alias.asname or alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ClassDef):
-            found[node.name] = None
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found.update((target.id, None) for target in targets if isinstance(target, ast.Name))
-    return found
-
-
-FACES = {adapter: face(adapter) for adapter in ADAPTERS}
-
-
-def wrong_names(code, adapters):
-    """What a program takes from ``hk`` that none of the adapters has, and keywords that none takes."""
-    named = re.findall(r"import hvdkit\.(\w+) as hk", code)
-    faces = [FACES[one] for one in named or adapters if one in FACES]
-    for node in ast.walk(ast.parse(code)):
-        of = node.func if isinstance(node, ast.Call) else node
-        if not (isinstance(of, ast.Attribute) and isinstance(of.value, ast.Name) and of.value.id == "hk"):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in LINK.findall(text):
+        if link.startswith(("https://", "http://", "mailto:")):
             continue
-        taken = [one[of.attr] for one in faces if of.attr in one]
-        if not taken:
-            yield f"hk.{of.attr}"
-        for keyword in node.keywords if isinstance(node, ast.Call) else ():
-            if taken and all(one is not None and keyword.arg not in one for one in taken):
-                yield f"hk.{of.attr}({keyword.arg}=)"
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_programs_of_a_page_parse_and_use_names_that_exist(page):
-    for language, block in FENCED.findall(page.read_text()):
-        if language == "python":
-            code = textwrap.dedent(block)
-            assert list(wrong_names(code, ADAPTERS)) == [], code
+def sentences(text: str) -> Iterator[str]:
+    for block in BLOCKS.split(CODE.sub("code", text)):
+        if not block.lstrip().startswith(("|", "#", "<")):
+            yield from re.split(r"(?<=[.:;])\s+", re.sub(r"\([^()]*\)", "", " ".join(block.split())))
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_every_public_name_is_used_in_a_program(adapter, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    from uses import public, uses
-
-    assert len(public(adapter)) > 15
-    returned = {"Topology", "Reduce", "Pending"}
-    assert [name for name in public(adapter) if not uses(adapter, name) and name not in returned] == []
+def test_no_sentence_is_too_long():
+    found = [one for page in PAGES if page.parent.name == "docs" for one in sentences(page.read_text(encoding="utf-8"))]
+    found += sentences(README)
+    assert len(found) > 1000
+    assert [one for one in found if len(one.split()) > WORDS] == []
 
 
-def test_pages_have_commands_and_programs():
-    """Else the tests above would pass on nothing."""
-    texts = [page.read_text() for page in PAGES]
-    assert sum(len(list(commands_of(text))) for text in texts) > 150
-    assert sum(language == "python" for text in texts for language, _ in FENCED.findall(text)) > 20
-    assert wrong_words("hvdkit launch --no-such-option -n 2 -- python t.py") == [("launch", "--no-such-option")]
-    assert wrong_words("hvdkit lanch -n 2") == [["lanch"]]
-    assert list(wrong_names("hk.distribute(o, compresion='fp16'); hk.shards()", ADAPTERS)) != []
+def test_the_readme_is_short_and_names_every_command():
+    assert len(README.splitlines()) <= 150
+    assert README.index("make demo") < 1000 and README.index("make test") < 1000
+    pages = {name.replace("_", "-") for name in re.findall(r"docs/(\w+)\.md", README)}
+    assert {name for name in COMMANDS if name not in pages and f"hvdkit {name}" not in README} <= {"examples"}
+
+
+def test_check_has_no_finding_in_either_program_of_the_page_on_migration() -> None:
+    for text, library in zip(blocks("migrate.md")["DDP before and after"], ("ddp", "hvdkit"), strict=True):
+        checked = check_script(Script("train.py", ast.parse(text)))
+        assert (checked.library, checked.findings) == (library, [])
+
+
+def test_what_the_tables_on_migration_name_exists() -> None:
+    """Without importing a framework: names of hvdkit.torch in its list of names, pages and files on disk."""
+    page = (DOCS / "migrate.md").read_text()
+    source = (DOCS.parent / "hvdkit" / "torch" / "__init__.py").read_text()
+    listed = set(re.findall(r'^    "(\w+)",$', source, re.MULTILINE))
+    named = set(re.findall(r"\bhk\.(\w+)", page))
+    assert len(named) > 15 and named <= listed
+    for linked in re.findall(r"\]\(([\w.]+\.md)", page):
+        assert (DOCS / linked).is_file(), linked
+    for path in re.findall(r"(?:examples|tests)/[\w/]+\.py", page):
+        assert (DOCS.parent / path).is_file(), path

@@ -1,6 +1,5 @@
-"""docs/migrate.md: its programs and blocks run, and say what its tables say."""
+"""docs/migrate.md: its programs and blocks run, and say what its tables say; see contracts/test_pages.py too."""
 
-import ast
 import contextlib
 import os
 import re
@@ -8,12 +7,10 @@ import socket
 from typing import Any
 
 import pytest
-from pages import DOCS, blocks, run
+from pages import blocks, run
 from ranks import on_ranks
 
 import hvdkit
-from hvdkit.prepare.check.report import check_script
-from hvdkit.prepare.check.source import Script
 
 BLOCKS = blocks("migrate.md")
 BEFORE, AFTER = BLOCKS["DDP before and after"]
@@ -98,22 +95,3 @@ def test_collectives_are_horovods(hk, world):
     assert names["objects"] == [{"rank": 0}, {"rank": 1}] and names["name"] == "run-1"
     uneven = names["hvd"].allgather(torch.full((1 + world.rank, 2), float(world.rank)))
     assert uneven.shape == (3, 2)
-
-
-def test_check_has_no_finding_in_either_program() -> None:
-    for text, library in ((BEFORE, "ddp"), (AFTER, "hvdkit")):
-        checked = check_script(Script("train.py", ast.parse(text)))
-        assert (checked.library, checked.findings) == (library, [])
-
-
-def test_what_the_tables_name_exists() -> None:
-    """Without importing a framework: names of hvdkit.torch in its list of names, pages and files on disk."""
-    page = (DOCS / "migrate.md").read_text()
-    source = (DOCS.parent / "hvdkit" / "torch" / "__init__.py").read_text()
-    listed = set(re.findall(r'^    "(\w+)",$', source, re.MULTILINE))
-    named = set(re.findall(r"\bhk\.(\w+)", page))
-    assert len(named) > 15 and named <= listed
-    for linked in re.findall(r"\]\(([\w.]+\.md)", page):
-        assert (DOCS / linked).is_file(), linked
-    for path in re.findall(r"(?:examples|tests)/[\w/]+\.py", page):
-        assert (DOCS.parent / path).is_file(), path

@@ -212,6 +212,7 @@ def say_and_fail(hk, world, tmp_path):
             hk.average_metrics({"a": 1.0}, world)
 
 
+@pytest.mark.parallel
 def test_a_rank_that_fails_ends_the_job_and_leaves_a_valid_history(run_job, tmp_path):
     said = run_job("torch", say_and_fail, fails=True, tmp_path=tmp_path)
     assert "rank 1 has failed" in said

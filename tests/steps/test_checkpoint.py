@@ -249,31 +249,43 @@ def test_bad_directories_and_keep_are_refused(tmp_path):
 
 KILLED = """
 import os, sys
-from pathlib import Path
 from hvdkit.steps.checkpoint import CheckpointDirectory
-store = CheckpointDirectory(sys.argv[1], keep=2)
-step = store.latest().step if store.latest() else 0
-while True:
-    step += 1
-    store.save(step, lambda path: [(path / str(n)).write_bytes(os.urandom(20000)) for n in range(5)])
-    print(step, flush=True)
+
+def save_until_killed():
+    store = CheckpointDirectory(sys.argv[1], keep=2)
+    step = store.latest().step if store.latest() else 0
+    print(os.getpid(), flush=True)
+    while True:
+        step += 1
+        store.save(step, lambda path: [(path / str(n)).write_bytes(os.urandom(20000)) for n in range(5)])
+        print(step, flush=True)
+
+for _ in sys.stdin:
+    if os.fork() == 0:
+        save_until_killed()
+    os.wait()
+    print("ended", flush=True)
 """
+"""For each line of its input, a process that saves until it is killed."""
 
 
 def test_killed_at_any_of_a_hundred_moments_what_was_reported_saved_is_there(tmp_path):
     last = 0
-    for _ in range(100):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        first = process.stdout.readline()
-        time.sleep(random.uniform(0, 0.03))  # noqa: S311
-        process.send_signal(signal.SIGKILL)
-        *reported, _ = (first + process.stdout.read()).split("\n")
-        process.wait()
-        assert all(line.isdecimal() for line in reported)
-        newest = CheckpointDirectory(tmp_path).latest()  # verified: raises unless it is complete
-        assert newest.step >= int(reported[-1]) > last
-        assert newest.skipped == ()
-        last = newest.step
+    words = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as processes:
+        for _ in range(100):
+            print(file=processes.stdin, flush=True)
+            process = int(processes.stdout.readline())
+            reported = [processes.stdout.readline()]
+            time.sleep(random.uniform(0, 0.03))  # noqa: S311
+            os.kill(process, signal.SIGKILL)
+            reported += iter(processes.stdout.readline, "ended\n")
+            assert all(line.strip().isdecimal() for line in reported)
+            newest = CheckpointDirectory(tmp_path).latest()  # verified: raises unless it is complete
+            assert newest.step >= int(reported[-1]) > last
+            assert newest.skipped == ()
+            last = newest.step
+        processes.stdin.close()
     CheckpointDirectory(tmp_path, keep=2).save(last + 1, writer("x"))
     assert names(tmp_path) == [f"step-{step:010d}" for step in (last, last + 1)]
 

@@ -1,9 +1,11 @@
 """benchmarks/peers.py: what it makes of the ranks' times, with ranks that train nothing."""
 
+import importlib
 import json
-import subprocess
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,28 +30,27 @@ if fault != "forgets":
     (Path(directory) / f"rank-{rank}.json").write_text(json.dumps(found))
 """
 
-MAIN = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv.pop(1))
-import peers
-peers.SCRIPTS = Path(sys.argv.pop(1))
-peers.GRACE_SECONDS = 2
-peers.main()
-"""
-
 
 @pytest.fixture
-def peers(tmp_path, monkeypatch):
+def peers(tmp_path, monkeypatch, capsys):
+    """Runs the program here: what it imports takes longer than all that it starts."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    program = importlib.import_module("peers")
     (tmp_path / "train_torch.py").write_text(RANK)
+    monkeypatch.setattr(program, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(program, "GRACE_SECONDS", 2)
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    terminated = signal.getsignal(signal.SIGTERM)
 
     def start(*arguments, fault=""):
         monkeypatch.setenv("FAULT", fault)
-        command = [sys.executable, "-c", MAIN, str(BENCHMARKS), str(tmp_path), "--json", str(tmp_path / "found.json")]
-        return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100)
+        monkeypatch.setattr(sys, "argv", ["peers.py", "--json", str(tmp_path / "found.json"), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            program.main()
+        return SimpleNamespace(returncode=ended.value.code, **capsys.readouterr()._asdict())
 
-    return start
+    yield start
+    signal.signal(signal.SIGTERM, terminated)
 
 
 TWO = ("--models", "mlp", "--variants", "peer,alone", "--rounds", "2", "--steps", "20")
@@ -57,14 +58,14 @@ TWO = ("--models", "mlp", "--variants", "peer,alone", "--rounds", "2", "--steps"
 
 def test_a_step_is_as_long_as_on_its_slowest_rank(peers, tmp_path):
     done = peers(*TWO)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.err
     found = json.loads((tmp_path / "found.json").read_text())["models"]["mlp"]
     assert found["rounds_ms"] == [{"peer": pytest.approx(40), "alone": pytest.approx(10)}] * 2
     assert found["summary"]["peer"]["share_of_limit"] == pytest.approx([0.25, 0.25, 0.25])
     assert found["summary"]["peer"]["over_hvdkit"] is None
-    assert "| mlp | PyTorch DDP over gloo | 40.0 (40.0 to 40.0) | 0.25 [0.25, 0.25] |  |" in done.stdout
-    assert "| mlp | no communication | 10.0 (10.0 to 10.0) |  |  |" in done.stdout
-    assert "mlp round 2/2 alone: 10.000 ms per step" in done.stderr
+    assert "| mlp | PyTorch DDP over gloo | 40.0 (40.0 to 40.0) | 0.25 [0.25, 0.25] |  |" in done.out
+    assert "| mlp | no communication | 10.0 (10.0 to 10.0) |  |  |" in done.out
+    assert "mlp round 2/2 alone: 10.000 ms per step" in done.err
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,13 @@ def test_a_variant_that_fails_is_left_out_and_said(peers, tmp_path, fault, why):
     assert list(found["summary"]) == ["alone"]
     assert len(found["rounds_ms"]) == 2
     assert why in found["failed"]["peer"]
-    assert done.stderr.count("FAILED") == 1
-    assert "| PyTorch DDP" not in done.stdout
-    assert "Left out: mlp, PyTorch DDP over gloo" in done.stdout
+    assert done.err.count("FAILED") == 1
+    assert "| PyTorch DDP" not in done.out
+    assert "Left out: mlp, PyTorch DDP over gloo" in done.out
 
 
 def test_usage_errors_are_one_sentence(peers):
     done = peers("--models", "resnet")
     assert done.returncode == 2
-    assert "expected names from cnn,mlp,deep,wide" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "expected names from cnn,mlp,deep,wide" in done.err
+    assert "Traceback" not in done.err

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdkit
 from hvdkit.datasets import NAMES, Dataset, load
+from hvdkit.datasets.__main__ import datasets
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 
 REPOSITORY = str(Path(hvdkit.__file__).parents[1])
@@ -155,11 +157,11 @@ def test_unknown_name_lists_the_known_and_the_nearest() -> None:
 
 
 def test_command_describes_a_data_set() -> None:
-    done = command("digits")
-    assert done.returncode == 0, done.stderr
-    assert "10 classes, images 8 x 8 x 1" in done.stdout
-    assert "1437 samples" in done.stdout
-    assert "360 samples" in done.stdout
+    done = CliRunner().invoke(datasets, ["digits"])
+    assert done.exit_code == 0, done.output
+    assert "10 classes, images 8 x 8 x 1" in done.output
+    assert "1437 samples" in done.output
+    assert "360 samples" in done.output
 
 
 def test_command_help_teaches() -> None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lean_imports import lean_imports
 from timeline_files import ATPESC, allreduce, metadata
 from timeline_files import write as write_timeline
 
@@ -103,6 +104,11 @@ def here(tmp_path, monkeypatch):
 def nets(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     write_module("nets", CLASSIFIER, monkeypatch)
+
+
+def importorskip_lean(name):
+    with lean_imports():
+        pytest.importorskip(name)
 
 
 def write_module(name, text, monkeypatch):
@@ -528,7 +534,7 @@ def any_length():
 
 
 def test_a_keras_model_gives_its_layers_last_first(monkeypatch):
-    pytest.importorskip("keras")
+    importorskip_lean("keras")
     write_module("knet", KERAS, monkeypatch)
     found = gradients("knet:net", per="layer")
     assert [name.rpartition("/")[2] for name in names(found)] == ["fc2", "bn", "fc1"]
@@ -539,7 +545,7 @@ def test_a_keras_model_gives_its_layers_last_first(monkeypatch):
 
 
 def test_the_order_of_keras_is_that_of_a_backward_not_of_the_list_of_variables(monkeypatch):
-    pytest.importorskip("keras")
+    importorskip_lean("keras")
     write_module("knet", KERAS, monkeypatch)
     swapped = gradients("knet:swapped", per="layer")
     assert [name.rpartition("/")[2] for name in names(swapped)] == ["last", "first", "unused"]
@@ -591,7 +597,7 @@ def eager():
 
 
 def test_a_tensorflow_module_gives_its_variables(monkeypatch):
-    pytest.importorskip("tensorflow")
+    importorskip_lean("tensorflow")
     write_module("tfnet", TENSORFLOW, monkeypatch)
     found = gradients("tfnet:Net")
     assert len(set(names(found))) == 4 and found["framework"] == "tensorflow"
@@ -601,7 +607,7 @@ def test_a_tensorflow_module_gives_its_variables(monkeypatch):
 
 
 def test_the_order_of_tensorflow_is_that_of_a_backward_where_inputs_are_known(monkeypatch):
-    pytest.importorskip("tensorflow")
+    importorskip_lean("tensorflow")
     write_module("tfnet", TENSORFLOW, monkeypatch)
     found = gradients("tfnet:pair")
     assert names(found) == [f"model/{name}" for name in "tmdeu"]

@@ -2,7 +2,6 @@ import json
 
 import numpy as np
 import pytest
-from scipy.stats import mannwhitneyu
 from timeline_files import ATPESC, allreduce, metadata, write
 
 from hvdkit.cli import run
@@ -58,6 +57,8 @@ def test_chance_among_many_comparisons_is_not_called_a_change(tmp_path):
 
 
 def test_p_values_are_those_of_the_rank_test_times_the_correction(tmp_path):
+    from scipy.stats import mannwhitneyu
+
     a = training(tmp_path / "a.json", 5, {"t": 500})
     b = training(tmp_path / "b.json", 6, {"t": 560}, negotiate=210)
     changes = compare(a, b).changes

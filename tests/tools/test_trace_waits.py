@@ -5,14 +5,17 @@ from types import ModuleType
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="`make test` installs it")
-
-from hvdkit.read.trace import summarize  # noqa: E402
-from hvdkit.steps.torch_profile import profile  # noqa: E402
+from hvdkit.read.trace import summarize
+from hvdkit.steps.torch_profile import profile
 
 
 @pytest.fixture
-def horovod(monkeypatch):
+def torch():
+    return pytest.importorskip("torch", reason="`make test` installs it")
+
+
+@pytest.fixture
+def horovod(monkeypatch, torch):
     """Modules as Horovod's, each with its name for ``synchronize``, and an optimizer as its distributed ones."""
     modules = {name: ModuleType(name) for name in ("horovod.torch", "horovod.torch.mpi_ops", "horovod.torch.optimizer")}
     for module in modules.values():
@@ -25,21 +28,24 @@ def horovod(monkeypatch):
     return modules
 
 
-class Distributed(torch.optim.SGD):
-    def synchronize(self):
-        self.synchronized = getattr(self, "synchronized", 0) + 1
+def distributed(torch):
+    """A class of optimizers as Horovod's."""
 
-    def step(self, closure=None):
-        self.synchronize()
-        return super().step(closure)
+    class Distributed(torch.optim.SGD):
+        def synchronize(self):
+            self.synchronized = getattr(self, "synchronized", 0) + 1
+
+        def step(self, closure=None):
+            self.synchronize()
+            return super().step(closure)
+
+    Distributed.__module__ = "horovod.torch.optimizer"
+    return Distributed
 
 
-Distributed.__module__ = "horovod.torch.optimizer"
-
-
-def train(directory, horovod, steps=4):
+def train(directory, torch, horovod, steps=4):
     model = torch.nn.Linear(4, 2)
-    optimizer = Distributed(model.parameters(), lr=0.1)
+    optimizer = distributed(torch)(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(torch.ones(8 * steps, 4), batch_size=8)
     with profile(directory, wait=1, warmup=1, active=2) as steps_done:
         for batch in loader:
@@ -52,9 +58,9 @@ def train(directory, horovod, steps=4):
     return optimizer
 
 
-def test_waits_and_data_loading_have_names_in_the_trace(tmp_path, horovod):
+def test_waits_and_data_loading_have_names_in_the_trace(tmp_path, torch, horovod):
     before = {name: module.synchronize for name, module in horovod.items()}
-    optimizer = train(tmp_path, horovod)
+    optimizer = train(tmp_path, torch, horovod)
     (found,) = summarize([tmp_path]).ranks
     assert (found.rank, found.size, len(found.steps)) == (1, 3, 2)
     calls = {one.name: one.calls for one in found.communications}

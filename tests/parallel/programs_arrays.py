@@ -99,6 +99,9 @@ def jax_functions():
 
 def train_jax(world: hvdkit.Topology, by: str, **options: Any) -> list[float]:
     """A CNN by optax's Adam with a warmup that runs inside jit."""
+    from ranks import COMPILE_FAST
+
+    os.environ["XLA_FLAGS"] = COMPILE_FAST
     import jax
 
     jax.config.update("jax_enable_x64", True)
@@ -169,6 +172,12 @@ def everything(frameworks: list[str]) -> dict[str, Any]:
 
 
 # The rest on real ranks --------------------------------------------------------------------------------------------
+
+
+def several(calls: dict[str, tuple[str, dict[str, Any]]], directory: str) -> dict[str, Any]:
+    """What functions of this file return, one after the other in one job: starting ranks takes longest."""
+    os.chdir(directory)
+    return {name: globals()[function](**arguments) for name, (function, arguments) in calls.items()}
 
 
 def overlaps(sizes: list[int]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What the ranks of test_hosts_real.py do."""
 
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -31,8 +32,10 @@ def train() -> dict[str, Any]:
     return {"weights": values, "hosts": world.cross_size, "local": world.local_size}
 
 
-def go_on(marker: str, ranks: int) -> None:
+def go_on(marker: str, ranks: int, directory: str = "") -> None:
     """Train far longer than a test may take; ``marker`` appears when it has begun.
+
+    Before that, ``train`` where there is a directory for what each rank ended with.
 
     Horovod is started when all have come: Gloo's limit, which a test makes short, holds for the start as well.
     """
@@ -41,6 +44,8 @@ def go_on(marker: str, ranks: int) -> None:
         while len(list(Path(marker).parent.glob("came-*"))) < ranks and time.monotonic() < deadline:
             time.sleep(0.1)
     world = hk.init()
+    if directory:
+        Path(directory, f"rank-{world.rank}.json").write_text(json.dumps(train()))
     model = nn.Linear(6, 2)
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)
     for step in range(30_000):

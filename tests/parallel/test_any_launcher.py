@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import warm
 
 from hvdkit.steps import meeting, secret
 from hvdkit.steps.secret import Key
@@ -24,16 +25,12 @@ pytestmark = [
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pytorch"
-SUM_OF_RANKS = """
-import json, sys
-import torch
-import hvdkit.torch as hk
-world = hk.init()
-total = hk.hvd.allreduce(torch.tensor([float(world.rank)]), op=hk.hvd.Sum).item()
-facts = [world.rank, world.size, world.local_rank, world.local_size, world.cross_size, world.launcher, total]
-with open(f"{sys.argv[1]}/{sys.argv[2]}-{world.rank}.json", "w") as file:
-    json.dump(facts, file)
-"""
+
+
+def sum_of_ranks(directory, job):
+    """The command of a rank; each is a fork of a process that has imported PyTorch."""
+    program, arguments = Path(__file__).with_name("programs_launchers.py"), {"directory": str(directory), "job": job}
+    return warm("torch").stub("rank_main", str(program), "sum_of_ranks", str(directory), json.dumps(arguments))
 
 
 def start_as_srun(n, job, command, environment, ranks=None):
@@ -78,19 +75,18 @@ def outputs(processes):
 
 def test_two_jobs_of_srun_without_mpi_beside_each_other_and_strangers(ranks_command, tmp_path):
     _, environment = ranks_command(1, "mpi")
-    program = [sys.executable, "-c", SUM_OF_RANKS, str(tmp_path)]
     environment[secret.VARIABLE] = secret.new()
-    first = start_as_srun(2, "501", [*program, "501"], environment, ranks=[0])
-    other = start_as_srun(2, "502", [*program, "502"], environment)
+    first = start_as_srun(2, "501", sum_of_ranks(tmp_path, "501"), environment, ranks=[0])
+    other = start_as_srun(2, "502", sum_of_ranks(tmp_path, "502"), environment)
     with contextlib.ExitStack() as stack:
         for stranger in throw_at_rank_0("501", environment[secret.VARIABLE]):
             stack.enter_context(stranger)
-        first += start_as_srun(2, "501", [*program, "501"], environment, ranks=[1])
+        first += start_as_srun(2, "501", sum_of_ranks(tmp_path, "501"), environment, ranks=[1])
         outputs([*first, *other])
     for job in ("501", "502"):
         for rank in range(2):
             facts = json.loads((tmp_path / f"{job}-{rank}.json").read_text())
-            assert facts == [rank, 2, rank, 2, 1, "srun", 1.0]
+            assert facts == [2, rank, 2, 0, 1, "srun", 1.0]
 
 
 def torchrun(n, *command):
@@ -108,17 +104,15 @@ def torchrun(n, *command):
 
 def test_horovod_under_torchrun(ranks_command, tmp_path):
     _, environment = ranks_command(1, "mpi")
-    script = tmp_path / "script.py"
-    script.write_text(SUM_OF_RANKS)
-    command = torchrun(2, str(script), str(tmp_path), "t")
+    command = torchrun(2, "--no-python", *sum_of_ranks(tmp_path, "t"))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert json.loads((tmp_path / f"t-{rank}.json").read_text()) == [rank, 2, rank, 2, 1, "torchrun", 1.0]
+        assert json.loads((tmp_path / f"t-{rank}.json").read_text()) == [2, rank, 2, 0, 1, "torchrun", 1.0]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_the_ddp_example_trains_under_each_launcher(ranks_command, tmp_path, launcher):
+def test_the_ddp_example_trains_under_each_launcher_and_goes_on_in_one_process(ranks_command, tmp_path, launcher):
     """Under mpirun, which hvdkit launch starts, it is a command of docs/tutorials.md: see test_tutorials.py."""
     _, environment = ranks_command(1, "mpi")
     script = [str(EXAMPLES / "cnn_ddp.py"), "--epochs", "6", "--checkpoint_dir", str(tmp_path / "run")]
@@ -131,6 +125,12 @@ def test_the_ddp_example_trains_under_each_launcher(ranks_command, tmp_path, lau
     assert float(re.search(r"Test accuracy: ([\d.]+) %", text)[1]) > 90
     assert re.search(r"Hvd Procs 2 Total time: [\d.]+ second", text)
     assert len(list((tmp_path / "run").glob("step-*"))) == 3
+    if launcher == "torchrun":
+        command = [sys.executable, *script, "--epochs", "7", "--resume"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "epoch 7/7" in done.stdout and "epoch 6/7" not in done.stdout
+        assert "no launcher" not in done.stdout
 
 
 ENDS_AT_ONCE = """
@@ -153,15 +153,3 @@ def test_a_process_ends_after_the_threads_of_its_process_group_rest():
     done = subprocess.run([sys.executable, "-c", ENDS_AT_ONCE], capture_output=True, text=True, timeout=180)
     assert (done.stdout, done.returncode) == ("20\n", 0), done.stderr
     assert "no launcher started this process" in done.stderr
-
-
-def test_the_ddp_example_goes_on(ranks_command, tmp_path):
-    _, environment = ranks_command(1, "mpi")
-    command = [sys.executable, str(EXAMPLES / "cnn_ddp.py"), "--checkpoint_dir", str(tmp_path / "run")]
-    for epochs, resume in (("1", []), ("2", ["--resume"])):
-        done = subprocess.run(
-            [*command, "--epochs", epochs, *resume], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-    assert "epoch 2/2" in done.stdout and "epoch 1/2" not in done.stdout
-    assert "no launcher" not in done.stdout

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import missing
 
 pytestmark = pytest.mark.parallel
 
@@ -53,8 +54,8 @@ def argv(*words):
 
 
 @needs_launcher
+@pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod")
 def test_a_rank_that_computes_longer_is_shown_as_wait_of_the_other(tmp_path, environment):
-    pytest.importorskip("horovod.torch")
     (tmp_path / "train.py").write_text(TORCH)
     done = subprocess.run(
         argv("-n", "1,2", "--weak", "--repeats", "1", "--threads", "1", "--", "train.py"),
@@ -95,11 +96,10 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_file(tmp_path, environment):
     assert json.loads((tmp_path / "r.json").read_text())["jobs"] == []
 
 
-@pytest.mark.parametrize("controller", ["mpi"])
+@pytest.mark.skipif(bool(missing("keras")), reason="needs TensorFlow, Keras and Horovod")
 @pytest.mark.parametrize("framework", ["tensorflow", "keras"])
-def test_the_adapters_record_every_step_and_when_the_gradients_were_there(run_ranks, tmp_path, framework, controller):
-    pytest.importorskip("horovod.tensorflow")
-    found = run_ranks("programs_bench.py", framework, 2, warm=framework, controller=controller, directory=str(tmp_path))
+def test_the_adapters_record_every_step_and_when_the_gradients_were_there(run_ranks, tmp_path, framework):
+    found = run_ranks("programs_bench.py", framework, 2, warm=framework, directory=str(tmp_path))
     assert [count for count, _ in found] == [6, 6]
     assert all(worked >= 0.3 for worked in found[1][1]), "rank 1 worked longer"
     assert sorted(found[0][1])[2] < 0.3, "rank 0 was ready and waited, but for what was built first"

@@ -1,14 +1,17 @@
 """``hvdkit bench synthetic`` with real ranks: its lines in every framework, and the pair with ``bench scaling``."""
 
+import contextlib
+import io
 import json
+import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import missing
 
 from hvdkit.measure.bench.scaling import Jobs
 from hvdkit.synthetic import benchmark
@@ -20,9 +23,9 @@ BIN = Path(sys.executable).parent
 SEARCH_PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 LAUNCHER = next((name for name in ("mpirun", "horovodrun") if shutil.which(name, path=SEARCH_PATH)), None)
 needs_launcher = pytest.mark.skipif(LAUNCHER is None, reason="neither mpirun nor horovodrun")
+needs_horovod = pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod")
 HVDKIT = [sys.executable, "-m", "hvdkit.cli"]
 SHORT = ["--num-warmup-batches", "2", "--num-batches-per-iter", "3", "--num-iters", "2", "--batch-size", "4"]
-TIMEOUT_S = 280
 NUMBER = r"\d+\.\d"
 LINES = re.compile(
     rf"Model: (\w+)\nBatch size: 4\nNumber of CPUs: (\d)\nRunning warmup\.\.\.\nRunning benchmark\.\.\.\n"
@@ -62,9 +65,9 @@ def require_horovod_lines(text, ranks, model):
 
 
 @needs_launcher
+@needs_horovod
 def test_rank_0_prints_horovods_lines_and_a_timeline_says_what_its_communication_consists_of(tmp_path):
     """The one job that ``bench scaling --timeline`` adds, with what its ranks print kept in a file."""
-    pytest.importorskip("horovod.torch")
     words = ["bench", "synthetic", "--model", "deep", "--no-cuda", "--fp16-allreduce", *SHORT]
     command = ["sh", "-c", 'exec "$@" >> lines.txt', "sh", *HVDKIT, *words]
     job, found = Jobs(command, lambda n: ["--threads", "1", "--launcher", LAUNCHER], 2, tmp_path).recorded(2)
@@ -78,36 +81,29 @@ def test_rank_0_prints_horovods_lines_and_a_timeline_says_what_its_communication
     assert found.timeline_step_s == pytest.approx(found.step_s, rel=0.5), "the two clocks are the same"
 
 
-def test_tensorflow_and_keras_train_and_have_the_161_tensors_of_resnet50():
-    """One process, since TensorFlow takes longest to start; what ranks exchange is tested with PyTorch above."""
-    pytest.importorskip("horovod.tensorflow")
-    code = """
-import math, sys
-sys.path.append(sys.argv[1])
-from lean_imports import lean_imports
-with lean_imports():
-    import hvdkit.keras, hvdkit.tensorflow
-from hvdkit.synthetic import keras as keras_synthetic, tensorflow as tensorflow_synthetic, tensorflow_models
-from hvdkit.synthetic.benchmark import Settings
-short = {"model": "mlp", "batch_size": 4, "warmup_batches": 2, "batches_per_iter": 3, "iters": 2, "cuda": False}
-tensorflow_synthetic.run(Settings(**short, fp16_allreduce=True))
-print("KERAS")
-keras_synthetic.run(Settings(**short, fp16_allreduce=True, as_json=True))
-print("RESNET50")
-model = tensorflow_models.make_model(Settings("resnet50-shape", image_size=64))
-print(*sorted(math.prod(variable.shape) for variable in model.trainable_variables))
-assert model.output_shape == (None, 1000)
-"""
-    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines, rest = done.stdout.split("KERAS")
+def tensorflow_and_keras():
+    """What both say of a short run, and the sizes of ResNet-50's variables."""
+    from hvdkit.synthetic import keras, tensorflow, tensorflow_models
+    from hvdkit.synthetic.benchmark import Settings
+
+    short = {"model": "mlp", "batch_size": 4, "warmup_batches": 2, "batches_per_iter": 3, "iters": 2, "cuda": False}
+    said = []
+    for adapter, as_json in ((tensorflow, False), (keras, True)):
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            adapter.run(Settings(**short, fp16_allreduce=True, as_json=as_json))
+        said.append(text.getvalue())
+    model = tensorflow_models.make_model(Settings("resnet50-shape", image_size=64))
+    assert model.output_shape == (None, 1000)
+    return *said, sorted(math.prod(variable.shape) for variable in model.trainable_variables)
+
+
+def test_tensorflow_and_keras_train_and_have_the_161_tensors_of_resnet50(run_job):
+    """One process; what ranks exchange is tested with PyTorch above."""
+    ((lines, text, sizes),) = run_job("tensorflow", tensorflow_and_keras, n=1)
     require_horovod_lines(lines, 1, "mlp")
-    text, shapes = rest.split("RESNET50")
     found = json.loads(text)
     assert (found["ranks"], found["tensors"], found["parameters"]) == (1, 8, 242_762)
     assert len(found["iterations"]) == 2
     assert found["img_per_second"] == pytest.approx(sum(found["iterations"]) / 2)
-    sizes = [int(word) for word in shapes.split()]
     assert (len(sizes), sum(sizes)) == (161, 25_557_032)
     assert sizes == resnet50_sizes()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
+from ranks import missing
 
 from hvdkit.measure.emulate import results, run_job, run_join
 from hvdkit.measure.emulate.plan import Collective, Plan
@@ -26,6 +27,7 @@ PROGRAMS = "programs_emulate.py"
 ALL = ("allreduce", "reduce_scatter_all_gather", "broadcast", "all_to_all")
 
 needs_mpi = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py")
+needs_horovod = pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 
 
@@ -92,9 +94,9 @@ def test_gloo_through_torch_distributed_is_right(run_ranks, tmp_path):
         assert rank["verified"] == [[*case, 2] for case in cases]
 
 
+@needs_horovod
 @pytest.mark.parametrize(("controller", "fusion"), [("mpi", True), ("gloo", False)])
 def test_horovod_is_right(run_ranks, tmp_path, controller, fusion):
-    pytest.importorskip("horovod.torch")
     cases = [*todo(ALL, "float32"), ("allreduce", "float16"), ("reduce_scatter_all_gather", "int64")]
     for rank in run_ranks(
         PROGRAMS, "collectives", 2, warm="torch", controller=controller, engine="horovod", fusion=fusion, ranks=2,
@@ -103,8 +105,8 @@ def test_horovod_is_right(run_ranks, tmp_path, controller, fusion):
         assert rank == {"overlaps": fusion, "verified": [[*case, 2] for case in cases], "notes": []}
 
 
+@pytest.mark.skipif(bool(missing("tensorflow")), reason="needs TensorFlow and Horovod")
 def test_horovod_is_right_where_only_tensorflow_has_it(run_ranks, tmp_path):
-    pytest.importorskip("horovod.tensorflow")
     cases = [*todo(ALL, "float32"), ("allreduce", "float16")]
     for rank in run_ranks(
         PROGRAMS, "collectives", 2, warm="tensorflow", engine="horovod", fusion=True, ranks=2,

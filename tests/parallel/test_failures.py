@@ -1,6 +1,7 @@
 """One rank raises, is killed, leaves or hangs: how the job ends, and what the user reads last.
 
-``-rP`` prints the seconds from the failure to the end of the job, the numbers of docs/failures.md.
+``-rP`` prints the seconds from the failure to the end of the job, the numbers of docs/failures.md; ``-k`` chooses one,
+so that none fails beside it.
 """
 
 import importlib.util
@@ -10,9 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from ranks import warm
 
 pytestmark = pytest.mark.parallel
 
@@ -22,6 +25,7 @@ TIMEOUT_S = 180
 FAIL_FAST_S = 60.0
 """Longer takes a job that waits for a time limit of Horovod, Gloo or TCP; docs/failures.md has the seconds."""
 STALL_TIMEOUT_S = 4
+AT_A_TIME = 2
 
 STATUSES = {"raise": 1, "kill": 137, "exit": 3, "leave": 1, "_exit": 4, "segfault": 139, "hang": 75, "before": 75}
 MATRIX = [
@@ -45,34 +49,56 @@ def needs(program: str) -> pytest.MarkDecorator:
 LAUNCHERS = [pytest.param(name, marks=needs(name)) for name in ("mpirun", "horovodrun")]
 
 
-@pytest.fixture
-def launch(tmp_path):
+def launch(directory, *words):
     """``hvdkit launch -n 2`` of a script; gives status, standard output, lines of standard error, time of the end."""
     outer = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     environment.update(PYTHONPATH=str(HERE.parent.parent), TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
+    argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
+    done = subprocess.run(argv, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return done.returncode, done.stdout, done.stderr.splitlines(), time.time()
 
-    def run(*words):
-        argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
-        done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-        return done.returncode, done.stdout, done.stderr.splitlines(), time.time()
 
-    return run
+def failing(framework, how, launcher):
+    """The words for ``launch`` of one cell of the matrix.
+
+    PyTorch's ranks are processes of the launcher over MPI, and one way to fail over Gloo; all others are forks of a
+    process that has imported the framework. Not where they hang: a fork hands in no stacks.
+    """
+    options, command = ["--launcher", launcher], [sys.executable, str(HERE / "programs_failures.py")]
+    if STATUSES[how] == 75:
+        options += ["--stall-timeout", str(STALL_TIMEOUT_S), "--stall-dir", "stacks"]
+    elif framework == "keras" or (launcher == "horovodrun" and how != "raise"):
+        command = warm(framework).stub("programs_failures")
+    return [*options, "--", *command, framework, how]
+
+
+def lacking(framework):
+    packages = ("horovod", "torch") if framework == "torch" else ("horovod", "tensorflow", "keras")
+    return [package for package in packages if importlib.util.find_spec(package) is None]
+
+
+@pytest.fixture(scope="module")
+def failures(request, tmp_path_factory):
+    """The end of a job and its directory, by cell of the matrix; two jobs at a time, since they mostly wait."""
+    matrix = [item for item in request.session.items if item.originalname == "test_the_failure_matrix"]
+    chosen = [tuple(item.callspec.params[name] for name in ("framework", "how", "launcher")) for item in matrix]
+    cells = {cell: tmp_path_factory.mktemp("failure") for cell in chosen if on_path(cell[2]) and not lacking(cell[0])}
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        jobs = {cell: pool.submit(launch, directory, *failing(*cell)) for cell, directory in cells.items()}
+        yield {cell: (job, cells[cell]) for cell, job in jobs.items()}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize(
     ("framework", "how", "launcher"), [pytest.param(*cell, marks=needs(cell[2])) for cell in MATRIX]
 )
-def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
-    for package in ("horovod", "torch") if framework == "torch" else ("horovod", "tensorflow", "keras"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"no {package}")
-    status_wanted = STATUSES[how]
-    options = ["--launcher", launcher]
-    if status_wanted == 75:
-        options += ["--stall-timeout", str(STALL_TIMEOUT_S), "--stall-dir", "stacks"]
-    status, out, errors, end = launch(*options, str(HERE / "programs_failures.py"), framework, how)
-    text = "\n".join(errors)
+def test_the_failure_matrix(failures, framework, how, launcher):
+    if lacking(framework):
+        pytest.skip(f"no {', '.join(lacking(framework))}")
+    job, directory = failures[framework, how, launcher]
+    status, out, errors, end = job.result()
+    status_wanted, text = STATUSES[how], "\n".join(errors)
     failed_at = re.search(r"^\[1\] failing at (\S+)$", out, re.MULTILINE)
     assert failed_at is not None, text
     seconds = end - float(failed_at[1])
@@ -81,7 +107,7 @@ def test_the_failure_matrix(launch, tmp_path, framework, how, launcher):
     assert status == status_wanted, text
     assert "[0] Traceback" not in text, "the error of rank 0 is a consequence, to be folded"
     if status == 75:
-        check_the_explanation(errors[-1], tmp_path / "stacks")
+        check_the_explanation(errors[-1], directory / "stacks")
         return
     assert seconds < FAIL_FAST_S
     assert re.fullmatch(r"hvdkit launch: rank 1 \(pid \d+\) (exited|was killed).*; the job was ended\.", errors[-1])
@@ -111,7 +137,7 @@ RANK = "import os\nrank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_traceback_that_a_program_survives_is_in_the_log_while_it_goes_on(launch, tmp_path, launcher):
+def test_a_traceback_that_a_program_survives_is_in_the_log_while_it_goes_on(tmp_path, launcher):
     seen = tmp_path / "seen"
     script = tmp_path / "handled.py"
     script.write_text(f"""{RANK}
@@ -138,10 +164,10 @@ while not Path({str(seen)!r}).exists():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_users_own_sitecustomize_still_runs_beside_the_one_for_stacks(launch, tmp_path, launcher, monkeypatch):
+def test_the_users_own_sitecustomize_still_runs_beside_the_one_for_stacks(tmp_path, launcher):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = 'yes'\n")
     (tmp_path / "show.py").write_text("import faulthandler, os\nprint(customized, 'HVDKIT_STACKS' in os.environ)\n")
     options = ["--launcher", launcher, "--stall-timeout", "60", "--env", f"PYTHONPATH={tmp_path}"]
-    status, out, errors, _ = launch(*options, str(tmp_path / "show.py"))
+    status, out, errors, _ = launch(tmp_path, *options, str(tmp_path / "show.py"))
     assert status == 0, errors
     assert sorted(out.splitlines()) == ["[0] yes True", "[1] yes True"]

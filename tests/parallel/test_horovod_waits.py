@@ -1,10 +1,10 @@
 """The Horovod that hvdkit builds does not sleep out its cycle while a thread waits for a result."""
 
 import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
+import os
+import threading
+import time
+from typing import Any
 
 import pytest
 
@@ -20,62 +20,57 @@ pytestmark = [
         reason="Horovod was built without hvdkit, or with --plain",
     ),
 ]
-HERE = Path(__file__).parent
 CYCLE_MS = 5000
-TORCH = """
-import json, sys, threading, time
-from lean_imports import lean_imports
-with lean_imports():
-    import torch
+
+
+def torch_waits() -> tuple[float, dict[str, Any]]:
+    """Seconds and results of collectives that a thread waits for: this one, two others, out of order, a late rank."""
+    os.environ["HOROVOD_CYCLE_TIME"] = str(CYCLE_MS)
     import horovod.torch as hvd
-hvd.init()
-results = {}
-def reduce(name, count):
-    tensors = [torch.ones(2) * (i + hvd.rank()) for i in range(count)]
-    results[name] = [hvd.allreduce(t, op=hvd.Sum, name=f"{name}{i}").tolist() for i, t in enumerate(tensors)]
-start = time.monotonic()
-reduce("main", 8)
-threads = [threading.Thread(target=reduce, args=(name, 3)) for name in "ab"]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-handles = [hvd.allreduce_async(torch.full((3,), float(i)), op=hvd.Sum, name=f"h{i}") for i in range(20)]
-results["handles"] = [hvd.synchronize(handle).tolist() for handle in reversed(handles)]
-if hvd.rank() == 0:
-    time.sleep(1)
-results["late"] = [hvd.allreduce(torch.ones(1), op=hvd.Sum, name="late").item()]
-seconds = time.monotonic() - start
-open(f"{sys.argv[1]}/{hvd.rank()}.json", "w").write(json.dumps([seconds, results]))
-"""
-TENSORFLOW = """
-import json, sys, time
-from lean_imports import lean_imports
-with lean_imports():
-    import tensorflow as tf
+    import torch
+
+    hvd.init()
+    results: dict[str, Any] = {}
+
+    def reduce(name: str, count: int) -> None:
+        tensors = [torch.ones(2) * (i + hvd.rank()) for i in range(count)]
+        results[name] = [hvd.allreduce(t, op=hvd.Sum, name=f"{name}{i}").tolist() for i, t in enumerate(tensors)]
+
+    start = time.monotonic()
+    reduce("main", 8)
+    threads = [threading.Thread(target=reduce, args=(name, 3)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    handles = [hvd.allreduce_async(torch.full((3,), float(i)), op=hvd.Sum, name=f"h{i}") for i in range(20)]
+    results["handles"] = [hvd.synchronize(handle).tolist() for handle in reversed(handles)]
+    if hvd.rank() == 0:
+        time.sleep(1)
+    results["late"] = [hvd.allreduce(torch.ones(1), op=hvd.Sum, name="late").item()]
+    return time.monotonic() - start, results
+
+
+def tensorflow_waits() -> tuple[float, list[list[list[float]]]]:
+    os.environ["HOROVOD_CYCLE_TIME"] = str(CYCLE_MS)
     import horovod.tensorflow as hvd
-hvd.init()
-@tf.function
-def reduce(x):
-    return hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)
-start = time.monotonic()
-results = [[y.numpy().tolist() for y in reduce(tf.ones(2) * float(i))] for i in range(6)]
-seconds = time.monotonic() - start
-open(f"{sys.argv[1]}/{hvd.rank()}.json", "w").write(json.dumps([seconds, results]))
-"""
+    import tensorflow as tf
+
+    hvd.init()
+
+    @tf.function
+    def reduce(x: Any) -> Any:
+        return hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)
+
+    start = time.monotonic()
+    results = [[y.numpy().tolist() for y in reduce(tf.ones(2) * float(i))] for i in range(6)]
+    return time.monotonic() - start, results
 
 
-def results_of(ranks_command, tmp_path, controller, script):
-    start, environment = ranks_command(2, controller)
-    environment.update(HOROVOD_CYCLE_TIME=str(CYCLE_MS), PYTHONPATH=str(HERE))
-    command = [*start, sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_a_waiting_thread_starts_the_cycle(ranks_command, tmp_path, controller):
+@pytest.mark.parametrize("mpi", [True, False], ids=["mpi", "gloo"])
+def test_a_waiting_thread_starts_the_cycle(run_job, mpi):
     """Sleeping out cycles of 5 s, these 16 collectives that wait for one another would take more than 60 s."""
-    for seconds, results in results_of(ranks_command, tmp_path, controller, TORCH):
+    for seconds, results in run_job("torch", torch_waits, mpi=mpi):
         assert results["main"] == [[2 * i + 1.0] * 2 for i in range(8)]
         assert results["a"] == results["b"] == [[2 * i + 1.0] * 2 for i in range(3)]
         assert results["handles"] == [[2.0 * i] * 3 for i in reversed(range(20))]
@@ -83,8 +78,8 @@ def test_a_waiting_thread_starts_the_cycle(ranks_command, tmp_path, controller):
         assert seconds < 40
 
 
-def test_a_group_starts_the_cycle(ranks_command, tmp_path):
+def test_a_group_starts_the_cycle(run_job):
     """TensorFlow has no thread that waits; sleeping out cycles of 5 s, six groups would take more than 25 s."""
-    for seconds, results in results_of(ranks_command, tmp_path, "mpi", TENSORFLOW):
+    for seconds, results in run_job("tensorflow", tensorflow_waits, mpi=True):
         assert results == [[[2.0 * i] * 2, [4.0 * i] * 2] for i in range(6)]
         assert seconds < 20

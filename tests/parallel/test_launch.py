@@ -1,5 +1,6 @@
 """``hvdkit launch`` with real ranks, over MPI and over Gloo."""
 
+import importlib.util
 import os
 import re
 import select
@@ -9,10 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ranks import missing
 
 pytestmark = pytest.mark.parallel
 
@@ -21,11 +25,13 @@ BIN = Path(sys.executable).parent
 HAS_MPI = shutil.which("mpirun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}") is not None
 HAS_HOROVODRUN = shutil.which("horovodrun", path=f"{BIN}{os.pathsep}{os.environ['PATH']}") is not None
 needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="no mpirun")
+needs_horovod = pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod")
 needs_horovodrun = pytest.mark.skipif(not HAS_HOROVODRUN, reason="no horovodrun (`hvdkit install`)")
 LAUNCHERS = [
     pytest.param("mpirun", marks=needs_mpi),
     pytest.param("horovodrun", marks=needs_horovodrun),
 ]
+HERE_ARE = [name for name, is_here in (("mpirun", HAS_MPI), ("horovodrun", HAS_HOROVODRUN)) if is_here]
 
 TIMEOUT_S = 120
 RANK = """
@@ -112,6 +118,13 @@ class Launch:
                 found.append(command_line)
         return found
 
+    def close(self) -> None:
+        """End it where a test has not, and look for what it left behind."""
+        if self.started is not None and self.started.poll() is None:
+            self.started.terminate()
+            self.started.communicate(timeout=TIMEOUT_S)
+        assert self.processes() == [], "processes were left behind"
+
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
@@ -124,10 +137,22 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 def launch(tmp_path: Path) -> Iterator[Launch]:
     launcher = Launch(tmp_path)
     yield launcher
-    if launcher.started is not None and launcher.started.poll() is None:
-        launcher.started.terminate()
-        launcher.started.communicate(timeout=TIMEOUT_S)
-    assert launcher.processes() == [], "processes were left behind"
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Iterable[Any]], dict[Any, Launch]]]:
+    """A launch for each name, for jobs that end at the same time: they mostly wait until a limit is over."""
+    made: list[Launch] = []
+
+    def make(names: Iterable[Any]) -> dict[Any, Launch]:
+        found = {name: Launch(tmp_path_factory.mktemp("several")) for name in names}
+        made.extend(found.values())
+        return found
+
+    yield make
+    for launcher in made:
+        launcher.close()
 
 
 # --- output
@@ -268,6 +293,10 @@ def test_dry_run_pasted_into_a_shell_runs_the_same_job(launch, launcher):
     words = ("-n", "2", "--launcher", launcher, "--env", "WORDS=a 'b' \"c\" $d", "--dry-run", "--")
     line = launch.run(*words, script, "--num", "x; 'y'").stdout.decode()
     assert line.count("\n") == 1
+    if importlib.util.find_spec("torch"):  # horovodrun asks the first framework there is, and TensorFlow takes seconds
+        (launch.directory / "hides").mkdir()
+        (launch.directory / "hides" / "tensorflow.py").write_text("raise ImportError('hidden')")
+        launch.environment["PYTHONPATH"] = f"{launch.directory / 'hides'}{os.pathsep}{REPOSITORY}"
     done = subprocess.run(
         ["/bin/sh", "-c", line], cwd=launch.directory, env=launch.environment, capture_output=True, timeout=TIMEOUT_S
     )
@@ -290,14 +319,27 @@ FAILURES = {
 }
 
 
+@pytest.fixture(scope="module")
+def failed(several):
+    """How a job ends in which rank 1 fails, by launcher and failure, and what it leaves running."""
+    launches = several((launcher, failure) for launcher in HERE_ARE for failure in FAILURES)
+
+    def run(cell):
+        (launcher, failure), launch = cell
+        script = launch.script(DAEMON + f"if rank == 1: {failure}" + WAIT_FOR_EVER)
+        return launch.run("-n", "2", "--launcher", launcher, script), launch.processes()
+
+    with ThreadPoolExecutor(len(launches)) as pool:
+        return dict(zip(launches, pool.map(run, launches.items()), strict=True))
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_failing_rank_ends_the_job_with_its_status(launch, launcher, failure):
+def test_a_failing_rank_ends_the_job_with_its_status(failed, launcher, failure):
     status, sentence = FAILURES[failure]
-    done = launch.run(
-        "-n", "2", "--launcher", launcher, launch.script(DAEMON + f"if rank == 1: {failure}" + WAIT_FOR_EVER)
-    )
+    done, left = failed[launcher, failure]
     assert (done.returncode, verdict(done)) == (status, f"hvdkit launch: {sentence}; the job was ended.")
+    assert left == []
 
 
 @needs_mpi
@@ -341,22 +383,42 @@ MPI.COMM_WORLD.Barrier()
     assert done.returncode == 5, done.stderr.decode()
 
 
+SIGNALS = {
+    ("mpirun", signal.SIGINT): 130,
+    ("mpirun", signal.SIGTERM): 143,
+    ("mpirun", signal.SIGHUP): 129,
+    ("mpirun", signal.SIGKILL): -signal.SIGKILL,
+    ("horovodrun", signal.SIGINT): 130,
+    ("horovodrun", signal.SIGKILL): -signal.SIGKILL,
+}
+
+
+@pytest.fixture(scope="module")
+def signalled(several):
+    """What hvdkit wrote to standard error until a signal had ended it, and its launch, by launcher and signal."""
+    launches = several(cell for cell in SIGNALS if cell[0] in HERE_ARE)
+    for (launcher, _), launch in launches.items():
+        launch.start("-n", "2", "--launcher", launcher, launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
+    for (_, sent), launch in launches.items():
+        assert launch.processes()
+        launch.started.send_signal(sent)
+    return {cell: (launch.started.communicate(timeout=TIMEOUT_S)[1], launch) for cell, launch in launches.items()}
+
+
 @pytest.mark.parametrize(
-    ("launcher", "sent", "status"),
-    [
-        pytest.param("mpirun", signal.SIGINT, 130, marks=needs_mpi),
-        pytest.param("mpirun", signal.SIGTERM, 143, marks=needs_mpi),
-        pytest.param("mpirun", signal.SIGHUP, 129, marks=needs_mpi),
-        pytest.param("horovodrun", signal.SIGINT, 130, marks=needs_horovodrun),
-    ],
+    ("launcher", "sent"),
+    [pytest.param(*cell, marks=needs_mpi if cell[0] == "mpirun" else needs_horovodrun) for cell in SIGNALS],
 )
-def test_signals_end_every_process(launch, launcher, sent, status):
-    process = launch.start("-n", "2", "--launcher", launcher, launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
-    assert launch.processes()
-    process.send_signal(sent)
-    _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == status
-    assert errors.decode().splitlines()[-1] == f"hvdkit launch: interrupted by {sent.name}; every process was ended."
+def test_signals_end_every_process(signalled, launcher, sent):
+    """Also where hvdkit itself is killed, and can say nothing more."""
+    errors, launch = signalled[launcher, sent]
+    assert launch.started.returncode == SIGNALS[launcher, sent]
+    if sent == signal.SIGKILL:
+        wait_until(lambda: launch.processes() == [], "the ranks end")
+    else:
+        said = f"hvdkit launch: interrupted by {sent.name}; every process was ended."
+        assert errors.decode().splitlines()[-1] == said
+        assert launch.processes() == []
 
 
 @needs_mpi
@@ -394,14 +456,6 @@ time.sleep(60)
     done = launch.run("-n", "1", "--launcher", "mpirun", script)
     assert b"mpirun was killed by SIGKILL" in done.stderr
     assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nothing_runs_on_when_hvdkit_itself_is_killed(launch, launcher):
-    process = launch.start("-n", "2", "--launcher", launcher, launch.script(DAEMON + "print('ready')" + WAIT_FOR_EVER))
-    process.kill()
-    process.communicate(timeout=TIMEOUT_S)
-    wait_until(lambda: launch.processes() == [], "the ranks end")
 
 
 @needs_mpi
@@ -442,33 +496,27 @@ def test_a_command_that_cannot_be_started_is_named(launch):
 # --- Horovod
 
 
+@needs_horovod
 @pytest.mark.parametrize("launcher", ["auto", *LAUNCHERS])
 def test_horovod_computes_over_the_launcher_that_was_asked_for(launch, launcher):
-    horovod = pytest.importorskip("horovod.torch")
-    script = launch.script("""
+    """And where a rank fails then, it is named, not the one that lost it."""
+    fails = launcher != "auto"
+    done = launch.run("-n", "2", "--launcher", launcher, launch.script(f"""
 import horovod.torch as hvd, torch
 hvd.init()
 total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum, name="x").item()
-print(hvd.rank() == rank, hvd.size(), total, "mpi" if hvd.mpi_enabled() else "gloo")
-""")
-    done = launch.run("-n", "2", "--launcher", launcher, script)
-    over_mpi = launcher == "mpirun" or (launcher == "auto" and horovod.mpi_built())
-    controller = "mpi" if over_mpi else "gloo"
-    expected = [f"[{rank}] True 2 3.0 {controller}" for rank in (0, 1)]
-    assert sorted(done.stdout.decode().splitlines()) == expected, done.stderr.decode()
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_rank_that_failed_is_named_not_the_one_that_lost_it(launch, launcher):
-    pytest.importorskip("horovod.torch")
-    done = launch.run("-n", "2", "--launcher", launcher, launch.script("""
-import horovod.torch as hvd, torch
-hvd.init()
-hvd.allreduce(torch.ones(2), name="x")
-if rank == 1: sys.exit(3)
-hvd.allreduce(torch.ones(2), name="x")
+print(hvd.rank() == rank, hvd.size(), total, "mpi" if hvd.mpi_enabled() else "gloo", hvd.mpi_built())
+if {fails}:
+    if rank == 1: sys.exit(3)
+    hvd.allreduce(torch.ones(2), name="x")
 """))  # fmt: skip
-    assert (done.returncode, verdict(done)) == (
-        3,
-        "hvdkit launch: rank 1 (pid N) exited with status 3; the job was ended.",
-    )
+    first, second = sorted(done.stdout.decode().splitlines())
+    built = first.endswith(" True")
+    over_mpi = launcher == "mpirun" or (launcher == "auto" and built)
+    expected = f"True 2 3.0 {'mpi' if over_mpi else 'gloo'} {built}"
+    assert [first, second] == [f"[0] {expected}", f"[1] {expected}"], done.stderr.decode()
+    if fails:
+        named = "hvdkit launch: rank 1 (pid N) exited with status 3; the job was ended."
+        assert (done.returncode, verdict(done)) == (3, named)
+    else:
+        assert done.returncode == 0, done.stderr.decode()

@@ -68,8 +68,8 @@ def called(rank, caller="mpi4py"):
 
 
 @needs_mpi4py
-def test_collectives_are_counted_exactly(launch):
-    profile, done = launch("programs_mpi_profile.py", "collectives", n=3)
+def test_collectives_and_messages_are_counted_exactly_and_a_receive_by_what_came(launch):
+    profile, done = launch("programs_mpi_profile.py", "collectives", "messages", n=3)
     assert profile.missing == () and "MPI profile of 3 ranks" in done.stderr
     for rank in profile.ranks:
         mine = called(rank)
@@ -91,17 +91,13 @@ def test_collectives_are_counted_exactly(launch):
         by_op = {(row.op, row.processes): row.calls for row in rank.calls if row.routine == "MPI_Allreduce"}
         assert by_op == {("MPI_SUM", 3): 7, ("MPI_MAX", 3): 5, ("MPI_SUM", 1 if rank.rank == 1 else 2): 1}
         assert {row.datatype for row in rank.calls if row.routine == "MPI_Allreduce"} == {"MPI_FLOAT"}
-
-
-@needs_mpi4py
-def test_messages_are_counted_and_a_receive_by_what_came(launch):
-    profile, _ = launch("programs_mpi_profile.py", "messages", n=2)
-    first, second = map(called, profile.ranks)
-    for mine in (first, second):
+    first, second, third = map(called, profile.ranks)
+    for mine in (first, second, third):
         assert (mine["MPI_Isend"], mine["MPI_Irecv"], mine["MPI_Waitall"]) == ((6, 24000), (6, 24000), (6, 0))
         assert mine["MPI_Sendrecv"] == (1, 80)
     assert first["MPI_Send"] == (1, 40) and "MPI_Recv" not in first
     assert second["MPI_Recv"] == (1, 40) and "MPI_Send" not in second
+    assert "MPI_Send" not in third and "MPI_Recv" not in third
 
 
 @needs_mpi4py

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import warm
 
 MISSING = [name for name in ("torch", "horovod", "mpi4py") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -15,20 +16,23 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
 
-PREFLIGHT = [sys.executable, "-m", "hvdkit.cli", "preflight"]
+HVDKIT = [sys.executable, "-m", "hvdkit.cli"]
 
 
 @pytest.fixture
 def preflight(ranks_command, tmp_path):
-    """Run the command on n ranks, each first doing what ``before`` (a line of shell) says; its exit status and text."""
+    """Run the command on n ranks, each first doing what ``before`` (a line of shell) says; its exit status and text.
 
-    def run(n, *options, before=":", controller="mpi", environment=None):
-        command = ["sh", "-c", f'{before}; exec "$@"', "sh", *PREFLIGHT, *options]
-        start, variables = ranks_command(n, controller)
-        return subprocess.run(
-            [*start, *command], env={**variables, **(environment or {})}, cwd=tmp_path, capture_output=True, text=True,
-            timeout=120,
-        )  # fmt: skip
+    Each is a fork of a process that has imported PyTorch, or one of its own, where what it finds must be looked for.
+    """
+
+    def run(n, *options, before=":", controller="mpi", forked=True):
+        start, environment = ranks_command(n, "mpi")
+        if controller == "gloo":
+            start = [*HVDKIT, "launch", "-n", str(n), "--launcher", "horovodrun", "--no-tag", "--"]
+        preflight = [*(warm("torch").stub("hvdkit.__main__") if forked else HVDKIT), "preflight", *options]
+        command = [*start, "sh", "-c", f'{before}; exec "$@"', "sh", *preflight]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     return run
 
@@ -44,16 +48,14 @@ def executable(path: Path, text: str) -> Path:
 def test_a_sound_job(preflight, controller):
     done = preflight(2, "--json", controller=controller)
     assert done.returncode == 0, done.stderr
-    text = done.stdout[done.stdout.index("{") :] if controller == "mpi" else done.stdout.replace("[0]<stdout>:", "")
-    found = json.loads(text)
+    found = json.loads(done.stdout[done.stdout.index("{") :])
     assert found["ok"] and [rank["horovod"]["rank"] for rank in found["ranks"]] == [0, 1]
     assert [rank["mpi"]["rank"] for rank in found["ranks"]] == ([0, 1] if controller == "mpi" else [None, None])
     assert found["ranks"][0]["versions"]["horovod"] == "0.28.1"
 
 
 def test_every_process_is_rank_0_of_1(preflight):
-    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"}
-    done = preflight(1, environment=slurm)
+    done = preflight(1, before="export SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_ID=0")
     assert done.returncode == 1
     assert "error [singleton]" in done.stdout and "srun started 4 ranks, but Horovod over Open MPI" in done.stdout
 
@@ -64,7 +66,7 @@ def test_two_ranks_on_one_gpu_and_another_version_on_one_rank(preflight, tmp_pat
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
     other = f'[ "$OMPI_COMM_WORLD_RANK" = 0 ] || export PYTHONPATH={tmp_path}/other:$PYTHONPATH'
-    done = preflight(2, "--json", before=f"export PATH={tmp_path}/bin:$PATH; {other}")
+    done = preflight(2, "--json", before=f"export PATH={tmp_path}/bin:$PATH; {other}", forked=False)
     assert done.returncode == 1
     found = {one["check"]: one["what"] for one in json.loads(done.stdout[done.stdout.index("{") :])["findings"]}
     assert "ranks 0-1 on" in found["gpus"] and "GPU-12345678" in found["gpus"]
@@ -73,14 +75,14 @@ def test_two_ranks_on_one_gpu_and_another_version_on_one_rank(preflight, tmp_pat
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(preflight):
     late = '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || sleep 100'
-    done = preflight(2, "--timeout", "6", before=late)
+    done = preflight(2, "--timeout", "3", before=late)
     assert done.returncode != 0
-    assert "rank 0 of 2 has not met the others after 6 s" in done.stderr
+    assert "rank 0 of 2 has not met the others after 3 s" in done.stderr
 
 
 def test_launch_does_not_start_what_preflight_refuses(tmp_path):
     executable(tmp_path / "bin" / "nvidia-smi", "#!/bin/sh\necho GPU-12345678\n")
-    launch = [sys.executable, "-m", "hvdkit.cli", "launch", "--preflight", "-n", "2", "--", "echo", "trained"]
+    launch = [*HVDKIT, "launch", "--preflight", "-n", "2", "--", "echo", "trained"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     sound = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert sound.returncode == 0, sound.stderr

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
+from ranks import warm
+from test_any_launcher import sum_of_ranks
 
 REQUIRED = ("torch", "horovod", "sklearn")
 MISSING = [name for name in REQUIRED if importlib.util.find_spec(name) is None] + slurm_cluster.missing()
@@ -18,17 +20,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("-N", "2", "-n", "4", "--overcommit")
-WHO = """
-import json, sys
-import torch
-import hvdkit.torch as hk
-world = hk.init()
-total = hk.hvd.allreduce(torch.tensor([float(world.rank)]), op=hk.hvd.Sum).item()
-facts = [world.size, world.local_rank, world.local_size, world.cross_rank, world.cross_size, world.launcher, total]
-with open(f"{sys.argv[1]}/{world.rank}.json", "w") as file:
-    json.dump(facts, file)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +44,11 @@ def environment(ranks_command):
 
 
 def test_init_connects_the_tasks_of_two_nodes_without_mpi(cluster, environment, tmp_path):
-    done = cluster.run("srun", *TASKS, sys.executable, "-c", WHO, str(tmp_path), **environment)
+    command = ["srun", "-N", "2", "-n", "4", "--overcommit", *sum_of_ranks(tmp_path, "job")]
+    done = cluster.run(*command, **environment)
     assert done.returncode == 0, done.stderr
     for rank in range(4):
-        facts = json.loads((tmp_path / f"{rank}.json").read_text())
+        facts = json.loads((tmp_path / f"job-{rank}.json").read_text())
         assert facts == [4, rank % 2, 2, rank // 2, 2, "srun", 6.0]
 
 
@@ -68,15 +60,15 @@ def test_words_for_the_script_pass_srun_untouched(cluster, environment, tmp_path
         assert [json.loads(line) for line in done.stdout.splitlines()] == [words, words], done.stderr
 
 
-def test_every_process_is_rank_0_of_1_where_mpi_is_asked_for_and_that_is_explained(cluster, environment):
-    command = ["srun", *TASKS, sys.executable, "-c", "import hvdkit.torch as hk; hk.init()"]
-    done = cluster.run(*command, HOROVOD_CONTROLLER="mpi", **environment)
+def test_every_process_is_rank_0_of_1_where_mpi_is_asked_for_and_that_is_explained(cluster, environment, tmp_path):
+    tasks = ["srun", "-N", "2", "-n", "2"]
+    done = cluster.run(*tasks, *sum_of_ranks(tmp_path, "job"), HOROVOD_CONTROLLER="mpi", **environment)
     assert done.returncode != 0
-    assert re.search(r"srun started rank \d of 4, but Horovod \(over Open MPI .*\) sees rank 0 of 1", done.stderr)
+    assert re.search(r"srun started rank \d of 2, but Horovod \(over Open MPI .*\) sees rank 0 of 1", done.stderr)
     assert "every process would train alone" in done.stderr
-    looked = cluster.run("srun", *TASKS, sys.executable, "-m", "hvdkit.cli", "preflight", **environment)
+    looked = cluster.run(*tasks, *warm("torch").stub("hvdkit.__main__", "preflight"), **environment)
     assert looked.returncode != 0
-    assert "srun started 4 ranks, but Horovod over Open MPI" in looked.stdout
+    assert "srun started 2 ranks, but Horovod over Open MPI" in looked.stdout
 
 
 def test_a_batch_script_of_hvdkit_job_trains_the_cnn_on_two_nodes(cluster, environment, tmp_path, monkeypatch):

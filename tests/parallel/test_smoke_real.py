@@ -10,12 +10,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from ranks import on_ranks
+from ranks import missing, on_ranks
 
 from hvdkit.errors import AgreementError, HvdkitError, TopologyMismatchError
 from hvdkit.synthetic import smoke
 
 LINES = "hvdkit test: allreduce: 1 + 2 = 3 on every rank, under {}\nhvdkit test: training: after 10 steps all ranks"
+
+needs_horovod = pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod")
 
 
 @contextlib.contextmanager
@@ -63,16 +65,16 @@ def run(*packages: Path) -> tuple[int, list[dict]]:
 
 
 @pytest.mark.parallel
+@needs_horovod
 def test_the_command_itself():
-    pytest.importorskip("horovod.torch")
     status, checks = run()
     assert [one["check"] for one in checks] == ["Horovod", "torch allreduce", "torch training"]
     assert status == 0 and all(one["ok"] for one in checks), checks
 
 
 @pytest.mark.parallel
+@needs_horovod
 def test_a_framework_that_cannot_be_imported(tmp_path):
-    pytest.importorskip("horovod.torch")
     (tmp_path / "torch.py").write_text("raise ImportError('damaged')")
     status, checks = run(tmp_path)
     assert status == 1 and [one["ok"] for one in checks] == [True, False]

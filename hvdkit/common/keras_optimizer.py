@@ -23,6 +23,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 
 Reduce = Callable[[list[Any]], list[Any]]
+Look = Callable[[list[Any]], None]
 _under_way = ContextVar("hvdkit_step_under_way", default=False)
 
 
@@ -35,16 +36,22 @@ class Distribution:
         reduce: gets the gradients that are not None, as the trainer made them, and returns as many, combined.
         ranks: the ranks that take part; None: all.
         base: the user's own class.
+        look: is given the variables before their gradients are combined; None: nothing is.
     """
 
     options: GradientOptions
     reduce: Reduce
     ranks: tuple[int, ...] | None
     base: type
+    look: Look | None
 
 
 def distribute_optimizer(
-    optimizer: Any, options: GradientOptions, reduce: Reduce, ranks: Sequence[int] | None = None
+    optimizer: Any,
+    options: GradientOptions,
+    reduce: Reduce,
+    ranks: Sequence[int] | None = None,
+    look: Look | None = None,
 ) -> Any:
     """Make ``optimizer`` combine gradients before it applies them; returns the same object, its state untouched.
 
@@ -57,6 +64,7 @@ def distribute_optimizer(
         reduce: see ``Distribution``; it must be usable where the trainer calls it, inside ``tf.function`` or
             ``jax.jit`` too.
         ranks: see ``Distribution``; for the messages of the checks, ``reduce`` itself decides.
+        look: see ``Distribution``.
     Raises:
         InvalidArgumentError: not a Keras 3 optimizer, distributed already, or an option that Keras has itself.
     """
@@ -72,7 +80,7 @@ def distribute_optimizer(
             "optimizer, its gradients are averaged."
         )
     base = type(optimizer)
-    members = _overrides(Distribution(options, reduce, None if ranks is None else tuple(ranks), base))
+    members = _overrides(Distribution(options, reduce, None if ranks is None else tuple(ranks), base, look))
     cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
     object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
     return optimizer
@@ -161,7 +169,7 @@ def move_to_loss_scale(optimizer: Any) -> None:
         return
     distribution: Distribution = inner._hvdkit_distribution
     object.__setattr__(inner, "__class__", distribution.base)
-    distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks)
+    distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks, distribution.look)
 
 
 def require_keras_3(thing: Any, wanted: type, what: str) -> None:
@@ -191,6 +199,9 @@ def _overrides(distribution: Distribution) -> dict[str, Any]:
     base = distribution.base
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if distribution.look is not None and not self.__dict__.get("_hvdkit_applying", False):
+            # Given none, Keras takes those for which the optimizer was built.
+            distribution.look(list(trainable_variables or getattr(self, "_trainable_variables", [])))
         with _combined(self, grads, distribution.reduce) as gradients:
             return base.apply(self, gradients, trainable_variables)  # type: ignore[attr-defined]
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.steps import parting
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.ranks import name_ranks
 
@@ -267,7 +268,7 @@ class EveryFewSteps:
     Args:
         check: raises AgreementError, on every rank, when the ranks disagree; a collective.
         every: steps from one check to the next, >= 1, the same on every rank.
-        on_disagreement: "raise" or "warn" (and train on).
+        on_disagreement: "raise", or "warn" and train on: then nothing else ends ranks that differ, either.
     Raises:
         InvalidArgumentError: a number below 1, or an unknown reaction.
     """
@@ -279,6 +280,8 @@ class EveryFewSteps:
             raise InvalidArgumentError(f"on_disagreement must be raise or warn, got {on_disagreement!r}.")
         self._check, self._every, self._warns = check, every, on_disagreement == "warn"
         self.steps = 0
+        if self._warns:
+            parting.WARNING.add(self)
 
     def step(self) -> None:
         """Count one step, and check when it is time.

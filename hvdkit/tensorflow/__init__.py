@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 from hvdkit.common import tf_streams as streams
-from hvdkit.tensorflow import data, device, state
+from hvdkit.tensorflow import data, device, parting, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -188,7 +188,8 @@ def distribute(
 
         reduce = partial(averaging.reduce_once, reduction=reduction)
         members = None if process_set is None else process_set.ranks
-        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members)
+        look = partial(parting.look, process_set=ranks)
+        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, look)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(
             f"a tape holds one backward pass, got backward_passes_per_step={options.backward_passes_per_step}; add up "

@@ -20,8 +20,9 @@ from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdkit.steps.elastic import ElasticBase
+from hvdkit.tensorflow import parting
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.optimizer import native
+from hvdkit.tensorflow.names import native
 from hvdkit.tensorflow.schedule import get_rate, has_own_rate, require_warmup, set_rate
 from hvdkit.tensorflow.state import broadcast_variables, by_name, model_variables, optimizer_variables
 
@@ -111,6 +112,7 @@ def _peers() -> Iterator[None]:
 def _start_anew() -> None:
     hvd.shutdown()
     hvd.init()
+    parting.forget()
 
 
 def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:

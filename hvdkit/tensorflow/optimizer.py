@@ -19,6 +19,8 @@ import tensorflow as tf
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, step_times
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.tensorflow.names import canonical_name, native
+from hvdkit.tensorflow.parting import look
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)
@@ -84,8 +86,14 @@ class DistributedTape:
         """``tf.GradientTape.gradient``, then reduced over the ranks; None where the target does not depend on a source.
 
         Every rank must ask for the same sources, and a source must be connected on all ranks or on none.
+
+        Raises:
+            InvalidArgumentError: a source that is no variable, or a gradient that cannot be reduced.
+            AgreementError: (eagerly; in ``tf.function`` an error of TensorFlow's) the ranks' variables differ.
         """
         flat = tf.nest.flatten(sources)
+        _require_variables(flat)
+        look(flat, self._reduction.process_set)
         # TensorFlow makes zeros for an unconnected tf.Variable, but not for a Keras 3 variable.
         local = self._local_tape.gradient(target, [*map(native, flat)], output_gradients, unconnected_gradients)
         names = [_source_name(source) for source in flat]
@@ -96,21 +104,18 @@ class DistributedTape:
         return tf.nest.pack_sequence_as(sources, reduced)
 
 
-def canonical_name(variable: Any) -> str:
-    """The path of a variable without automatic numbers: equal on ranks that have built other layers before."""
-    path = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-    return re.sub(r"_\d+(?=[/_]|$)", "", path)
-
-
-def native(variable: Any) -> Any:
-    """The ``tf.Variable`` inside a Keras 3 variable; anything else as it is."""
-    inner = getattr(variable, "value", None)
-    return inner if isinstance(inner, tf.Variable) else variable
-
-
 def _source_name(source: Any) -> str:
-    is_variable = hasattr(source, "assign")
-    return f"{canonical_name(source)} {tuple(source.shape)}" if is_variable else "tensor"
+    return f"{canonical_name(source)} {tuple(source.shape)}"
+
+
+def _require_variables(sources: Sequence[Any]) -> None:
+    for source in sources:
+        if not hasattr(source, "assign"):
+            raise InvalidArgumentError(
+                f"a distributed tape averages over the ranks, and got a tensor of shape {source.shape} as source, of "
+                "which each rank has another (an input, an activation); take its gradient with a tf.GradientTape that "
+                "is not distributed, or make what is trained a tf.Variable."
+            )
 
 
 def reduce_once(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
@@ -181,6 +186,8 @@ def _wide(tensor: Any) -> Any:
 
 
 def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:
+    if isinstance(native(gradient), tf.Variable):  # in which gradients were accumulated
+        gradient = tf.convert_to_tensor(native(gradient))
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)):
         raise InvalidArgumentError(
             f"the gradient of {name} must be a tensor or IndexedSlices, got {type(gradient).__name__}."

@@ -12,7 +12,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.tensorflow import seeds
-from hvdkit.tensorflow.optimizer import canonical_name, native
+from hvdkit.tensorflow.names import canonical_name, native
 
 RANKS = OverHorovod(hvd, tf.constant)
 

@@ -1,8 +1,8 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
 A bucket is one flat tensor: gradients, whose ``.grad`` are views of it; behind them one number for each, 1 where this
-rank has a gradient; and last two that say whether this rank needs another layout, and whether it sends them only in
-``step()``. After the allreduce these numbers are known on every rank, at the cost of no collective of their own.
+rank has a gradient; and last what else this rank has to say (``Said``). After the allreduce these numbers are known on
+every rank, at the cost of no collective of their own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import horovod.torch as hvd
+import numpy as np
+import numpy.typing as npt
 import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
@@ -63,6 +65,20 @@ class Layout:
                 raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
         elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
             raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
+
+
+class Said(NamedTuple):
+    """What a rank says in its buckets, 0 or 1; once they have arrived, the share of the ranks that say it.
+
+    Attributes:
+        changed: it needs another layout.
+        late: it sends its gradients only in ``step()``.
+        noted: it has looked at its parameters; see ``hvdkit.steps.parting``.
+    """
+
+    changed: float = 0.0
+    late: float = 0.0
+    noted: float = 0.0
 
 
 class Wire:
@@ -127,6 +143,17 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
+def facts_of(parameters: Iterable[Parameter]) -> npt.NDArray[np.float64]:
+    """What shows whether two ranks' parameters differ, float64 (n, 2): of each its norm, and a sum of that size."""
+    facts = []
+    for one in parameters:
+        flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
+        flat = flat if flat.element_size() > 1 else flat.float()
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+        facts.append(torch.stack([norm, flat.sum(dtype=torch.float64) / max(len(flat), 1) ** 0.5]))
+    return np.array([one.tolist() for one in facts]).reshape(-1, 2)
+
+
 def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
@@ -139,8 +166,8 @@ class Travelling(Protocol):
     early: bool
 
     def take(self, parameter: Parameter) -> bool: ...
-    def leave(self, wire: Wire, changed: bool, late: bool) -> None: ...
-    def arrive(self) -> tuple[float, float]: ...
+    def leave(self, wire: Wire, said: Said) -> None: ...
+    def arrive(self) -> Said: ...
     def abandon(self) -> None: ...
 
 
@@ -168,7 +195,7 @@ class Bucket:
         starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
         self._numbers = starts.pop()
         self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
-        self._lie_in(_zeros(self._numbers + len(named) + 2, *kind))
+        self._lie_in(_zeros(self._numbers + len(named) + len(Said()), *kind))
         self._begin()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
@@ -245,7 +272,7 @@ class Bucket:
             )
         return gradient.to_dense()
 
-    def leave(self, wire: Wire, changed: bool, late: bool) -> None:
+    def leave(self, wire: Wire, said: Said) -> None:
         """Begin to travel, if it has not yet, with zeros for gradients that this rank does not have."""
         if self._sent is not None:
             return
@@ -259,7 +286,10 @@ class Bucket:
             else:
                 self.take(parameter)
         self._tail.fill_(1)
-        self._tail[-2], self._tail[-1] = float(changed), float(late)
+        self._tail[-len(said) :].zero_()
+        for place, one in enumerate(said, start=-len(said)):
+            if one:
+                self._tail[place] = one
         for place in self._absent:
             self._tail[place] = 0
         if step_times.MONITORS:
@@ -275,8 +305,8 @@ class Bucket:
             name = next((n for n, v in zip(self._names, self._views, strict=True) if not v.isfinite().all()), "")
             step_times.looked(name, math.nan if name else 0.0)
 
-    def arrive(self) -> tuple[float, float]:
-        """Wait; then every gradient that some rank had is the mean. The shares of ranks that said changed, and late."""
+    def arrive(self) -> Said:
+        """Wait; then every gradient that some rank had is the mean."""
         handle, carried = self._sent  # type: ignore[misc]
         synchronize(handle)
         real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
@@ -288,7 +318,7 @@ class Bucket:
             if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
                 parameter.grad = self._views[place]
         self._begin()
-        return shares[-2], shares[-1]
+        return Said(*shares[-len(Said()) :])
 
     def _fitting(self, place: int) -> Parameter | None:
         """The parameter, if there still is one and it is what it was when the bucket was made."""
@@ -335,7 +365,7 @@ class SparseGradient:
             )
         return True
 
-    def leave(self, wire: Wire, changed: bool, late: bool) -> None:  # noqa: ARG002
+    def leave(self, wire: Wire, said: Said) -> None:  # noqa: ARG002
         """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
         if self._sent is not None:
             return
@@ -351,7 +381,7 @@ class SparseGradient:
         size = wire.process_set.size()
         self._sent = wire.gather(indices, rows), wire.gather(wire.carried(values).contiguous(), numbers), size
 
-    def arrive(self) -> tuple[float, float]:
+    def arrive(self) -> Said:
         """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
         rows, numbers, size = self._sent  # type: ignore[misc]
         parameter = self._parameter()
@@ -364,7 +394,7 @@ class SparseGradient:
                 indices.t(), values, parameter.shape, check_invariants=False
             ).coalesce()
         self._sent = None
-        return 0.0, 0.0
+        return Said()
 
 
 def in_buckets(named: Named, layout: Layout, sparse: set[int]) -> list[Travelling]:

@@ -19,8 +19,9 @@ from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.parting import Parting
 from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets, total_norm
+from hvdkit.torch.buckets import Layout, Named, Parameter, Said, Travelling, Wire, facts_of, in_buckets, total_norm
 from hvdkit.torch.state import layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
@@ -54,9 +55,11 @@ class _Agreed:
 
     Attributes:
         seen: this rank's parameters when they agreed: what can change without a word.
+        number: the same on every rank, of this agreement's exchange.
     """
 
     seen: list[tuple[int, torch.dtype, int]]
+    number: int
     buckets: list[Travelling]
     bucket_of: dict[int, Travelling]
 
@@ -107,6 +110,7 @@ class Exchange:
         self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
         self._averaged = False
+        self._parting = Parting()
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in EXCHANGES))
@@ -181,14 +185,15 @@ class Exchange:
 
     # While backward computes ---------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The first gradient of a backward is there."""
+    def begin(self, late: bool = False) -> None:
+        """The first gradient of a backward is there; ``late``: none was, and a step is about to be taken."""
         self.active = self._among_others()
         self.follow_groups()
-        passes, self._late = self._options.backward_passes_per_step, False
+        passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         self._fired: set[int] = set()
-        self._changed = self._agreed is None or self._agreed.seen != _seen(self._training())
+        changed = self._agreed is None or self._agreed.seen != _seen(self._training())
+        self._said = Said(changed, late, self._parting.noted is not None)
 
     def _among_others(self) -> bool:
         return bool(self._ranks.included() and self._ranks.size() > 1)
@@ -202,13 +207,13 @@ class Exchange:
         if id(parameter) in self._fired:
             self._twice.add(id(parameter))
         self._fired.add(id(parameter))
-        if self._agreed is None or self._changed:
+        if self._agreed is None or self._said.changed:
             return
         bucket = self._agreed.bucket_of[id(parameter)]
         if id(parameter) in self._twice:
             bucket.early = False
         if bucket.take(parameter) and bucket.early:
-            bucket.leave(self._wire, changed=False, late=False)
+            bucket.leave(self._wire, self._said)
 
     # At the end of backward ----------------------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class Exchange:
         if self.exchanging:
             self._passes, self._local = 0, []
             for bucket in self._buckets():
-                bucket.leave(self._wire, self._changed, self._late)
+                bucket.leave(self._wire, self._said)
         elif self.active:
             gradients = [(weakref.ref(one), one.grad) for _, one in self._training()]
             self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
@@ -234,23 +239,32 @@ class Exchange:
         """
         if not self.exchanging:
             return
-        changed, late = self._heard()
-        if changed or self._agreed is None:
+        heard = self._heard()
+        if heard.changed or self._agreed is None:
             self._agree()
             # What was averaged already averages to itself.
             for bucket in self._buckets():
-                bucket.leave(self._wire, changed=False, late=self._late)
-            late = self._heard()[1]
-        if 0 < late < 1 - 0.5 / self._ranks.size():
+                bucket.leave(self._wire, self._said._replace(changed=0.0))
+            heard = self._heard()
+        if heard.noted and self._agreed is not None:
+            self._compare(self._agreed)
+        self._parting.exchanged()
+        if 0 < heard.late < 1 - 0.5 / self._ranks.size():
             raise AgreementError(
                 "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
                 "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
             )
 
-    def _heard(self) -> tuple[float, float]:
+    def _heard(self) -> Said:
         """Wait for all buckets; what the ranks say in them."""
-        heard = [bucket.arrive() for bucket in self._buckets()]
-        return max((changed for changed, _ in heard), default=0.0), max((late for _, late in heard), default=0.0)
+        return Said(*map(max, zip(Said(), *(bucket.arrive() for bucket in self._buckets()), strict=True)))
+
+    def _compare(self, agreed: _Agreed) -> None:
+        named = self._training()
+        roundings = [1.0 if one.element_size() == 1 else torch.finfo(one.dtype).eps for _, one in named]
+        ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
+        call = f"gradients.{agreed.number}.parameters"
+        self._parting.compare(ranks, [name for name, _ in named], roundings, call)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -266,7 +280,8 @@ class Exchange:
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
         bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
-        self._agreed = _Agreed(_seen(named), buckets, bucket_of)
+        self._agreed, self._parting = _Agreed(_seen(named), number, buckets, bucket_of), Parting()
+        self._said = self._said._replace(noted=0.0)
 
     def _buckets(self) -> list[Travelling]:
         return [] if self._agreed is None else self._agreed.buckets
@@ -321,11 +336,16 @@ class Exchange:
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
         if self._members and not self._averaged:
-            self.begin()
-            self.exchanging = self._late = self.active
+            self.begin(late=True)
+            self.exchanging = self.active
             self.depart()
             self.arrive()
         self._averaged = not mine
+
+    def note(self, optimizer: Any) -> None:
+        """Look at the parameters before a step of its own, when it is time to."""
+        if self._parting.wants_note() and self.optimizer() is optimizer:
+            self._parting.noted = facts_of(one for _, one in self._training())
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""
@@ -351,6 +371,8 @@ def _look_before_steps() -> None:
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
     exchanges = sorted(EXCHANGES, key=lambda one: one.number)
+    for one in exchanges:
+        one.note(optimizer)
     if len(args) > 1 and callable(args[1]):
         args = (args[0], _averaging(exchanges, optimizer, args[1]), *args[2:])
     elif callable(kwargs.get("closure")):

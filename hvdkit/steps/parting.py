@@ -1,0 +1,98 @@
+"""Do the ranks still hold the same parameters? Looked at now and then, so that ranks that have parted do not train on.
+
+Equal weights and equal gradients stay equal, whatever the optimizer. A broadcast left out, a learning rate or noise of
+one rank's own, a step that one rank skips end that without a word. Values are compared to the rounding of their types,
+not by bits as ``check_agreement`` does: processors of different kinds may round a step differently.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.errors import AgreementError
+from hvdkit.steps.collectives import Collectives
+
+Facts = npt.NDArray[np.float64]
+WARNING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Each ``CheckAgreement`` in use that warns and has the ranks train on, whatever differs."""
+_EVERY = 1000
+_FIX = (
+    "begin with broadcast_state on every rank, and let every rank take the same steps, with the same learning rate and "
+    "with the gradients as they were averaged; check_agreement names the ranks"
+)
+
+
+def is_due(count: Any) -> Any:
+    """Whether to look at this count of exchanges, >= 1: at 1, 2, 4, 8 and so on, and at every thousandth."""
+    return (count & (count - 1) == 0) | (count % _EVERY == 0)
+
+
+def judge(whole: Facts, names: Sequence[str], roundings: Sequence[float]) -> None:
+    """Compare what the ranks saw, unless a ``CheckAgreement`` was told to warn of differences.
+
+    Args:
+        whole: the sum over the ranks of 1, of 1 where the rank has looked, of its facts, and of their squares. Facts
+            are float64 (n, 2): of each parameter its norm, and a sum of that size.
+        names: of the parameters.
+        roundings: the machine epsilon of each one's type.
+    Raises:
+        AgreementError: parameters differ, or some ranks have not looked.
+    """
+    ranks, looked = whole[:2]
+    if WARNING:
+        return
+    if looked < ranks:
+        raise AgreementError(
+            f"some ranks have taken a step that {ranks - looked:.0f} of {ranks:.0f} ranks left out; decide whether to "
+            "step on what all ranks see: the averaged gradients, or average_metrics of the loss."
+        )
+    means, squares = (whole[2:] / ranks).reshape(2, -1, 2)
+    spreads = np.sqrt(np.maximum(squares - means**2, 0))
+    # The squares cancel to about 1e-8 of the norm.
+    allowed = np.maximum(8 * np.array(roundings), 1e-7)[:, None] * means[:, :1]
+    apart = np.flatnonzero((spreads > allowed).any(axis=1))
+    if len(apart):
+        others = f", and those of {len(apart) - 1} other parameters" if len(apart) > 1 else ""
+        raise AgreementError(f"the ranks train apart: their values of {names[apart[0]]} differ{others}; {_FIX}.")
+
+
+class Parting:
+    """When to look at the parameters, and what was seen; the next exchange of gradients compares it.
+
+    Attributes:
+        noted: facts, see ``judge``, that are not compared yet.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges = 0
+        self._asks = False
+        self.noted: Facts | None = None
+
+    def exchanged(self) -> None:
+        """Gradients have been exchanged: the same number of times on every rank."""
+        self._exchanges += 1
+        self._asks = self._asks or is_due(self._exchanges)
+
+    def wants_note(self) -> bool:
+        """Whether to look before the step that is about to be taken."""
+        return self._asks and self.noted is None
+
+    def compare(self, ranks: Collectives, names: Sequence[str], roundings: Sequence[float], call: str) -> None:
+        """Compare what the ranks noted, when some rank has; a collective, to which one that has joined adds zeros.
+
+        Args:
+            ranks: all that exchange gradients.
+            names, roundings: see ``judge``; the same on every rank.
+            call: names the collective.
+        Raises:
+            AgreementError: on every rank, see ``judge``.
+        """
+        seen, self.noted, self._asks = self.noted, None, False
+        looked = seen is not None and len(seen) == len(names)
+        mine = seen.ravel() if looked and seen is not None else np.zeros(2 * len(names))
+        judge(ranks.sum(np.concatenate([[1.0, looked], mine, mine**2]), call), names, roundings)

@@ -1,0 +1,115 @@
+"""TensorFlow loops whose ranks train apart end with one error on every rank; what a loop may apply, and what not."""
+
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+
+import hvdkit
+
+STEPS = 5
+
+
+def data(world: Any, step: int) -> tuple[Any, Any]:
+    """This rank's part of a step's batch, or with no ``world`` all of it."""
+    import numpy as np
+    import tensorflow as tf
+
+    x = np.random.default_rng(step).normal(size=(12, 6))
+    x = x if world is None else x[world.rank :: world.size]
+    return tf.constant(x), tf.constant(np.sin(x.sum(axis=1, keepdims=True)))
+
+
+def net(offset: float = 0.0) -> Any:
+    import numpy as np
+    import tensorflow as tf
+
+    return [
+        tf.Variable(np.random.default_rng(at).normal(size=size) + offset, name=f"weight{at}")
+        for at, size in enumerate([(6, 5), (5, 1)])
+    ]
+
+
+def loss_of(variables: Any, x: Any, y: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.reduce_mean((tf.tanh(x @ variables[0]) @ variables[1] - y) ** 2)
+
+
+def sgd() -> Any:
+    import keras
+
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def train(hk: Any, world: Any, form: str, compiled: bool, offset: float = 0.0, noise: float = 0.0) -> Any:
+    """The tape, or the optimizer, is distributed; on ``noise`` each rank's gradients differ."""
+    import tensorflow as tf
+
+    variables = net(offset)
+    optimizer = sgd() if form == "tape" else hk.distribute(sgd())
+
+    def step(x: Any, y: Any) -> None:
+        tape = tf.GradientTape()
+        with hk.distribute(tape) if form == "tape" else tape as recording:
+            loss = loss_of(variables, x, y)
+        gradients = [one + noise for one in recording.gradient(loss, variables)]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    run = tf.function(step) if compiled else step
+    for number in range(STEPS):
+        run(*data(world, number))
+    return variables
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", ["tape", "optimizer"])
+@on_ranks("tensorflow", n=(2, 3))
+def test_ranks_that_train_apart_are_one_error_on_every_rank(hk, world, everyone, form, compiled):
+    import tensorflow as tf
+
+    raised = tf.errors.OpError if compiled else hvdkit.AgreementError
+    with pytest.raises(raised, match=r"their values of weight0 differ[\s\S]*broadcast_state"):
+        train(hk, world, form, compiled, offset=0.1 * world.rank)
+    if form == "tape":
+        with pytest.raises(raised, match="the ranks train apart"):
+            train(hk, world, form, compiled, noise=0.1 * world.rank)
+    together = everyone([one.numpy().tolist() for one in train(hk, world, form, compiled)])
+    assert together[1:] == together[:-1]
+
+
+@on_ranks("tensorflow")
+def test_a_gradient_of_an_input_is_refused(hk, world):
+    import tensorflow as tf
+
+    variables, (x, y) = net(), data(world, 0)
+    with hk.distribute(tf.GradientTape()) as tape:
+        tape.watch(x)
+        loss = loss_of(variables, x, y)
+    with pytest.raises(hvdkit.InvalidArgumentError, match=r"got a tensor of shape \(6, 6\) as source"):
+        tape.gradient(loss, [*variables, x])
+
+
+@on_ranks("tensorflow")
+def test_gradients_that_variables_have_gathered(hk, world):
+    """The sum of two passes, in variables: applied by an optimizer, as in one process."""
+    import numpy as np
+    import tensorflow as tf
+
+    def accumulate(distribute: Any, part: Any) -> Any:
+        variables, optimizer = net(), distribute(sgd())
+        sums = [tf.Variable(tf.zeros_like(one)) for one in variables]
+        for number in range(4):
+            with tf.GradientTape() as tape:
+                loss = loss_of(variables, *data(part, number))
+            for one, gradient in zip(sums, tape.gradient(loss, variables), strict=True):
+                one.assign_add(gradient / 2)
+            if number % 2:
+                optimizer.apply_gradients(zip(sums, variables, strict=True))
+                for one in sums:
+                    one.assign(tf.zeros_like(one))
+        return [one.numpy() for one in variables]
+
+    ours, alone = accumulate(hk.distribute, world), accumulate(lambda optimizer: optimizer, None)
+    for one, other in zip(ours, alone, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)

@@ -1,0 +1,183 @@
+"""PyTorch programs whose ranks train apart end with one error on every rank; those that only seem to, go on."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+
+import hvdkit
+
+STEPS = 5
+
+
+def batch(world: Any, step: int) -> tuple[Any, Any]:
+    """This rank's part of a step's batch."""
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(12, 6, generator=generator, dtype=torch.float64)[world.rank :: world.size]
+    return x, x.sum(dim=1, keepdim=True).sin()
+
+
+def net(seed: int = 0) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def loss_of(model: Any, x: Any, y: Any) -> Any:
+    return ((model(x) - y) ** 2).mean()
+
+
+def begin(hk: Any, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    import torch
+
+    model = net(seed)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model, **options)
+    return model, optimizer
+
+
+def without_broadcast(hk: Any, world: Any, **options: Any) -> None:
+    model, optimizer = begin(hk, seed=world.rank, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        optimizer.step()
+
+
+def without_broadcast_in_half_precision(hk: Any, world: Any) -> None:
+    without_broadcast(hk, world, compression="fp16")
+
+
+def noise(hk: Any, world: Any) -> None:
+    import torch
+
+    model, optimizer = begin(hk)
+    generator = torch.Generator().manual_seed(world.rank)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        for one in model.parameters():
+            one.grad += 0.01 * torch.randn(one.shape, generator=generator, dtype=one.dtype)
+        optimizer.step()
+
+
+def a_second_gradient_added_to_the_mean(hk: Any, world: Any) -> None:
+    import torch
+
+    model, optimizer = begin(hk)
+    parameters = list(model.parameters())
+    for step in range(STEPS):
+        x, y = batch(world, step)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        for one, gradient in zip(parameters, torch.autograd.grad((model(x) ** 2).mean(), parameters), strict=True):
+            one.grad += gradient
+        optimizer.step()
+
+
+def a_schedule_that_follows_the_ranks_own_loss(hk: Any, world: Any) -> None:
+    import torch
+
+    model, optimizer = begin(hk)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        optimizer.step()
+        schedule.step(-step * world.rank)
+
+
+def a_table_that_forward_changes(hk: Any, world: Any) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(6, 5, max_norm=0.5).double()
+    optimizer = hk.distribute(torch.optim.SGD(table.parameters(), lr=0.05), table)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        table(torch.tensor([world.rank, 5])).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        without_broadcast,
+        without_broadcast_in_half_precision,
+        noise,
+        a_second_gradient_added_to_the_mean,
+        a_schedule_that_follows_the_ranks_own_loss,
+        a_table_that_forward_changes,
+    ],
+    ids=lambda one: one.__name__,
+)
+@on_ranks("torch", n=(2, 3))
+def test_ranks_that_train_apart_are_one_error_on_every_rank(hk, world, program):
+    with pytest.raises(hvdkit.AgreementError, match=r"their values of (0\.)?weight differ.*broadcast_state"):
+        program(hk, world)
+
+
+@on_ranks("torch", n=3)
+def test_a_step_that_one_rank_leaves_out_is_one_error_on_every_rank(hk, world):
+    model, optimizer = begin(hk)
+    hk.broadcast_state(model, optimizer)
+    for step in range(3):
+        last = step == 2
+        with pytest.raises(hvdkit.AgreementError, match="a step that 1 of 3 ranks left out") if last else nullcontext():
+            optimizer.zero_grad()
+            loss_of(model, *batch(world, step)).backward()
+        if step != 1 or world.rank:
+            optimizer.step()
+
+
+@on_ranks("torch", n=2)
+def test_weights_of_ones_own_within_a_step_are_no_parting(hk, world):
+    """Each rank computes at other weights, and puts them back before the step (sampled weights, sharpness)."""
+    import torch
+
+    model, optimizer = begin(hk)
+    hk.broadcast_state(model, optimizer)
+    for step in range(STEPS):
+        kept = [one.detach().clone() for one in model.parameters()]
+        with torch.no_grad():
+            for one in model.parameters():
+                one += 0.1 * (world.rank + 1)
+        optimizer.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        with torch.no_grad():
+            for one, value in zip(model.parameters(), kept, strict=True):
+                one.copy_(value)
+        optimizer.step()
+    hk.check_agreement(model, optimizer, world)
+
+
+@on_ranks("torch", n=3)
+def test_a_rank_that_has_joined_is_not_counted(hk, world):
+    model, optimizer = begin(hk)
+    hk.broadcast_state(model, optimizer)
+    for step in range(1 if world.rank == 1 else STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        optimizer.step()
+    hk.join(model, optimizer, world)
+    hk.check_agreement(model, optimizer, world)
+
+
+@on_ranks("torch", n=2)
+def test_the_rounding_of_a_type_is_no_parting(hk, world):
+    import torch
+
+    for kind in (torch.float64, torch.float32, torch.bfloat16):
+        model, optimizer = begin(hk)
+        model.to(kind)
+        with torch.no_grad():
+            for one in model.parameters():
+                one *= 1 + world.rank * torch.finfo(kind).eps
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, *(one.to(kind) for one in batch(world, step))).backward()
+            optimizer.step()

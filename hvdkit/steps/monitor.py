@@ -61,7 +61,8 @@ class Monitor(ABC):
         world: the job.
         every: steps of a window, >= 1.
         trackers: names of libraries that track experiments ("tensorboard", "mlflow", ...), or objects with
-            ``log(step, values)``, ``report(text)`` and ``close()``; the root alone uses them.
+            ``log(step, values)``, ``report(text)`` and ``close()``, and where they want to know, ``begin(step, steps)``
+            and ``fail()`` before ``close``; the root alone uses them. One that cannot be made is a warning.
         step: steps that were done before; default: those of the checkpoint that was restored, else 0.
         steps, epochs: of the whole training, where they are known: for those who want to see the time left.
         on_report: what is done with a ``Report``: a function, called on every rank after the same step, so that it may
@@ -309,7 +310,7 @@ class Monitor(ABC):
         step_times.MONITORS.remove(self)
         if not self._begun:
             if self._outlets is not None:  # trackers may hold files, or a run that counts as running
-                self._outlets.close(None)
+                self._outlets.close(None, failed=failed)
             return
         if not self._by_steps:
             self._end(time.perf_counter(), 1, told=False)
@@ -336,7 +337,8 @@ class Monitor(ABC):
             with self._progress:
                 self._progress.notify_all()
             if self._outlets is not None:
-                self._outlets.close(self.step if self._closed and not self._failed else None)
+                end = self.step if self._closed and not self._failed else None
+                self._outlets.close(end, failed=self._failed)
 
     def _listen(self) -> None:
         scores = Scores(self._hosts())

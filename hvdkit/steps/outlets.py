@@ -31,8 +31,14 @@ class Outlets:
 
     def __init__(self, directory: Path, trackers: Sequence[Any], command: list[str] | None) -> None:
         self._history = History(directory, importlib.metadata.version("hvdkit"))
-        self._trackers = [named_trackers.tracker(one, directory) if isinstance(one, str) else one for one in trackers]
+        self._trackers: list[Any] = []
+        for one in trackers:
+            _safely(self._take_on, one, directory)  # the root alone does: an error of its own would desert the others
         self._command = command
+
+    def _take_on(self, tracker: Any, directory: Path) -> None:
+        named = isinstance(tracker, str)
+        self._trackers.append(named_trackers.tracker(tracker, directory) if named else tracker)
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
@@ -67,16 +73,19 @@ class Outlets:
         """A checkpoint is complete."""
         self._history.write("checkpoint", step=step)
 
-    def close(self, end: int | None) -> None:
+    def close(self, end: int | None, *, failed: bool = False) -> None:
         """Tell no more.
 
         Args:
             end: the last step of a training that has come to its end.
+            failed: it has come to none, by an error.
         """
         if end is not None:
             self._history.write("end", step=end)
         self._history.close()
         for tracker in self._trackers:
+            if failed and callable(fail := getattr(tracker, "fail", None)):
+                _safely(fail)
             _safely(tracker.close)
 
 

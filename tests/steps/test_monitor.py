@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import monitor, step_times
+from hvdkit.steps import monitor, step_times, trackers
 from hvdkit.steps.history import read
 from hvdkit.steps.topology import Topology
 
@@ -228,6 +228,38 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path):
         train(watching, 2)
         watching.close()
     assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_trackers_hear_that_a_training_has_failed(tmp_path, steps):
+    class Knowing(Tracker):
+        def fail(self):
+            self.said.append("failed")
+
+    plain, knowing, well = Tracker(), Knowing(), Knowing()
+    with pytest.raises(ZeroDivisionError), Monitor(tmp_path / "a", WORLD, trackers=[plain, knowing]) as watching:
+        train(watching, steps)
+        raise ZeroDivisionError
+    with Monitor(tmp_path / "b", WORLD, trackers=[well]) as watching:
+        train(watching, steps)
+    assert knowing.said[-2:] == ["failed", "closed"]
+    assert plain.said[-1] == "closed" and "failed" not in well.said
+
+
+def test_a_tracker_that_the_root_cannot_make_is_a_warning(tmp_path, monkeypatch):
+    class Refusing:
+        def __init__(self, directory):
+            raise ConnectionError("the server of the trackers is away")
+
+    other = Tracker()
+    monkeypatch.setattr(trackers, "Prometheus", Refusing)
+    with (
+        pytest.warns(UserWarning, match="ConnectionError: the server of the trackers is away"),
+        Monitor(tmp_path, WORLD, every=2, trackers=["prometheus", other]) as watching,
+    ):
+        train(watching, 2)
+    assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
+    assert other.said[-1] == "closed"
 
 
 def test_trackers_are_closed_where_no_step_was_taken(tmp_path):

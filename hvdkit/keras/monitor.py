@@ -69,7 +69,7 @@ class Monitor(monitor.Monitor, Callback):
         data = trained_on(self.model)
         self.epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
         self._samples = float(data.share.batch_size) if hasattr(data, "share") else 0.0
-        if self._start is None and not self._begun:  # by now all callbacks that restore have
+        if self._start is None and self._teller is None:  # by now all callbacks that restore have
             self._start = int(self.model.optimizer.iterations)
         self.asked()
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hvdkit.errors import DataError
 from hvdkit.steps import launchers
+from hvdkit.steps.topology import Topology
 
 VARIABLE = "HVDKIT_STEP_TIMES"
 """Environment variable with the directory to which every rank writes; unset or empty: nothing is recorded."""
@@ -347,6 +348,25 @@ def restored(step: int) -> None:
     """Say that the training goes on after so many steps."""
     global restored_step
     restored_step = step
+
+
+def done() -> int | None:
+    """Steps that are done, as a monitor counts; None where nobody knows."""
+    return next((one.done() for one in MONITORS), restored_step or None)
+
+
+def go_to(step: int | None, epoch: int) -> None:
+    """Say that an elastic training goes on after so many steps; None: where it began."""
+    if step is not None:
+        restored(step)
+    for monitor in MONITORS:
+        monitor.go_to(step, epoch)
+
+
+def follow(world: Topology) -> None:
+    """Say that the ranks of an elastic training are others now."""
+    for monitor in MONITORS:
+        monitor.follow(world)
 
 
 def read(directory: Path) -> list[RankTimes]:

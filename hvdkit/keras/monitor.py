@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import monitor
+from hvdkit.steps import monitor, step_times
 from hvdkit.steps.topology import Topology
-from hvdkit.steps.windows import MOST_LOGS
 
 
 class Monitor(monitor.Monitor, Callback):
@@ -31,6 +32,7 @@ class Monitor(monitor.Monitor, Callback):
     def __init__(self, directory: str | os.PathLike[str], world: Topology, every: int = 50, *args: Any, **options: Any):
         Callback.__init__(self)
         monitor.Monitor.__init__(self, directory, world, every, *args, **options)
+        TRANSPORT.prepare_aside(self._name)
         self._last_batch = -1
         if keras.backend.backend() == "tensorflow":
             private.replace(private.TF_ITERATOR, private.saying_when_batches_come)
@@ -81,12 +83,21 @@ class Monitor(monitor.Monitor, Callback):
         """Called by Keras, with steps_per_execution for several steps at once."""
         steps, self._last_batch = batch - self._last_batch, batch
         self._window.samples += steps * self._samples
-        self.log(**dict(list((logs or {}).items())[:MOST_LOGS]))
+        for name, value in (logs or {}).items():
+            with contextlib.suppress(InvalidArgumentError):  # no number, or beyond what a window holds: fit goes on
+                self.log(**{name: value})
         self.asked(steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
         self.finished()
+
+
+def left(model: Any) -> None:
+    """A ``fit`` of this model has ended by an error: the step that it was in is none."""
+    for one in step_times.MONITORS:
+        if isinstance(one, Monitor) and one._model is model:
+            one._open = one._iterating = False
 
 
 def automatic() -> list[Monitor]:

@@ -103,7 +103,7 @@ class Monitor(ABC):
         self._asked = self._given = 0.0
         self._waits: float | None = None
         self.step, self.epoch = step or 0, 0
-        self._number = _number()
+        self._name = _name()
         self._place(world)
         for one in [one for one in step_times.MONITORS if one.automatic]:
             one.close()
@@ -247,10 +247,9 @@ class Monitor(ABC):
     def _begin(self, now: float) -> None:
         self.step = self._start = step_times.restored_step if self._start is None else self._start
         self._window.begun = now
-        name, keeps = f"hvdkit.monitor.{self._number}", self._on_report is not None
-        self._teller = Teller(
-            self._world.size, lambda words: self._gather(words, name), self._device_bytes, self._outlets, keeps=keeps
-        )
+        gather = functools.partial(self._gather, name=self._name)
+        keeps = self._on_report is not None
+        self._teller = Teller(self._world.size, gather, self._device_bytes, self._outlets, keeps=keeps)
         facts = {"world_size": self._world.size, "steps": self._steps, "epochs": self._epochs}
         self._teller.begin(self.step, facts)
 
@@ -341,12 +340,15 @@ class Monitor(ABC):
             self._outlets.close(end, failed=failed)
 
 
-def _number() -> int:
-    """The same on every rank; one that joins an elastic training has made no monitor before."""
-    if os.environ.get("HOROVOD_ELASTIC") != "1":
-        return next(_NUMBERS)
-    taken = {one._number for one in step_times.MONITORS}
-    return next(number for number in itertools.count() if number not in taken)
+def _name() -> str:
+    """Of a monitor's collectives, the same on every rank, and of no other monitor that is open.
+
+    A rank that joins an elastic training has made none before.
+    """
+    names = (f"hvdkit.monitor.{number}" for number in itertools.count())
+    taken = {one._name for one in step_times.MONITORS}
+    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+    return next(name for name in names if name not in taken) if elastic else f"hvdkit.monitor.{next(_NUMBERS)}"
 
 
 def begin_if_asked(kind: type[Monitor], world: Topology) -> None:

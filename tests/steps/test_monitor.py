@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -156,6 +157,21 @@ def test_gradients_that_are_not_finite_are_named_when_it_lasts(tmp_path):
     assert report["text"] == "Rank 0: the gradient of dense.weight is not finite in step 13."
     assert (report["since"], report["step"]) == (13, 15)
     assert [one["grad_norm"] for one in lines if one["kind"] == "window"] == [2.0] * 4
+
+
+def test_parameters_are_named_in_the_thread_that_trains(tmp_path):
+    """It alone may look at what it changes at any time: exchanges and their parameters."""
+    threads = set()
+
+    class Named(Monitor):
+        def _parameters(self):
+            threads.add(threading.current_thread())
+            return {}
+
+    with Named(tmp_path, WORLD, every=2) as watching:
+        for _ in watching(range(4)):
+            step_times.looked("dense", math.nan)
+    assert threads == {threading.current_thread()}
 
 
 def test_a_check_every_few_windows(tmp_path):

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.common import device_memory
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
@@ -45,19 +46,8 @@ class Monitor(monitor.Monitor, Callback):
         return {str(place): weight.path for place, weight in enumerate(weights)}
 
     def _device_bytes(self) -> float:
-        backend = keras.backend.backend()
-        if backend == "tensorflow":
-            from hvdkit.tensorflow.monitor import device_bytes
-
-            return device_bytes()
-        if backend == "torch":
-            import torch
-
-            if not torch.cuda.is_available():
-                return math.nan
-            # Of all devices: which one is pinned is known to the first thread alone.
-            return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
-        return math.nan
+        by_backend = {"tensorflow": device_memory.of_tensorflow, "torch": device_memory.of_torch}
+        return by_backend.get(keras.backend.backend(), lambda: math.nan)()
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""

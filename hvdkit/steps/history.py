@@ -49,11 +49,12 @@ class History:
         self._synced = 0.0
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Open the files for a training of which ``step`` steps are done, and say so in them.
+        """Open the files for a training of which ``step`` steps are done, and say so in them; also once more.
 
         Args:
             facts: further fields of the line, such as the size of the world.
         """
+        self.close()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open(step)

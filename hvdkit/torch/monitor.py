@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hvdkit.common import device_memory
 from hvdkit.steps import monitor
 from hvdkit.steps.topology import Topology
 from hvdkit.torch.exchange import EXCHANGES
@@ -36,10 +36,7 @@ class Monitor(monitor.Monitor):
         return {name: name for one in EXCHANGES for name in one.names()}
 
     def _device_bytes(self) -> float:
-        if not torch.cuda.is_available():
-            return math.nan
-        # Of all devices: which one is pinned is known to the first thread alone.
-        return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
+        return device_memory.of_torch()
 
 
 def begin_if_asked(world: Topology) -> None:

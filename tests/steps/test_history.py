@@ -110,6 +110,14 @@ def test_a_training_that_goes_back_has_no_step_twice_and_loses_nothing(tmp_path)
     assert [row["step"] for row in csv.DictReader((tmp_path / "metrics.csv").open())] == ["10"]
 
 
+def test_a_history_that_begins_again_is_no_other_job(tmp_path):
+    history = begin(tmp_path, 0, 10, 20)
+    history.begin(10, {"world_size": 1})
+    history.write("end", step=10)
+    history.close()
+    assert [line["kind"] for line in read(tmp_path / "metrics.jsonl")] == ["start", "window", "start", "end"]
+
+
 def test_two_jobs_do_not_write_into_one_history(tmp_path):
     first = begin(tmp_path, 0, 10)
     code = f"""

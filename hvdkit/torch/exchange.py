@@ -20,7 +20,8 @@ from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.buckets import Layout, Named, Parameter, Travelling, Wire, in_buckets, total_norm
+from hvdkit.torch.bucket_layout import Layout, Named, Parameter
+from hvdkit.torch.buckets import Travelling, Wire, in_buckets, total_norm
 from hvdkit.torch.state import layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()

@@ -22,7 +22,7 @@ from hvdkit.read.explain.show import LINES, lines
 from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import explained
 from hvdkit.steps import step_marks, step_times
-from hvdkit.steps.step_times import Cores, RankTimes, Step
+from hvdkit.steps.step_files import Cores, RankTimes, Step
 
 STEPS = 200
 

@@ -13,7 +13,7 @@ from hvdkit.common import lateness
 from hvdkit.common.causes import to_blame
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
-from hvdkit.steps.step_times import RankTimes
+from hvdkit.steps.step_files import RankTimes
 from hvdkit.steps.stragglers import lower_median
 
 

@@ -18,7 +18,7 @@ from hvdkit.common.units import duration_text, share_text
 from hvdkit.errors import DataError
 from hvdkit.read.explain.launched import Launched
 from hvdkit.steps.ranks import name_ranks
-from hvdkit.steps.step_times import RankTimes, Step
+from hvdkit.steps.step_files import RankTimes, Step
 from hvdkit.steps.stragglers import lower_median
 
 WARMUP = 5
@@ -74,7 +74,7 @@ class _Table:
 
 
 def look(times: Sequence[RankTimes], where: Path, launched: Launched | None = None) -> Told:
-    """The causes in what ``step_times.read`` found.
+    """The causes in what ``step_files.read`` found.
 
     Args:
         times: of each rank, by rank.

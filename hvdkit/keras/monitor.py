@@ -30,7 +30,9 @@ class Monitor(monitor.Monitor, Callback):
     process goes on after the training.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], world: Topology, every: int = 50, *args: Any, **options: Any):
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, world: Topology, every: int = 50, *args: Any, **options: Any
+    ):
         Callback.__init__(self)
         monitor.Monitor.__init__(self, directory, world, every, *args, **options)
         TRANSPORT.prepare_aside(self._name)

@@ -55,7 +55,8 @@ class Monitor(ABC):
     writes ``metrics.jsonl`` and ``metrics.csv`` (docs/monitor.md).
 
     Args:
-        directory: of the history, on the root's disk; a training that is resumed goes on in the same.
+        directory: of the history, on the root's disk; a training that is resumed goes on in the same. None for
+            none but what ``hvdkit launch --monitor`` asks for.
         world: the job.
         every: steps of a window, >= 1.
         trackers: names of libraries that track experiments ("tensorboard", "mlflow", ...), or objects with
@@ -75,7 +76,7 @@ class Monitor(ABC):
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None,
         world: Topology,
         every: int = 50,
         trackers: Sequence[Any] = (),
@@ -92,11 +93,13 @@ class Monitor(ABC):
         for name, value, least in (*numbers, *((name, one, 0) for name, one in optional if one is not None)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
-        command, named = checked_command(on_report), checked_trackers(trackers)
+        asked = directory or os.environ.get(step_times.MONITOR)
+        where = Path(asked) if asked else None
+        command, named = checked_command(on_report), checked_trackers(trackers, where)
         self._on_report = on_report if callable(on_report) else None
         self._every, self._start, self._steps, self._epochs = every, step, steps, epochs
         self._check, self._check_every = check, check_every
-        self._new_outlets = functools.partial(Outlets, Path(directory), named, command)
+        self._new_outlets = functools.partial(Outlets, where, named, command)
         self._outlets: Outlets | None = None
         self._teller: Teller | None = None
         self._open = self._iterating = self._by_steps = self._closed = False

@@ -24,12 +24,14 @@ class Outlets:
     """The root's; no failure of theirs ends a training.
 
     Args:
-        directory: of the history.
+        directory: of the history; None for none.
         trackers: see ``checked_trackers``.
         command: what is started on a report; None for nothing.
     """
 
-    def __init__(self, directory: Path, trackers: Sequence[Any], command: list[str] | None) -> None:
+    def __init__(self, directory: Path | None, trackers: Sequence[Any], command: list[str] | None) -> None:
+        self._kept = directory is not None
+        directory = directory or Path()
         self._history = History(directory, importlib.metadata.version("hvdkit"))
         self._trackers: list[Any] = []
         for one in trackers:
@@ -42,7 +44,8 @@ class Outlets:
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
-        _safely(self._history.begin, step, facts)
+        if self._kept:
+            _safely(self._history.begin, step, facts)
         for tracker in self._trackers:
             if callable(begin := getattr(tracker, "begin", None)):
                 _safely(begin, step, facts.get("steps"))
@@ -106,11 +109,11 @@ def checked_command(on_report: Any) -> list[str] | None:
     return list(words)
 
 
-def checked_trackers(given: Any) -> list[Any]:
+def checked_trackers(given: Any, directory: Path | None) -> list[Any]:
     """Names of libraries and objects that may be trackers.
 
     Raises:
-        InvalidArgumentError: something that is neither, or a name that is not known.
+        InvalidArgumentError: something that is neither, or a name that is not known or needs a directory.
         MissingFrameworkError: the library of a name is not installed.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -118,6 +121,8 @@ def checked_trackers(given: Any) -> list[Any]:
     for one in given:
         if isinstance(one, str):
             named_trackers.require_known(one)
+            if directory is None and one != "progress":
+                raise InvalidArgumentError(f"the tracker {one!r} needs a directory, got None; give the monitor one.")
         methods = () if isinstance(one, str) else ("log", "report", "close")
         if not all(callable(getattr(one, name, None)) for name in methods):
             raise InvalidArgumentError(f"a tracker has log, report and close, got {one!r}.")

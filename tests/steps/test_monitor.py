@@ -214,13 +214,14 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
         ({"epochs": "3"}, "epochs must be an integer >= 0"),
         ({"on_report": "mail 'root"}, "on_report must be a function or a command"),
         ({"trackers": "mlflow"}, "trackers must be a list"),
+        ({"directory": None, "trackers": ["progress", "mlflow"]}, "the tracker 'mlflow' needs a directory, got None"),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
         ({"on_report": 3}, "on_report must be a function or a command, got 3"),
     ],
 )
 def test_wrong_arguments(tmp_path, options, said):
     with pytest.raises(InvalidArgumentError, match=said):
-        Monitor(tmp_path, WORLD, **options)
+        Monitor(**{"directory": tmp_path, "world": WORLD, **options})
     assert step_times.MONITORS == []
 
 
@@ -244,6 +245,21 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path):
         train(watching, 2)
         watching.close()
     assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
+
+
+def test_progress_needs_no_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Monitor(None, WORLD, every=2, trackers=["progress"], epochs=2) as watching:
+        train(watching, 3)
+        train(watching, 3)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in said] == ["step 2/6", "step 4/6", "step 6/6"]
+    assert "loss 1.5" in said[0] and "samples/s" in said[0] and " left" in said[0]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv(step_times.MONITOR, str(tmp_path / "asked"))  # by hvdkit launch --monitor
+    with Monitor(None, WORLD) as watching:
+        train(watching, 3)
+    assert (tmp_path / "asked" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("steps", [0, 3])

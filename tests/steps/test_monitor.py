@@ -121,6 +121,34 @@ def test_a_training_that_goes_on_writes_into_the_same_history(tmp_path):
     assert len(read(tmp_path / "metrics.1.jsonl")) == 5
 
 
+def test_a_monitor_follows_an_elastic_training(tmp_path):
+    tracker = Tracker()
+    with Monitor(tmp_path, WORLD, every=2, trackers=[tracker]) as watching:
+        train(watching, 5)
+        assert step_times.done() == 5
+        step_times.go_to(3, epoch=0)  # the last commit
+        step_times.follow(WORLD)
+        train(watching, 3)
+        step_times.go_to(6, epoch=1)
+        step_times.follow(Topology(1, 2))  # another rank is the root now
+        assert tracker.said[-1] == "closed"
+        step_times.follow(WORLD)
+        train(watching, 1)
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [one["step"] for one in lines if one["kind"] == "start"] == [0, 3, 6]
+    assert [(one["step"], one["epoch"]) for one in lines if one["kind"] == "window"] == [(2, 0), (5, 0), (7, 1)]
+    assert (lines[-1]["kind"], lines[-1]["step"]) == ("end", 7)
+
+
+def test_monitors_of_an_elastic_training_have_names_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    names = []
+    for _ in range(2):  # a rank that joins makes its first ones while another one has made more
+        with Monitor(tmp_path / "a", WORLD) as first, Monitor(tmp_path / "b", WORLD) as second:
+            names += [first._name, second._name]
+    assert len(set(names)) == 2 and names[:2] == names[2:]
+
+
 def test_what_is_done_with_a_report(tmp_path, capfd):
     told, tracker = [], Tracker()
     with Monitor(tmp_path / "a", WORLD, every=5, trackers=[tracker], on_report=told.append) as watching:
@@ -214,7 +242,7 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
         ({"epochs": "3"}, "epochs must be an integer >= 0"),
         ({"on_report": "mail 'root"}, "on_report must be a function or a command"),
         ({"trackers": "mlflow"}, "trackers must be a list"),
-        ({"directory": None, "trackers": ["progress", "mlflow"]}, "the tracker 'mlflow' needs a directory, got None"),
+        ({"directory": None, "trackers": ["progress", "prometheus"]}, "the tracker 'prometheus' needs a directory, got None"),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
         ({"on_report": 3}, "on_report must be a function or a command, got 3"),
     ],

@@ -12,13 +12,12 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common import device_memory
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import monitor, step_times
+from hvdkit.steps import device_memory, monitor, step_times
 from hvdkit.steps.topology import Topology
 
 

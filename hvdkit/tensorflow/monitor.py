@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdkit.common import device_memory
-from hvdkit.steps import monitor
+from hvdkit.steps import device_memory, monitor
 from hvdkit.tensorflow.optimizer import SHOWN
 
 

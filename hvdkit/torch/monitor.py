@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hvdkit.common import device_memory
-from hvdkit.steps import monitor, step_marks
+from hvdkit.steps import device_memory, monitor, step_marks
 from hvdkit.steps.topology import Topology
 from hvdkit.torch.exchange import EXCHANGES
 from hvdkit.torch.state import RANKS

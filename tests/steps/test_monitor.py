@@ -242,7 +242,10 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
         ({"epochs": "3"}, "epochs must be an integer >= 0"),
         ({"on_report": "mail 'root"}, "on_report must be a function or a command"),
         ({"trackers": "mlflow"}, "trackers must be a list"),
-        ({"directory": None, "trackers": ["progress", "prometheus"]}, "the tracker 'prometheus' needs a directory, got None"),
+        (
+            {"directory": None, "trackers": ["progress", "prometheus"]},
+            "the tracker 'prometheus' needs a directory, got None",
+        ),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
         ({"on_report": 3}, "on_report must be a function or a command, got 3"),
     ],

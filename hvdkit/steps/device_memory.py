@@ -1,6 +1,6 @@
 """Memory of the accelerator that this process uses, by framework; bytes, NaN without one.
 
-Why this room exists: hvdkit.keras trains on what two other adapters are for, and may not import them both.
+A framework is imported by who asks for it alone: hvdkit.keras trains on two, and stands on one of their adapters.
 """
 
 from __future__ import annotations

@@ -8,22 +8,6 @@ import hvdkit.keras as hk
 from hvdkit import datasets, flags
 
 
-class Progress(keras.callbacks.Callback):
-    """Prints the loss so far in the epoch, every few steps."""
-
-    def __init__(self, interval):
-        super().__init__()
-        self.interval = interval
-
-    def on_epoch_begin(self, epoch, *_):
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch, logs=None):
-        if (batch + 1) % self.interval == 0:
-            done, of = f"epoch {self.epoch + 1}/{self.params['epochs']}", f"step {batch + 1}/{self.params['steps']}"
-            print(f"{done} {of} loss {logs['loss']:.4f}")
-
-
 def make_model(shape, classes):
     return keras.Sequential(
         [
@@ -62,11 +46,10 @@ def main(args):
     ]
     if args.checkpoint_dir:
         callbacks.append(hk.Checkpoint(args.checkpoint_dir, resume=args.resume, wait=args.wait))  # 6
-    if world.is_root:
-        callbacks.append(Progress(args.log_interval))
 
     start = time.perf_counter()
-    history = model.fit(train_data, epochs=args.epochs, verbose=2, callbacks=callbacks)
+    with hk.Monitor(None, world, args.log_interval, ["progress"]) as monitor:
+        history = model.fit(train_data, epochs=args.epochs, verbose=2, callbacks=[*callbacks, monitor])
     seconds = time.perf_counter() - start
 
     accuracy = hk.evaluate(model, test_set, world, args.batch_size)["accuracy"]

@@ -55,20 +55,21 @@ def main(args):
     if args.resume:
         checkpoints.restore(model, optimizer, loader=loader, schedule=schedule)
     first_epoch = loader.epoch
+    monitor = hk.Monitor(None, world, args.log_interval, ["progress"], epochs=args.epochs)
 
     start = time.perf_counter()
     for epoch in range(first_epoch, args.epochs):
         model.train()
-        for step, (x, y) in enumerate(loader, start=1):
+        for x, y in monitor(loader):
             optimizer.zero_grad()
             loss = loss_of(model(x.to(device)), y.to(device))
             loss.backward()
             optimizer.step()
             schedule.step()
-            if step % args.log_interval == 0 and world.is_root:
-                print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps} loss {loss.item():.4f}")
+            monitor.log(loss=loss)
         if checkpoints:
             checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=loader)
+    monitor.close()
     seconds = time.perf_counter() - start
 
     model.eval()

@@ -54,16 +54,17 @@ def main(args):
     if args.resume:
         checkpoints.restore(model, optimizer, loader=dataset, schedule=schedule)
     first_epoch = dataset.epoch
+    monitor = hk.Monitor(None, world, args.log_interval, ["progress"], epochs=args.epochs)
 
     start = time.perf_counter()
     for epoch in range(first_epoch, args.epochs):
-        for step, (x, y) in enumerate(dataset, start=1):
+        for x, y in monitor(dataset):
             loss = train_step(x, y)
             schedule.step()
-            if step % args.log_interval == 0 and world.is_root:
-                print(f"epoch {epoch + 1}/{args.epochs} step {step}/{steps} loss {float(loss):.4f}")
+            monitor.log(loss=loss)
         if checkpoints:
             checkpoints.save(model, optimizer, step=(epoch + 1) * steps, loader=dataset)
+    monitor.close()
     seconds = time.perf_counter() - start
 
     correct = count = 0

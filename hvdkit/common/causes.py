@@ -6,7 +6,7 @@ in its own numbers; here stand how they are compared, which are worth a sentence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hvdkit.common.units import duration_text, share_text
@@ -71,21 +71,16 @@ def verdict(causes: Iterable[Cause], otherwise: str) -> list[str]:
     return lines or [f"Verdict: {otherwise}"]
 
 
-def to_blame(costs: Mapping[int, float]) -> tuple[int, ...]:
+def to_blame(costs: Mapping[int, float], one_in: int = 3) -> tuple[int, ...]:
     """The few ranks that the others wait for; empty where it is now this one and now that one.
 
     Args:
         costs: rank to the time that it costs the others, of every rank; see ``lateness.costs``.
+        one_in: of so many ranks one may be among the few, and in any case one.
     """
     ranks = sorted(costs, key=lambda rank: -costs[rank])
-    few = ranks[: max(1, len(ranks) // 3)]
+    few = ranks[: max(1, len(ranks) // one_in)]
     for count in range(1, len(few) + 1):
         if sum(costs[rank] for rank in few[:count]) >= _MOST * sum(costs.values()) > 0:
             return tuple(sorted(few[:count]))
     return ()
-
-
-def rank_names(ranks: Sequence[int]) -> str:
-    """``Rank 3``, or ``Ranks 2 and 3``."""
-    *others, last = map(str, ranks)
-    return f"Ranks {', '.join(others)} and {last}" if others else f"Rank {last}"

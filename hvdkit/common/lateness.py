@@ -7,9 +7,8 @@ name the same rank.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from hvdkit.steps.stragglers import Floats, lower_median
 
 
 def costs(own: Floats) -> Floats:
@@ -24,10 +23,5 @@ def costs(own: Floats) -> Floats:
         (ranks,), the mean over the steps.
     """
     last = own.argmax(axis=0)
-    behind = own.max(axis=0) - typical(own)
+    behind = own.max(axis=0) - lower_median(own)
     return np.asarray(np.bincount(last, behind, len(own)) / max(1, own.shape[1]), np.float64)
-
-
-def typical(own: Floats) -> Floats:
-    """Of each step the lower median of the ranks, (steps,)."""
-    return np.asarray(np.sort(own, axis=0)[(len(own) - 1) // 2])

@@ -216,7 +216,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
             seed = int(np.random.SeedSequence([share.seed, epoch]).generate_state(1)[0])
             samples = samples.shuffle(share.buffer, seed=seed, reshuffle_each_iteration=False)
         if share.by_files:
-            marked = samples.map(lambda *parts: (np.int64(self._mark), _one(parts)))
+            marked = samples.map(lambda *parts: (np.int64(self._mark), parts if len(parts) > 1 else parts[0]))
         else:
             start_of_scan = (tf.zeros((), tf.int64),) * 3
             marked = samples.scan(start_of_scan, lambda state, one: _digested(state, one, first, share.world.size))
@@ -385,10 +385,6 @@ def _options() -> Any:
     options.experimental_optimization.inject_prefetch = False
     options.experimental_optimization.map_parallelization = False
     return options
-
-
-def _one(parts: tuple[Any, ...]) -> Any:
-    return parts if len(parts) > 1 else parts[0]
 
 
 def _flat(parts: Any) -> list[Any]:

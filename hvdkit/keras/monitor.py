@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import monitor
+from hvdkit.steps import device_memory, monitor, step_times
 from hvdkit.steps.topology import Topology
-from hvdkit.steps.windows import MOST_LOGS
 
 
 class Monitor(monitor.Monitor, Callback):
@@ -28,9 +29,12 @@ class Monitor(monitor.Monitor, Callback):
     process goes on after the training.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], world: Topology, every: int = 50, *args: Any, **options: Any):
+    def __init__(
+        self, directory: str | os.PathLike[str] | None, world: Topology, every: int = 50, *args: Any, **options: Any
+    ):
         Callback.__init__(self)
         monitor.Monitor.__init__(self, directory, world, every, *args, **options)
+        TRANSPORT.prepare_aside(self._name)
         self._last_batch = -1
         if keras.backend.backend() == "tensorflow":
             private.replace(private.TF_ITERATOR, private.saying_when_batches_come)
@@ -43,19 +47,8 @@ class Monitor(monitor.Monitor, Callback):
         return {str(place): weight.path for place, weight in enumerate(weights)}
 
     def _device_bytes(self) -> float:
-        backend = keras.backend.backend()
-        if backend == "tensorflow":
-            from hvdkit.tensorflow.monitor import device_bytes
-
-            return device_bytes()
-        if backend == "torch":
-            import torch
-
-            if not torch.cuda.is_available():
-                return math.nan
-            # Of all devices: which one is pinned is known to the first thread alone.
-            return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
-        return math.nan
+        by_backend = {"tensorflow": device_memory.of_tensorflow, "torch": device_memory.of_torch}
+        return by_backend.get(keras.backend.backend(), lambda: math.nan)()
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
@@ -69,7 +62,7 @@ class Monitor(monitor.Monitor, Callback):
         data = trained_on(self.model)
         self.epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
         self._samples = float(data.share.batch_size) if hasattr(data, "share") else 0.0
-        if self._start is None and not self._begun:  # by now all callbacks that restore have
+        if self._start is None and self._teller is None:  # by now all callbacks that restore have
             self._start = int(self.model.optimizer.iterations)
         self.asked()
 
@@ -81,12 +74,21 @@ class Monitor(monitor.Monitor, Callback):
         """Called by Keras, with steps_per_execution for several steps at once."""
         steps, self._last_batch = batch - self._last_batch, batch
         self._window.samples += steps * self._samples
-        self.log(**dict(list((logs or {}).items())[:MOST_LOGS]))
+        for name, value in (logs or {}).items():
+            with contextlib.suppress(InvalidArgumentError):  # no number, or beyond what a window holds: fit goes on
+                self.log(**{name: value})
         self.asked(steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
         self.finished()
+
+
+def left(model: Any) -> None:
+    """A ``fit`` of this model has ended by an error: the step that it was in is none."""
+    for one in step_times.MONITORS:
+        if isinstance(one, Monitor) and one._model is model:
+            one._open = one._iterating = False
 
 
 def automatic() -> list[Monitor]:

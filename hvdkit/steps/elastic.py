@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import learning_rate, starting
+from hvdkit.steps import learning_rate, starting, step_times
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
 
@@ -91,6 +91,7 @@ class ElasticBase(ABC):
     def save(self) -> None:
         """Called by ``commit``."""
         self._committed = (self._copy(), self.loader.state(), copy.deepcopy(self._values()))
+        self._steps = step_times.done()
         self._commits += 1
 
     def restore(self) -> None:
@@ -106,17 +107,21 @@ class ElasticBase(ABC):
             commits = self._gather_commits(self._commits)
             root = commits.index(max(commits))
             self._broadcast(root)
-            mine = (self.loader.state(), self._values(), self._commits)
+            mine = (self.loader.state(), self._values(), self._commits, self._steps)
             everything = self._horovod.broadcast_object(mine, root_rank=root, name="hvdkit.elastic.values")
-        position, values, self._commits = everything
+        position, values, self._commits, steps = everything
         self.loader.load_state(position)
         self._set_values(values)
+        if self._commits:  # before, it begins where each monitor says
+            step_times.go_to(steps, self.loader.epoch)
         self._follow_size(self._horovod.size())  # a rank that joins has got rates that follow the new number already
         self.save()
 
     def reset(self) -> None:
         """Called by Horovod after it has started anew."""
         self._follow_size(self.world.size)
+        step_times.go_to(self._steps, self.loader.epoch)
+        step_times.follow(self.world)
         self.save()
 
     def _values(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The history of a run on the root's disk: ``metrics.jsonl`` and ``metrics.csv``, valid whenever the job is killed.
 
 A line is written at once and whole. A training that begins again from an earlier step, which takes its steps again,
-begins a new file with what was before that step; the old file stays beside it as ``metrics.N.jsonl``.
+begins a new file with what was before that step, and one that finds damaged lines a file without these; the old file
+stays beside it as ``metrics.N.jsonl``.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class History:
         self._synced = 0.0
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Open the files for a training of which ``step`` steps are done, and say so in them.
+        """Open the files for a training of which ``step`` steps are done, and say so in them; also once more.
 
         Args:
             facts: further fields of the line, such as the size of the world.
         """
+        self.close()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open(step)
@@ -66,12 +68,18 @@ class History:
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lines = list(_lines(self.path))
-            kept = [(text, line) for text, line in lines if line["kind"] not in _COUNTED or _step(line) <= step]
+            lines = _lines(self.path)
+            while lines and lines[-1][1] is None:  # what a kill cut off goes
+                lines.pop()
+            valid = [(text, line) for text, line in lines if line is not None]
+            kept = [text for text, line in valid if line["kind"] not in _COUNTED or _step(line) <= step]
             if len(kept) == len(lines):
-                os.ftruncate(descriptor, sum(len(text) for text, _ in lines))  # what a kill cut off goes
+                os.ftruncate(descriptor, sum(map(len, kept)))
             else:
-                descriptor = self._begin_again(descriptor, [text for text, _ in kept])
+                descriptor = self._begin_again(descriptor, kept)
+            if len(valid) < len(lines):
+                bad = f"{len(lines) - len(valid)} lines of {self.path} are damaged and left out"
+                warnings.warn(f"{bad}; the file as it was stays beside it.", stacklevel=2)
         except Exception:
             os.close(descriptor)
             raise
@@ -140,8 +148,8 @@ class History:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a history, as far as they are valid; none where there is no file."""
-    return [line for _, line in _lines(path)]
+    """The complete and valid lines of a history; none where there is no file."""
+    return [line for _, line in _lines(path) if line is not None]
 
 
 def row_of(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,18 +162,22 @@ def row_of(line: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{f"log.{name}": value for name, value in line["logs"].items()}}
 
 
-def _lines(path: Path) -> Iterable[tuple[bytes, dict[str, Any]]]:
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """Each line as it is and what it says, None where it is damaged."""
     content = path.read_bytes() if path.is_file() else b""
-    for text in content.splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-            if not text.endswith(b"\n") or not isinstance(line["kind"], str) or _step(line) < 0:
-                return
-            if line["kind"] == "window":
-                row_of(line)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
-            return
-        yield text, line
+    return [(text, _line(text)) for text in content.splitlines(keepends=True)]
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        line: dict[str, Any] = json.loads(text)
+        if not text.endswith(b"\n") or not isinstance(line["kind"], str) or _step(line) < 0:
+            return None
+        if line["kind"] == "window":
+            row_of(line)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+    return line
 
 
 def _step(line: Mapping[str, Any]) -> int:

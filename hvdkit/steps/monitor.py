@@ -1,22 +1,19 @@
 """Sees a training while it runs: what each rank does in a window of steps, told to all ranks, written by the root.
 
-A step leaves a few marks of time. At the end of a window this rank's row, 32 numbers, goes to a second thread, which
-gives it to all ranks in one collective while the training goes on. So every rank has the same table and finds the same
-(``stragglers``); the root alone keeps the history (``history``) and tells trackers.
+A step leaves a few marks of time. At the end of a window this rank's row, 32 numbers, goes to a second thread
+(``teller``), which gives it to all ranks in one collective while the training goes on. The root alone keeps the history
+(``history``) and tells trackers.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import math
 import os
-import queue
-import socket
 import sys
-import threading
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
@@ -28,16 +25,17 @@ import numpy.typing as npt
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
 from hvdkit.steps.outlets import Outlets, checked_command, checked_trackers
-from hvdkit.steps.stragglers import Floats, Report, Scores, summary
+from hvdkit.steps.stragglers import Report
+from hvdkit.steps.teller import Teller
 from hvdkit.steps.topology import Topology
-from hvdkit.steps.windows import FACTS, MOST_LOGS, WORDS, BadGradients, Window, number_of, row_of, samples_of
+from hvdkit.steps.windows import MOST_LOGS, Window, samples_of
 
 EVERY = "HVDKIT_MONITOR_EVERY"
 """Environment variable with the steps of a window, for a monitor that ``hvdkit launch`` asks for."""
-_HOST_BYTES = 8 * WORDS
 _CLOSING_S = 10.0
 """Seconds that the end of a training waits for the last window: another rank may have failed."""
 _REPORT_S = 60.0
+_NUMBERS = itertools.count()
 _T = TypeVar("_T")
 OnReport = Callable[[Report], None] | str | Sequence[str]
 
@@ -57,11 +55,13 @@ class Monitor(ABC):
     writes ``metrics.jsonl`` and ``metrics.csv`` (docs/monitor.md).
 
     Args:
-        directory: of the history, on the root's disk; a training that is resumed goes on in the same.
+        directory: of the history, on the root's disk; a training that is resumed goes on in the same. None for
+            none but what ``hvdkit launch --monitor`` asks for.
         world: the job.
         every: steps of a window, >= 1.
         trackers: names of libraries that track experiments ("tensorboard", "mlflow", ...), or objects with
-            ``log(step, values)``, ``report(text)`` and ``close()``; the root alone uses them.
+            ``log(step, values)``, ``report(text)`` and ``close()``, and where they want to know, ``begin(step, steps)``
+            and ``fail()`` before ``close``; the root alone uses them. One that cannot be made is a warning.
         step: steps that were done before; default: those of the checkpoint that was restored, else 0.
         steps, epochs: of the whole training, where they are known: for those who want to see the time left.
         on_report: what is done with a ``Report``: a function, called on every rank after the same step, so that it may
@@ -72,12 +72,11 @@ class Monitor(ABC):
         InvalidArgumentError: a number out of range, or an ``on_report`` or tracker that is none.
     """
 
-    _numbers = itertools.count()
     automatic = False
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | None,
         world: Topology,
         every: int = 50,
         trackers: Sequence[Any] = (),
@@ -94,31 +93,40 @@ class Monitor(ABC):
         for name, value, least in (*numbers, *((name, one, 0) for name, one in optional if one is not None)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
-        command, named = checked_command(on_report), checked_trackers(trackers)
+        asked = directory or os.environ.get(step_times.MONITOR)
+        where = Path(asked) if asked else None
+        command, named = checked_command(on_report), checked_trackers(trackers, where)
         self._on_report = on_report if callable(on_report) else None
-        self._world, self._every = world, every
-        self._outlets = Outlets(Path(directory), named, command) if world.is_root else None
-        self._start, self._steps, self._epochs = step, steps, epochs
+        self._every, self._start, self._steps, self._epochs = every, step, steps, epochs
         self._check, self._check_every = check, check_every
-        self._begun = self._open = self._iterating = self._by_steps = False
+        self._new_outlets = functools.partial(Outlets, where, named, command)
+        self._outlets: Outlets | None = None
+        self._teller: Teller | None = None
+        self._open = self._iterating = self._by_steps = self._closed = False
         self._asked = self._given = 0.0
         self._waits: float | None = None
-        self.step, self.epoch, self.logs = step or 0, 0, dict[str, float]()
-        self._bad_gradients = BadGradients()
-        self._window = Window(time.perf_counter())
-        self._windows = itertools.count(1)
-        self._items: queue.SimpleQueue[Window | int | None] = queue.SimpleQueue()
-        self._progress = threading.Condition()
-        self._seen, self._reports = 0, list[tuple[int, Report]]()
-        self._closed = self._failed = self._warned = False
-        # A rank that joins an elastic training has made no monitor before.
-        number = 0 if os.environ.get("HOROVOD_ELASTIC") == "1" else next(self._numbers)
-        self._name = f"hvdkit.monitor.{number}"
-        self._thread = threading.Thread(target=self._run, name="hvdkit monitor", daemon=True)
+        self.step, self.epoch = step or 0, 0
+        self._name = _name()
+        self._place(world)
         for one in [one for one in step_times.MONITORS if one.automatic]:
             one.close()
         step_times.MONITORS.append(self)
         atexit.register(self._at_exit)
+
+    def _place(self, world: Topology) -> None:
+        """Begin to watch these ranks, with the next step."""
+        if self._outlets is not None and not world.is_root:
+            self._outlets.close(None)
+        if self._outlets is None or not world.is_root:
+            self._outlets = self._new_outlets() if world.is_root else None
+        self._world, self._teller = world, None
+        self._window = Window(time.perf_counter())
+        self._open = False
+
+    @property
+    def logs(self) -> dict[str, float]:
+        """What was logged in the last window, means of all ranks."""
+        return {} if self._teller is None else self._teller.logs
 
     # What an adapter says in its framework's terms -------------------------------------------------------------------
 
@@ -131,7 +139,7 @@ class Monitor(ABC):
         return float(value)
 
     def _parameters(self) -> Mapping[str, str]:
-        """What ``looked`` calls parameters, and what their user does."""
+        """What ``looked`` calls parameters, and what their user does; called between steps."""
         return {}
 
     def _device_bytes(self) -> float:
@@ -167,14 +175,14 @@ class Monitor(ABC):
     def asked(self, steps: int = 1) -> None:
         """The next batch is asked for; ``steps`` steps that are open end here."""
         now = time.perf_counter()
-        if not self._begun:
+        if self._teller is None:
             self._begin(now)
         self._end(now, steps)
         self._asked, self._iterating = now, True
 
     def given(self, batch: Any = None) -> None:
         """The batch is there: the step begins to work."""
-        if not self._begun:
+        if self._teller is None:
             self._begin(time.perf_counter())
         samples = samples_of(batch)
         self._window.samples += samples
@@ -213,7 +221,7 @@ class Monitor(ABC):
         if self._iterating:
             return
         now = time.perf_counter()
-        if not self._begun:
+        if self._teller is None:
             self._begin(now)
             self._asked, self._given, self._open = now, now, True
         self._window.apart, self._by_steps = False, True
@@ -223,8 +231,8 @@ class Monitor(ABC):
 
     def saved(self, step: int) -> None:
         """The root has written a checkpoint."""
-        if self._world.is_root and self._begun:
-            self._items.put(step)
+        if self._world.is_root and self._teller is not None:
+            self._teller.checkpoint(step)
 
     def wants_norm(self) -> bool:
         """Whether the norm of this step's gradient is to be told."""
@@ -240,10 +248,13 @@ class Monitor(ABC):
             self._window.looks.append((self.step + 1, parameter, norm))
 
     def _begin(self, now: float) -> None:
-        self._begun = True
-        self.step = self._first = step_times.restored_step if self._start is None else self._start
+        self.step = self._start = step_times.restored_step if self._start is None else self._start
         self._window.begun = now
-        self._thread.start()
+        gather = functools.partial(self._gather, name=self._name)
+        keeps = self._on_report is not None
+        self._teller = Teller(self._world.size, gather, self._device_bytes, self._outlets, keeps=keeps)
+        facts = {"world_size": self._world.size, "steps": self._steps, "epochs": self._epochs}
+        self._teller.begin(self.step, facts)
 
     def _end(self, now: float, steps: int, *, told: bool = True) -> None:
         if not self._open:
@@ -257,33 +268,44 @@ class Monitor(ABC):
         window.epoch = self.epoch
         self.step += steps
         self._open = False
-        if told and window.steps >= self._every:
-            self._hand_over(now)
+        if told and window.steps >= self._every and self._teller is not None:
+            self._hand_over(self._teller, now)
 
-    def _give(self, now: float) -> int:
+    def _give(self, teller: Teller, now: float) -> int:
         """Give the window to the second thread; its number."""
         window, self._window = self._window, Window(now)
         window.seconds, window.last = now - window.begun, self.step
-        self._items.put(window)
-        return next(self._windows)
+        window.parameters = dict(self._parameters())
+        return teller.window(window)
 
-    def _hand_over(self, now: float) -> None:
-        number = self._give(now)
+    def _hand_over(self, teller: Teller, now: float) -> None:
+        number = self._give(teller, now)
         if self._on_report is not None:
-            self._tell(self._on_report, number - 1)
+            self._tell(self._on_report, teller, number - 1)
         if self._check is not None and number % self._check_every == 0:
             self._check()
 
-    def _tell(self, call: Callable[[Report], None], window: int) -> None:
+    def _tell(self, call: Callable[[Report], None], teller: Teller, windows: int) -> None:
         """Give reports of the windows up to this one, on every rank after the same step."""
-        deadline = time.monotonic() + _REPORT_S
-        with self._progress:
-            while self._seen < window and self._thread.is_alive() and time.monotonic() < deadline:
-                self._progress.wait(0.1)
-            known = [one for number, one in self._reports if number <= window]
-            self._reports = [one for one in self._reports if one[0] > window]
-        for report in known:
+        for report in teller.reports(windows, _REPORT_S):
             call(report)
+
+    # Elastic trainings -----------------------------------------------------------------------------------------------
+
+    def done(self) -> int | None:
+        """Steps that are done, with one that is about to end; None where that is not known yet."""
+        return self._start if self._teller is None else self.step + self._open
+
+    def go_to(self, step: int | None, epoch: int) -> None:
+        """Go on after so many steps; None: where it began."""
+        self.step = (self._start or 0) if step is None else step
+        self._start, self.epoch, self._open = self._start if step is None else step, epoch, False
+
+    def follow(self, world: Topology) -> None:
+        """The ranks are others now: what was on its way is lost, and the history goes on."""
+        if self._teller is not None:
+            self._teller.end(_CLOSING_S)
+        self._place(world)
 
     def __enter__(self) -> Any:
         """The monitor itself."""
@@ -307,105 +329,29 @@ class Monitor(ABC):
         self._closed = True
         atexit.unregister(self._at_exit)
         step_times.MONITORS.remove(self)
-        if not self._begun:
-            if self._outlets is not None:  # trackers may hold files, or a run that counts as running
-                self._outlets.close(None)
-            return
-        if not self._by_steps:
-            self._end(time.perf_counter(), 1, told=False)
-        if self._window.steps and not failed:
-            self._give(time.perf_counter())  # no check, which would wait for ranks that may train on
-        self._failed = failed
-        self._items.put(None)
-        self._thread.join(_CLOSING_S)
-        if self._on_report is not None and not failed and not self._thread.is_alive():
-            self._tell(self._on_report, next(self._windows) - 1)
+        teller, end = self._teller, None
+        if teller is not None:
+            if not self._by_steps:
+                self._end(time.perf_counter(), 1, told=False)
+            if self._window.steps and not failed:
+                self._give(teller, time.perf_counter())  # no check, which would wait for ranks that may train on
+            if teller.end(_CLOSING_S) and not failed:
+                end = self.step
+                if self._on_report is not None:
+                    self._tell(self._on_report, teller, sys.maxsize)
+        if self._outlets is not None:  # trackers may hold files, or a run that counts as running
+            self._outlets.close(end, failed=failed)
 
-    # In the second thread --------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        if self._outlets is not None:
-            facts = {"world_size": self._world.size, "steps": self._steps, "epochs": self._epochs}
-            self._outlets.begin(self._first, facts)
-        try:
-            self._listen()
-        except Exception as error:  # a training goes on without
-            if not self._closed:
-                warnings.warn(f"the monitor has ended: {type(error).__name__}: {error}", stacklevel=1)
-        finally:
-            with self._progress:
-                self._progress.notify_all()
-            if self._outlets is not None:
-                self._outlets.close(self.step if self._closed and not self._failed else None)
+def _name() -> str:
+    """Of a monitor's collectives, the same on every rank, and of no other monitor that is open.
 
-    def _listen(self) -> None:
-        scores = Scores(self._hosts())
-        while (item := self._items.get()) is not None:
-            if isinstance(item, int):
-                if self._outlets is not None:
-                    self._outlets.checkpoint(item)
-                continue
-            reports = self._note(item, scores)
-            with self._progress:
-                self._seen += 1
-                self._reports += [(self._seen, one) for one in reports] if self._on_report is not None else []
-                self._progress.notify_all()
-
-    def _everyone(self, words: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return self._gather(words, self._name) if self._world.size > 1 else words[None]
-
-    def _hosts(self) -> list[str]:
-        padded = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-        table = self._everyone(np.frombuffer(padded, dtype=np.int64).copy())
-        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
-
-    def _note(self, window: Window, scores: Scores) -> list[Report]:
-        names = sorted(window.logs)
-        bad = self._bad_gradients.window(window)
-        row = row_of(window, bad, self._device_bytes(), alone=self._world.size == 1)
-        table = self._everyone(row.view(np.int64)).view(np.float64)
-        facts: dict[str, Floats] = dict(zip(FACTS, table.T, strict=False))
-        logs = table[:, len(FACTS) : len(FACTS) + len(names)]
-        step, steps, seconds = window.last, window.steps, float(facts["seconds"][0])
-        ranks = {name: facts[name] for name in ("input", "compute", "wait", "rss", "device")}
-        ranks = {"step": facts["step_s"], **ranks}
-        same = bool((facts["names"] == facts["names"][0]).all())
-        rates = facts["samples"] / facts["seconds"]
-        weights = np.where(facts["samples"] > 0, facts["samples"], facts["steps"])
-        means = (weights @ logs / weights.sum()).tolist() if same and names else []
-        self.logs = dict(zip(names, means, strict=False))
-        loss = logs[:, names.index("loss")] if same and "loss" in names else None
-        told = {**ranks, **({} if loss is None else {"loss": loss})}
-        reports = self._unhealthy(step, scores, facts) + scores.window(step, steps, seconds, told)
-        if self._outlets is not None:
-            if not same:
-                self._warn_of_names()
-            speed = float(rates.sum()) if (facts["samples"] > 0).all() else math.nan
-            norm = float(facts["grad_norm"][0])
-            line = {"step": step, "epoch": window.epoch, "steps": steps, "samples_per_s": speed, "logs": self.logs}
-            line |= {"ranks": summary(ranks), "grad_norm": norm}
-            values = {**self.logs, "samples_per_s": speed, "grad_norm": norm}
-            values["step_s"] = float(ranks["step"].mean())
-            self._outlets.window(line, {name: one for name, one in values.items() if math.isfinite(one)})
-            for report in reports:
-                self._outlets.report(report)
-        return reports
-
-    def _warn_of_names(self) -> None:
-        if not self._warned:
-            warnings.warn("the ranks log different names, and their means are left out; log alike.", stacklevel=1)
-        self._warned = True
-
-    def _unhealthy(self, step: int, scores: Scores, facts: Mapping[str, Floats]) -> list[Report]:
-        reports = []
-        seen = {rank: int(one) for rank, one in enumerate(facts["bad_gradient"]) if np.isfinite(one)}
-        if seen:
-            first = min(seen, key=lambda rank: seen[rank])
-            names = {number_of(key): shown for key, shown in self._parameters().items()}
-            name = names.get(int(facts["bad_parameter"][first]), "a parameter")
-            reports += scores.nonfinite(step, "gradient", seen, f"the gradient of {name}")
-        seen = {rank: int(one) for rank, one in enumerate(facts["bad_loss"]) if np.isfinite(one)}
-        return reports + scores.nonfinite(step, "loss", seen, "a logged value")
+    A rank that joins an elastic training has made none before.
+    """
+    names = (f"hvdkit.monitor.{number}" for number in itertools.count())
+    taken = {one._name for one in step_times.MONITORS}
+    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+    return next(name for name in names if name not in taken) if elastic else f"hvdkit.monitor.{next(_NUMBERS)}"
 
 
 def begin_if_asked(kind: type[Monitor], world: Topology) -> None:

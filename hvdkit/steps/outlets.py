@@ -24,19 +24,28 @@ class Outlets:
     """The root's; no failure of theirs ends a training.
 
     Args:
-        directory: of the history.
+        directory: of the history; None for none.
         trackers: see ``checked_trackers``.
         command: what is started on a report; None for nothing.
     """
 
-    def __init__(self, directory: Path, trackers: Sequence[Any], command: list[str] | None) -> None:
+    def __init__(self, directory: Path | None, trackers: Sequence[Any], command: list[str] | None) -> None:
+        self._kept = directory is not None
+        directory = directory or Path()
         self._history = History(directory, importlib.metadata.version("hvdkit"))
-        self._trackers = [named_trackers.tracker(one, directory) if isinstance(one, str) else one for one in trackers]
+        self._trackers: list[Any] = []
+        for one in trackers:
+            _safely(self._take_on, one, directory)  # the root alone does: an error of its own would desert the others
         self._command = command
+
+    def _take_on(self, tracker: Any, directory: Path) -> None:
+        named = isinstance(tracker, str)
+        self._trackers.append(named_trackers.tracker(tracker, directory) if named else tracker)
 
     def begin(self, step: int, facts: Mapping[str, Any]) -> None:
         """The training begins; ``step`` steps were done before."""
-        _safely(self._history.begin, step, facts)
+        if self._kept:
+            _safely(self._history.begin, step, facts)
         for tracker in self._trackers:
             if callable(begin := getattr(tracker, "begin", None)):
                 _safely(begin, step, facts.get("steps"))
@@ -67,16 +76,19 @@ class Outlets:
         """A checkpoint is complete."""
         self._history.write("checkpoint", step=step)
 
-    def close(self, end: int | None) -> None:
+    def close(self, end: int | None, *, failed: bool = False) -> None:
         """Tell no more.
 
         Args:
             end: the last step of a training that has come to its end.
+            failed: it has come to none, by an error.
         """
         if end is not None:
             self._history.write("end", step=end)
         self._history.close()
         for tracker in self._trackers:
+            if failed and callable(fail := getattr(tracker, "fail", None)):
+                _safely(fail)
             _safely(tracker.close)
 
 
@@ -97,11 +109,11 @@ def checked_command(on_report: Any) -> list[str] | None:
     return list(words)
 
 
-def checked_trackers(given: Any) -> list[Any]:
+def checked_trackers(given: Any, directory: Path | None) -> list[Any]:
     """Names of libraries and objects that may be trackers.
 
     Raises:
-        InvalidArgumentError: something that is neither, or a name that is not known.
+        InvalidArgumentError: something that is neither, or a name that is not known or needs a directory.
         MissingFrameworkError: the library of a name is not installed.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -109,6 +121,8 @@ def checked_trackers(given: Any) -> list[Any]:
     for one in given:
         if isinstance(one, str):
             named_trackers.require_known(one)
+            if directory is None and one != "progress":
+                raise InvalidArgumentError(f"the tracker {one!r} needs a directory, got None; give the monitor one.")
         methods = () if isinstance(one, str) else ("log", "report", "close")
         if not all(callable(getattr(one, name, None)) for name in methods):
             raise InvalidArgumentError(f"a tracker has log, report and close, got {one!r}.")

@@ -1,8 +1,10 @@
-"""The steps of a script as it is, for ``hvdkit launch --explain-job``: seen from its loader, its optimizer or ``fit``.
+"""The steps of a script as it is, for ``hvdkit launch --explain-job`` and ``--monitor``: seen from what it calls.
 
-Loaded by path at the start of a rank's Python (``run/launch/stacks``), which calls a function here when a framework has
-been imported. Where hvdkit cannot be imported, nothing is recorded. A script that records its steps itself
-(``record_steps``, ``RecordSteps``) goes first: then nothing that is seen here counts.
+For ``--explain-job`` that is its loader, its optimizer or ``fit``; a monitor takes PyTorch's optimizer alone from here:
+loops over a validation set are none of its steps. Loaded by path at the start of a rank's Python
+(``run/launch/stacks``), which calls a function here when a framework has been imported. Where hvdkit cannot be
+imported, nothing is recorded. A script that records its steps itself (``record_steps``, ``RecordSteps``) goes first:
+then nothing that is seen here counts.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -45,10 +48,13 @@ def torch_loaders(module: ModuleType) -> None:
 
 
 def torch_optimizers(module: ModuleType) -> None:
-    """A step ends with the optimizer's; ``torch.optim.optimizer`` has just been imported.
+    """A step ends with the optimizer's; ``torch.optim.optimizer`` has just been imported, or a monitor begins.
 
     Horovod's optimizer calls the ``step()`` that it wraps, and the hooks run in both: the outer one counts.
     """
+    if hasattr(module, "hvdkit_marks"):  # --explain-job and --monitor both ask for it
+        return
+    module.hvdkit_marks = leading = _Leading()  # type: ignore[attr-defined]
     outer: Any = None  # also after a step that raised: its next one begins anew
 
     def begin(optimizer: Any, *_: object) -> None:
@@ -61,14 +67,46 @@ def torch_optimizers(module: ModuleType) -> None:
 
     def end(optimizer: Any, *_: object) -> None:
         nonlocal outer
-        recorder = _recorder()
         if outer is optimizer:
             outer = None
-            if recorder is not None:
-                recorder.stepped()
+            if leading.counts(optimizer):
+                _stepped()
 
     module.register_optimizer_step_pre_hook(begin)
     module.register_optimizer_step_post_hook(end)
+
+
+class _Leading:
+    """Which of several optimizers takes the steps of a loop: of a GAN's two one does.
+
+    The first one that steps, until another one steps twice without it: a later phase of the training.
+    """
+
+    def __init__(self) -> None:
+        self._first: weakref.ref[Any] | None = None
+        self._since: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def counts(self, optimizer: Any) -> bool:
+        """Whether this optimizer's step is one of the loop."""
+        first = None if self._first is None else self._first()
+        if first is None or (first is not optimizer and optimizer in self._since):
+            self._first, first = weakref.ref(optimizer), optimizer
+        if first is not optimizer:
+            self._since.add(optimizer)
+            return False
+        self._since.clear()
+        return True
+
+
+def _stepped() -> None:
+    """Tell those who listen: the recorder, and the monitor of ``hvdkit launch --monitor``."""
+    recorder = _recorder()
+    if recorder is not None:
+        recorder.stepped()
+    listening = sys.modules.get("hvdkit.steps.step_times")
+    for monitor in [] if listening is None else listening.MONITORS:
+        if monitor.automatic:
+            monitor.stepped()
 
 
 def _in_process_group() -> bool:

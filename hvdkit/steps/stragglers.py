@@ -125,12 +125,12 @@ class Scores:
         own = own_work(ranks)
         if size < 2 or not np.isfinite(own).all():
             return []
-        behind = own - _median(own)
+        behind = own - lower_median(own)
         spread = _SIGMA * float(np.median(np.abs(behind))) if size > 3 else 0.0
-        slow = behind > max(_SHARE * _median(ranks["step"]), _SPREADS * spread)
-        others = float(own[~slow].max()) if not slow.all() else _median(own)
+        slow = behind > max(_SHARE * lower_median(ranks["step"]), _SPREADS * spread)
+        others = float(own[~slow].max()) if not slow.all() else lower_median(own)
         for name, values in (("input", ranks["input"]), ("compute", ranks["compute"]), ("cost", None)):
-            gap = own - others if values is None else np.nan_to_num(values - _median(values))
+            gap = own - others if values is None else np.nan_to_num(values - lower_median(values))
             self._behind[name] = np.where(slow, self._behind[name] + gap, 0.0)
         new = self._late.window(slow, first)
         reports = [self._straggler(step, group, own, of_host) for group, of_host in self._by_host(new, self._late.told)]
@@ -170,10 +170,10 @@ class Scores:
     # All ranks slower than they were ---------------------------------------------------------------------------------
 
     def _slowdown(self, step: int, first: int, ranks: Mapping[str, Floats]) -> list[Report]:
-        now = {name: _median(ranks[name]) for name in ("input", "compute")}
+        now = {name: lower_median(ranks[name]) for name in ("input", "compute")}
         now["wait"] = float(np.min(ranks["wait"]))  # of the rank that comes last: what the network takes
         if not np.isfinite(list(now.values())).all():
-            now = {"compute": _median(ranks["step"])}
+            now = {"compute": lower_median(ranks["step"])}
         before = {name: _typical([one.get(name, 0.0) for one in self._typical]) for name in now}
         was, total = sum(before.values()), sum(now.values())
         if len(self._typical) < _PAST or total <= _SLOWDOWN * was:
@@ -197,11 +197,11 @@ class Scores:
     def _losses(self, step: int, first: int, loss: Floats | None) -> list[Report]:
         if loss is None or len(loss) < 2 or not np.isfinite(loss).all():
             return []
-        gap = np.abs(loss - _median(loss))
+        gap = np.abs(loss - lower_median(loss))
         spread = _SIGMA * float(np.median(gap)) if len(loss) > 3 else 0.0
-        apart = gap > _LOSS_APART * abs(_median(loss)) + _LOSS_SPREADS * spread
+        apart = gap > _LOSS_APART * abs(lower_median(loss)) + _LOSS_SPREADS * spread
         new = self._apart.window(apart, first)
-        typical = f"the median of the ranks is {_median(loss):.4g}"
+        typical = f"the median of the ranks is {lower_median(loss):.4g}"
         return [
             Report(
                 step, "health", rank, "loss", int(self._apart.since[rank]), 0.0,
@@ -268,9 +268,9 @@ def own_work(ranks: Mapping[str, Floats]) -> Floats:
     return total
 
 
-def _median(values: Floats) -> float:
-    """The lower median: of two ranks the faster one is the measure."""
-    return float(np.sort(values)[(len(values) - 1) // 2])
+def lower_median(values: Floats) -> Any:
+    """Over the ranks, which are the first axis: of two the faster one is the measure."""
+    return np.sort(values, axis=0)[(len(values) - 1) // 2]
 
 
 def _typical(values: list[float]) -> float:

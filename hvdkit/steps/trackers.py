@@ -21,7 +21,10 @@ from hvdkit.steps.progress import Progress
 
 
 class Tracker(Protocol):
-    """What ``hk.Monitor`` tells its windows to."""
+    """What ``hk.Monitor`` tells its windows to.
+
+    Where it has a method ``fail``, that is called before ``close`` when the training has failed.
+    """
 
     def begin(self, step: int, steps: int | None = None) -> None:
         """A job begins after ``step`` steps of a training of ``steps`` (None: not known)."""
@@ -163,6 +166,7 @@ class MLflow:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._run = _same_id(directory / "mlflow-run", lambda: self._new(directory))
         self._client.update_run(self._run, status="RUNNING")
+        self._status = "FINISHED"
 
     def _new(self, directory: Path) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
@@ -184,9 +188,13 @@ class MLflow:
         before = self._client.get_run(self._run).data.tags.get(self._NOTE, "")
         self._client.set_tag(self._run, self._NOTE, f"{before}- {text}\n")
 
+    def fail(self) -> None:
+        """The training has failed."""
+        self._status = "FAILED"
+
     def close(self) -> None:
         """See ``Tracker``."""
-        self._client.set_terminated(self._run)
+        self._client.set_terminated(self._run, self._status)
 
 
 class WandB:
@@ -205,6 +213,7 @@ class WandB:
             mode=mode, resume=None if mode == "offline" else "allow",
             settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
+        self._exit_code = 0
 
     def begin(self, step: int, steps: int | None = None) -> None:
         """See ``Tracker``."""
@@ -217,9 +226,13 @@ class WandB:
         """See ``Tracker``."""
         self._run.alert("hvdkit", text)
 
+    def fail(self) -> None:
+        """The training has failed."""
+        self._exit_code = 1
+
     def close(self) -> None:
         """See ``Tracker``."""
-        self._run.finish()
+        self._run.finish(self._exit_code)
 
 
 class Prometheus:

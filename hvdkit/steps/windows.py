@@ -25,7 +25,11 @@ MOST_LOGS = WORDS - len(FACTS)
 
 @dataclass(slots=True)
 class Window:
-    """What this rank has seen since the last one."""
+    """What this rank has seen since the last one.
+
+    Attributes:
+        parameters: what ``looks`` calls them, and what their user does.
+    """
 
     begun: float
     steps: int = 0
@@ -41,6 +45,7 @@ class Window:
     logs: dict[str, list[tuple[int, float, Any]]] = field(default_factory=dict)
     norm: Any = math.nan
     looks: list[tuple[int, str, Any]] = field(default_factory=list)
+    parameters: dict[str, str] = field(default_factory=dict)
 
 
 def row_of(window: Window, bad: tuple[float, float], device_bytes: float, *, alone: bool) -> Floats:

@@ -177,8 +177,7 @@ def distribute(
         InvalidArgumentError: bad options, something that is neither, or one that is distributed already.
     """
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    ranks = hvd.global_process_set if process_set is None else process_set
-    reduction = averaging.Reduction(options, groups, sparse_as_dense, ranks)
+    reduction = averaging.Reduction(options, groups, sparse_as_dense, process_set or hvd.global_process_set)
     if isinstance(tape_or_optimizer, averaging.DistributedTape):
         raise InvalidArgumentError(
             "this tape is distributed already; call distribute once, its gradients are averaged."
@@ -188,7 +187,7 @@ def distribute(
 
         reduce = partial(averaging.reduce_once, reduction=reduction)
         members = None if process_set is None else process_set.ranks
-        look = partial(parting.look, process_set=ranks)
+        look = partial(parting.look, process_set=reduction.process_set)
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, look)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(

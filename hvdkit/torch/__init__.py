@@ -40,7 +40,8 @@ from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
-from hvdkit.torch.buckets import FUSION_BYTES, Layout
+from hvdkit.torch.bucket_layout import Layout
+from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic

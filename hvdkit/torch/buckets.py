@@ -13,72 +13,21 @@ import math
 import mmap
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import horovod.torch as hvd
-import numpy as np
-import numpy.typing as npt
 import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
-
-Parameter = torch.nn.Parameter
-Named = Sequence[tuple[str, Parameter]]
+from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
 
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 _HUGE_PAGE = 2**21
 _REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
-
-    Attributes:
-        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
-        groups: number of buckets of each type, or which parameters go together (the others: alone).
-        sparse_as_dense: whether sparse gradients become dense ones.
-    Raises:
-        InvalidArgumentError: a number out of range, or groups that are neither.
-    """
-
-    bucket_mb: float = 4
-    groups: int | list[list[torch.Tensor]] | None = None
-    sparse_as_dense: bool = False
-
-    def __post_init__(self) -> None:
-        size = self.bucket_mb
-        if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
-            raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
-        groups = self.groups
-        if isinstance(groups, list):
-            members = [one for group in groups for one in group]
-            if not all(isinstance(one, torch.Tensor) for one in members):
-                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
-            if len({id(one) for one in members}) < len(members):
-                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
-        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
-            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
-
-
-class Said(NamedTuple):
-    """What a rank says in its buckets, 0 or 1; once they have arrived, the share of the ranks that say it.
-
-    Attributes:
-        changed: it needs another layout.
-        late: it sends its gradients only in ``step()``.
-        noted: it has looked at its parameters; see ``hvdkit.steps.parting``.
-    """
-
-    changed: float = 0.0
-    late: float = 0.0
-    noted: float = 0.0
 
 
 class Wire:
@@ -141,17 +90,6 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(())
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
     return whole
-
-
-def facts_of(parameters: Iterable[Parameter]) -> npt.NDArray[np.float64]:
-    """What shows whether two ranks' parameters differ, float64 (n, 2): of each its norm, and a sum of that size."""
-    facts = []
-    for one in parameters:
-        flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
-        flat = flat if flat.element_size() > 1 else flat.float()
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-        facts.append(torch.stack([norm, flat.sum(dtype=torch.float64) / max(len(flat), 1) ** 0.5]))
-    return np.array([one.tolist() for one in facts]).reshape(-1, 2)
 
 
 def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
@@ -408,36 +346,8 @@ def in_buckets(named: Named, layout: Layout, sparse: set[int]) -> list[Travellin
     alone = {id(parameter) for _, parameter in travel_alone}
     dense = [one for one in reversed(named) if id(one[1]) not in alone]
     made: list[Travelling] = [SparseGradient(*one) for one in travel_alone]
-    made += [Bucket(members, layout.sparse_as_dense) for members in _split(dense, layout.bucket_mb, layout.groups)]
+    made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
     return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], layout.sparse_as_dense)]
-
-
-def _split(named: Named, bucket_mb: float, groups: int | list[list[torch.Tensor]] | None) -> Iterable[Named]:
-    if isinstance(groups, list):
-        group_of = {id(one): number for number, group in enumerate(groups) for one in group}
-        kinds: dict[Any, list[tuple[str, Parameter]]] = {}
-        for name, parameter in named:
-            together = group_of.get(id(parameter), name)
-            kinds.setdefault((together, parameter.dtype, parameter.device), []).append((name, parameter))
-        return kinds.values()
-    limit = 1e6 * bucket_mb
-    if groups is not None:
-        limit = sum(map(_bytes, named)) / groups
-    open_ones: dict[Any, list[tuple[str, Parameter]]] = {}
-    sizes: dict[Any, int] = {}
-    full: list[Named] = []
-    for one in named:
-        kind = (one[1].dtype, one[1].device)
-        open_ones.setdefault(kind, []).append(one)
-        sizes[kind] = sizes.get(kind, 0) + _bytes(one)
-        if sizes[kind] >= limit:
-            full.append(open_ones.pop(kind))
-            del sizes[kind]
-    return [*full, *open_ones.values()]
-
-
-def _bytes(one: tuple[str, Parameter]) -> int:
-    return one[1].numel() * one[1].element_size()
 
 
 def _strides(parameter: Parameter) -> tuple[int, ...]:

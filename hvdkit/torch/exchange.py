@@ -21,8 +21,9 @@ from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.parting import Parting
 from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.buckets import Layout, Named, Parameter, Said, Travelling, Wire, facts_of, in_buckets, total_norm
-from hvdkit.torch.state import layout, parameters_of, plain_name
+from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
+from hvdkit.torch.buckets import Travelling, Wire, in_buckets, total_norm
+from hvdkit.torch.state import facts_of, layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 """Those whose parameters are still in use."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hvdkit.steps import monitor
+from hvdkit.steps import device_memory, monitor, step_marks
 from hvdkit.steps.topology import Topology
 from hvdkit.torch.exchange import EXCHANGES
 from hvdkit.torch.state import RANKS
@@ -36,27 +33,11 @@ class Monitor(monitor.Monitor):
         return {name: name for one in EXCHANGES for name in one.names()}
 
     def _device_bytes(self) -> float:
-        if not torch.cuda.is_available():
-            return math.nan
-        # Of all devices: which one is pinned is known to the first thread alone.
-        return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
+        return device_memory.of_torch()
 
 
 def begin_if_asked(world: Topology) -> None:
     """The monitor of ``hvdkit launch --monitor``: it sees loops over ``record_steps``, else the optimizer's steps."""
     monitor.begin_if_asked(Monitor, world)
     if monitor.automatic() is not None:
-        _follow_optimizers()
-
-
-@functools.cache
-def _follow_optimizers() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    """A loop with several optimizers takes one step when that of the first ``distribute`` does."""
-    found = monitor.automatic()
-    first = min(EXCHANGES, key=lambda one: one.number, default=None)
-    if found is not None and first is not None and first.optimizer() is optimizer:
-        found.stepped()
+        step_marks.torch_optimizers(torch.optim.optimizer)

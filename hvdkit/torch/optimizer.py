@@ -18,7 +18,7 @@ import torch
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.torch.buckets import Layout, Named
+from hvdkit.torch.bucket_layout import Layout, Named
 from hvdkit.torch.exchange import EXCHANGES, Exchange, named_of
 from hvdkit.torch.state import DISTRIBUTED, parameters_of
 

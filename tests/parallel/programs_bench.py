@@ -6,11 +6,11 @@ from pathlib import Path
 
 from lean_imports import lean_imports
 
-from hvdkit.steps import step_times
+from hvdkit.steps import step_files, step_times
 
 
 def _recorded(directory, rank):
-    (own,) = [times for times in step_times.read(Path(directory)) if times.rank == rank]
+    (own,) = [times for times in step_files.read(Path(directory)) if times.rank == rank]
     assert all(step.asked <= step.given <= step.ended for step in own.steps)
     return len(own.steps), [step.ready is not None and step.ready - step.given for step in own.steps]
 

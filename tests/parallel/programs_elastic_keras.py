@@ -54,6 +54,7 @@ def main(out: Path, killed_at: int) -> None:
     steps = hk.steps_per_epoch(SAMPLES, BATCH, world, "exact")
     schedule = hk.warmup(optimizer, world, steps, epochs=1)
     state = hk.ElasticState(model, optimizer, loader=loader, schedule=schedule, step=0, seen=[], sizes=[])
+    monitor = hk.Monitor(out / "seen", world, every=2)
     first = out / "killed"
 
     def note(event: str) -> None:
@@ -85,11 +86,12 @@ def main(out: Path, killed_at: int) -> None:
 
     def train(state: hk.ElasticState) -> None:
         note("enter")
-        callbacks = [schedule, Record(), hk.ElasticCommit(state, every=COMMIT_EVERY)]
+        callbacks = [schedule, monitor, Record(), hk.ElasticCommit(state, every=COMMIT_EVERY)]
         model.fit(state.loader, initial_epoch=state.loader.epoch, epochs=EPOCHS, verbose=0, callbacks=callbacks)
         hk.check_agreement(model, optimizer, state.world, loader=state.loader)
 
     hk.run_elastic(train, state)
+    monitor.close()
     result = {
         "weights": np.concatenate([value.reshape(-1) for value in model.get_weights()]).tolist(),
         "seen": state.seen,

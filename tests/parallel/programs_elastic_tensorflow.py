@@ -44,6 +44,10 @@ def main(out: Path, killed_at: int) -> None:
             file.write(json.dumps([event, time.time(), state.world.size, state.step]) + "\n")
 
     def train(state: hk.ElasticState) -> None:
+        with hk.Monitor(out / "seen", state.world, every=2) as monitor:
+            train_seen(state, monitor)
+
+    def train_seen(state: hk.ElasticState, monitor: Any) -> None:
         @tf.function(reduce_retracing=True)
         def train_step(x: Any, y: Any, w: Any) -> None:
             with hk.distribute(tf.GradientTape()) as tape:
@@ -52,7 +56,7 @@ def main(out: Path, killed_at: int) -> None:
 
         note("enter")
         for epoch in range(state.loader.epoch, EPOCHS):
-            for x, y, index, w in state.loader:
+            for x, y, index, w in monitor(state.loader):
                 train_step(x, y, w)
                 schedule.step()
                 state.step += 1

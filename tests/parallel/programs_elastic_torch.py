@@ -35,6 +35,7 @@ def main(out: Path, killed_at: int) -> None:
     schedule = hk.warmup(optimizer, world, steps, epochs=1)
     state = hk.ElasticState(model, optimizer, loader=loader, schedule=schedule, step=0, seen=[], sizes=[])
     loss_of = hk.weighted_loss(nn.CrossEntropyLoss())
+    monitor = hk.Monitor(out / "seen", world, every=2)
     checkpoints = hk.Checkpoints(out / "run", wait=0)  # a root that is dead holds nothing
     first = out / "killed"
 
@@ -45,7 +46,7 @@ def main(out: Path, killed_at: int) -> None:
     def train(state: hk.ElasticState) -> None:
         note("enter")
         for epoch in range(state.loader.epoch, EPOCHS):
-            for x, y, index, w in state.loader:
+            for x, y, index, w in monitor(state.loader):
                 optimizer.zero_grad()
                 loss_of(model(x), y, w).backward()
                 optimizer.step()
@@ -67,6 +68,7 @@ def main(out: Path, killed_at: int) -> None:
         hk.check_agreement(model, optimizer, state.world, loader=state.loader)
 
     hk.run_elastic(train, state)
+    monitor.close()
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
     result = {
         "weights": weights,

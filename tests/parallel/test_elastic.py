@@ -1,6 +1,7 @@
 """Elastic trainings: one of two workers is killed, the other goes on, a replacement joins."""
 
 import importlib.util
+import itertools
 import json
 import random
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.steps.checkpoint import CheckpointDirectory
+from hvdkit.steps.history import read
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -66,6 +68,15 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, 
             2,
         ]
         assert rank["rate"] == pytest.approx(0.02)
+    seen = read(tmp_path / "seen" / "metrics.jsonl")
+    assert [one["world_size"] for one in seen if one["kind"] == "start"] == [2, 1, 2]
+    windows = [one for one in seen if one["kind"] == "window"]
+    assert [before["step"] + one["steps"] for before, one in itertools.pairwise(windows)][-5:] == [
+        one["step"] for one in windows
+    ][-5:]
+    assert len({one["step"] for one in windows}) == len(windows) > 10
+    assert (seen[-1]["kind"], seen[-1]["step"]) == ("end", ranks[0]["step"])
+    assert [len(one["ranks"]["step"]) for one in (windows[0], windows[-1])] == [2, 2]
     if framework == "torch":  # here the root was killed, and another one writes
         last = CheckpointDirectory(tmp_path / "run").latest()
         assert last.step == ranks[0]["step"] // COMMIT_EVERY * COMMIT_EVERY and last.metadata["size_then"] == 2

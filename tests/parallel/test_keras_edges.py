@@ -21,6 +21,8 @@ import pytest
 from programs_checks import message
 from ranks import KERAS, missing, on_ranks
 
+from hvdkit.steps.history import read
+
 FEATURES = 6
 X = np.random.default_rng(5).normal(size=(48, FEATURES)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -490,7 +492,23 @@ def over_host_buffers(hide_horovod: bool) -> dict[str, Any]:
         "history": history.history,
         "weights": weights(model),
         "fp16": message(lambda: hk.distribute(keras.optimizers.SGD(), compression="fp16")),
+        "monitors": two_monitors(hk, world),
     }
+
+
+def two_monitors(hk: Any, world: Any) -> list[list[float]]:
+    """What the root's histories say where each rank tells of its windows in another order."""
+    with hk.Monitor("first", world, every=1) as first, hk.Monitor("second", world, every=1) as second:
+        for _ in range(3):
+            for value, monitor in [(1.0, first), (100.0, second)][:: 1 if world.is_root else -1]:
+                monitor.given()
+                monitor.log(value=value)
+                monitor.asked()
+                time.sleep(0.3)
+    if not world.is_root:
+        return []
+    lines = [read(Path(name, "metrics.jsonl")) for name in ("first", "second")]
+    return [[one["logs"]["value"] for one in some if one["kind"] == "window"] for some in lines]
 
 
 def hide(*packages: str) -> None:
@@ -509,6 +527,7 @@ def test_jax_over_mpi4py_gives_what_horovod_gives(run_job):
     assert over_mpi[0]["weights"] == over_mpi[1]["weights"] == pytest.approx(over_horovod[0]["weights"], rel=1e-5)
     for name, values in over_horovod[0]["history"].items():
         assert over_mpi[1]["history"][name] == pytest.approx(values, rel=1e-5)
+    assert over_mpi[0]["monitors"] == over_horovod[0]["monitors"] == [[1.0] * 3, [100.0] * 3]
     assert [rank["topology"] for rank in over_mpi] == [[0, 2, 0, 2], [1, 2, 1, 2]]
     assert "MPI cannot add up half precision" in over_mpi[0]["fp16"]
 

@@ -204,6 +204,36 @@ def test_a_fit_that_is_resumed_goes_on_in_its_history(hk, world, tmp_path):
         assert [line["step"] for line in lines if line["kind"] == "start"] == [0, 4]
 
 
+@on_ranks("keras", n=1)
+def test_a_fit_that_failed_leaves_no_step_and_logs_of_all_kinds_end_no_fit(hk, world, tmp_path, monkeypatch):
+    import keras
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                raise ZeroDivisionError
+
+    def fit(*callbacks):
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        model.compile(hk.distribute(keras.optimizers.SGD(0.001)), "mse")
+        data = np.zeros((8, FEATURES), "float32"), np.zeros((8, 1), "float32")
+        model.fit(*data, batch_size=2, verbose=0, callbacks=list(callbacks))
+
+    from hvdkit.keras.monitor import begin_if_asked
+
+    monkeypatch.setenv("HVDKIT_MONITOR", str(tmp_path / "run"))
+    begin_if_asked(world)
+    (monitor,) = step_times.MONITORS
+    with pytest.raises(ZeroDivisionError):
+        fit(Fails())
+    fit()
+    monitor.on_train_batch_end(4, {f"n{number}": 1.0 for number in range(20)} | {"matrix": np.zeros((2, 2))})
+    monitor.close()
+    _start, window, end = read(tmp_path / "run" / "metrics.jsonl")
+    assert (window["step"], end["step"]) == (6, 6), "two before the error, and the four of the second fit"
+    assert len(window["logs"]) == 16 and "matrix" not in window["logs"]
+
+
 def say_and_fail(hk, world, tmp_path):
     with hk.Monitor(tmp_path / "run", world, every=2) as monitor:
         for step, _ in enumerate(monitor(range(100))):

@@ -76,6 +76,22 @@ def test_what_a_kill_cut_off_goes(tmp_path, torn):
     assert not (tmp_path / "metrics.1.jsonl").exists()
 
 
+def test_a_damaged_line_takes_nothing_with_it_that_follows(tmp_path):
+    begin(tmp_path, 0, 10, 20, 30).close()
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([*lines[:2], b'{"kind": "wi\0\0\n', b"{}\n", *lines[3:], b'{"kind": "en'])
+    path.write_bytes(damaged)
+    assert steps_of(path) == [10, 30]
+    with pytest.warns(UserWarning, match="2 lines of .*metrics.jsonl are damaged") as caught:
+        begin(tmp_path, 30, 40).close()
+    assert len(caught) == 1
+    assert steps_of(path) == [10, 30, 40]
+    assert all(map(json.loads, path.read_bytes().splitlines()))
+    assert [row["step"] for row in csv.DictReader((tmp_path / "metrics.csv").open())] == ["10", "30", "40"]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == damaged
+
+
 def test_a_training_that_goes_back_has_no_step_twice_and_loses_nothing(tmp_path):
     history = begin(tmp_path, 0, 10, 20, 30)
     history.write("report", step=30, text="rank 1 is slow")
@@ -92,6 +108,14 @@ def test_a_training_that_goes_back_has_no_step_twice_and_loses_nothing(tmp_path)
     assert steps_of(path) == [10]
     assert steps_of(tmp_path / "metrics.2.jsonl") == [10, 20, 30, 40]
     assert [row["step"] for row in csv.DictReader((tmp_path / "metrics.csv").open())] == ["10"]
+
+
+def test_a_history_that_begins_again_is_no_other_job(tmp_path):
+    history = begin(tmp_path, 0, 10, 20)
+    history.begin(10, {"world_size": 1})
+    history.write("end", step=10)
+    history.close()
+    assert [line["kind"] for line in read(tmp_path / "metrics.jsonl")] == ["start", "window", "start", "end"]
 
 
 def test_two_jobs_do_not_write_into_one_history(tmp_path):

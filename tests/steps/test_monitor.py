@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import monitor, step_times
+from hvdkit.steps import monitor, step_times, trackers
 from hvdkit.steps.history import read
 from hvdkit.steps.topology import Topology
 
@@ -120,6 +121,34 @@ def test_a_training_that_goes_on_writes_into_the_same_history(tmp_path):
     assert len(read(tmp_path / "metrics.1.jsonl")) == 5
 
 
+def test_a_monitor_follows_an_elastic_training(tmp_path):
+    tracker = Tracker()
+    with Monitor(tmp_path, WORLD, every=2, trackers=[tracker]) as watching:
+        train(watching, 5)
+        assert step_times.done() == 5
+        step_times.go_to(3, epoch=0)  # the last commit
+        step_times.follow(WORLD)
+        train(watching, 3)
+        step_times.go_to(6, epoch=1)
+        step_times.follow(Topology(1, 2))  # another rank is the root now
+        assert tracker.said[-1] == "closed"
+        step_times.follow(WORLD)
+        train(watching, 1)
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [one["step"] for one in lines if one["kind"] == "start"] == [0, 3, 6]
+    assert [(one["step"], one["epoch"]) for one in lines if one["kind"] == "window"] == [(2, 0), (5, 0), (7, 1)]
+    assert (lines[-1]["kind"], lines[-1]["step"]) == ("end", 7)
+
+
+def test_monitors_of_an_elastic_training_have_names_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    names = []
+    for _ in range(2):  # a rank that joins makes its first ones while another one has made more
+        with Monitor(tmp_path / "a", WORLD) as first, Monitor(tmp_path / "b", WORLD) as second:
+            names += [first._name, second._name]
+    assert len(set(names)) == 2 and names[:2] == names[2:]
+
+
 def test_what_is_done_with_a_report(tmp_path, capfd):
     told, tracker = [], Tracker()
     with Monitor(tmp_path / "a", WORLD, every=5, trackers=[tracker], on_report=told.append) as watching:
@@ -156,6 +185,21 @@ def test_gradients_that_are_not_finite_are_named_when_it_lasts(tmp_path):
     assert report["text"] == "Rank 0: the gradient of dense.weight is not finite in step 13."
     assert (report["since"], report["step"]) == (13, 15)
     assert [one["grad_norm"] for one in lines if one["kind"] == "window"] == [2.0] * 4
+
+
+def test_parameters_are_named_in_the_thread_that_trains(tmp_path):
+    """It alone may look at what it changes at any time: exchanges and their parameters."""
+    threads = set()
+
+    class Named(Monitor):
+        def _parameters(self):
+            threads.add(threading.current_thread())
+            return {}
+
+    with Named(tmp_path, WORLD, every=2) as watching:
+        for _ in watching(range(4)):
+            step_times.looked("dense", math.nan)
+    assert threads == {threading.current_thread()}
 
 
 def test_a_check_every_few_windows(tmp_path):
@@ -198,13 +242,17 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
         ({"epochs": "3"}, "epochs must be an integer >= 0"),
         ({"on_report": "mail 'root"}, "on_report must be a function or a command"),
         ({"trackers": "mlflow"}, "trackers must be a list"),
+        (
+            {"directory": None, "trackers": ["progress", "prometheus"]},
+            "the tracker 'prometheus' needs a directory, got None",
+        ),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
         ({"on_report": 3}, "on_report must be a function or a command, got 3"),
     ],
 )
 def test_wrong_arguments(tmp_path, options, said):
     with pytest.raises(InvalidArgumentError, match=said):
-        Monitor(tmp_path, WORLD, **options)
+        Monitor(**{"directory": tmp_path, "world": WORLD, **options})
     assert step_times.MONITORS == []
 
 
@@ -228,6 +276,53 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path):
         train(watching, 2)
         watching.close()
     assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
+
+
+def test_progress_needs_no_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Monitor(None, WORLD, every=2, trackers=["progress"], epochs=2) as watching:
+        train(watching, 3)
+        train(watching, 3)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in said] == ["step 2/6", "step 4/6", "step 6/6"]
+    assert "loss 1.5" in said[0] and "samples/s" in said[0] and " left" in said[0]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv(step_times.MONITOR, str(tmp_path / "asked"))  # by hvdkit launch --monitor
+    with Monitor(None, WORLD) as watching:
+        train(watching, 3)
+    assert (tmp_path / "asked" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_trackers_hear_that_a_training_has_failed(tmp_path, steps):
+    class Knowing(Tracker):
+        def fail(self):
+            self.said.append("failed")
+
+    plain, knowing, well = Tracker(), Knowing(), Knowing()
+    with pytest.raises(ZeroDivisionError), Monitor(tmp_path / "a", WORLD, trackers=[plain, knowing]) as watching:
+        train(watching, steps)
+        raise ZeroDivisionError
+    with Monitor(tmp_path / "b", WORLD, trackers=[well]) as watching:
+        train(watching, steps)
+    assert knowing.said[-2:] == ["failed", "closed"]
+    assert plain.said[-1] == "closed" and "failed" not in well.said
+
+
+def test_a_tracker_that_the_root_cannot_make_is_a_warning(tmp_path, monkeypatch):
+    class Refusing:
+        def __init__(self, directory):
+            raise ConnectionError("the server of the trackers is away")
+
+    other = Tracker()
+    monkeypatch.setattr(trackers, "Prometheus", Refusing)
+    with (
+        pytest.warns(UserWarning, match="ConnectionError: the server of the trackers is away"),
+        Monitor(tmp_path, WORLD, every=2, trackers=["prometheus", other]) as watching,
+    ):
+        train(watching, 2)
+    assert [one["kind"] for one in read(tmp_path / "metrics.jsonl")] == ["start", "window", "end"]
+    assert other.said[-1] == "closed"
 
 
 def test_trackers_are_closed_where_no_step_was_taken(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import DataError
-from hvdkit.steps import step_times
+from hvdkit.steps import step_files, step_times
 from hvdkit.steps.step_times import VARIABLE
 
 
@@ -61,7 +61,7 @@ def test_every_step_is_written_with_its_input_apart(clock, directory):
         step_times.ready()
         clock.sleep(0.125)
         step_times.ready()
-    (times,) = step_times.read(directory)
+    (times,) = step_files.read(directory)
     assert times.rank == 1
     assert len(times.steps) == 3
     for step in times.steps:
@@ -76,7 +76,7 @@ def test_epochs_are_written_one_after_the_other_and_what_is_between_them_is_no_s
         for _ in step_times.record_steps([1, 2]):
             clock.sleep(1.0)
         clock.sleep(30.0)
-    (times,) = step_times.read(directory)
+    (times,) = step_files.read(directory)
     assert [step.ended - step.asked for step in times.steps] == pytest.approx([1.0] * 4)
 
 
@@ -85,7 +85,7 @@ def test_a_step_that_ends_with_break_counts(clock, directory):
         clock.sleep(1.0)
         if number == 2:
             break
-    (times,) = step_times.read(directory)
+    (times,) = step_files.read(directory)
     assert [step.ended - step.given for step in times.steps] == pytest.approx([1.0] * 3)
 
 
@@ -120,14 +120,14 @@ def test_what_cannot_be_written_is_a_warning(directory, monkeypatch):
 def test_a_file_that_is_something_else_is_refused(tmp_path, lines):
     (tmp_path / "rank-0.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"rank-0\.jsonl"):
-        step_times.read(tmp_path)
+        step_files.read(tmp_path)
 
 
 def test_an_empty_file_is_refused_and_an_empty_directory_is_nothing(tmp_path):
-    assert step_times.read(tmp_path) == []
+    assert step_files.read(tmp_path) == []
     (tmp_path / "rank-0.jsonl").touch()
     with pytest.raises(DataError):
-        step_times.read(tmp_path)
+        step_files.read(tmp_path)
 
 
 def test_the_file_is_json_lines(clock, directory):
@@ -139,13 +139,13 @@ def test_the_file_is_json_lines(clock, directory):
 
 def test_a_host_is_a_number_and_no_name(clock, directory):
     list(step_times.record_steps([1]))
-    (times,) = step_times.read(directory)
+    (times,) = step_files.read(directory)
     assert isinstance(times.host, int) and os.uname().nodename not in (directory / "rank-1.jsonl").read_text()
 
 
 def test_what_the_processor_gave_is_written_where_the_kernel_says_it(clock, directory):
     list(step_times.record_steps(range(9)))
-    (times,) = step_times.read(directory)
+    (times,) = step_files.read(directory)
     if Path("/proc/self/schedstat").exists():
         assert times.cores.steps == 4 and times.cores.ran >= 0 and times.cores.queued >= 0
     else:
@@ -156,7 +156,7 @@ def test_many_steps_are_written_before_the_end(clock, directory):
     steps = iter(step_times.record_steps(range(1000)))
     for _ in range(600):
         next(steps)
-    (times,) = step_times.read(directory)
+    (times,) = step_files.read(directory)
     assert len(times.steps) == 512
 
 
@@ -176,7 +176,7 @@ def load(recorder, clock, seconds, *, more=True):
 
 def recorded(recorder, directory):
     recorder.finished()
-    (times,) = step_times.read(directory)
+    (times,) = step_files.read(directory)
     return [
         (step.given - step.asked, None if step.ready is None else step.ready - step.asked, step.ended - step.asked)
         for step in times.steps
@@ -247,8 +247,8 @@ def test_a_file_is_of_one_process_and_of_the_last_attempt(clock, directory, monk
     monkeypatch.setattr(step_times, "_recorder", None)
     with pytest.warns(UserWarning, match="File exists"):
         list(step_times.record_steps([1, 2, 3]))
-    assert [len(times.steps) for times in step_times.read(directory)] == [1]
+    assert [len(times.steps) for times in step_files.read(directory)] == [1]
     monkeypatch.setattr(step_times, "_recorder", None)
     monkeypatch.setenv("HVDKIT_RESTART", "1")
     list(step_times.record_steps([1, 2]))
-    assert [len(times.steps) for times in step_times.read(directory)] == [2]
+    assert [len(times.steps) for times in step_files.read(directory)] == [2]

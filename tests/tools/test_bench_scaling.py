@@ -20,7 +20,7 @@ from hvdkit.measure.bench.measurement import measure
 from hvdkit.measure.bench.scaling import order
 from hvdkit.measure.bench.subject import Asked, commit
 from hvdkit.run.trials.jobs import Job
-from hvdkit.steps.step_times import RankTimes, Step
+from hvdkit.steps.step_files import RankTimes, Step
 
 SERIAL = 0.1
 

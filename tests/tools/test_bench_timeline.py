@@ -11,7 +11,7 @@ from bench_machine import Machine, fitting, run_bench, saved, use
 from hvdkit import cli
 from hvdkit.errors import DataError
 from hvdkit.measure.bench import accounting
-from hvdkit.steps.step_times import RankTimes, Step
+from hvdkit.steps.step_files import RankTimes, Step
 
 STEP = 0.010
 PLANTED = {"negotiation": 0.05, "copy_in": 0.02, "transfer": 0.15, "copy_out": 0.03, "other": 0.0, "nothing": 0.05}

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 from collections import Counter
 
 import numpy as np
@@ -20,8 +21,8 @@ from hvdkit.read.explain.results import Explanation
 from hvdkit.read.explain.show import LINES, lines
 from hvdkit.read.timeline import causes as timeline_causes
 from hvdkit.run.launch import explained
-from hvdkit.steps import step_marks
-from hvdkit.steps.step_times import Cores, RankTimes, Step
+from hvdkit.steps import step_marks, step_times
+from hvdkit.steps.step_files import Cores, RankTimes, Step
 
 STEPS = 200
 
@@ -355,3 +356,53 @@ def test_the_timeline_is_of_some_steps_and_one_that_cannot_be_ends_no_training(m
 
     monkeypatch.setattr(horovod, "start_timeline", refuse)
     step_marks._timeline(20)
+
+
+class Hooks(types.ModuleType):
+    """What ``torch.optim.optimizer`` has of hooks."""
+
+    def __init__(self):
+        super().__init__("hooks")
+        self.around = []
+        self.register_optimizer_step_pre_hook = self.register_optimizer_step_post_hook = self.around.append
+
+    def step(self, optimizer, inner=None):
+        before, after = self.around
+        before(optimizer)
+        if inner is not None:
+            self.step(inner)
+        after(optimizer)
+
+
+class Optimizer:
+    pass
+
+
+def test_several_optimizers_take_one_step(monkeypatch):
+    class Counting:
+        automatic, steps = True, 0
+
+        def stepped(self):
+            self.steps += 1
+
+    monitor, hooks = Counting(), Hooks()
+    monkeypatch.setattr(step_times, "MONITORS", [monitor])
+    step_marks.torch_optimizers(hooks)
+    step_marks.torch_optimizers(hooks)
+    assert len(hooks.around) == 2, "asked for twice, and told once"
+
+    def steps(*optimizers):
+        before = monitor.steps
+        for one in optimizers:
+            hooks.step(one)
+        return monitor.steps - before
+
+    critic, generator, tuned = Optimizer(), Optimizer(), Optimizer()
+    assert steps(*[critic, generator] * 5) == 5
+    assert steps(*[critic, critic, generator] * 3) == 6, "those of the first one"
+    assert steps(*[tuned] * 4) == 3, "a later phase begins at its second step"
+    del tuned
+    assert steps(*[generator] * 3) == 3, "the one that led is gone"
+    before = monitor.steps
+    hooks.step(Optimizer(), inner=generator)
+    assert monitor.steps == before, "the step within another one's is none of its own"

@@ -70,6 +70,31 @@ def test_slurm(programs, capsys, tmp_path):
     assert "Job 17: pending\nJob 17: signaling\nJob 17 has ended: TIMEOUT, exit status 143." in err
 
 
+def test_a_log_that_comes_when_the_job_is_over_is_shown(programs, capsys, tmp_path, monkeypatch):
+    log, waited, files = tmp_path / "hvdkit.o17", [], []
+    answer = PBS.format(state="F", status="    Exit_status = 0\n", directory="x").replace(
+        "login1:x/a long directory of\n\t results/hvdkit.o17", str(log)
+    )
+    programs("qsub", "17.server\n")
+    programs("qstat", answer)
+
+    def sleep(_seconds):
+        waited.append(1)
+        if len(waited) in (3, 4):
+            with log.open("a") as file:
+                file.write(f"part {len(waited)}\n")
+
+    opened = submit.Path.open
+    monkeypatch.setattr(submit.time, "sleep", sleep)
+    monkeypatch.setattr(submit.Path, "open", lambda *words, **more: files.append(opened(*words, **more)) or files[-1])
+    code, out, err = run(capsys, "pbs", "--account", "me")
+    assert (code, out) == (0, "part 3\npart 4\n"), err
+    assert all(file.closed for file in files if file.name == str(log))
+    log.unlink()
+    monkeypatch.setattr(submit, "_LATE_S", 0)
+    assert f"Its log, {log}, is not here." in run(capsys, "pbs", "--account", "me")[2]
+
+
 @pytest.mark.parametrize(("answer", "expected"), [("DONE -\n", 0), ("EXIT 130\n", 130), ("EXIT -\n", 1)])
 def test_lsf(programs, capsys, tmp_path, answer, expected):
     programs("bsub", "Job <42> is submitted to default queue <normal>.\n", extra="cat > script")
@@ -102,3 +127,24 @@ def test_ctrl_c_leaves_the_job(programs, capsys, monkeypatch):
     monkeypatch.setattr(submit.time, "sleep", stop)
     code, _, err = run(capsys, "lsf")
     assert code == 130 and "Job 42 goes on; to end it: bkill 42" in err
+
+
+def test_ctrl_c_while_it_is_submitted_tells_the_number(programs, capsys, monkeypatch, tmp_path):
+    programs("bsub", "Job <42> is submitted.\n", extra="touch asked; while [ ! -e go ]; do sleep 0.01; done")
+    communicate, calls = submit.subprocess.Popen.communicate, []
+
+    def interrupted(self, *words, **more):
+        calls.append(words)
+        if len(calls) == 1:
+            self.stdin.close()
+            while not (tmp_path / "asked").exists():
+                pass
+            raise KeyboardInterrupt
+        (tmp_path / "go").touch()
+        self.stdin = None
+        return communicate(self, *words, **more)
+
+    monkeypatch.setattr(submit.subprocess.Popen, "communicate", interrupted)
+    code, _, err = run(capsys, "lsf")
+    assert code == 130 and "Job 42 goes on; to end it: bkill 42" in err
+    assert not (tmp_path / "bjobs.asked").exists()

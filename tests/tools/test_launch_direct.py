@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd,
 
 def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monkeypatch):
     monkeypatch.setattr(reach, "_ask", lambda host, _: host if host == "a" else None)
-    monkeypatch.setattr(reach, "_has_address", lambda host: not host.startswith("no"))
+    monkeypatch.setattr(reach, "_looked_up", lambda host: [] if host.startswith("no") else [1])
     known = "no name server has an address; correct --hosts or the host file, unless ssh has such an alias.\n"
     run("raise SystemExit(1)", ["a", "nosuch", "firewalled"])
     assert capfd.readouterr().err == f"hvdkit launch: host nosuch is unknown: {known}"
@@ -87,6 +88,16 @@ def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monke
 def test_this_host_answers_and_one_without_a_name_does_not():
     assert reach.Reach(["127.0.0.1", "no-such-host.invalid", "no..name"]).lost() is None
     assert reach._answering({"here": "127.0.0.1", "nowhere": "no-such-host.invalid"}) == {"here": "127.0.0.1"}
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(reach.socket, "getaddrinfo", lambda *_words, **_more: answers.wait(60) and [])
+    monkeypatch.setattr(reach, "_LOOK_UP_S", 0.05)
+    asked = reach.Reach(["silent"])
+    assert asked.lost() is None and asked.unknown() is None, "nothing is known of it"
+    assert not answers.is_set()
+    answers.set()
 
 
 @pytest.mark.parametrize("word", ["horovod.common.exceptions.HorovodInternalError: ...", LOST])

@@ -29,7 +29,7 @@ from hvdkit.measure.emulate import plan, results
 from hvdkit.read.explain.launched import Launched
 from hvdkit.run.job import site
 from hvdkit.run.launch import placement, tuned
-from hvdkit.steps import step_times
+from hvdkit.steps import step_files
 from hvdkit.steps.checkpoint import CheckpointDirectory
 
 FILES = os.environ.get("HVDKIT_FUZZ")
@@ -101,7 +101,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "autotune.csv": tuned.read,
     "site.toml": site.read,
     "hosts": placement.read,
-    "steps/rank-0.jsonl": lambda path: step_times.read(path.parent),
+    "steps/rank-0.jsonl": lambda path: step_files.read(path.parent),
     "explain/rank-0.jsonl": command("explain", "FILE"),
     "launch.json": command("explain", "FILE"),
     "run/step-0000000001/manifest.json": checkpoints,

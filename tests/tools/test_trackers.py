@@ -84,6 +84,10 @@ def test_mlflow(tmp_path, monkeypatch):
     steps = [(one.step, round(one.value, 6)) for one in client.get_metric_history(run.info.run_id, "loss")]
     assert sorted(set(steps)) == [(50, 0.02), (100, 0.01), (150, 0.006667), (200, 0.005)]
     assert run.data.tags["mlflow.note.content"] == "- first\n- second\n"
+    failed = train("mlflow", tmp_path / "digits", 200, (250,))
+    failed.fail()
+    failed.close()
+    assert client.get_run(run.info.run_id).info.status == "FAILED"
 
 
 def test_wandb(tmp_path, monkeypatch):
@@ -93,7 +97,9 @@ def test_wandb(tmp_path, monkeypatch):
     first = train("wandb", tmp_path / "digits", 0, (50, 100), "first")
     first.close()
     time.sleep(1.1)  # it names its folders by the second
-    train("wandb", tmp_path / "digits", 100, (150,)).close()
+    second = train("wandb", tmp_path / "digits", 100, (150,))
+    second.fail()
+    second.close()
     files = sorted((tmp_path / "digits").rglob("*.wandb"))
     found = [record for file in files for record in records(file)]
     assert len(files) == 2
@@ -104,6 +110,7 @@ def test_wandb(tmp_path, monkeypatch):
     losses = [item.value_json for item in logged if (item.key or ".".join(item.nested_key)) == "loss"]
     assert [round(float(one), 6) for one in losses] == [0.02, 0.01, 0.006667]
     assert [one.alert.text for one in found if one.HasField("alert")] == ["first"]
+    assert [one.exit.exit_code for one in found if one.HasField("exit")] == [0, 1]
 
 
 def records(file):

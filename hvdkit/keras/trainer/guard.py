@@ -31,10 +31,9 @@ from hvdkit.common.keras_optimizer import (
 )
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
+from hvdkit.keras import monitor, state
 from hvdkit.keras import schedule as keras_schedule
-from hvdkit.keras import state
 from hvdkit.keras.data import SHARDED, reader_of, set_trained_on
-from hvdkit.keras.monitor import automatic
 from hvdkit.keras.optimizer import held_by
 from hvdkit.keras.trainer import own_steps, private, requirements, watch
 from hvdkit.keras.trainer.metrics import AverageOfFit, States
@@ -95,6 +94,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             cause = getattr(guard.reader, "failure", None) or error  # TensorFlow tells a stream's in words of its own
             guard.left(cause)
+            monitor.left(model)
             if cause is not error:
                 raise cause from None
             raise
@@ -143,9 +143,9 @@ def _with_guard(guard: Guard, callbacks: Any) -> Any:
     own = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
     world = state.world()
     if world.size > 1:
-        whole = [guard, AverageOfFit(world), *on_the_root(own), *automatic()]
+        whole = [guard, AverageOfFit(world), *on_the_root(own), *monitor.automatic()]
     else:
-        whole = [guard, *keras.tree.flatten(own or []), *automatic()]
+        whole = [guard, *keras.tree.flatten(own or []), *monitor.automatic()]
     if own is callbacks:
         return whole
     return keras.callbacks.CallbackList(whole, model=callbacks.model, **(callbacks.params or {}))

@@ -33,8 +33,11 @@ class Transport(Collectives):
     def aside(self, words: Words, name: str) -> Words:
         """Every rank's words, int64 (size, n), in a second thread, whatever the first one waits for; a collective.
 
-        Each thread has a name of its own.
+        Each thread has a name of its own, which ``prepare_aside`` was told.
         """
+
+    def prepare_aside(self, name: str) -> None:
+        """Have ``aside`` know this name; a collective of the first thread where names do not pair calls up."""
 
     @abstractmethod
     def total(self, name: str) -> Total:

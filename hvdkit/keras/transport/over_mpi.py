@@ -103,7 +103,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         if not hasattr(self, "_comm"):
             OverMpi.__init__(self, MPI.COMM_WORLD, MPI)
             end_the_job_with_the_process(self._comm)
-            self._apart = {name: self._comm.Dup() for name in ("hvdkit.aside", "hvdkit.monitor")}
+            self._apart = {"hvdkit.aside": self._comm.Dup()}
         launched = launchers.detect(os.environ)
         host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         across = self._comm.Split(host.Get_rank(), self._comm.Get_rank())
@@ -126,6 +126,9 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
 
         return self.size() > 1 and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
+    def prepare_aside(self, name: str) -> None:
+        self._apart[name] = self._in_order().Dup()
+
     def aside(self, words: Words, name: str) -> Words:
         if not self.has_aside():
             raise InvalidArgumentError(
@@ -133,7 +136,7 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
                 "an MPI with MPI_THREAD_MULTIPLE, or leave the monitor out."
             )
         everyone = np.empty((self.size(), len(words)), dtype=np.int64)
-        request = self._apart[name.rstrip(".0123456789")].Iallgather(words, everyone)
+        request = self._apart[name].Iallgather(words, everyone)
         while not request.Test():
             time.sleep(ASIDE_S)
         return everyone

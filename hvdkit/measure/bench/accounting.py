@@ -20,7 +20,7 @@ from hvdkit.measure.bench.measurement import Parts
 from hvdkit.read.timeline import columns, measures, summary
 from hvdkit.read.timeline.model import Operation, group_of
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.steps.step_times import RankTimes
+from hvdkit.steps.step_files import RankTimes
 
 TRANSFER, COPY_IN, COPY_OUT, OTHER, NEGOTIATION, NOTHING = (
     "transfer", "copy_in", "copy_out", "other", "negotiation", "nothing",

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from hvdkit.common import intervals
-from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first, rank_names
+from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import duration_text, share_text
@@ -19,6 +19,7 @@ from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
 from hvdkit.measure.bench.measurement import Late, Parts, Slowest
 from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, Measured, Results
+from hvdkit.steps.ranks import name_ranks
 
 _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
@@ -231,13 +232,13 @@ def causes(rows: Sequence[Row]) -> list[Cause]:
     if late.compute_s is not None:
         evidence += f", computation {duration_text(1e6 * late.compute_s)}"
     if late.ranks:
-        names = rank_names(late.ranks)
-        comes = f"{names} {'come' if len(late.ranks) > 1 else 'comes'} late, and the others wait"
+        names = name_ranks(late.ranks)
+        comes = f"{names.capitalize()} {'come' if len(late.ranks) > 1 else 'comes'} late, and the others wait"
         kind, what = "compute", f"{comes}: the computation takes longer."
-        advice = f"Look at the batches, the cores and the clock of {names.lower()} (hvdkit preflight)."
+        advice = f"Look at the batches, the cores and the clock of {names} (hvdkit preflight)."
         if late.input_s >= (late.compute_s or 0.0):
             kind, what = "input", f"{comes}: for the input."
-            advice = f"Speed up the input of {names.lower()}: more workers, prefetching, a local copy of its data."
+            advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
     else:
         kind, what = "random-late", "Now this rank is late and now that one."
         evidence = f"steps on {row.ranks} ranks"

@@ -13,7 +13,8 @@ from hvdkit.common import lateness
 from hvdkit.common.causes import to_blame
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
-from hvdkit.steps.step_times import RankTimes
+from hvdkit.steps.step_files import RankTimes
+from hvdkit.steps.stragglers import lower_median
 
 
 class Parts(Part, frozen=True):
@@ -166,5 +167,5 @@ def _late(table: NDArray[np.float64]) -> Late:
     costs = lateness.costs(ready - asked if known else waiting)
     ranks = to_blame(dict(enumerate(costs.tolist())))
     blamed = list(ranks) or list(range(len(table)))
-    more = [float((part[blamed] - lateness.typical(part)).mean()) for part in (waiting, computing)]
+    more = [float((part[blamed] - lower_median(part)).mean()) for part in (waiting, computing)]
     return Late(ranks, float(costs[blamed].sum()), more[0], more[1] if known else None)

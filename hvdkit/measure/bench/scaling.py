@@ -17,7 +17,7 @@ from hvdkit.measure.bench.results import Measured, Recorded, Results, measurable
 from hvdkit.measure.bench.subject import Asked
 from hvdkit.run.trials.jobs import Job, Launch
 from hvdkit.run.trials.space import DEFAULT
-from hvdkit.steps import step_times
+from hvdkit.steps import step_files, step_times
 
 Run = Callable[[int], tuple[Job, Steps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
@@ -63,7 +63,7 @@ class Jobs:
             if job.failure is not None:
                 return job, None
             try:
-                times = step_times.read(Path(folder))
+                times = step_files.read(Path(folder))
                 return job, measure(times, ranks, started, self.warmup_steps) if times else None
             except DataError as error:
                 return Job(job.wall_s, job.closing_s, str(error)), None
@@ -81,7 +81,7 @@ class Jobs:
             if job.failure is not None:
                 return job, None
             try:
-                times = step_times.read(Path(folder))
+                times = step_files.read(Path(folder))
                 if not times:
                     raise DataError("did not record its steps (record_steps of the adapters)")
                 measure(times, ranks, started, self.warmup_steps)

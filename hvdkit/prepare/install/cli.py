@@ -92,15 +92,23 @@ def install(
     if explain:
         click.echo(explanation(facts, options))
         return 0
+    with _reporting() as progress:
+        if ready is not None:
+            _install_ready(facts, options, Shelf(ready), progress)
+        elif keep is not None:
+            _keep(facts, options, force, Shelf(keep), progress)
+        else:
+            _install(facts, options, force, progress)
+    return 0
+
+
+@contextlib.contextmanager
+def _reporting() -> Iterator[Progress]:
+    """Say how far it is, and what has ended it."""
     progress = Progress(sys.stderr)
     with _ended_by_signals():
         try:
-            if ready is not None:
-                _install_ready(facts, options, Shelf(ready), progress)
-            elif keep is not None:
-                _keep(facts, options, force, Shelf(keep), progress)
-            else:
-                _install(facts, options, force, progress)
+            yield progress
         except KeyboardInterrupt:
             progress.say("Stopped; the environment is as it was before.")
             raise
@@ -108,7 +116,6 @@ def install(
             raise InstallError(f"A file could not be read or written: {error}.") from error
         finally:
             progress.clear()
-    return 0
 
 
 def explanation(facts: Facts, options: Options) -> str:

@@ -15,7 +15,7 @@ from hvdkit.read.explain.launched import Launched
 from hvdkit.read.explain.results import Explanation, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, Sources, find
 from hvdkit.read.explain.step_causes import EXCHANGE, Told
-from hvdkit.steps import step_times
+from hvdkit.steps import step_files
 
 LATE = frozenset({"input", "compute", "host", "late", "random-late"})
 """Causes by which a rank comes late; the times of the steps tell them apart, a timeline often cannot."""
@@ -71,7 +71,7 @@ class _Joined:
         """The times of the steps."""
         for directory in {path.parent for path in self._sources.of(STEPS)}:
             try:
-                told = step_causes.look(step_times.read(directory), directory, self._launched)
+                told = step_causes.look(step_files.read(directory), directory, self._launched)
             except DataError as error:
                 self._errors.append(str(error))
                 continue

@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common.causes import WORTH_SAYING, Cause
+from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.errors import DataError
 from hvdkit.read.explain.launched import Launched
-from hvdkit.steps.step_times import RankTimes, Step
+from hvdkit.steps.ranks import name_ranks
+from hvdkit.steps.step_files import RankTimes, Step
+from hvdkit.steps.stragglers import lower_median
 
 WARMUP = 5
 """First steps that are left out, of long enough recordings."""
 LEAST = 10
 """Steps that are enough to tell a cause."""
-ONE_RANK = 0.7
-"""Part of the loss from which on the ranks that cause it are named; by chance alone one of two causes half of it."""
 STEADY = 0.4
 """Part of the mean loss by a rank that half of its steps must reach, else it is late now and then."""
 LEAST_LATE, LEAST_RANDOM, LEAST_CORES, LEAST_INPUT = 0.04, 0.1, 0.08, 0.1
@@ -74,7 +74,7 @@ class _Table:
 
 
 def look(times: Sequence[RankTimes], where: Path, launched: Launched | None = None) -> Told:
-    """The causes in what ``step_times.read`` found.
+    """The causes in what ``step_files.read`` found.
 
     Args:
         times: of each rank, by rank.
@@ -134,11 +134,6 @@ def _table(times: Sequence[RankTimes], count: int, where: Path) -> _Table:
     return table
 
 
-def _middle(values: _Floats) -> _Floats:
-    """The middle rank of each step, of two the faster one."""
-    return np.asarray(np.partition(values, (len(values) - 1) // 2, axis=0)[(len(values) - 1) // 2])
-
-
 def _late(table: _Table, times: Sequence[RankTimes]) -> tuple[list[Cause], list[str]]:
     """Ranks for which the others wait."""
     if len(table.numbers) == 1:
@@ -151,9 +146,9 @@ def _late(table: _Table, times: Sequence[RankTimes]) -> tuple[list[Cause], list[
             "computes slower cannot be told from the exchange; record --timeline FILE --skew."
         )
     last = own.argmax(axis=0)
-    lost = own.max(axis=0) - _middle(own)
+    lost = own.max(axis=0) - lower_median(own)
     at_last = np.take_along_axis(table.input, last[None], 0)[0]
-    by_input = np.clip(at_last - _middle(table.input), 0.0, lost)
+    by_input = np.clip(at_last - lower_median(table.input), 0.0, lost)
     causes = [
         *_late_by(table, times, by_input, last, table.input, of_input=True),
         *_late_by(table, times, lost - by_input, last, own - table.input, of_input=False),
@@ -169,36 +164,35 @@ def _late_by(
     share = cost / table.step_s
     if share < LEAST_LATE:
         return []
-    by_rank = np.bincount(last, lost, minlength=len(part)) / len(lost)
-    slow = np.flatnonzero(by_rank >= 0.5 * by_rank.max())
-    named = by_rank[slow].sum() >= ONE_RANK * cost and len(slow) <= len(part) / 2
+    by_rank = np.bincount(last, lost, minlength=len(part))
+    slow = list(to_blame(dict(enumerate(by_rank.tolist())), one_in=2))
     in_steps = float((lost > 0.5 * cost).mean())
-    if not named:
+    if not slow:
         return _late_anywhere(table, cost, share, in_steps, of_input=of_input)
     ranks = tuple(table.numbers[row] for row in slow)
     others = np.delete(part, slow, axis=0)
     usual = f"the others {_ms(np.median(others, axis=0).mean())}"
     seen = f"{_ms(part[slow].mean())} a step there, {usual}; longer in {share_text(in_steps)} of {len(lost)} steps"
-    who, verb = _who(ranks), "s" if len(ranks) == 1 else ""
+    who, verb = name_ranks(ranks), "s" if len(ranks) == 1 else ""
     if of_input:
         return [
             Cause(
-                "input", cost, share, f"{who} wait{verb} for {'its' if verb else 'their'} input.",
+                "input", cost, share, f"{who.capitalize()} wait{verb} for {'its' if verb else 'their'} input.",
                 f"{table.where}: {seen}.",
-                f"Look at how {_who(ranks).lower()} read{verb}: file system, size of the shard, number of workers, "
+                f"Look at how {who} read{verb}: file system, size of the shard, number of workers, "
                 "prefetching.",
                 ranks=ranks,
             )
         ]  # fmt: skip
-    excess = part[slow].mean(axis=0) - _middle(part)
+    excess = part[slow].mean(axis=0) - lower_median(part)
     if float(np.median(excess)) < STEADY * float(excess.mean()):
         if share < LEAST_RANDOM:
             return []
         return [
             Cause(
-                "random-late", cost, share, f"{who} {'is' if verb else 'are'} late now and then.",
+                "random-late", cost, share, f"{who.capitalize()} {'is' if verb else 'are'} late now and then.",
                 f"{table.where}: {seen}.",
-                f"Look for what runs now and then on {_who(ranks).lower()} alone: logging, saving, evaluation, garbage "
+                f"Look for what runs now and then on {who} alone: logging, saving, evaluation, garbage "
                 "collection, or another job on the host.",
                 ranks=ranks,
             )
@@ -226,12 +220,10 @@ def _late_anywhere(table: _Table, cost: float, share: float, in_steps: float, *,
     ]  # fmt: skip
 
 
-def _slow(
-    table: _Table, times: Sequence[RankTimes], slow: NDArray[np.intp], cost: float, share: float, seen: str
-) -> Cause:
+def _slow(table: _Table, times: Sequence[RankTimes], slow: list[int], cost: float, share: float, seen: str) -> Cause:
     """One rank, or some, compute longer in most steps: by themselves, or by where they run."""
     ranks = tuple(table.numbers[row] for row in slow)
-    who, verb = _who(ranks), "s" if len(ranks) == 1 else ""
+    who, verb = name_ranks(ranks), "s" if len(ranks) == 1 else ""
     queued = [_queued(rank) for rank in times]
     known = [one for one in queued if one is not None]
     extra = min((queued[row] or 0.0) for row in slow) - float(np.median(known)) if len(known) == len(times) > 0 else 0.0
@@ -239,7 +231,7 @@ def _slow(
         extra = max(known) - min(known) if queued[slow[0]] == max(known) else 0.0
     if extra >= 0.5 * cost:
         return Cause(
-            "host", cost, share, f"{who} share{verb} {'its' if verb else 'their'} cores with others.",
+            "host", cost, share, f"{who.capitalize()} share{verb} {'its' if verb else 'their'} cores with others.",
             f"{table.where}: {seen}; {_ms(extra)} more a step without a core.",
             "See what else runs on that host and on those cores: another job, more threads than cores, two ranks bound "
             "to one core (hvdkit preflight; --bind core, --threads).",
@@ -249,13 +241,13 @@ def _slow(
     there = [row for row, rank in enumerate(times) if rank.host in hosts]
     if len(hosts) == 1 and None not in hosts and len(slow) > 1 and len(there) == len(slow) < len(times):
         return Cause(
-            "host", cost, share, f"The host of {_who(ranks).lower()} computes slower.", f"{table.where}: {seen}.",
+            "host", cost, share, f"The host of {who} computes slower.", f"{table.where}: {seen}.",
             "Compare that host with another one (hvdkit preflight there): clock rate, memory, devices, other jobs.",
             ranks=ranks,
         )  # fmt: skip
     return Cause(
-        "compute", cost, share, f"{who} compute{verb} longer.", f"{table.where}: {seen}.",
-        f"See whether {_who(ranks).lower()} ha{'s' if verb else 've'} more to compute (size of the batch, length of "
+        "compute", cost, share, f"{who.capitalize()} compute{verb} longer.", f"{table.where}: {seen}.",
+        f"See whether {who} ha{'s' if verb else 've'} more to compute (size of the batch, length of "
         "the samples, work that it alone does) or a slower core or device (hvdkit preflight).",
         ranks=ranks,
     )  # fmt: skip
@@ -267,7 +259,7 @@ def _queued(rank: RankTimes) -> float | None:
 
 
 def _input_everywhere(table: _Table) -> list[Cause]:
-    cost = float(_middle(table.input).mean())
+    cost = float(lower_median(table.input).mean())
     share = cost / table.step_s
     if share < LEAST_INPUT:
         return []
@@ -286,7 +278,7 @@ def _few_cores(table: _Table, times: Sequence[RankTimes], launched: Launched | N
     known = [one for one in queued if one is not None]
     if len(known) < len(times):
         return []
-    cost = sorted(known)[(len(known) - 1) // 2]
+    cost = float(lower_median(np.array(known)))
     share = cost / table.step_s
     if share < LEAST_CORES:
         return []
@@ -326,13 +318,6 @@ def _first_step(times: Sequence[RankTimes], table: _Table) -> list[Cause]:
             per_step=False,
         )
     ]  # fmt: skip
-
-
-def _who(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"Rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:7])) + (", ..." if len(ranks) > 8 else f", {ranks[7]}" if len(ranks) == 8 else "")
-    return f"Ranks {shown}"
 
 
 def _ms(seconds: float) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hvdkit.common.causes import WORTH_SAYING, Cause, rank_names, to_blame
+from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.results import CYCLE_TIME, Steps, Summary
+from hvdkit.steps.ranks import name_ranks
 
 _MOST_HIDDEN = 0.1
 """Share of a step below which collectives and cycles are not worth a cause: the backward pass hides most of them."""
@@ -118,14 +119,14 @@ def _late(summary: Summary, steps: Steps, duration: Distribution) -> Cause | Non
             f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
             "Even out what a step has to do (batches of unequal length), and give each rank cores of its own.",
         )
-    names = rank_names(ranks)
+    names = name_ranks(ranks)
     return _per_step(
         "late",
         lost,
         duration,
-        f"{names} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait.",
+        f"{names.capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait.",
         f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
-        f"Whether it is the input, the computation or the host of {names.lower()} a timeline does not say: record "
+        f"Whether it is the input, the computation or the host of {names} a timeline does not say: record "
         "hvdkit launch --torch-profile DIR (hvdkit trace summary DIR says it), or the steps with hvdkit bench scaling.",
         ranks,
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from hvdkit.common.causes import WORTH_SAYING, Cause, rank_names, to_blame
+import numpy as np
+
+from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.read.trace.results import Rank, Skew, Summary
+from hvdkit.steps.ranks import name_ranks
+from hvdkit.steps.stragglers import lower_median
 
 _MUCH = 0.1
 """Share of a step below which data loading and exchanges of all ranks are as they should be."""
@@ -13,12 +17,10 @@ _MS = 1e-3
 
 def causes(summary: Summary) -> list[Cause]:
     """What costs time in the traces of a run, in no order; ``common.causes.dearest_first`` weighs it."""
-    found = [_input_everywhere(summary)]
-    if summary.skew is None:
-        found.append(_one_trace(summary))
-    else:
-        found += [_late(summary, summary.skew), _exchange(summary, summary.skew)]
-    return [cause for cause in found if cause is not None]
+    of_all = [_input_everywhere(summary)]
+    of_all.append(_one_trace(summary) if summary.skew is None else _exchange(summary, summary.skew))
+    late = [] if summary.skew is None else [_late(summary, summary.skew)]
+    return [*late, *(cause for cause in of_all if cause.share >= _MUCH)]
 
 
 def otherwise(summary: Summary) -> str:
@@ -35,10 +37,6 @@ def otherwise(summary: Summary) -> str:
 def _each(rank: Rank, name: str) -> float:
     """Milliseconds of a step in a part of ``Times``."""
     return float(getattr(rank.times, name)) / max(1, len(rank.steps))
-
-
-def _lower_median(values: list[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _cause(
@@ -62,11 +60,11 @@ def _late(summary: Summary, skew: Skew) -> Cause:
             f"time of the ranks in {skew.collectives} collectives",
             "Even out what a step has to do (batches of unequal length), and give each rank cores of its own.",
         )
-    names = rank_names(ranks)
-    comes = f"{names} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait"
+    names = name_ranks(ranks)
+    comes = f"{names.capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait"
     more = {
         name: min(_each(rank, name) for rank in summary.ranks if rank.rank in ranks)
-        - _lower_median([_each(rank, name) for rank in summary.ranks])
+        - float(lower_median(np.array([_each(rank, name) for rank in summary.ranks])))
         for name in ("exposed_data", "computation")
     }
     evidence = "more than the typical rank in a step: " + ", ".join(
@@ -74,13 +72,13 @@ def _late(summary: Summary, skew: Skew) -> Cause:
         for name, word in (("exposed_data", "data loading"), ("computation", "computation"))
     )
     if more["exposed_data"] >= max(lost / 2, more["computation"]):
-        advice = f"Speed up the input of {names.lower()}: more workers, prefetching, a local copy of its data."
+        advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
         return _cause(summary, "input", lost, f"{comes}: for its input.", evidence, advice, ranks)
     if more["computation"] >= lost / 2:
-        advice = f"Look at the size of the batches of {names.lower()}, its cores or clock (hvdkit preflight)."
+        advice = f"Look at the size of the batches of {names}, its cores or clock (hvdkit preflight)."
         return _cause(summary, "compute", lost, f"{comes}: it computes longer.", evidence, advice, ranks)
     advice = (
-        f"Look at the host of {names.lower()} and at its own code between the operators; mark an input that is no "
+        f"Look at the host of {names} and at its own code between the operators; mark an input that is no "
         "DataLoader with torch.profiler.record_function('hvdkit:data')."
     )
     return _cause(
@@ -88,11 +86,11 @@ def _late(summary: Summary, skew: Skew) -> Cause:
     )
 
 
-def _exchange(summary: Summary, skew: Skew) -> Cause | None:
+def _exchange(summary: Summary, skew: Skew) -> Cause:
     waits = {one.rank: one.waiting for one in skew.ranks}
     left = [_each(rank, "exposed") - waits[rank.rank or 0] for rank in summary.ranks]
     lost = max(0.0, sum(left) / len(left))
-    cause = _cause(
+    return _cause(
         summary,
         "large-tensors",
         lost,
@@ -100,12 +98,11 @@ def _exchange(summary: Summary, skew: Skew) -> Cause | None:
         "exposed communication, without the wait for later ranks, mean of the ranks",
         "Send less or less often (fp16 compression, accumulation, a larger batch), or over a faster network.",
     )
-    return cause if cause.share >= _MUCH else None
 
 
-def _one_trace(summary: Summary) -> Cause | None:
+def _one_trace(summary: Summary) -> Cause:
     lost = max(_each(rank, "exposed") for rank in summary.ranks)
-    cause = _cause(
+    return _cause(
         summary,
         "late",
         lost,
@@ -113,12 +110,11 @@ def _one_trace(summary: Summary) -> Cause | None:
         f"exposed communication; ranks are not compared ({summary.skew_note})",
         "Give the traces of all ranks of the run.",
     )
-    return cause if cause.share >= _MUCH else None
 
 
-def _input_everywhere(summary: Summary) -> Cause | None:
+def _input_everywhere(summary: Summary) -> Cause:
     lost = min(_each(rank, "exposed_data") for rank in summary.ranks)
-    cause = _cause(
+    return _cause(
         summary,
         "input-everywhere",
         lost,
@@ -126,4 +122,3 @@ def _input_everywhere(summary: Summary) -> Cause | None:
         "exposed data loading, of the rank with the least",
         "More workers of the DataLoader, prefetching, a cache of the decoded data.",
     )
-    return cause if cause.share >= _MUCH else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ from hvdkit.run.job.model import Job
 POLL_S = 2.0
 """Seconds between two questions to the batch system."""
 _ASK_S = 60.0
+_LATE_S = 20.0
+"""Seconds that a log may take to be copied, after the batch system calls the job finished."""
 _UNSEEN = 5
 """So many questions without an answer, one after the other, end the following."""
 
@@ -97,7 +100,7 @@ def _pbs(text: str) -> State | None:
     code = int(status) if status else None
     if code is not None and not 0 <= code < 256:
         code = 128 + code % 256 if code > 0 else 1
-    log = _field(text, "Output_Path", r".+").partition(":")[2]
+    log = _field(text, "Output_Path", r".+").rpartition(":")[2]  # HOST:PATH, or the path alone
     return State(
         _PBS_WORDS.get(word, word), over, (1 if code is None else code) if over else None, Path(log) if log else None
     )
@@ -140,13 +143,16 @@ def submit(system: str, job: Job, script: str) -> int:
     way = SYSTEMS.get(system)
     if way is None:
         raise LaunchError(f"Jobs of {system} cannot be followed; write the script with -o, and submit it yourself.")
-    number = _submitted(way, script)
+    number, stopped = _submitted(way, script)
     click.echo(f"Job {number} is submitted to {system}.", err=True)
-    if job.array:
+    if job.array and not stopped:
         return 0
     log = Path((job.log or f"{job.name}.%J.log").replace("%J", number)) if system == "lsf" else None
     try:
-        last = _follow(way, number, log)
+        if stopped:
+            raise KeyboardInterrupt
+        with contextlib.closing(_Shown(log)) as shown:
+            last = _follow(way, number, shown)
     except KeyboardInterrupt:
         click.echo(f"\nJob {number} goes on; to end it: {way.cancel} {number}", err=True)
         return 130
@@ -154,21 +160,30 @@ def submit(system: str, job: Job, script: str) -> int:
     return last.code or 0
 
 
-def _submitted(way: Following, script: str) -> str:
+def _submitted(way: Following, script: str) -> tuple[str, bool]:
+    """Submit it; the job's number, and whether Ctrl-C came meanwhile."""
     program = shutil.which(way.submit[0])
     if program is None:
         raise LaunchError(f"There is no {way.submit[0]} on PATH; submit on a login node, or write the script with -o.")
-    done = subprocess.run([program, *way.submit[1:]], input=script, capture_output=True, text=True, check=False)
-    match = way.number.search(done.stdout)
-    if done.returncode != 0 or match is None:
-        said = " ".join((done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").split())
+    stopped, words = False, [program, *way.submit[1:]]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # In a session of its own Ctrl-C does not reach it, and cannot leave a job of which nobody knows.
+    with subprocess.Popen(words, **pipes, start_new_session=True) as submitting:  # type: ignore[call-overload]
+        try:
+            out, error = submitting.communicate(script)
+        except KeyboardInterrupt:
+            stopped = True
+            out, error = submitting.communicate()
+    match = way.number.search(out)
+    if submitting.returncode != 0 or match is None:
+        said = " ".join((error.strip() or out.strip() or f"status {submitting.returncode}").split())
         raise LaunchError(f"{way.submit[0]} took no job: {said}")
-    return match[1]
+    return match[1], stopped
 
 
-def _follow(way: Following, number: str, log: Path | None) -> State:
+def _follow(way: Following, number: str, shown: _Shown) -> State:
     """Ask and show, until it has ended; its last state."""
-    before, unseen, shown = "", 0, _Shown(log)
+    before, unseen = "", 0
     while True:
         state = _asked(way, number)
         if state is None:
@@ -186,6 +201,7 @@ def _follow(way: Following, number: str, log: Path | None) -> State:
             before = state.word
         shown.go_on()
         if state is not None and state.over:
+            shown.rest()
             return state
         time.sleep(POLL_S)
 
@@ -210,11 +226,27 @@ class _Shown:
         self.log = log
         self._file: BinaryIO | None = None
 
-    def go_on(self) -> None:
-        """Print what is new."""
+    def go_on(self) -> bool:
+        """Print what is new; whether there was anything."""
         if self._file is None and self.log is not None and self.log.is_file():
             self._file = self.log.open("rb")
+        new = b"" if self._file is None else self._file.read()
+        sys.stdout.flush()
+        sys.stdout.buffer.write(new)  # as it is: a character may be in two parts
+        sys.stdout.buffer.flush()
+        return bool(new)
+
+    def rest(self) -> None:
+        """Print what comes when the job is over: PBS copies the log then, and file servers are late."""
+        end = time.monotonic() + _LATE_S
+        while self.log is not None and time.monotonic() < end:
+            time.sleep(POLL_S)
+            if not self.go_on() and self._file is not None:
+                return
+        if self.log is not None and self._file is None:
+            click.echo(f"Its log, {self.log}, is not here.", err=True)
+
+    def close(self) -> None:
+        """Print no more."""
         if self._file is not None:
-            sys.stdout.flush()
-            sys.stdout.buffer.write(self._file.read())  # as it is: a character may be in two parts
-            sys.stdout.buffer.flush()
+            self._file.close()

@@ -87,16 +87,20 @@ def launch(
     if growing is not None:
         with _recorded(request, job):
             return direct.run([*job.launcher, *job.command], job.environment).status
-    if first and job.direct:
-        raise InvalidArgumentError(
-            f"--preflight works on one machine, and {job.launcher_name} starts ranks on other hosts; start 'hvdkit "
-            "preflight' itself in place of the command."
-        )
-    if first and not attempts.preflight(job, facts.own_python()):
+    if first and not _could_train(job):
         click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
         return 1
     with _recorded(request, job):
         return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
+
+
+def _could_train(job: Plan) -> bool:
+    if job.direct:
+        raise InvalidArgumentError(
+            f"--preflight works on one machine, and {job.launcher_name} starts ranks on other hosts; start 'hvdkit "
+            "preflight' itself in place of the command."
+        )
+    return attempts.preflight(job, facts.own_python())
 
 
 def _say(job: Plan, explain: bool) -> None:

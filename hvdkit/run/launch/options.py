@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -44,6 +46,12 @@ def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | 
     if file.is_dir():
         raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
     return file
+
+
+def _directory(name: str, help_text: str) -> Callable[[Any], Any]:
+    """An option for the directory of a recording."""
+    kind = click.Path(path_type=Path, file_okay=False)
+    return click.option(name, type=kind, callback=_absolute, metavar="DIR", help=help_text)
 
 
 def _absolute(_ctx: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
@@ -157,31 +165,20 @@ OPTIONS = (
         is_flag=True,
         help="Have the timeline say in every step which rank was late, at the price of slower negotiation (no cache).",
     ),
-    click.option(
-        "--monitor",
-        type=click.Path(path_type=Path, file_okay=False),
-        callback=_absolute,
-        metavar="DIR",
-        help="Keep the history of the run in DIR and report slow ranks, without a change of the script.",
+    _directory(
+        "--monitor", "Keep the history of the run in DIR and report slow ranks, without a change of the script."
     ),
-    click.option(
-        "--mpi-profile",
-        type=click.Path(path_type=Path, file_okay=False),
-        callback=_absolute,
-        metavar="DIR",
-        help="Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo).",
+    _directory(
+        "--mpi-profile", "Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo)."
     ),
     click.option(
         "--mpi-profile-wait",
         is_flag=True,
         help="Also measure how long each rank waits in collectives for the others, by a barrier before each one.",
     ),
-    click.option(
+    _directory(
         "--torch-profile",
-        type=click.Path(path_type=Path, file_okay=False),
-        callback=_absolute,
-        metavar="DIR",
-        help="Have PyTorch's profiler record some steps of every rank in DIR, for `hvdkit trace summary DIR`.",
+        "Have PyTorch's profiler record some steps of every rank in DIR, for `hvdkit trace summary DIR`.",
     ),
     click.option(
         "--torch-profile-steps",
@@ -195,12 +192,8 @@ OPTIONS = (
         help="Record the times of the steps of every rank, and say at the end what cost the job most time, as "
         "`hvdkit explain` does, with what the other options record.",
     ),
-    click.option(
-        "--explain-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        callback=_absolute,
-        metavar="DIR",
-        help="Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]",
+    _directory(
+        "--explain-dir", "Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]"
     ),
     click.option(
         "--autotune-log",

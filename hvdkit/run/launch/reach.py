@@ -7,10 +7,13 @@ import socket
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 _PORT = 22
 _WAIT_S, _AGAIN_S = 2.0, 0.5
 """How long a host may take to answer: TCP asks at 0, 1 and 3 s; and one that has just been silent for so long."""
+_LOOK_UP_S = 5.0
+"""The resolver's own time for one question to one name server."""
 _AT_A_TIME = 64
 
 
@@ -52,18 +55,31 @@ class Reach:
     def unknown(self) -> str | None:
         """A sentence that names the hosts whose names have no address here, None without any."""
         answered = self._answered.result()
-        names = [host for host in self._hosts if host not in answered and not _has_address(host)]
+        names = [host for host in self._hosts if host not in answered and _looked_up(host) == []]
         if not names:
             return None
         who = f"host {names[0]} is unknown" if len(names) == 1 else f"hosts {', '.join(names)} are unknown"
         return f"{who}: no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
 
 
-def _has_address(host: str) -> bool:
+def _looked_up(host: str) -> list[Any] | None:
+    """Its addresses, none where there are none; None where no name server answers in time.
+
+    The resolver itself may take minutes, and cannot be interrupted.
+    """
+    found: Future[list[Any]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError):  # a label that is empty or too long
+            found.set_result([])
+
+    threading.Thread(target=look_up, daemon=True).start()
     try:
-        return bool(socket.getaddrinfo(host, None))
-    except (OSError, UnicodeError):  # a label that is empty or too long
-        return False
+        return found.result(_LOOK_UP_S)
+    except TimeoutError:
+        return None
 
 
 def _answering(addresses: dict[str, str], silent_before: Collection[str] = ()) -> dict[str, str]:
@@ -77,12 +93,15 @@ def _answering(addresses: dict[str, str], silent_before: Collection[str] = ()) -
 
 
 def _ask(host: str, wait_s: float) -> str | None:
+    addresses = _looked_up(host)
+    if not addresses:
+        return None
+    family, kind, protocol, _, place = addresses[0]
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as connection:
             connection.settimeout(wait_s)
             with contextlib.suppress(ConnectionRefusedError):  # an answer as well
                 connection.connect(place)
-    except (OSError, UnicodeError):
+    except OSError:
         return None
     return str(place[0])

@@ -14,9 +14,8 @@ import msgspec
 from hvdkit.common import files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, DataNotFoundError
+from hvdkit.steps.history import NAME, SCHEMA
 
-NAME = "metrics.jsonl"
-SCHEMA = 1
 _LONGEST = 1 << 24
 """Bytes of a line; that of 10,000 ranks has a few thousand."""
 _RECENT = 20

@@ -1,0 +1,109 @@
+"""What the recorders of all ranks wrote of their steps (``step_times``): ``rank-R.jsonl`` of each in a directory."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdkit.errors import DataError
+
+MARK, VERSION = "step times", 1
+"""Of the first line of a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank; seconds since the epoch of Unix, on a clock that never goes back within a process.
+
+    Attributes:
+        asked: the batch was asked for; the step before had ended.
+        given: the batch was there.
+        ready: the gradients were there, and the rank began to wait for the others; None where nobody said so.
+        ended: the step was complete.
+    """
+
+    asked: float
+    given: float
+    ready: float | None
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What the thread that trains got of the processor, in so many steps.
+
+    Attributes:
+        steps: how many.
+        ran: seconds that it ran.
+        queued: seconds that it could have run, and others had the cores.
+        of_all: seconds that all threads of the process ran.
+    """
+
+    steps: int
+    ran: float
+    queued: float
+    of_all: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one rank wrote.
+
+    Attributes:
+        rank: its number.
+        steps: in order.
+        host: a number that ranks of one host share; None in older files.
+        cores: None where the kernel does not say it.
+    """
+
+    rank: int
+    steps: tuple[Step, ...]
+    host: int | None = None
+    cores: Cores | None = None
+
+
+def read(directory: Path) -> list[RankTimes]:
+    """What the ranks wrote to a directory, by rank; empty when none wrote anything.
+
+    Raises:
+        DataError: a file that is not what a rank writes.
+    """
+    return sorted((_read(path) for path in directory.glob("rank-*.jsonl")), key=lambda times: times.rank)
+
+
+def _read(path: Path) -> RankTimes:
+    try:
+        header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if header["hvdkit"] != MARK or header["version"] != VERSION:
+            raise ValueError(f"the first line is {header!r}")
+        host, cores = header.get("host"), [line for line in lines if isinstance(line, dict)]
+        steps = tuple(
+            Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3]))
+            for line in lines
+            if not isinstance(line, dict)
+        )
+        return RankTimes(
+            int(header["rank"]), steps, None if host is None else int(host), _cores(cores[-1]) if cores else None
+        )
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} is not a file of step times (version {VERSION}) or not complete: {error}.") from error
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"a time is {value!r}")
+    return float(value)
+
+
+def _cores(line: dict[str, Any]) -> Cores:
+    steps = line["steps"]
+    if type(steps) is not int or steps < 1:
+        raise ValueError(f"a number of steps is {steps!r}")
+    return Cores(steps, _seconds(line["ran"]), _seconds(line["queued"]), _seconds(line["of_all"]))
+
+
+def _ready(value: Any) -> float | None:
+    return None if value is None else _seconds(value)

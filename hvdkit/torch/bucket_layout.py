@@ -1,0 +1,89 @@
+"""Which gradients travel together; used by ``buckets``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hvdkit.errors import InvalidArgumentError
+
+Parameter = torch.nn.Parameter
+Named = Sequence[tuple[str, Parameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
+
+    Attributes:
+        bucket_mb: a bucket is full from so many MB (1,000,000 bytes) on; not with groups.
+        groups: number of buckets of each type, or which parameters go together (the others: alone).
+        sparse_as_dense: whether sparse gradients become dense ones.
+    Raises:
+        InvalidArgumentError: a number out of range, or groups that are neither.
+    """
+
+    bucket_mb: float = 4
+    groups: int | list[list[torch.Tensor]] | None = None
+    sparse_as_dense: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.bucket_mb
+        if isinstance(size, bool) or not (isinstance(size, int | float) and math.isfinite(size) and size > 0):
+            raise InvalidArgumentError(f"bucket_mb must be a positive, finite number of MB, got {size!r}.")
+        groups = self.groups
+        if isinstance(groups, list):
+            members = [one for group in groups for one in group]
+            if not all(isinstance(one, torch.Tensor) for one in members):
+                raise InvalidArgumentError("groups must be a number, or lists of parameters.")
+            if len({id(one) for one in members}) < len(members):
+                raise InvalidArgumentError("a parameter stands twice in groups; each may be in one.")
+        elif groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise InvalidArgumentError(f"groups must be a number >= 1 or lists of parameters, got {groups!r}.")
+
+    def split(self, named: Named) -> Iterable[Named]:
+        """The members of each bucket, in their order."""
+        groups = self.groups
+        if isinstance(groups, list):
+            group_of = {id(one): number for number, group in enumerate(groups) for one in group}
+            kinds: dict[Any, list[tuple[str, Parameter]]] = {}
+            for name, parameter in named:
+                together = group_of.get(id(parameter), name)
+                kinds.setdefault((together, parameter.dtype, parameter.device), []).append((name, parameter))
+            return kinds.values()
+        limit = 1e6 * self.bucket_mb
+        if groups is not None:
+            limit = sum(map(_bytes, named)) / groups
+        open_ones: dict[Any, list[tuple[str, Parameter]]] = {}
+        sizes: dict[Any, int] = {}
+        full: list[Named] = []
+        for one in named:
+            kind = (one[1].dtype, one[1].device)
+            open_ones.setdefault(kind, []).append(one)
+            sizes[kind] = sizes.get(kind, 0) + _bytes(one)
+            if sizes[kind] >= limit:
+                full.append(open_ones.pop(kind))
+                del sizes[kind]
+        return [*full, *open_ones.values()]
+
+
+def _bytes(one: tuple[str, Parameter]) -> int:
+    return one[1].numel() * one[1].element_size()
+
+
+class Said(NamedTuple):
+    """What a rank says in its buckets, 0 or 1; once they have arrived, the share of the ranks that say it.
+
+    Attributes:
+        changed: it needs another layout.
+        late: it sends its gradients only in ``step()``.
+        noted: it has looked at its parameters; see ``hvdkit.steps.parting``.
+    """
+
+    changed: float = 0.0
+    late: float = 0.0
+    noted: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,11 +24,12 @@ class Monitor(monitor.Monitor):
 
     def _held(self, value: Any) -> Any:
         # What a GPU still computes is not waited for now; a copy, since a sum may be added to in place.
+        value = value.detach() if isinstance(value, torch.Tensor) else value
         if not isinstance(value, torch.Tensor) or not value.is_cuda:
             return float(value)
         if value.numel() != 1:
             raise ValueError(f"a tensor of {value.numel()} numbers")
-        return value.detach().clone()
+        return value.clone()
 
     def _parameters(self) -> Mapping[str, str]:
         return {name: name for one in EXCHANGES for name in one.names()}
@@ -40,4 +42,4 @@ def begin_if_asked(world: Topology) -> None:
     """The monitor of ``hvdkit launch --monitor``: it sees loops over ``record_steps``, else the optimizer's steps."""
     monitor.begin_if_asked(Monitor, world)
     if monitor.automatic() is not None:
-        step_marks.torch_optimizers(torch.optim.optimizer)
+        step_marks.torch_optimizers(importlib.import_module("torch.optim.optimizer"))  # torch.optim hides it

@@ -244,7 +244,7 @@ def test_a_loop_that_is_left_goes_on_in_the_same_window(tmp_path):
         ({"trackers": "mlflow"}, "trackers must be a list"),
         (
             {"directory": None, "trackers": ["progress", "prometheus"]},
-            "the tracker 'prometheus' needs a directory, got None",
+            "'prometheus' needs a directory, got None",
         ),
         ({"trackers": [3]}, "a tracker has log, report and close, got 3"),
         ({"on_report": 3}, "on_report must be a function or a command, got 3"),

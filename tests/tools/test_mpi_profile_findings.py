@@ -37,9 +37,9 @@ def of(tmp_path, *calls, seconds=10.0, size=4):
 def test_the_negotiation_of_the_real_files_with_its_numbers():
     text = found(reading.read(MPITRACE))["negotiation"]
     for words in (
-        "94 % of the allreduces (72,893 of 77,340) are 16 bytes: Horovod's negotiation",
+        "94% of the allreduces (72,893 of 77,340) are 16 bytes: Horovod's negotiation",
         "by its size",
-        "81 % of the time of the allreduces (86.6 s of 106.7 s)",
+        "81% of the time of the allreduces (86.6 s of 106.7 s)",
         "Horovod's background thread",
     ):
         assert words in text
@@ -50,7 +50,7 @@ def test_what_else_is_said_of_the_real_files():
     texts = found(reading.read(MPITRACE))
     assert "A negotiation takes 1.19 ms on average" in texts["negotiation waits"]
     assert "MPI_Allreduce of 4.72 MB: 714 of them in 18.8 s" in texts["bandwidth"]
-    assert "106.7 s of 128.9 s (83 %" in texts["time in MPI"]
+    assert "106.7 s of 128.9 s (83%" in texts["time in MPI"]
 
 
 def test_the_real_files_say_what_the_timeline_of_the_same_job_says(capsys):
@@ -131,7 +131,7 @@ def test_the_bus_bandwidth_of_a_size_leaves_measured_waiting_out(tmp_path):
     profile = reading.read([write(tmp_path, record(0, 4, calls, wait_measured=True))])
     (line,) = measures.sizes(profile, shown(profile))
     assert line.bus_bytes_per_s == pytest.approx(1.5 * 1e7 / 2.0)
-    assert "33 %" in found(profile)["waiting"]
+    assert "33%" in found(profile)["waiting"]
 
 
 def test_control_and_payload_of_one_size_are_two_lines(tmp_path):
@@ -165,7 +165,7 @@ def test_every_call_has_one_purpose(tmp_path):
 
 def test_a_small_share_of_negotiation_is_said_without_advice(tmp_path):
     text = of(tmp_path, replace_seconds(HOROVOD[0], 1e-6), HOROVOD[1])["negotiation"]
-    assert "87 % of the allreduces (1,000 of 1,150) are 8 bytes" in text and "--cycle-time" not in text
+    assert "87% of the allreduces (1,000 of 1,150) are 8 bytes" in text and "--cycle-time" not in text
 
 
 def replace_seconds(calls, seconds):
@@ -199,8 +199,8 @@ def test_the_finding_is_about_the_rank_that_is_shown():
 
 def test_mpip_has_the_same_findings():
     text = found(reading.read([MPIP]))["negotiation"]
-    assert "91 % of the allreduces (1,000 of 1,100) are 16 bytes: Horovod's negotiation." in text
-    assert "75 % of the time" in text and "by its size" not in text
+    assert "91% of the allreduces (1,000 of 1,100) are 16 bytes: Horovod's negotiation." in text
+    assert "75% of the time" in text and "by its size" not in text
 
 
 # Two profiles

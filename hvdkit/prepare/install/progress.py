@@ -56,7 +56,7 @@ class Progress:
         if parsed is None:
             return
         percent, file = parsed
-        text = f"  compiling {percent:3d} %  {_clock_time(self.seconds)}  {file}"
+        text = f"  compiling {percent:3d}%  {_clock_time(self.seconds)}  {file}"
         if self._terminal:
             width = shutil.get_terminal_size().columns
             self._stream.write(f"\r\x1b[2K{text[: width - 1]}")

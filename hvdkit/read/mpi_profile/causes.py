@@ -6,7 +6,7 @@ its negotiation is no step's time, and which rank's training is late cannot be s
 
 from __future__ import annotations
 
-from hvdkit.common.causes import Cause
+from hvdkit.common.causes import WORTH_SAYING, Cause
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import Profile
@@ -42,8 +42,8 @@ def otherwise(traffic: Traffic) -> str:
     if not traffic.rank.seconds:
         return "It cannot tell: the profile does not say how long the job ran."
     return (
-        "No data that MPI moved costs the job 2% or more of its time. Which rank's input or computation is late an MPI "
-        "profile does not show: record hvdkit launch --timeline FILE --skew."
+        f"No data that MPI moved costs the job {share_text(WORTH_SAYING)} or more of its time. Which rank's input or "
+        "computation is late an MPI profile does not show: record hvdkit launch --explain-job."
     )
 
 

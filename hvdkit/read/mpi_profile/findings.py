@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.causes import SMALL, gradients_elsewhere
 from hvdkit.read.mpi_profile.model import Profile
@@ -60,9 +60,9 @@ def _negotiation(_profile: Profile, traffic: Traffic) -> Finding | None:
     share = vectors.seconds / everything.seconds
     how = "" if traffic.certain else ", by its size and number"
     text = (
-        f"{_percent(vectors.calls / everything.calls)} of the allreduces ({vectors.calls:,} of {everything.calls:,}) "
-        f"are {_size(traffic)}: Horovod's negotiation{how}. On rank {traffic.rank.rank} they take {_percent(share)} of "
-        f"the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
+        f"{share_text(vectors.calls / everything.calls)} of the allreduces ({vectors.calls:,} of {everything.calls:,}) "
+        f"are {_size(traffic)}: Horovod's negotiation{how}. On rank {traffic.rank.rank} they take {share_text(share)} "
+        f"of the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
     )
     if share >= _LARGE_SHARE:
         text += f" {_WHOSE_TIME}"
@@ -102,7 +102,7 @@ def _waiting(_profile: Profile, traffic: Traffic) -> Finding | None:
         return None
     return Finding(
         "waiting",
-        f"{_percent(whole.wait_s / whole.seconds)} of the time of blocking collectives and messages "
+        f"{share_text(whole.wait_s / whole.seconds)} of the time of blocking collectives and messages "
         f"({_seconds(whole.wait_s)} of {_seconds(whole.seconds)}) rank {traffic.rank.rank} waited until all ranks were "
         "there; the rest is transfer, and waiting for a core where there are too few. Each blocking collective had a "
         "barrier before it to measure that.",
@@ -153,15 +153,8 @@ def _share_of_time(_profile: Profile, traffic: Traffic) -> Finding | None:
     return Finding(
         "time in MPI",
         f"Rank {traffic.rank.rank} was in MPI for {_seconds(inside)} of {_seconds(seconds)} "
-        f"({_percent(inside / seconds)}; all threads together{waited}).",
+        f"({share_text(inside / seconds)}; all threads together{waited}).",
     )
-
-
-def _percent(share: float) -> str:
-    """Without decimals; with one where it would be 100 and is not, with one digit below a tenth."""
-    if share < 0.1:
-        return f"{100 * share:.1g} %" if share else "0 %"
-    return f"{100 * share:.0f} %" if share < 0.995 or share == 1 else f"{int(1000 * share) / 10:.1f} %"
 
 
 def _seconds(seconds: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import structs
 
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import share_text
 from hvdkit.run.launch import tuned
 from hvdkit.run.launch.tuned import Settings, Tuned, settings_of
 from hvdkit.run.trials.space import DEFAULT, label
@@ -270,7 +271,7 @@ def _measure(search: Search) -> str:
 
 
 def _explained(finalists: int) -> str:
-    alone = f"default / setting, paired by round, {100 * CONFIDENCE:g} % Student t of the log ratios"
+    alone = f"default / setting, paired by round, {share_text(CONFIDENCE)} Student t of the log ratios"
     return alone if finalists == 1 else f"{alone} for the {finalists} together, Bonferroni"
 
 

@@ -109,7 +109,7 @@ def _waiting(traffic: Traffic) -> Cause | None:
         traffic.rank.seconds,
         f"Rank {traffic.rank.rank} waits in collectives until all ranks are there.",
         f"barriers of --mpi-profile-wait, {share_text(whole.wait_s / whole.seconds)} of the time of data",
-        "hvdkit launch --timeline FILE --skew says which rank is late.",
+        "hvdkit launch --explain-job says which rank is late and why, --timeline FILE --skew which one alone.",
     )
 
 

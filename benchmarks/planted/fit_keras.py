@@ -35,6 +35,6 @@ class Computes(keras.layers.Layer):
 
 model = keras.Sequential([keras.Input((1,)), Computes(), keras.layers.Dense(planting.large()), keras.layers.Dense(1)])
 model.compile(hk.distribute(keras.optimizers.SGD(1e-9)), "mse")
-between = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: planting.after_step())
+between = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: planting.after_step())
 callbacks = [hk.BroadcastState(), between]
 model.fit(tf.data.Dataset.range(planting.STEPS).map(pair), epochs=1, verbose=0, callbacks=callbacks)

@@ -114,9 +114,12 @@ def _waiting(traffic: Traffic) -> Cause | None:
 
 
 def _late(profile: Profile, traffic: Traffic) -> Cause | None:
-    """Collectives end together: the rank that spends the least time in them mostly comes last."""
+    """Collectives end together: the rank that spends the least time in them mostly comes last.
+
+    Not so where Horovod negotiates in its own thread first: then nobody waits in the collectives themselves.
+    """
     times = dict(profile.mpi_seconds)
-    if len(times) < 2 or not traffic.rank.seconds:
+    if traffic.horovod or len(times) < 2 or not traffic.rank.seconds:
         return None
     over = measures.spread(times)
     if over.imbalance < _UNEVEN:

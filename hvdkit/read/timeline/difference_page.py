@@ -26,8 +26,8 @@ def page(found: Difference, above: Sequence[Change], limit: float | None, top: i
     parts: list[Table | str] = [f"Verdict: {_verdict(found)}", ""]
     for name, whole in (("A", found.a), ("B", found.b)):
         parts.append(
-            f"{name}  {whole.operations} operations in {duration_text(whole.duration)}, communication "
-            f"{duration_text(whole.communication)}  {whole.path}"
+            f"{name}: {whole.operations} operations in {duration_text(whole.duration)}, communication "
+            f"{duration_text(whole.communication)}, {whole.path}"
         )
     if shown:
         parts.append(_table(shown))

@@ -12,7 +12,7 @@ world = hk.init()
 
 
 def read(x):
-    planting.sample()
+    planting.sample(hidden=planting.STEP_S)  # fit prefetches
     return x
 
 
@@ -21,7 +21,8 @@ def pair(x):
     return x, x
 
 
-def computed():
+def computed(_):
+    "After its batch is there."
     planting.compute()
     return np.float32(0)
 
@@ -30,7 +31,7 @@ class Computes(keras.layers.Layer):
     """A layer that takes its time."""
 
     def call(self, x):
-        return x + tf.ensure_shape(tf.numpy_function(computed, [], tf.float32), ())
+        return x + tf.ensure_shape(tf.numpy_function(computed, [x], tf.float32), ())
 
 
 model = keras.Sequential([keras.Input((1,)), Computes(), keras.layers.Dense(planting.large()), keras.layers.Dense(1)])

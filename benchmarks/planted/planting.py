@@ -43,14 +43,18 @@ def begin():
             threading.Thread(target=_hash_on, daemon=True).start()
 
 
-def sample():
-    """A sample is read; a batch has one."""
+def sample(hidden=0.0):
+    """A sample is read; a batch has one.
+
+    Args:
+        hidden: seconds of a step in which the program reads ahead.
+    """
     global _samples
     _samples += 1
     if CAUSE == "input" and _mine and _samples % 3:
-        time.sleep(1.5 * MORE)
+        time.sleep(1.5 * (MORE + hidden))
     elif CAUSE == "input-everywhere":
-        time.sleep(MORE)
+        time.sleep(MORE + hidden)
 
 
 def compute():

@@ -248,7 +248,10 @@ def causes(rows: Sequence[Row]) -> list[Cause]:
 def otherwise(analysis: Analysis) -> str:
     """The verdict where no cause is worth a sentence."""
     if analysis.measure != STEPS:
-        return "It cannot tell where a step goes: record the steps (hk.record_steps(loader), hk.RecordSteps())."
+        return (
+            "It cannot tell where a step goes: record the steps (hk.record_steps(loader), hk.RecordSteps()), or see "
+            "one job with hvdkit launch --explain-job."
+        )
     if not any(row.late is not None for row in analysis.rows):
         return "It cannot tell which rank is late: there are no steps of several ranks."
     return f"No rank keeps the others waiting for {share_text(WORTH_SAYING)} of a step or more."

@@ -35,7 +35,7 @@ def page(profile: Profile, traffic: Traffic) -> Page:
             f"{over.median:.3f} s, most {over.most:.3f} s (rank {over.most_rank}), imbalance "
             f"{share_text(over.imbalance)}"
         )
-    found += [f"- {finding.text}" for finding in findings.find(profile, traffic)]
+    found += [f"- {finding.text}" for finding in findings.find(traffic)]
     return Page([*found, *(f"Note: {note}" for note in results.notes(profile, traffic))])
 
 

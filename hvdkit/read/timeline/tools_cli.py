@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
-from hvdkit.common.units import printable
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import printable, share_text
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
@@ -129,16 +130,19 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
     if json_:
         click.echo(json_files.encode(overlap), nl=False)
         return 0
-    click.echo(f"{printable(str(output))}: {overlap.operations} operations in {overlap.window:.3f} ms of both files")
-    for name, value in (
-        ("communication", overlap.communication),
-        ("computation", overlap.computation),
-        ("both at once", overlap.overlapped),
-        ("exposed communication", overlap.exposed),
-        ("neither", overlap.neither),
-    ):
-        click.echo(f"{name:<22}{value:>12.3f} ms {value / overlap.window:>6.1%}")
-    click.echo(f"computation: {printable(overlap.computed_by)}")
+    rows = [
+        (name, f"{value:.3f}", share_text(value / overlap.window))
+        for name, value in (
+            ("communication", overlap.communication),
+            ("computation", overlap.computation),
+            ("both at once", overlap.overlapped),
+            ("exposed communication", overlap.exposed),
+            ("neither", overlap.neither),
+        )
+    ]
+    said = f"{output}: {overlap.operations} operations in {overlap.window:.3f} ms of both files"
+    table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
+    Page([said, table]).print()
     return 0
 
 

@@ -280,6 +280,15 @@ def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timel
     assert [(one.kind, one.ranks) for one in said.causes] == [("compute", (3,))]
 
 
+@pytest.mark.parametrize(("share", "kinds"), [(0.5, ["input"]), (0.95, ["late", "input"])])
+def test_a_delay_of_no_known_rank_is_that_of_the_known_one_if_it_costs_as_much(timeline_says, share, kinds):
+    job = Job()
+    job.ready = False
+    input_of_one(job)
+    said = timeline_says(job, cause("late", share))
+    assert [one.kind for one in said.causes] == kinds
+
+
 def test_ten_lines_at_most_whatever_there_is(timeline_says):
     job = Job()
     for plant in (input_of_one, late_now_and_then, input_everywhere, few_cores, first_step):

@@ -122,7 +122,7 @@ class _Joined:
             cause = replace(cause, evidence=f"{place}: {cause.evidence}")
         timed = self._steps is not None and not any("gradients were there" in one for one in self._untold)
         for at, other in enumerate(self._causes):
-            late = cause.kind in LATE and other.kind in LATE and (timed or not {*other.ranks}.isdisjoint(cause.ranks))
+            late = cause.kind in LATE and other.kind in LATE and (timed or _same_delay(cause, other))
             if late or cause.kind == other.kind:
                 if place not in other.evidence:
                     self._causes[at] = replace(other, evidence=f"{other.evidence} So says {place}.")
@@ -176,6 +176,12 @@ class _Joined:
 
     def _known(self, kinds: frozenset[str]) -> bool:
         return any(cause.kind in kinds for cause in self._causes)
+
+
+def _same_delay(cause: Cause, known: Cause) -> bool:
+    """Whether a later witness means the rank that is known to be late, also where it cannot say which one that is."""
+    unnamed = cause.kind == "late" and not cause.ranks
+    return not {*known.ranks}.isdisjoint(cause.ranks) or (unnamed and 2 * known.share >= cause.share)
 
 
 def _of_traces(paths: list[Path]) -> tuple[list[Cause], str]:

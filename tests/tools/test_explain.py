@@ -280,6 +280,10 @@ def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timel
     assert [(one.kind, one.ranks) for one in said.causes] == [("compute", (3,))]
 
 
+def test_where_the_steps_show_that_nobody_is_late_a_timeline_says_nothing_else(timeline_says):
+    assert timeline_says(Job(), cause("late", 0.2), cause("compute", 0.2, (1,))).causes == ()
+
+
 @pytest.mark.parametrize(("share", "kinds"), [(0.5, ["input"]), (0.95, ["late", "input"])])
 def test_a_delay_of_no_known_rank_is_that_of_the_known_one_if_it_costs_as_much(timeline_says, share, kinds):
     job = Job()

@@ -13,6 +13,8 @@ from hvdkit.common.units import duration_text, share_text
 
 WORTH_SAYING = 0.02
 """Share of the step's time (of the job's, for what happens once) below which a cause gets no advice."""
+_ONCE = frozenset({"setup", "first-step"})
+"""Kinds that happen once in a job, however long it is."""
 _MOST = 0.7
 """Share of the time lost to late ranks that the ranks to blame cause."""
 
@@ -23,12 +25,12 @@ class Cause:
 
     Attributes:
         kind: a word for programs, such as "input", the same in every tool that can see the cause.
-        lost: seconds that it costs, per step where ``per_step``, else once in the job.
+        lost: seconds that it costs, per step where ``per_step``, else in the whole job.
         share: the part of the time of the steps (of the job) that it costs, 0 to 1.
         what: one sentence without the cost: who and what, such as "Rank 3 waits for its input."
         evidence: the file and the number that say so.
         advice: what to do, an imperative sentence.
-        per_step: whether ``lost`` recurs in every step.
+        per_step: whether ``lost`` is of each step; else it is of the whole job.
         ranks: those that cause it; empty where it is all of them or none in particular.
     """
 
@@ -41,9 +43,14 @@ class Cause:
     per_step: bool = True
     ranks: tuple[int, ...] = ()
 
+    @property
+    def recurs(self) -> bool:
+        """Whether it costs a longer job more."""
+        return self.kind not in _ONCE
+
     def sentence(self) -> str:
         """The cause and its cost in a line."""
-        often = " per step" if self.per_step else " once"
+        often = " per step" if self.per_step else " in all" if self.recurs else " once"
         return f"{self.what} It costs {duration_text(1e6 * self.lost)}{often} ({share_text(self.share)})."
 
 

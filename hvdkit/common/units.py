@@ -5,6 +5,7 @@ Why this room exists: all tools print the same units in the same way.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,9 +29,15 @@ def bytes_text(size: float) -> str:
 
 
 def share_text(share: float) -> str:
-    """A share as a percentage."""
-    percent = 100 * share
-    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
+    """A share as a percentage; 100% is the whole of it, and 0% none."""
+    if 0.995 <= share < 1:
+        return f"{math.floor(1000 * share) / 10:.1f}%"
+    return f"{number_text(round(100 * share, 3), 2)}%"
+
+
+def change_text(change: float) -> str:
+    """By how much a value differs from another one, which is 1, as a percentage with its sign."""
+    return f"{'-' if round(change, 5) < 0 else '+'}{share_text(abs(change))}"
 
 
 def printable(name: str) -> str:

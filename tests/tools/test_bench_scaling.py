@@ -343,7 +343,7 @@ def test_long_steps_and_long_titles_are_shown_as_they_are(start, capsys):
     out = capsys.readouterr().out
     assert "e+0" not in out, out
     assert "12500" in out
-    assert "Weak scaling, by the time of a step; medians with 95 % intervals\n" in out
+    assert "Weak scaling, by the time of a step; medians with 95% intervals\n" in out
 
 
 def test_hosts_and_the_home_directory_are_not_told(start, monkeypatch, tmp_path):

@@ -98,7 +98,7 @@ def test_a_sum_in_the_file_that_is_wrong_is_said(machine, capsys):
     Path("results.json").write_text(json.dumps(content))
     capsys.readouterr()
     assert cli.run(["bench", "show", "results.json"]) == 0
-    assert "On 2 ranks the parts of a step do not add up to it: their sum is +60 % off" in capsys.readouterr().out
+    assert "On 2 ranks the parts of a step do not add up to it: their sum is +60% off" in capsys.readouterr().out
 
 
 def test_without_marks_what_is_hidden_is_not_told(machine):

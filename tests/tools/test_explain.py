@@ -43,16 +43,17 @@ class Job:
         self.hosts = [1] * ranks
         self.first = 0.0
         self.ready = True
+        self.exchange = 0.002
 
     def times(self):
         ranks, steps = self.shape
-        now = np.zeros(ranks)
+        now = np.ones(ranks)
         found = [[] for _ in range(ranks)]
         for step in range(steps):
             asked = now + self.late[:, step]
             given = asked + self.input[:, step]
             ready = given + self.compute[:, step] + (self.first if step == 0 else 0)
-            now = np.full(ranks, ready.max() + 0.002)
+            now = np.full(ranks, ready.max() + self.exchange)
             for rank in range(ranks):
                 said = float(ready[rank]) if self.ready else None
                 # the wait of the first rank is in its own step: it asks for its next batch when the exchange is over
@@ -280,6 +281,19 @@ def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timel
     assert [(one.kind, one.ranks) for one in said.causes] == [("compute", (3,))]
 
 
+def test_where_the_steps_show_that_nobody_is_late_a_timeline_says_nothing_else(timeline_says):
+    assert timeline_says(Job(), cause("late", 0.2), cause("compute", 0.2, (1,))).causes == ()
+
+
+@pytest.mark.parametrize(("share", "kinds"), [(0.5, ["input"]), (0.95, ["late", "input"])])
+def test_a_delay_of_no_known_rank_is_that_of_the_known_one_if_it_costs_as_much(timeline_says, share, kinds):
+    job = Job()
+    job.ready = False
+    input_of_one(job)
+    said = timeline_says(job, cause("late", share))
+    assert [one.kind for one in said.causes] == kinds
+
+
 def test_ten_lines_at_most_whatever_there_is(timeline_says):
     job = Job()
     for plant in (input_of_one, late_now_and_then, input_everywhere, few_cores, first_step):
@@ -290,6 +304,55 @@ def test_ten_lines_at_most_whatever_there_is(timeline_says):
     shown = lines(said)
     assert len(shown) <= LINES and sum(Counter(one.kind for one in said.causes).values()) >= 7
     assert any(line.endswith("smaller causes are in --json.") for line in shown)
+
+
+def exchanging(job, path, tensors=1, size=25, wait=0.0, negotiate=0.0, moves=0.0, anew=False):
+    """A timeline on the clock of the job's steps, in seconds after the last rank was ready in each of them."""
+    names = ["big"] if tensors == 1 else [f"t{number}" for number in range(tensors)]
+    every = [f"{name}.{step}" for step in range(STEPS) for name in names] if anew else names
+    times = job.times()
+    events = timeline_files.metadata(every, epoch=0)
+    for step in range(STEPS):
+        now = max(rank.steps[step].ready for rank in times) * 1e6
+        for number in range(tensors):
+            pid = 1 + number + (step * tensors if anew else 0)
+            wait_us, negotiate_us, moves_us = (int(1e6 * part / tensors) for part in (wait, negotiate, moves))
+            now += wait_us
+            events += timeline_files.allreduce(pid, int(now), negotiate_us, moves_us, shape=f"[{size}]")
+            now += negotiate_us + moves_us + 2
+    return timeline_files.write(path, events)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "lost"),
+    [
+        ({"wait": 0.01}, "negotiation", 10e-3),
+        ({"negotiate": 0.005, "wait": 0.005}, "negotiation", 10e-3),
+        ({"negotiate": 0.01, "tensors": 20, "anew": True}, "negotiation", 10e-3),
+        ({"tensors": 20, "wait": 0.004, "moves": 0.006}, "small-tensors", 10e-3),
+        ({"size": 1 << 20, "moves": 0.01}, "large-tensors", 10e-3),
+        ({"wait": 0.001, "moves": 0.0003}, None, None),
+        ({"size": 1 << 20, "moves": 0.001}, None, None),
+    ],
+)
+def test_what_the_exchange_consists_of_is_what_the_step_waits_for(tmp_path, what, kind, lost):
+    job = Job(ranks=2)
+    job.exchange = sum(what.get(part, 0) for part in ("wait", "negotiate", "moves")) + 0.002
+    job.write(tmp_path)
+    exchanging(job, tmp_path / "timeline.json", **what)
+    said = explain([tmp_path])
+    assert [(one.kind, one.per_step) for one in said.causes] == ([(kind, True)] if kind else [])
+    if kind:
+        assert said.causes[0].lost == pytest.approx(lost, rel=0.15)
+        assert said.causes[0].share == pytest.approx(lost / said.step_s, rel=0.2)
+
+
+def test_what_the_backward_pass_hides_costs_nothing(tmp_path):
+    """The exchange goes on for 10 ms, of which 9 are before the last rank is ready."""
+    job = Job(ranks=2)
+    job.write(tmp_path)
+    exchanging(job, tmp_path / "timeline.json", size=1 << 20, moves=0.01, wait=-0.009)
+    assert explain([tmp_path]).causes == ()
 
 
 def test_a_timeline_alone_says_what_to_record(tmp_path):

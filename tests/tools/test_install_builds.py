@@ -79,7 +79,7 @@ def test_three_at_once_build_one_wheel_in_a_directory_of_any_name(fresh: StandIn
     temporary.mkdir()
     environ = {"STANDIN_GATE": str(gate), "TMPDIR": str(temporary)}
     first = fresh.start_install(**environ)
-    until(first, "compiling  10 %")
+    until(first, "compiling  10%")
     elsewhere, here = other.start_install(**environ), fresh.start_install(**environ)
     told = until(elsewhere, "Waiting for"), until(here, "Waiting for")
     assert f"process {first.pid} on " in told[0] and "which builds the same wheel" in told[0]
@@ -95,7 +95,7 @@ def test_three_at_once_build_one_wheel_in_a_directory_of_any_name(fresh: StandIn
 
 def test_a_killed_build_leaves_nothing_that_is_used(fresh: StandIn, tmp_path: Path) -> None:
     first = fresh.start_install(STANDIN_GATE=str(tmp_path / "gate"), TMPDIR=str(tmp_path))
-    until(first, "compiling  10 %")
+    until(first, "compiling  10%")
     first.send_signal(signal.SIGKILL)
     ended(first, -signal.SIGKILL)
     assert fresh.files() == {} and fresh.wheels() == []

@@ -9,7 +9,7 @@ from hvdkit.cli import run
 from hvdkit.common.causes import dearest_first
 from hvdkit.read.mpi_profile import comparison, findings, measures, reading, traffic
 from hvdkit.read.mpi_profile import show as tables
-from hvdkit.read.mpi_profile.causes import causes
+from hvdkit.read.mpi_profile.causes import causes, otherwise
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
 from hvdkit.read.mpi_profile.model import Calls, Profile, Rank
 
@@ -19,7 +19,7 @@ def shown(profile, number=0):
 
 
 def found(profile, number=0):
-    return {finding.name: finding.text for finding in findings.find(profile, shown(profile, number))}
+    return {finding.name: finding.text for finding in findings.find(shown(profile, number))}
 
 
 def costly(profile, number=0):
@@ -37,9 +37,9 @@ def of(tmp_path, *calls, seconds=10.0, size=4):
 def test_the_negotiation_of_the_real_files_with_its_numbers():
     text = found(reading.read(MPITRACE))["negotiation"]
     for words in (
-        "94 % of the allreduces (72,893 of 77,340) are 16 bytes: Horovod's negotiation",
+        "94% of the allreduces (72,893 of 77,340) are 16 bytes: Horovod's negotiation",
         "by its size",
-        "81 % of the time of the allreduces (86.6 s of 106.7 s)",
+        "81% of the time of the allreduces (86.6 s of 106.7 s)",
         "Horovod's background thread",
     ):
         assert words in text
@@ -49,8 +49,6 @@ def test_the_negotiation_of_the_real_files_with_its_numbers():
 def test_what_else_is_said_of_the_real_files():
     texts = found(reading.read(MPITRACE))
     assert "A negotiation takes 1.19 ms on average" in texts["negotiation waits"]
-    assert "MPI_Allreduce of 4.72 MB: 714 of them in 18.8 s" in texts["bandwidth"]
-    assert "106.7 s of 128.9 s (83 %" in texts["time in MPI"]
 
 
 def test_the_real_files_say_what_the_timeline_of_the_same_job_says(capsys):
@@ -79,7 +77,6 @@ def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
     assert [its for row, its in shown(profile).calls if row.calls == 112] == ["control"]
     first, *_ = tables.page(profile, shown(profile)).parts
     assert first.startswith("Verdict: The gradients are not in this profile") and "hvdkit launch --timeline" in first
-    assert "no data" in found(profile)
     assert "--cycle-time" not in first + "".join(found(profile).values())
 
 
@@ -131,7 +128,6 @@ def test_the_bus_bandwidth_of_a_size_leaves_measured_waiting_out(tmp_path):
     profile = reading.read([write(tmp_path, record(0, 4, calls, wait_measured=True))])
     (line,) = measures.sizes(profile, shown(profile))
     assert line.bus_bytes_per_s == pytest.approx(1.5 * 1e7 / 2.0)
-    assert "33 %" in found(profile)["waiting"]
 
 
 def test_control_and_payload_of_one_size_are_two_lines(tmp_path):
@@ -165,7 +161,7 @@ def test_every_call_has_one_purpose(tmp_path):
 
 def test_a_small_share_of_negotiation_is_said_without_advice(tmp_path):
     text = of(tmp_path, replace_seconds(HOROVOD[0], 1e-6), HOROVOD[1])["negotiation"]
-    assert "87 % of the allreduces (1,000 of 1,150) are 8 bytes" in text and "--cycle-time" not in text
+    assert "87% of the allreduces (1,000 of 1,150) are 8 bytes" in text and "--cycle-time" not in text
 
 
 def replace_seconds(calls, seconds):
@@ -175,14 +171,22 @@ def replace_seconds(calls, seconds):
 
 
 def test_negotiation_without_gradients_says_that_they_went_elsewhere(tmp_path):
-    texts = of(tmp_path, HOROVOD[0])
-    assert "NCCL" in texts["no data"]
-    assert "no data" not in of(tmp_path, *HOROVOD[:2])
+    for calls, elsewhere in ((HOROVOD[:1], True), (HOROVOD[:2], False)):
+        profile = reading.read([write(tmp_path, *(record(rank, 4, calls, seconds=10.0) for rank in range(4)))])
+        assert ("NCCL" in otherwise(shown(profile))) == elsewhere
+
+
+def test_who_waits_longer_in_the_negotiation_is_no_late_rank(tmp_path):
+    """Horovod's thread negotiates in every cycle, whatever the training does."""
+    calls = [[replace_seconds(HOROVOD[0], seconds)] for seconds in (1e-3, 2e-3)]
+    profile = reading.read([write(tmp_path, *(record(rank, 2, one) for rank, one in enumerate(calls)))])
+    assert profile.mpi_seconds[1] > 1.5 * profile.mpi_seconds[0]
+    assert costly(profile) == []
 
 
 def test_a_program_without_horovod_hears_nothing_of_it(tmp_path):
     texts = of(tmp_path, group("MPI_Allreduce", (1000, 8, 1e-3), caller="solver", op="MPI_SUM", type="MPI_DOUBLE"))
-    assert set(texts) == {"time in MPI"}
+    assert texts == {}
 
 
 def test_the_rank_with_the_least_time_is_the_one_that_the_others_wait_for(tmp_path):
@@ -199,8 +203,8 @@ def test_the_finding_is_about_the_rank_that_is_shown():
 
 def test_mpip_has_the_same_findings():
     text = found(reading.read([MPIP]))["negotiation"]
-    assert "91 % of the allreduces (1,000 of 1,100) are 16 bytes: Horovod's negotiation." in text
-    assert "75 % of the time" in text and "by its size" not in text
+    assert "91% of the allreduces (1,000 of 1,100) are 16 bytes: Horovod's negotiation." in text
+    assert "75% of the time" in text and "by its size" not in text
 
 
 # Two profiles

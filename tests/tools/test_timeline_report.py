@@ -10,14 +10,14 @@ from fnmatch import fnmatch
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.cli import run
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
-from hvdkit.read.timeline.exchanges import Exchanges
-from hvdkit.read.timeline.model import Operation, Phase
+from hvdkit.read.timeline import report
 from hvdkit.read.timeline.report import render_report, write_report
 
 ROOT = Path(__file__).parents[2]
@@ -288,31 +288,14 @@ def test_a_fused_batch_counts_once(tmp_path):
     assert "Exchanges 21 0 of them fused" in single.text
 
 
-def operation(start, end, size, fused):
-    phases = [Phase("MPI_ALLREDUCE", start + 2.0, end - 1.0)]
-    if fused:
-        phases.insert(0, Phase("MEMCPY_IN_FUSION_BUFFER", start + 1.0, start + 2.0))
-    return Operation("t", "ALLREDUCE", start, end, None, None, {}, phases, "", None, size)
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 5), st.integers(4, 10**6), st.one_of(st.none(), st.integers(0, 10**10)), st.booleans())
-    )
-)
-def test_every_exchange_is_in_one_bin_of_each_histogram(batches):
-    exchanges, at = Exchanges(), 0.0
-    for tensors, length, size, fused in batches:
-        for _ in range(tensors if fused else 1):
-            exchanges.add(operation(at, at + length, size, fused))
-        at += length + 10
-    exchanges.finish()
-    sizes = [size * (tensors if fused else 1) for tensors, _, size, fused in batches if size is not None]
-    assert exchanges.count == len(batches) == exchanges.by_duration.total()
-    assert exchanges.fused == sum(fused for *_, fused in batches)
-    assert exchanges.by_size == Counter(size.bit_length() for size in sizes)
-    assert exchanges.unknown == len(batches) - len(sizes)
-    assert exchanges.by_duration == Counter((length - 3).bit_length() for _, length, _, _ in batches)
+@given(st.lists(st.tuples(st.integers(0, 10**10), st.integers(0, 10**6))))
+def test_every_value_is_in_one_bin_of_a_histogram(values):
+    sizes, times = np.array(values, float).reshape(-1, 2).T
+    assert report._binned(sizes) == Counter(size.bit_length() for size, _ in values)
+    total = Counter()
+    for size, time in values:
+        total[size.bit_length()] += time
+    assert report._binned(sizes, times) == total
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from hvdkit.cli import run
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import measures, show, summarize
-from hvdkit.read.timeline.exchanges import CountedRecording
+from hvdkit.read.timeline.columns import collect
+from hvdkit.read.timeline.exchanges import exchanges
+from hvdkit.read.timeline.reader import read
 
 REAL = Path(__file__).parent.parent / "data" / "timelines"
 ATPESC = REAL / "atpesc-2023-cpu-8ranks.json"
@@ -148,9 +150,9 @@ def test_a_batch_on_a_gpu_may_start_before_the_collective_of_the_one_before(tmp_
     path.write_text(json.dumps(sorted(events, key=lambda event: event["ts"])))
     batches = summarize(path).batches
     assert (batches.fused, batches.tensors.max, batches.bytes.max) == (10, 2, 8000)
-    recording = CountedRecording(path)
-    assert len(list(recording)) == 20
-    assert (recording.exchanges.count, recording.exchanges.fused) == (10, 10)
+    columns = collect(read(path))
+    found = exchanges(columns, np.ones(20, bool))
+    assert (len(found.bytes), found.fused, found.tensors.tolist()) == (10, 10, [2] * 10)
 
 
 def test_steps_are_found_from_the_tensors_that_repeat(tmp_path):

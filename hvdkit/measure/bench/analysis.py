@@ -14,7 +14,7 @@ from hvdkit.common import intervals
 from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
-from hvdkit.common.units import duration_text, share_text
+from hvdkit.common.units import change_text, duration_text, share_text
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
 from hvdkit.measure.bench.measurement import Late, Parts, Slowest
@@ -188,7 +188,7 @@ def _notes_of_noise(mode: str, samples: dict[int, list[float]], rng: np.random.G
         share = 1 - 2 ** (1 - least)
         notes.append(
             f"With {least} repeats the interval of a median is their range at most, which holds the median of many in "
-            f"{100 * share:.0f} % of cases, not 95; give --repeats {intervals.ENOUGH_REPEATS} or more."
+            f"{share_text(share)} of cases, not 95%; give --repeats {intervals.ENOUGH_REPEATS} or more."
         )
     for fewer, more in itertools.pairwise(ranks):
         gain = intervals.ratio(samples[fewer], samples[more], rng, more / fewer if mode == "weak" else 1.0)
@@ -206,7 +206,7 @@ def _notes_of_fits(fits: Sequence[laws.Fit]) -> list[str]:
         ranks, worst = max(fit.residuals.items(), key=lambda item: abs(item[1]))
         if abs(worst) > _BAD_FIT:
             notes.append(
-                f"{fit.name} does not describe this: on {ranks_text(ranks)} it is {100 * abs(worst):.0f} % off what "
+                f"{fit.name} does not describe this: on {ranks_text(ranks)} it is {share_text(abs(worst))} off what "
                 "was measured, so that its parameters mean nothing."
             )
     exact = [fit.name for fit in fits if fit.exact]
@@ -249,7 +249,10 @@ def causes(rows: Sequence[Row]) -> list[Cause]:
 def otherwise(analysis: Analysis) -> str:
     """The verdict where no cause is worth a sentence."""
     if analysis.measure != STEPS:
-        return "It cannot tell where a step goes: record the steps (hk.record_steps(loader), hk.RecordSteps())."
+        return (
+            "It cannot tell where a step goes: record the steps (hk.record_steps(loader), hk.RecordSteps()), or see "
+            "one job with hvdkit launch --explain-job."
+        )
     if not any(row.late is not None for row in analysis.rows):
         return "It cannot tell which rank is late: there are no steps of several ranks."
     return f"No rank keeps the others waiting for {share_text(WORTH_SAYING)} of a step or more."
@@ -264,7 +267,7 @@ def _notes_of_sums(rows: Sequence[Row]) -> list[str]:
         off = (parts.input + parts.compute + (parts.communication or 0.0) + parts.wait) / row.step_s - 1
         if abs(off) > TOLERANCE:
             notes.append(
-                f"On {ranks_text(row.ranks)} the parts of a step do not add up to it: their sum is {100 * off:+.0f} % "
+                f"On {ranks_text(row.ranks)} the parts of a step do not add up to it: their sum is {change_text(off)} "
                 "off, so that at least one of them is wrong."
             )
     return notes
@@ -295,7 +298,7 @@ def _doubt(ranks: int, found: Accounting) -> str:
     timeline = "" if found.timeline_step_s is None else f", by the timeline alone {1000 * found.timeline_step_s:.3g} ms"
     return (
         f"{said}, where a step took {1000 * found.step_s:.3g} ms by its own record{timeline}; more than "
-        f"{100 * TOLERANCE:.0f} % apart (several recorded steps to one exchange, as with backward_passes_per_step, or "
+        f"{share_text(TOLERANCE)} apart (several recorded steps to one exchange, as with backward_passes_per_step, or "
         "a machine that was not quiet)."
     )
 

@@ -147,7 +147,7 @@ def _figure(
     add(Line(_LEFT + 4, 14, _LEFT + 26, 14, "ideal"))
     add(Text(_LEFT + 31, 18, "ideal", "small"))
     add(Rect(_LEFT + 76, 10.5, 7, 7, "point"))
-    add(Text(_LEFT + 88, 18, "median, 95 % interval", "small"))
+    add(Text(_LEFT + 88, 18, "median, 95% interval", "small"))
     if any(row.oversubscribed for row in rows):
         add(Rect(_LEFT + 226, 10.5, 7, 7, "crowded"))
         add(Text(_LEFT + 238, 18, "* more ranks than cores", "small"))

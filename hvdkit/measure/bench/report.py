@@ -111,7 +111,7 @@ def _best(measured: list[Row]) -> list[tuple[str, Row, Estimate]]:
 
 
 def _crowded(row: Row) -> str:
-    return "with more ranks than cores" if row.oversubscribed else "median with its 95 % interval"
+    return "with more ranks than cores" if row.oversubscribed else "median with its 95% interval"
 
 
 def _environment(results: Results) -> list[tuple[str, str]]:

@@ -51,7 +51,7 @@ def fail_below(where: str) -> Callable[..., Any]:
         type=float,
         callback=_ratio,
         metavar="RATIO",
-        help=f"Exit with 1 when B's speed compared with A's is below this at some {where}, with its whole 95 % "
+        help=f"Exit with 1 when B's speed compared with A's is below this at some {where}, with its whole 95% "
         "interval.",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdkit.common import table
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import interval_text, number_text
+from hvdkit.common.units import change_text, interval_text, number_text
 from hvdkit.measure.bench.accounting import ACTIVITIES, EXPOSED, WHOLE, Window
 from hvdkit.measure.bench.analysis import Analysis, Row, otherwise
 from hvdkit.measure.bench.laws import Fit
@@ -46,7 +46,7 @@ def tables(analysis: Analysis) -> list[Table]:
     """How it scales, where a step goes, what Horovod did meanwhile and the fitted laws, as far as they are known."""
     seconds = "step ms" if analysis.mode == "weak" and analysis.measure == STEPS else "seconds"
     factor = 1000 if seconds == "step ms" else 1
-    title = f"{analysis.mode.capitalize()} scaling, by {_measure(analysis)}; medians with 95 % intervals"
+    title = f"{analysis.mode.capitalize()} scaling, by {_measure(analysis)}; medians with 95% intervals"
     names = ("ranks", "repeats", seconds, "speed-up", "efficiency")
     found = [Table(title, names, [_row(row, factor) for row in analysis.rows])]
     with_parts = [row for row in analysis.rows if row.parts is not None]
@@ -121,5 +121,5 @@ def _exposed(row: Row) -> list[object]:
 
 def _fit_row(fit: Fit) -> list[str]:
     parameters = ", ".join(f"{name} {interval_text(estimate)}" for name, estimate in fit.parameters.items())
-    residuals = ", ".join(f"{n}: {100 * residual:+.1f} %" for n, residual in fit.residuals.items())
+    residuals = ", ".join(f"{n}: {change_text(residual)}" for n, residual in fit.residuals.items())
     return [f"{fit.name}: {fit.formula}", parameters, residuals]

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from hvdkit.common.intervals import CONFIDENCE, Estimate
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import share_text
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import spread
 from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
@@ -355,7 +356,7 @@ def _notes(rows: Sequence[Row], overall: Row, ranks: Sequence[RankRow], results:
     usual = overall.slowest.p50.value
     if usual > 0 and overall.skew.p50.value > _MUCH_SKEW * usual:
         latest = max(ranks, key=lambda one: one.latest, default=None)
-        who = "" if latest is None else f"; rank {latest.rank} comes last most often, in {100 * latest.latest:.0f}%"
+        who = "" if latest is None else f"; rank {latest.rank} comes last most often, in {share_text(latest.latest)}"
         notes.append(
             f"The ranks arrive {1000 * overall.skew.p50.value:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
             f"most of the delay is waiting for late ranks, not transfer{who}."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hvdkit.common import table
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, interval_text, shortened
+from hvdkit.common.units import bytes_text, interval_text, share_text, shortened
 from hvdkit.measure.bench.analysis import ranks_text
 from hvdkit.measure.emulate.analysis import RULE, Analysis, Outlier, RankRow, Row
 from hvdkit.measure.emulate.plan import Collective, Plan
@@ -158,7 +158,7 @@ def _percentiles(times: Times) -> list[object]:
 
 def _rank(one: RankRow) -> list[object]:
     own = interval_text(one.own.p50.scaled(1000), DIGITS)
-    return [one.rank, own, _ms(one.own.max), f"{100 * one.slowest:.0f}%", f"{100 * one.latest:.0f}%"]
+    return [one.rank, own, _ms(one.own.max), share_text(one.slowest), share_text(one.latest)]
 
 
 def _outliers(outliers: Sequence[Outlier]) -> Table:

@@ -9,6 +9,7 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import is_count, number, numbers_of_ranks, shortened
+from hvdkit.common.units import change_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory import live, tables, terms
 from hvdkit.measure.memory.counts import count
@@ -114,10 +115,8 @@ def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
         )
     measured = said.get("measured_peak")
     if measured and need.peak is not None:
-        off = 100 * (need.peak / measured - 1)
-        found.append(
-            f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off:+.1f}%."
-        )
+        off = change_text(need.peak / measured - 1)
+        found.append(f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off}.")
     return found
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document
+from hvdkit.common.units import share_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.learning_rate import scale_factor, scale_lr, warmup_multiplier, warmup_steps
@@ -210,9 +211,9 @@ def _of_steps(training: Training, planned: Row) -> list[str]:
     found = []
     used = next(policy for policy in planned.policies if policy.remainder == training.remainder)
     if used.dropped > _MUCH_LOST * training.samples:
-        share = 100 * used.dropped / training.samples
+        share = share_text(used.dropped / training.samples)
         found.append(
-            f"On {ranks}: 'drop' leaves out {_samples(used.dropped)} of every epoch ({share:.0f}%, others each time, "
+            f"On {ranks}: 'drop' leaves out {_samples(used.dropped)} of every epoch ({share}, others each time, "
             "since the order is drawn anew); --remainder exact uses them all."
         )
     return found
@@ -225,8 +226,8 @@ def _of_rate(training: Training, planned: Row) -> list[str]:
     if raised and planned.steps is not None and planned.warmup_steps >= planned.steps:
         found.append(f"On {ranks}: the training ends within its warmup, before the learning rate is {planned.lr:.4g}.")
     elif raised and planned.steps is not None and planned.warmup_steps > _LONG_WARMUP * planned.steps:
-        share = 100 * planned.warmup_steps / planned.steps
-        found.append(f"On {ranks}: {share:.0f}% of all steps are warmup.")
+        share = share_text(planned.warmup_steps / planned.steps)
+        found.append(f"On {ranks}: {share} of all steps are warmup.")
     if raised and training.rule == "linear" and planned.global_batch > LARGEST_LINEAR_BATCH:
         found.append(
             f"On {ranks}: the global batch of {planned.global_batch} is above {LARGEST_LINEAR_BATCH}, up to which the "

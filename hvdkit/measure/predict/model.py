@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdkit.common.intervals import Estimate
-from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.predict import fitting, formulas
 from hvdkit.measure.predict.fitting import Array, Cell, estimated
@@ -120,7 +120,7 @@ class CostModel:
                 off = float(np.median(np.abs(link.residuals)))
                 if off > _OFF:
                     return (
-                        f"Half of the times measured {_WHERE[level]} are more than {100 * off:.0f}% off what the best "
+                        f"Half of the times measured {_WHERE[level]} are more than {share_text(off)} off what the best "
                         "formula says, so that it does not describe them; measure on a machine that does nothing else."
                     )
         return None

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from hvdkit.common.units import share_text
+
 STEP = 10
 """Percent between two lines where the output is no terminal."""
 
@@ -56,7 +58,7 @@ class Progress:
         if parsed is None:
             return
         percent, file = parsed
-        text = f"  compiling {percent:3d} %  {_clock_time(self.seconds)}  {file}"
+        text = f"  compiling {share_text(percent / 100):>4}  {_clock_time(self.seconds)}  {file}"
         if self._terminal:
             width = shutil.get_terminal_size().columns
             self._stream.write(f"\r\x1b[2K{text[: width - 1]}")

@@ -10,7 +10,7 @@ from hvdkit.common import files, json_files
 from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.units import printable, share_text
 from hvdkit.errors import DataError, HvdkitError
-from hvdkit.read.explain import step_causes
+from hvdkit.read.explain import exchange, step_causes
 from hvdkit.read.explain.launched import Launched
 from hvdkit.read.explain.results import Explanation, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, Sources, find
@@ -19,8 +19,6 @@ from hvdkit.steps import step_files
 
 LATE = frozenset({"input", "compute", "host", "late", "random-late"})
 """Causes by which a rank comes late; the times of the steps tell them apart, a timeline often cannot."""
-EXCHANGED = frozenset({"small-tensors", "large-tensors", "negotiation"})
-"""Causes in the exchange of gradients, which the times of the steps do not tell apart."""
 _LONGEST = 300
 """Characters of a stall report that are shown."""
 
@@ -38,8 +36,9 @@ def explain(paths: Sequence[Path]) -> Explanation:
     joined = _Joined(sources)
     joined.add_launch()
     joined.add_steps()
-    for what, look in ((TIMELINE, _of_timeline), (TRACE, _of_traces), (MPI, _of_mpi)):
-        joined.add_tool(what, look)
+    joined.add_tool(TIMELINE, joined.of_timeline)
+    joined.add_tool(TRACE, _of_traces)
+    joined.add_tool(MPI, _of_mpi)
     joined.add_rest()
     return joined.answer()
 
@@ -55,6 +54,7 @@ class _Joined:
         self._untold: list[str] = []
         self._read: list[Read] = []
         self._errors: list[str] = []
+        self._settled: frozenset[str] = frozenset()
 
     def add_launch(self) -> None:
         """How the job was started."""
@@ -76,9 +76,30 @@ class _Joined:
                 self._errors.append(str(error))
                 continue
             self._steps = told
+            self._settled = LATE if told.waits is not None else frozenset()
             self._causes += told.causes
             self._untold += told.untold
             self._read.append(Read(str(directory), STEPS, f"{told.steps} steps of {told.ranks} ranks"))
+
+    def of_timeline(self, paths: list[Path]) -> tuple[list[Cause], str]:
+        """What Horovod's timeline says, by the clock of the steps where there are any."""
+        from hvdkit.read.timeline.causes import causes
+        from hvdkit.read.timeline.columns import collect
+        from hvdkit.read.timeline.reader import read
+        from hvdkit.read.timeline.summary import summarize
+
+        recording = read(paths[0])
+        columns = collect(recording)
+        summary = summarize(recording, columns=columns)
+        if not summary.operations:
+            raise DataError(f"{paths[0]} holds no operation of Horovod.")
+        found, exact = causes(summary), None
+        if self._steps is not None and self._steps.waits is not None and summary.start_time_since_epoch is not None:
+            exact = exchange.causes(columns, summary.start_time_since_epoch, self._steps.waits, paths[0])
+        if exact is not None:
+            self._settled |= exchange.KINDS
+            self._causes += exact
+        return found, f"{summary.operations} operations"
 
     def add_tool(self, what: str, look: Callable[[list[Path]], tuple[list[Cause], str]]) -> None:
         """What another tool finds in its own recording."""
@@ -101,12 +122,13 @@ class _Joined:
             cause = replace(cause, evidence=f"{place}: {cause.evidence}")
         timed = self._steps is not None and not any("gradients were there" in one for one in self._untold)
         for at, other in enumerate(self._causes):
-            late = cause.kind in LATE and other.kind in LATE and (timed or not {*other.ranks}.isdisjoint(cause.ranks))
+            late = cause.kind in LATE and other.kind in LATE and (timed or _same_delay(cause, other))
             if late or cause.kind == other.kind:
                 if place not in other.evidence:
                     self._causes[at] = replace(other, evidence=f"{other.evidence} So says {place}.")
                 return
-        self._causes.append(cause)
+        if cause.kind not in self._settled:
+            self._causes.append(cause)
 
     def add_rest(self) -> None:
         """Stall reports, and what is only shown to be there."""
@@ -131,13 +153,13 @@ class _Joined:
         if self._errors and not any(one.what not in (LAUNCH, STALL) for one in self._read):
             raise DataError(self._errors[0])
         causes = dearest_first(self._causes)
-        causes = [*(one for one in causes if one.per_step), *(one for one in causes if not one.per_step)]
+        causes.sort(key=lambda cause: not cause.recurs)
         if told is None:
             self._untold.append(
                 "Without the times of the steps nothing is known of each rank's input and computation: start the job "
                 "with 'hvdkit launch --explain-job'."
             )
-        elif told.exchange is not None and told.exchange >= EXCHANGE and not self._known(EXCHANGED):
+        elif told.exchange is not None and told.exchange >= EXCHANGE and not self._known(exchange.KINDS):
             self._untold.append(
                 f"{share_text(told.exchange)} of a step come after the last rank was ready: the exchange and the "
                 "update; "
@@ -156,14 +178,10 @@ class _Joined:
         return any(cause.kind in kinds for cause in self._causes)
 
 
-def _of_timeline(paths: list[Path]) -> tuple[list[Cause], str]:
-    from hvdkit.read.timeline.causes import causes
-    from hvdkit.read.timeline.summary import summarize
-
-    summary = summarize(paths[0])
-    if not summary.operations:
-        raise DataError(f"{paths[0]} holds no operation of Horovod.")
-    return causes(summary), f"{summary.operations} operations"
+def _same_delay(cause: Cause, known: Cause) -> bool:
+    """Whether a later witness means the rank that is known to be late, also where it cannot say which one that is."""
+    unnamed = cause.kind == "late" and not cause.ranks
+    return not {*known.ranks}.isdisjoint(cause.ranks) or (unnamed and 2 * known.share >= cause.share)
 
 
 def _of_traces(paths: list[Path]) -> tuple[list[Cause], str]:

@@ -48,6 +48,8 @@ class Told:
         causes: in no order.
         untold: what these times do not say, full sentences.
         exchange: share of a step after its last rank was ready; None where that is not known.
+        waits: (steps, 3), when each began, when its last rank was ready and when it was complete, by the clock of the
+            one host; None where there are several hosts, or it is not known.
     """
 
     ranks: int
@@ -56,6 +58,7 @@ class Told:
     causes: list[Cause]
     untold: list[str]
     exchange: float | None
+    waits: _Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class _Table:
     input: _Floats
     own: _Floats | None
     where: str
+    waits: _Floats | None
 
     @property
     def step_s(self) -> float:
@@ -105,7 +109,7 @@ def look(times: Sequence[RankTimes], where: Path, launched: Launched | None = No
         untold.append(f"{expected - len(times)} of {expected} ranks recorded no steps; of these nothing is known.")
     if len(times) == 1:
         untold.append("One rank alone waits for nobody, and exchanges nothing.")
-    return Told(expected, table.whole.shape[1], table.step_s, causes, untold, exchange)
+    return Told(expected, table.whole.shape[1], table.step_s, causes, untold, exchange, table.waits)
 
 
 def _table(times: Sequence[RankTimes], count: int, where: Path) -> _Table:
@@ -119,15 +123,20 @@ def _table(times: Sequence[RankTimes], count: int, where: Path) -> _Table:
         return np.array([[value(rank.steps[at]) for at in training] for rank in times])
 
     own = of(lambda step: np.nan if step.ready is None else step.ready - step.asked)
+    waits = None
     if None not in (hosts := {rank.host for rank in times}) and len(hosts) == 1:  # one clock: what ranks do between
         asked = of(lambda step: step.asked)  # the exchange and the next batch (writing, callbacks) makes them late, too
         own = own + asked - asked.min(axis=0)
+        if not np.isnan(own).any():
+            ended = of(lambda step: step.ended)
+            waits = np.stack([asked.min(axis=0), (own + asked.min(axis=0)).max(axis=0), ended[0]], axis=1)
     table = _Table(
         [rank.rank for rank in times],
         of(lambda step: step.ended - step.asked),
         of(lambda step: step.given - step.asked),
         None if np.isnan(own).any() else own,
         where.name or str(where),
+        waits,
     )
     if table.step_s <= 0:
         raise DataError(f"{where} holds steps that take no time; do the work of a step inside of the loop.")

@@ -6,7 +6,7 @@ its negotiation is no step's time, and which rank's training is late cannot be s
 
 from __future__ import annotations
 
-from hvdkit.common.causes import Cause
+from hvdkit.common.causes import WORTH_SAYING, Cause
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.model import Profile
@@ -42,8 +42,8 @@ def otherwise(traffic: Traffic) -> str:
     if not traffic.rank.seconds:
         return "It cannot tell: the profile does not say how long the job ran."
     return (
-        "No data that MPI moved costs the job 2% or more of its time. Which rank's input or computation is late an MPI "
-        "profile does not show: record hvdkit launch --timeline FILE --skew."
+        f"No data that MPI moved costs the job {share_text(WORTH_SAYING)} or more of its time. Which rank's input or "
+        "computation is late an MPI profile does not show: record hvdkit launch --explain-job."
     )
 
 
@@ -109,14 +109,17 @@ def _waiting(traffic: Traffic) -> Cause | None:
         traffic.rank.seconds,
         f"Rank {traffic.rank.rank} waits in collectives until all ranks are there.",
         f"barriers of --mpi-profile-wait, {share_text(whole.wait_s / whole.seconds)} of the time of data",
-        "hvdkit launch --timeline FILE --skew says which rank is late.",
+        "hvdkit launch --explain-job says which rank is late and why, --timeline FILE --skew which one alone.",
     )
 
 
 def _late(profile: Profile, traffic: Traffic) -> Cause | None:
-    """Collectives end together: the rank that spends the least time in them mostly comes last."""
+    """Collectives end together: the rank that spends the least time in them mostly comes last.
+
+    Not so where Horovod negotiates in its own thread first: then nobody waits in the collectives themselves.
+    """
     times = dict(profile.mpi_seconds)
-    if len(times) < 2 or not traffic.rank.seconds:
+    if traffic.horovod or len(times) < 2 or not traffic.rank.seconds:
         return None
     over = measures.spread(times)
     if over.imbalance < _UNEVEN:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.common.units import duration_text, share_text
 from hvdkit.read.mpi_profile import measures
-from hvdkit.read.mpi_profile.causes import SMALL, gradients_elsewhere
-from hvdkit.read.mpi_profile.model import Profile
-from hvdkit.read.mpi_profile.traffic import CONTROL, PAYLOAD, SYNCHRONISATION, Traffic
+from hvdkit.read.mpi_profile.traffic import CONTROL, Traffic
 
 NOT_SEEN = (
     "Only MPI is seen: what NCCL, Gloo or torch.distributed moved is not in here, nor what Horovod did between the "
@@ -38,20 +35,12 @@ class Finding:
     text: str
 
 
-def find(profile: Profile, traffic: Traffic) -> list[Finding]:
+def find(traffic: Traffic) -> list[Finding]:
     """All findings, for the rank of ``traffic``; those that do not apply are left out."""
-    checks: tuple[Callable[[Profile, Traffic], Finding | None], ...] = (
-        _negotiation,
-        _negotiation_waits,
-        _waiting,
-        _no_data,
-        _bandwidth,
-        _share_of_time,
-    )
-    return [finding for check in checks if (finding := check(profile, traffic)) is not None]
+    return [finding for check in (_negotiation, _negotiation_waits) if (finding := check(traffic)) is not None]
 
 
-def _negotiation(_profile: Profile, traffic: Traffic) -> Finding | None:
+def _negotiation(traffic: Traffic) -> Finding | None:
     """Horovod's bit vectors among the allreduces, and what would make them fewer."""
     vectors = measures.total(traffic.of(CONTROL, "MPI_Allreduce"))
     everything = measures.total(row for row in traffic.rank.calls if row.routine == "MPI_Allreduce")
@@ -60,9 +49,9 @@ def _negotiation(_profile: Profile, traffic: Traffic) -> Finding | None:
     share = vectors.seconds / everything.seconds
     how = "" if traffic.certain else ", by its size and number"
     text = (
-        f"{_percent(vectors.calls / everything.calls)} of the allreduces ({vectors.calls:,} of {everything.calls:,}) "
-        f"are {_size(traffic)}: Horovod's negotiation{how}. On rank {traffic.rank.rank} they take {_percent(share)} of "
-        f"the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
+        f"{share_text(vectors.calls / everything.calls)} of the allreduces ({vectors.calls:,} of {everything.calls:,}) "
+        f"are {_size(traffic)}: Horovod's negotiation{how}. On rank {traffic.rank.rank} they take {share_text(share)} "
+        f"of the time of the allreduces ({_seconds(vectors.seconds)} of {_seconds(everything.seconds)})."
     )
     if share >= _LARGE_SHARE:
         text += f" {_WHOSE_TIME}"
@@ -77,7 +66,7 @@ def _size(traffic: Traffic) -> str:
     return f"{least:.0f} bytes" if least == most else f"{least:.0f} to {most:.0f} bytes"
 
 
-def _negotiation_waits(_profile: Profile, traffic: Traffic) -> Finding | None:
+def _negotiation_waits(traffic: Traffic) -> Finding | None:
     """A few bytes take microseconds; more is waiting for a rank that comes later, or for a core."""
     rows = traffic.of(CONTROL, "MPI_Allreduce")
     vectors = measures.total(rows)
@@ -93,75 +82,6 @@ def _negotiation_waits(_profile: Profile, traffic: Traffic) -> Finding | None:
         "rest is waiting for ranks that come later, or for a core where ranks have too few for the training and "
         "Horovod's thread.",
     )
-
-
-def _waiting(_profile: Profile, traffic: Traffic) -> Finding | None:
-    """Where --mpi-profile-wait measured it."""
-    whole = measures.total(traffic.of(PAYLOAD) + traffic.of(CONTROL))
-    if not whole.wait_s or whole.seconds <= 0:
-        return None
-    return Finding(
-        "waiting",
-        f"{_percent(whole.wait_s / whole.seconds)} of the time of blocking collectives and messages "
-        f"({_seconds(whole.wait_s)} of {_seconds(whole.seconds)}) rank {traffic.rank.rank} waited until all ranks were "
-        "there; the rest is transfer, and waiting for a core where there are too few. Each blocking collective had a "
-        "barrier before it to measure that.",
-    )
-
-
-def _no_data(_profile: Profile, traffic: Traffic) -> Finding | None:
-    """The GPU build of Horovod negotiates over MPI and reduces over NCCL."""
-    control = measures.total(traffic.of(CONTROL))
-    if control.calls < _ENOUGH_CALLS or not gradients_elsewhere(traffic):
-        return None
-    return Finding(
-        "no data",
-        "Horovod negotiated over MPI and reduced no gradients over it: they went over NCCL or Gloo, which is not seen.",
-    )
-
-
-def _bandwidth(profile: Profile, traffic: Traffic) -> Finding | None:
-    """How fast the largest part of the data went."""
-    lines = [
-        one
-        for one in measures.sizes(profile, traffic)
-        if one.purpose == PAYLOAD and one.bus_bytes_per_s is not None and (one.average_bytes or 0) >= SMALL
-    ]
-    if not lines:
-        return None
-    one = max(lines, key=lambda line: line.bytes or 0)
-    size = bytes_text(one.average_bytes or 0)
-    return Finding(
-        "bandwidth",
-        f"Most bytes go in {one.routine} of {size}: {one.calls:,} of them in {_seconds(one.seconds)}, "
-        f"{duration_text(1e6 * one.seconds / one.calls)} each, {bytes_text(one.bus_bytes_per_s or 0)}/s of "
-        f"bus bandwidth over {one.processes} processes"
-        + ("." if one.wait_s is not None else ", time in which ranks waited for one another included."),
-    )
-
-
-def _share_of_time(_profile: Profile, traffic: Traffic) -> Finding | None:
-    seconds, inside = traffic.rank.seconds, traffic.rank.mpi_seconds
-    if not seconds:
-        return None
-    finished = measures.total(traffic.of(SYNCHRONISATION)).seconds
-    waited = (
-        f", {_seconds(finished)} of it in barriers and in waiting for what was begun"
-        if finished > 0.05 * inside
-        else ""
-    )
-    return Finding(
-        "time in MPI",
-        f"Rank {traffic.rank.rank} was in MPI for {_seconds(inside)} of {_seconds(seconds)} "
-        f"({_percent(inside / seconds)}; all threads together{waited}).",
-    )
-
-
-def _percent(share: float) -> str:
-    """Without decimals; with one where it would be 100 and is not, with one digit below a tenth."""
-    if share < 0.1:
-        return f"{100 * share:.1g} %" if share else "0 %"
-    return f"{100 * share:.0f} %" if share < 0.995 or share == 1 else f"{int(1000 * share) / 10:.1f} %"
 
 
 def _seconds(seconds: float) -> str:

@@ -142,7 +142,7 @@ def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Sh
         Purposes(shown.certain, shown.horovod, **measures.purposes(shown)),
         tuple(_rank(one) for one in traffic),
         tuple(dearest_first(causes(profile, shown))),
-        tuple(findings.find(profile, shown)),
+        tuple(findings.find(shown)),
         tuple(notes(profile, shown)),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import findings, measures, results
 from hvdkit.read.mpi_profile.causes import causes, otherwise
 from hvdkit.read.mpi_profile.comparison import Compared
@@ -33,9 +33,9 @@ def page(profile: Profile, traffic: Traffic) -> Page:
         found.append(
             f"In MPI, over {len(profile.mpi_seconds)} ranks: least {over.least:.3f} s (rank {over.least_rank}), median "
             f"{over.median:.3f} s, most {over.most:.3f} s (rank {over.most_rank}), imbalance "
-            f"{100 * over.imbalance:.1f} %"
+            f"{share_text(over.imbalance)}"
         )
-    found += [f"- {finding.text}" for finding in findings.find(profile, traffic)]
+    found += [f"- {finding.text}" for finding in findings.find(traffic)]
     return Page([*found, *(f"Note: {note}" for note in results.notes(profile, traffic))])
 
 
@@ -67,7 +67,7 @@ def _routines(profile: Profile, traffic: Traffic) -> Table:
     rows = []
     for one in measures.routines(profile, traffic):
         over = one.ranks
-        words = [f"{over.least:.3f}", f"{over.median:.3f}", f"{over.most:.3f}", f"{100 * over.imbalance:.1f} %"]
+        words = [f"{over.least:.3f}", f"{over.median:.3f}", f"{over.most:.3f}", f"{share_text(over.imbalance)}"]
         average = None if one.average_bytes is None else f"{one.average_bytes:.1f}"
         rows.append(
             [one.routine, one.calls, average, f"{one.seconds:.3f}", *(words if several else ())],
@@ -99,7 +99,7 @@ def _purposes(traffic: Traffic) -> Table:
             total.calls,
             _bytes(total.bytes),
             f"{total.seconds:.3f}",
-            None if whole <= 0 else f"{100 * total.seconds / whole:.1f} %",
+            None if whole <= 0 else share_text(total.seconds / whole),
         ]
         for purpose, total in measures.purposes(traffic).items()
     ]

@@ -10,6 +10,8 @@ from hvdkit.steps.ranks import name_ranks
 
 _MOST_HIDDEN = 0.1
 """Share of a step below which collectives and cycles are not worth a cause: the backward pass hides most of them."""
+MANY = 3
+"""Small exchanges in a step from which on it is many."""
 _CACHE = 1024
 """Tensors that Horovod's response cache holds when nothing else is said (0.28.1)."""
 
@@ -126,8 +128,8 @@ def _late(summary: Summary, steps: Steps, duration: Distribution) -> Cause | Non
         duration,
         f"{names.capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait.",
         f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
-        f"Whether it is the input, the computation or the host of {names} a timeline does not say: record "
-        "hvdkit launch --torch-profile DIR (hvdkit trace summary DIR says it), or the steps with hvdkit bench scaling.",
+        f"Whether it is the input, the computation or the host of {names} a timeline does not say: "
+        "hvdkit launch --explain-job records it.",
         ranks,
     )
 
@@ -146,7 +148,7 @@ def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:
         duration,
         "Tensors wait until the last rank has announced them, and which one that is this recording does not say.",
         f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle",
-        "Record which one: hvdkit launch --timeline FILE --skew.",
+        "Record which one and why: hvdkit launch --explain-job, or which one alone: --timeline FILE --skew.",
     )
 
 
@@ -182,7 +184,7 @@ def _negotiation(summary: Summary, steps: Steps, duration: Distribution) -> Caus
 
 def _small(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
     batches = summary.batches
-    if batches is None or batches.little < 2 * steps.count:
+    if batches is None or batches.little < MANY * steps.count:
         return None
     return _per_step(
         "small-tensors",
@@ -199,7 +201,7 @@ def _large(summary: Summary, steps: Steps, duration: Distribution) -> Cause | No
     batches = summary.batches
     if steps.communication is None or batches is None:
         return None
-    lost = _mean(steps.communication) - batches.little_time / steps.count
+    lost = _mean(steps.communication) * batches.large_share
     if lost < _MOST_HIDDEN * _mean(duration):
         return None
     size = "Large tensors" if steps.bytes is None else f"{bytes_text(steps.bytes)} per step"

@@ -20,7 +20,7 @@ from hvdkit.read.timeline.reader import read
 
 SIGNIFICANCE = 0.05
 """Share of false changes that is accepted among those called significant."""
-CORRECTION = "Mann-Whitney U, false discovery rate of 5 % by Benjamini and Yekutieli"
+CORRECTION = "Mann-Whitney U, false discovery rate of 5% by Benjamini and Yekutieli"
 """How it is decided that a change is no chance."""
 
 
@@ -174,7 +174,7 @@ def check_ratio(ratio: float) -> float:
         InvalidArgumentError: below 1, or not finite.
     """
     if not (1 <= ratio < math.inf):
-        raise InvalidArgumentError(f"the ratio to fail above must be at least 1, got {ratio:g}; 1.2 is 20 % slower.")
+        raise InvalidArgumentError(f"the ratio to fail above must be at least 1, got {ratio:g}; 1.2 is 20% slower.")
     return ratio
 
 

@@ -1,83 +1,73 @@
-"""Counts the exchanges between ranks by size and by duration while a recording is read: a fused batch counts once."""
+"""The exchanges between ranks of a recording: a fused batch counts once."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass
 
-from hvdkit.read.timeline.model import CycleMark, Operation
-from hvdkit.read.timeline.reader import Recording
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.read.timeline import measures
+from hvdkit.read.timeline.columns import Columns
+from hvdkit.read.timeline.measures import Floats
+
+SMALL = 1 << 16
+"""Bytes up to which an exchange takes its latency, not its bytes."""
 
 
+@dataclass(frozen=True)
 class Exchanges:
-    """Histograms in powers of two: bin k holds at least 2**(k-1) and less than 2**k; bin 0 holds nothing at all.
+    """Exchanges, those through the fusion buffer first; times in microseconds.
 
     Attributes:
-        count, fused: exchanges, and how many of them went through the fusion buffer.
-        by_size: bin of bytes to number of exchanges.
-        time_by_size: bin of bytes to microseconds in exchanges.
-        by_duration: bin of microseconds to number of exchanges.
-        unknown: exchanges whose size the file does not say; they are in ``by_duration`` only.
+        bytes: of all tensors of each; NaN where the file does not say it.
+        begin, end: of each.
+        tensors: how many tensors went through the fusion buffer together, of each fused exchange.
     """
 
-    def __init__(self) -> None:
-        """Starts without any exchange."""
-        self.count = self.fused = self.unknown = 0
-        self.by_size: Counter[int] = Counter()
-        self.time_by_size: Counter[int] = Counter()
-        self.by_duration: Counter[int] = Counter()
-        self._batch: tuple[float, float, float] | None = None
+    bytes: Floats
+    begin: Floats
+    end: Floats
+    tensors: NDArray[np.intp]
 
-    def add(self, operation: Operation) -> None:
-        """Takes the next operation, in the order in which they ended.
+    @property
+    def fused(self) -> int:
+        """How many went through the fusion buffer."""
+        return len(self.tensors)
 
-        A fused operation that started before the collective of the batch is one of it: Horovod writes the start of all
-        tensors of a batch before the one collective, and starts the next batch after that.
-        """
-        collective = operation.collective
-        if collective is None:
-            return
-        size = float("nan") if operation.bytes is None else float(operation.bytes)
-        if not operation.fused:
-            self._count(size, collective.end - collective.start)
-            return
-        if self._batch is not None and operation.start <= self._batch[1] and collective.start <= self._batch[2]:
-            total, start, end = self._batch
-            self._batch = (total + size, min(start, collective.start), max(end, collective.end))
-        else:
-            self.finish()
-            self._batch = (size, collective.start, collective.end)
+    @property
+    def times(self) -> Floats:
+        """How long each took."""
+        return self.end - self.begin
 
-    def finish(self) -> None:
-        """Counts the batch that is still open."""
-        if self._batch is not None:
-            size, start, end = self._batch
-            self._batch = None
-            self.fused += 1
-            self._count(size, end - start)
-
-    def _count(self, size: float, microseconds: float) -> None:
-        self.count += 1
-        self.by_duration[int(microseconds).bit_length()] += 1
-        if size != size:
-            self.unknown += 1
-            return
-        bin_ = int(size).bit_length()
-        self.by_size[bin_] += 1
-        self.time_by_size[bin_] += round(microseconds)
+    @property
+    def little(self) -> NDArray[np.bool_]:
+        """Whether each is of at most 64 KB."""
+        return np.asarray(self.bytes <= SMALL, np.bool_)
 
 
-class CountedRecording(Recording):
-    """A recording that counts its exchanges in ``exchanges`` each time it is read."""
+def exchanges(columns: Columns, rows: NDArray[np.bool_]) -> Exchanges:
+    """The exchanges of some operations.
 
-    exchanges: Exchanges
-
-    def batches(self) -> Iterator[list[Operation | CycleMark]]:
-        """As in Recording."""
-        self.exchanges = Exchanges()
-        for batch in super().batches():
-            for item in batch:
-                if isinstance(item, Operation):
-                    self.exchanges.add(item)
-            yield batch
-        self.exchanges.finish()
+    Args:
+        columns: the recording.
+        rows: which operations count; those without a collective do not.
+    """
+    rows = rows & ~np.isnan(columns.exchange[:, 0])
+    fused, single = np.flatnonzero(rows & columns.fused), np.flatnonzero(rows & ~columns.fused)
+    fused = fused[np.argsort(columns.start[fused], kind="stable")]
+    numbers = measures.batch_numbers(columns.start[fused], columns.exchange[fused])
+    edges = np.flatnonzero(np.diff(numbers, prepend=-1))
+    if not len(fused):
+        edges = np.zeros(0, np.intp)
+        sizes = begin = end = np.zeros(0)
+    else:
+        sizes = np.add.reduceat(columns.bytes[fused], edges)
+        begin = np.minimum.reduceat(columns.exchange[fused, 0], edges)
+        end = np.maximum.reduceat(columns.exchange[fused, 1], edges)
+    return Exchanges(
+        np.concatenate((sizes, columns.bytes[single])),
+        np.concatenate((begin, columns.exchange[single, 0])),
+        np.concatenate((end, columns.exchange[single, 1])),
+        np.bincount(numbers) if len(numbers) else np.zeros(0, np.intp),
+    )

@@ -7,9 +7,12 @@ any character that HTML could read, and a Content-Security-Policy allows the one
 from __future__ import annotations
 
 import math
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvdkit.common import render
 from hvdkit.common.causes import dearest_first
@@ -20,9 +23,10 @@ from hvdkit.common.units import bytes_text, duration_text, printable, share_text
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import figures
 from hvdkit.read.timeline.causes import causes, otherwise
-from hvdkit.read.timeline.exchanges import CountedRecording, Exchanges
+from hvdkit.read.timeline.columns import collect
+from hvdkit.read.timeline.exchanges import Exchanges, exchanges
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
-from hvdkit.read.timeline.measures import Distribution
+from hvdkit.read.timeline.measures import Distribution, Floats
 from hvdkit.read.timeline.model import GROUPS, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import TOGETHER, Skew, Summary, TensorSummary
@@ -86,25 +90,25 @@ def render_report(
     if top < 1 or operations < 1:
         raise InvalidArgumentError(f"top is {top} and operations {operations}; expected numbers of at least 1.")
     given = source if isinstance(source, Recording) else read(source)
-    recording = CountedRecording(given.path)
-    summary = summarize(recording, ranks=ranks, fusion_threshold=fusion_threshold)
+    columns = collect(given)
+    summary = summarize(given, ranks=ranks, fusion_threshold=fusion_threshold, columns=columns)
     if not summary.operations:
         dropped = "; ".join(f"{count} x {reason}" for reason, count in summary.dropped.items()) or "nothing"
         raise CorruptDataError(
             f"no operation of Horovod in {str(given.path)!r} ({summary.events} events read, dropped: {dropped}); "
             "expected a file that HOROVOD_TIMELINE named, of a job that reduced something."
         )
-    exchanges = recording.exchanges
     lanes = collect_lanes(Recording(given.path), choose_window(summary, since, until, step), summary, operations)
     if not lanes.total:
         raise InvalidArgumentError(
             f"no operation between {lanes.first / 1e6:.6g} and {lanes.last / 1e6:.6g} s of {str(given.path)!r}; it has "
             f"operations from {summary.since / 1e6:.6g} to {summary.until / 1e6:.6g} s."
         )
-    return _render(summary, exchanges, lanes, top)
+    every = exchanges(columns, np.ones(len(columns.begin), np.bool_))
+    return _render(summary, every, lanes, top)
 
 
-def _render(summary: Summary, exchanges: Exchanges, lanes: Lanes, top: int) -> str:
+def _render(summary: Summary, every: Exchanges, lanes: Lanes, top: int) -> str:
     script = render.resource("hvdkit.read.timeline", "report.js")
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
@@ -116,7 +120,7 @@ def _render(summary: Summary, exchanges: Exchanges, lanes: Lanes, top: int) -> s
         subtitle=_subtitle(summary),
         script=script,
         script_hash=render.content_hash(script),
-        facts=_facts(summary, exchanges),
+        facts=_facts(summary, every),
         notes=_notes(summary),
         otherwise=otherwise(summary),
         findings=[
@@ -129,8 +133,8 @@ def _render(summary: Summary, exchanges: Exchanges, lanes: Lanes, top: int) -> s
         tensor_groups=[(index, GROUPS[index]) for index in groups],
         tensor_count=len(summary.tensors),
         tensors=[_tensor_row(one, groups) for one in tensors],
-        histograms=_histograms(exchanges),
-        exchange_note=_exchange_note(exchanges),
+        histograms=_histograms(every),
+        exchange_note=_exchange_note(every),
         skew=None if summary.skew is None else _skew_rows(summary.skew),
         no_skew=NO_SKEW,
         lane_note=_lane_note(lanes),
@@ -154,7 +158,7 @@ def _subtitle(summary: Summary) -> str:
     return f"{text}. All numbers but those of the last part are of the whole recording."
 
 
-def _facts(summary: Summary, exchanges: Exchanges) -> list[Fact]:
+def _facts(summary: Summary, every: Exchanges) -> list[Fact]:
     length = summary.duration or 1.0
     steps = summary.steps
     total = sum(tensor.total_bytes for tensor in summary.tensors)
@@ -185,7 +189,7 @@ def _facts(summary: Summary, exchanges: Exchanges) -> list[Fact]:
     if steps is not None and steps.idle is not None and steps.duration is not None and steps.duration.p50:
         note = f"{share_text(steps.idle.p50 / steps.duration.p50)} of a step without any operation (p50)"
         facts.append(Fact("No operation", duration_text(steps.idle.p50), note))
-    facts.append(_exchange_fact(summary, exchanges))
+    facts.append(_exchange_fact(summary, every))
     if summary.bandwidth is not None:
         best = f"best {bytes_text(summary.bandwidth.best_algorithm)}/s with {bytes_text(summary.bandwidth.best_bytes)}"
         bus = "" if summary.bandwidth.bus is None else f"; bus bandwidth {bytes_text(summary.bandwidth.bus)}/s"
@@ -198,12 +202,12 @@ def _facts(summary: Summary, exchanges: Exchanges) -> list[Fact]:
     return facts
 
 
-def _exchange_fact(summary: Summary, exchanges: Exchanges) -> Fact:
-    note = f"{number(exchanges.fused)} of them fused"
+def _exchange_fact(summary: Summary, every: Exchanges) -> Fact:
+    note = f"{number(every.fused)} of them fused"
     batches = summary.batches
     if batches is not None and batches.tensors is not None and batches.bytes is not None:
         note += f": {number(batches.tensors.p50)} tensors, {bytes_text(batches.bytes.p50)} each (p50)"
-    return Fact("Exchanges", number(exchanges.count), note)
+    return Fact("Exchanges", number(len(every.bytes)), note)
 
 
 def _notes(summary: Summary) -> list[str]:
@@ -236,34 +240,43 @@ def _ms(microseconds: float) -> str:
     return number(round(microseconds, 1) / 1000)
 
 
-def _histograms(exchanges: Exchanges) -> list[Figure]:
-    longest = max(exchanges.time_by_size.values(), default=0)
+def _histograms(every: Exchanges) -> list[Figure]:
+    known = ~np.isnan(every.bytes)
+    by_size, by_duration = _binned(every.bytes[known]), _binned(every.times)
+    time_by_size = _binned(every.bytes[known], every.times[known])
+    longest = max(time_by_size.values(), default=0)
     factor, unit = (1e6, "s") if longest >= 1e6 else (1e3, "ms")
+    time_named = f"time in exchanges ({unit})"
+    label = figures.bytes_label
     found = [
+        figures.histogram("number-by-size", "Number by size", by_size, "bytes", "exchanges", label),
         figures.histogram(
-            "number-by-size", "Number by size", exchanges.by_size, "bytes", "exchanges", figures.bytes_label
+            "time-by-size", "Time by size", time_by_size, "bytes", time_named, label, factor, duration_text
         ),
         figures.histogram(
-            "time-by-size",
-            "Time by size",
-            exchanges.time_by_size,
-            "bytes",
-            f"time in exchanges ({unit})",
-            figures.bytes_label,
-            factor,
-            duration_text,
-        ),
-        figures.histogram(
-            "number-by-duration", "Number by duration", exchanges.by_duration, "time", "exchanges", figures.time_label
+            "number-by-duration", "Number by duration", by_duration, "time", "exchanges", figures.time_label
         ),
     ]
     return [figure for figure in found if figure is not None]
 
 
-def _exchange_note(exchanges: Exchanges) -> str:
+def _binned(values: Floats, weights: Floats | None = None) -> Counter[int]:
+    """How many values (or their weights) are in each bin: bin k is at least 2**(k-1) and less than 2**k, bin 0 nothing.
+
+    Args:
+        values: at least 0.
+        weights: of the values; 1 each by default.
+    """
+    numbers = np.frexp(np.floor(values))[1]
+    sums = np.bincount(numbers, weights)
+    return Counter({int(bin_): round(float(sums[bin_])) for bin_ in np.unique(numbers)})
+
+
+def _exchange_note(every: Exchanges) -> str:
     text = "Exchanges between ranks; a fused batch counts once, with the bytes of all its tensors."
-    if exchanges.unknown:
-        text += f" The size of {number(exchanges.unknown)} is not in the file; they are in the last figure only."
+    unknown = int(np.isnan(every.bytes).sum())
+    if unknown:
+        text += f" The size of {number(unknown)} is not in the file; they are in the last figure only."
     return text
 
 

@@ -106,6 +106,7 @@ class Batches:
         single: number of exchanges of one tensor without it.
         small: of these, those of at most 64 KB.
         little, little_time: exchanges of at most 64 KB, fused or not, and microseconds that so many usual ones take.
+        large_share: of the time of all exchanges, the part in those of more than 64 KB, or of unknown size, 0 to 1.
         per_step: exchanges per step; None without steps.
         tensors, bytes, fill: of the fused ones; fill as a share of the threshold.
     """
@@ -116,6 +117,7 @@ class Batches:
     small: int
     little: int
     little_time: float
+    large_share: float
     per_step: float | None
     tensors: Distribution | None
     bytes: Distribution | None

@@ -12,6 +12,7 @@ from hvdkit.common import lateness
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.columns import Columns, Tensor, collect
+from hvdkit.read.timeline.exchanges import exchanges
 from hvdkit.read.timeline.measures import distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import Recording, read
@@ -30,8 +31,6 @@ from hvdkit.read.timeline.results import (
 
 FUSION_THRESHOLD = 128 << 20
 """Bytes of Horovod's fusion buffer when nothing else is said (0.28.1, horovod/common/operations.cc)."""
-SMALL = 1 << 16
-"""Bytes up to which an exchange takes its latency, not its bytes."""
 REDUCTIONS = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 """The kinds of collective of which a training step consists."""
 
@@ -44,6 +43,7 @@ def summarize(
     step: int | None = None,
     ranks: int | None = None,
     fusion_threshold: int = FUSION_THRESHOLD,
+    columns: Columns | None = None,
 ) -> Summary:
     """Says in numbers where the time of a recording went.
 
@@ -55,6 +55,7 @@ def summarize(
         step: only what began in this step, from 0.
         ranks: of the job; by default the highest rank that the recording names.
         fusion_threshold: bytes of the job's fusion buffer (HOROVOD_FUSION_THRESHOLD).
+        columns: those of ``source``, where they have been collected before.
     Raises:
         DataError: the file cannot be read.
         InvalidArgumentError: ``step`` is not in the recording, or a number makes no sense.
@@ -64,7 +65,7 @@ def summarize(
     if fusion_threshold < 0:
         raise InvalidArgumentError(f"fusion_threshold is {fusion_threshold}; expected bytes, at least 0.")
     recording = source if isinstance(source, Recording) else read(source)
-    columns = collect(recording)
+    columns = collect(recording) if columns is None else columns
     numbers, in_steps = find_steps(columns)
     window = _window(columns, numbers, in_steps, since, until, step)
     keep = (columns.begin >= window[0]) & (columns.begin < window[1])
@@ -95,12 +96,12 @@ def _summary(
         numbers, in_steps: from ``find_steps``.
         shown: from when to when it is said to be, in microseconds.
     """
-    exchanges = measures.union(*columns.exchange.T)
+    in_exchanges = measures.union(*columns.exchange.T)
     work = measures.union(columns.start, columns.end)
     setup = measures.union(*columns.setup.T)
     cycle = distribution(np.diff(columns.cycles))
     usual_cycle = cycle.p50 if cycle else CYCLE_TIME
-    steps = _steps(columns, numbers, in_steps, exchanges, setup, usual_cycle)
+    steps = _steps(columns, numbers, in_steps, in_exchanges, setup, usual_cycle)
     batches, bandwidth = _batches(columns, steps, ranks, fusion_threshold)
     tensors, kinds = _by_tensor(columns)
     return Summary(
@@ -112,7 +113,7 @@ def _summary(
         operations=len(columns.begin),
         missed=int(columns.missed.sum()),
         ranks=ranks,
-        communication=measures.length(exchanges),
+        communication=measures.length(in_exchanges),
         busy=measures.length(work),
         copies=measures.length(_copies(columns)),
         setup=measures.length(setup),
@@ -241,7 +242,7 @@ def _steps(
     columns: Columns,
     numbers: NDArray[np.intp],
     in_steps: NDArray[np.bool_],
-    exchanges: tuple[measures.Floats, measures.Floats],
+    in_exchanges: tuple[measures.Floats, measures.Floats],
     setup: tuple[measures.Floats, measures.Floats],
     cycle: float,
 ) -> Steps | None:
@@ -254,7 +255,7 @@ def _steps(
     usual = np.nanmedian(sums) if not np.isnan(sums).all() else None
     later_rows = in_steps & (numbers >= 2)
     later = slice(1, None) if len(durations) > 1 else slice(None)
-    communication = measures.covered(exchanges, begins[:-1], begins[1:])
+    communication = measures.covered(in_exchanges, begins[:-1], begins[1:])
     waits = measures.group_medians(columns.durations[in_steps, 0], np.searchsorted(own, numbers[in_steps]), len(own))
     waits = waits[:-1][later]
     waits = waits[~np.isnan(waits)]
@@ -297,36 +298,24 @@ def _batches(
     columns: Columns, steps: Steps | None, ranks: int | None, threshold: int
 ) -> tuple[Batches | None, Bandwidth | None]:
     reduced = np.isin(columns.tensor, [i for i, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS])
-    reduced &= ~np.isnan(columns.exchange[:, 0])
-    if not reduced.any():
+    all_ = exchanges(columns, reduced)
+    if not len(all_.bytes):
         return None, None
-    rows = np.flatnonzero(reduced & columns.fused)
-    rows = rows[np.argsort(columns.start[rows], kind="stable")]
-    numbers = measures.batch_numbers(columns.start[rows], columns.exchange[rows])
-    edges = np.flatnonzero(np.diff(numbers, prepend=-1))
-    sizes = np.add.reduceat(columns.bytes[rows], edges) if len(rows) else np.zeros(0)
-    times = (
-        np.maximum.reduceat(columns.exchange[rows, 1], edges) - np.minimum.reduceat(columns.exchange[rows, 0], edges)
-        if len(rows)
-        else np.zeros(0)
-    )
-    single = np.flatnonzero(reduced & ~columns.fused)
-    all_sizes = np.concatenate((sizes, columns.bytes[single]))
-    all_times = np.concatenate((times, columns.exchange[single, 1] - columns.exchange[single, 0]))
-    little = all_sizes <= SMALL
+    times, little, fused = all_.times, all_.little, all_.bytes[: all_.fused]
     batches = Batches(
         threshold=threshold,
-        fused=len(sizes),
-        single=len(single),
-        small=int((columns.bytes[single] <= SMALL).sum()),
+        fused=all_.fused,
+        single=len(all_.bytes) - all_.fused,
+        small=int(little[all_.fused :].sum()),
         little=int(little.sum()),
-        little_time=float(np.median(all_times[little]) * little.sum()) if little.any() else 0.0,
-        per_step=len(all_sizes) / steps.count if steps else None,
-        tensors=distribution(np.bincount(numbers).astype(np.float64)) if len(numbers) else None,
-        bytes=distribution(sizes),
-        fill=distribution(sizes / threshold) if threshold else None,
+        little_time=float(np.median(times[little]) * little.sum()) if little.any() else 0.0,
+        large_share=float(times[~little].sum() / (times.sum() or 1.0)),
+        per_step=len(times) / steps.count if steps else None,
+        tensors=distribution(all_.tensors.astype(np.float64)),
+        bytes=distribution(fused),
+        fill=distribution(fused / threshold) if threshold else None,
     )
-    return batches, _bandwidth(all_sizes, all_times, ranks)
+    return batches, _bandwidth(all_.bytes, times, ranks)
 
 
 def _bandwidth(sizes: measures.Floats, times: measures.Floats, ranks: int | None) -> Bandwidth | None:

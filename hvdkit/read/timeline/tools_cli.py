@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 from msgspec.structs import replace
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
-from hvdkit.common.units import duration_text, printable
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import printable, share_text
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
@@ -94,7 +94,7 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
     Exit status: 0, also when they differ; 1 with --fail-above when a significant change is above it, or when a
     file cannot be used; 2 for bad usage.
     """
-    from hvdkit.read.timeline import difference
+    from hvdkit.read.timeline import difference, difference_page
 
     limit = None if fail_above is None else difference.check_ratio(fail_above)
     found = difference.compare(a, b)
@@ -102,58 +102,8 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
     if json_:
         click.echo(json_files.encode(replace(found, slower_than_limit=tuple(above))), nl=False)
     else:
-        _print_difference(found, top, show_all)
-        for change in above:
-            click.echo(f"slower than {limit:g}x: {change.phase} of {printable(change.tensor)} ({_ratio(change.ratio)})")
+        difference_page.page(found, above, limit, top, show_all=show_all).print()
     return 1 if above else 0
-
-
-def _print_difference(found: Any, top: int, show_all: bool) -> None:
-    for name, whole in (("A", found.a), ("B", found.b)):
-        click.echo(
-            f"{name}  {whole.operations} operations in {duration_text(whole.duration)}, "
-            f"communication {duration_text(whole.communication)}  {printable(whole.path)}"
-        )
-    told = [change for change in found.changes if change.significant or (change.p_value is None and change.explains)]
-    shown = found.changes if show_all else told
-    if shown[:top]:
-        click.echo(
-            f"\n{'':10} {'median':^19} {'95 %':^19}\n{'explains':>10} {'A':>9} {'B':>9} {'A':>9} {'B':>9} {'B/A':>7} "
-            f"{'p':>8}  {'phase':<13} tensor"
-        )
-    for change in shown[:top]:
-        p_value = "-" if change.p_value is None else f"{change.p_value:.2g}"
-        click.echo(
-            f"{_signed(change.explains):>10} {_time(change.median_a):>9} {_time(change.median_b):>9} "
-            f"{_time(change.p95_a):>9} {_time(change.p95_b):>9} "
-            f"{_ratio(change.ratio):>7} {p_value:>8}  {change.phase:<13} {printable(change.tensor)}"
-        )
-    chance = [change for change in found.changes if change.p_value is not None and not change.significant]
-    click.echo(f"\n{len(found.changes)} comparisons, {len(chance)} of them without a significant change")
-    if chance and chance[0].explains:
-        largest = chance[0]
-        click.echo(
-            f"the largest of these: {_signed(largest.explains)}, {largest.phase} of {printable(largest.tensor)}; "
-            "such time is that of rare long operations, or chance"
-        )
-    once = max(found.changes, key=lambda change: abs(change.once), default=None)
-    if once is not None and once.once:
-        click.echo(f"once, in first operations: at most {_signed(once.once)}, {once.phase} of {printable(once.tensor)}")
-    for name, rows in (("A", found.only_a), ("B", found.only_b)):
-        for row in rows:
-            click.echo(f"only in {name}: {row.kind} of {printable(row.tensor)} ({row.operations} operations)")
-
-
-def _signed(time: float) -> str:
-    return ("-" if time < 0 else "+") + duration_text(abs(time))
-
-
-def _time(median: float | None) -> str:
-    return "-" if median is None else duration_text(median)
-
-
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.3g}x"
 
 
 @click.command()
@@ -180,16 +130,19 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
     if json_:
         click.echo(json_files.encode(overlap), nl=False)
         return 0
-    click.echo(f"{printable(str(output))}: {overlap.operations} operations in {overlap.window:.3f} ms of both files")
-    for name, value in (
-        ("communication", overlap.communication),
-        ("computation", overlap.computation),
-        ("both at once", overlap.overlapped),
-        ("exposed communication", overlap.exposed),
-        ("neither", overlap.neither),
-    ):
-        click.echo(f"{name:<22}{value:>12.3f} ms {value / overlap.window:>6.1%}")
-    click.echo(f"computation: {printable(overlap.computed_by)}")
+    rows = [
+        (name, f"{value:.3f}", share_text(value / overlap.window))
+        for name, value in (
+            ("communication", overlap.communication),
+            ("computation", overlap.computation),
+            ("both at once", overlap.overlapped),
+            ("exposed communication", overlap.exposed),
+            ("neither", overlap.neither),
+        )
+    ]
+    said = f"{output}: {overlap.operations} operations in {overlap.window:.3f} ms of both files"
+    table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
+    Page([said, table]).print()
     return 0
 
 

@@ -12,7 +12,7 @@ from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.difference import ENOUGH, Change, Difference
 from hvdkit.read.trace.results import Operator, Rank, Skew, Summary
 
-_NAME_WIDTH = 56
+_NAME_WIDTH = 40
 _ROWS = (
     ("computation", "computation"),
     ("communication", "communication"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +16,8 @@ Key = tuple[int, str, int]
 """Step, name of the collective, and the how many-th of this name in the step."""
 
 
-@dataclass(frozen=True)
-class Waits:
-    """Milliseconds that a rank was in each collective."""
-
-    times: dict[Key, float]
+Waits = dict[Key, float]
+"""Milliseconds that a rank was in each collective."""
 
 
 def collectives(columns: Columns, steps: Sequence[Step], since: float) -> Waits:
@@ -30,7 +26,7 @@ def collectives(columns: Columns, steps: Sequence[Step], since: float) -> Waits:
     rows = rows[np.argsort(columns.start[rows], kind="stable")]
     begins = np.array([step.begin * 1e3 + since for step in steps])
     counts: dict[tuple[int, str], int] = {}
-    times: dict[Key, float] = {}
+    times: Waits = {}
     for row in rows.tolist():
         at = int(np.searchsorted(begins, columns.start[row] + 1e-3, side="right")) - 1
         if steps and at < 0:
@@ -38,7 +34,7 @@ def collectives(columns: Columns, steps: Sequence[Step], since: float) -> Waits:
         key = (steps[at].number if steps else 0), columns.names[int(columns.name[row])]
         counts[key] = counts.get(key, 0) + 1
         times[*key, counts[key]] = float(columns.end[row] - columns.start[row]) / 1e3
-    return Waits(times)
+    return times
 
 
 def _blocking(columns: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -59,13 +55,13 @@ def between(found: Sequence[tuple[Rank, Waits]]) -> tuple[Skew | None, str]:
         return None, "one trace only: give those of all ranks"
     if any(rank.rank is None for rank, _ in found):
         return None, "a trace does not say whose it is: name them trace-R-of-N.json"
-    keys = set(found[0][1].times)
+    keys = set(found[0][1])
     for _, waits in found[1:]:
-        keys &= set(waits.times)
+        keys &= set(waits)
     if not keys:
         return None, "no collective that all traces have in the same step"
     ordered = sorted(keys)
-    table = np.array([[waits.times[key] for key in ordered] for _, waits in found])  # (ranks, collectives)
+    table = np.array([[waits[key] for key in ordered] for _, waits in found])  # (ranks, collectives)
     late = table.max(axis=0) - table
     apart = late.max(axis=0)
     last = np.argmin(table, axis=0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import structs
 
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import share_text
 from hvdkit.run.launch import tuned
 from hvdkit.run.launch.tuned import Settings, Tuned, settings_of
 from hvdkit.run.trials.space import DEFAULT, label
@@ -42,13 +43,17 @@ class Subject:
 
 
 def verdict(search: Search, *, interrupted: bool = False) -> str:
-    """What follows, in a sentence or two."""
+    """What follows, in a few sentences."""
     if interrupted:
         return f"Interrupted: nothing is adopted and no file is written. {_so_far(search)}"
     best = search.best()
     if best is not None:
         found = search.confirmed()[best]
         return f"Adopted: {label(best)}, {found.ratio:.3f} times as fast as the default ({_interval(found)})."
+    return f"{_nothing_adopted(search)} What costs a step time, hvdkit launch --explain-job says."
+
+
+def _nothing_adopted(search: Search) -> str:
     if search.candidates and len(search.failures) == len(search.candidates):
         return "Every setting but the default failed: the defaults stay."
     if not search.finalists and not search.budget_ended:
@@ -270,7 +275,7 @@ def _measure(search: Search) -> str:
 
 
 def _explained(finalists: int) -> str:
-    alone = f"default / setting, paired by round, {100 * CONFIDENCE:g} % Student t of the log ratios"
+    alone = f"default / setting, paired by round, {share_text(CONFIDENCE)} Student t of the log ratios"
     return alone if finalists == 1 else f"{alone} for the {finalists} together, Bonferroni"
 
 

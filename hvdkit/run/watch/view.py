@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from hvdkit.common.units import bytes_text, duration_text, number_text, printable, shortened
+from hvdkit.common.units import bytes_text, duration_text, number_text, printable, share_text, shortened
 from hvdkit.run.watch.history import Window
 from hvdkit.run.watch.results import RankNow, Seen
 from hvdkit.steps.progress import bar, span_text
@@ -81,7 +81,7 @@ def progress_text(seen: Seen) -> str:
     if seen.epoch is not None:
         words.append(f"epoch {seen.epoch + 1}/{seen.epochs}" if seen.epochs else f"epoch {seen.epoch + 1}")
     if seen.share is not None:
-        words.append(f"{100 * seen.share:.0f}%")
+        words.append(share_text(seen.share))
     if seen.left_s is not None and seen.state == "running":
         words.append(f"{span_text(seen.left_s)} left")
     return "  ".join(words)

@@ -1,0 +1,46 @@
+"""A loop of PyTorch as a stranger writes it, on Horovod alone."""
+
+import horovod.torch as hvd
+import planting
+import torch
+
+planting.begin()
+hvd.init()
+torch.manual_seed(0)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return planting.STEPS
+
+    def __getitem__(self, index):
+        planting.sample()
+        return torch.ones(64)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+        self.large = torch.nn.Parameter(torch.zeros(planting.large()))
+        self.small = torch.nn.ParameterList(torch.zeros(8) for _ in range(planting.small()))
+
+    def forward(self, x):
+        return self.layer(x).sum() + self.large.sum() + sum(one.sum() for one in self.small)
+
+
+model = Model()
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), 0)
+for step, x in enumerate(torch.utils.data.DataLoader(Samples(), batch_size=1)):
+    optimizer.zero_grad()
+    loss = model(x)
+    planting.compute()
+    loss.backward()
+    optimizer.synchronize()
+    names = [f"metric.{step}.{number}" for number in range(planting.newly_named())]
+    for handle in [hvd.allreduce_async(torch.ones(8), name=name) for name in names]:
+        hvd.synchronize(handle)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    planting.after_step()

@@ -1,0 +1,126 @@
+"""What a step waits for when its last rank has its gradients: the steps' times and the timeline on one clock.
+
+A timeline alone knows neither what of an exchange the backward pass hides, nor how long a tensor waits until Horovod
+takes it up: of these two tools each sees half.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.common.causes import Cause
+from hvdkit.common.units import bytes_text, duration_text
+from hvdkit.read.timeline.columns import Columns
+from hvdkit.read.timeline.exchanges import exchanges
+from hvdkit.read.timeline.measures import Floats, covered, union
+
+KINDS = frozenset({"small-tensors", "large-tensors", "negotiation"})
+"""What is told here."""
+_LEAST_STEPS = 10
+_LEAST = 0.07
+"""Share of a step from which on data that moves is a cause; healthy jobs move theirs, too."""
+_LEAST_WAIT, _LEAST_WAIT_US = 0.1, 1500.0
+"""Share of a step, and microseconds, from which on waiting for Horovod is one: a cycle is a millisecond by default."""
+_MANY = 8
+"""Small exchanges in a step from which on waiting for each of them is on account of their number."""
+_ANEW = 0.2
+"""Part of the operations that are negotiated anew, from which on it is their names' or the cache's doing."""
+
+
+def causes(columns: Columns, start: int, waits: Floats, place: Path) -> list[Cause] | None:
+    """The causes in the exchange; None where too few steps are in both recordings.
+
+    Args:
+        columns: the operations of the timeline.
+        start: when the timeline begins, microseconds since the epoch of Unix.
+        waits: (steps, 3), of each step when it began, when its last rank had its gradients and when it was complete;
+            seconds since the epoch of Unix, on the clock of the rank that wrote the timeline.
+        place: the timeline, for the evidence.
+    """
+    steps = waits * 1e6 - start
+    if not len(columns.begin):
+        return None
+    inside = (steps[:, 0] >= columns.begin.min() - 1e6) & (steps[:, 1] <= columns.end.max())
+    begun, ready, ended = steps[inside & (steps[:, 2] >= columns.begin.min())].T
+    if len(begun) < _LEAST_STEPS:
+        return None
+    ends = np.sort(columns.end)
+    last = np.maximum(ready, ends[np.maximum(np.searchsorted(ends, ended, side="right") - 1, 0)])
+    moved = covered(union(*columns.exchange.T), ready, last)
+    rows = (columns.begin >= begun[0]) & (columns.begin < ended[-1])
+    return _named(columns, rows, moved, last - ready - moved, (ended - begun).mean(), place.name)
+
+
+def _named(
+    columns: Columns, rows: NDArray[np.bool_], moved: Floats, waited: Floats, step: float, where: str
+) -> list[Cause]:
+    """Microseconds of each step in which data moved, and in which ranks waited for Horovod to move it, to causes."""
+    every, count = exchanges(columns, rows), len(moved)
+    little, times = every.little, every.times
+    many = float(little.sum()) / count
+    large = float(moved.mean() * times[~little].sum() / (times.sum() or 1.0))
+    small, waiting = float(moved.mean()) - large, float(waited.mean())
+    anew = _anew(columns, rows)
+    found = []
+    if many >= _MANY:
+        small, waiting = (small, waiting) if anew else (small + waiting, 0.0)
+        if small >= _LEAST * step:
+            found.append(
+                Cause(
+                    "small-tensors", small / 1e6, small / step,
+                    f"Many small tensors are exchanged, {many:.0f} times per step.",
+                    f"{where}: {many:.0f} exchanges of at most 64 KB in a step; {duration_text(small)} of them after "
+                    "its last rank was ready.",
+                    "Let more tensors wait for one another: reduce them as groups (num_groups=1 in Horovod's "
+                    "DistributedOptimizer), or one call for all of them, and leave HOROVOD_FUSION_THRESHOLD as it is.",
+                )
+            )  # fmt: skip
+    if waiting >= max(_LEAST_WAIT * step, _LEAST_WAIT_US):
+        found.append(_waiting(waiting, step, anew, where))
+    if large >= _LEAST * step:
+        size = float(np.nansum(every.bytes[~little])) / count
+        found.append(
+            Cause(
+                "large-tensors", large / 1e6, large / step,
+                "Large tensors are reduced, and the backward pass does not hide it.",
+                f"{where}: {bytes_text(size)} in a step; {duration_text(large)} of them after its last rank was ready.",
+                "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a "
+                "faster network.",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _anew(columns: Columns, rows: NDArray[np.bool_]) -> str:
+    """Why tensors are negotiated anew in every step, a word for programs; "" where they are not."""
+    counts = np.bincount(columns.tensor[rows], minlength=1)
+    if (counts == 1).sum() >= _ANEW * rows.sum():
+        return "names"
+    missed = float(columns.missed[rows].mean())
+    # all of them missed is a cache that was off, as launch --skew has it
+    return "cache" if _ANEW <= missed < 0.99 else ""
+
+
+def _waiting(waiting: float, step: float, anew: str, where: str) -> Cause:
+    what, advice = {
+        "names": (
+            "Tensors have new names all the time, and the ranks exchange their requests anew.",
+            "Give each tensor the same name in every step (name= of Horovod's calls).",
+        ),
+        "cache": (
+            "Tensors are negotiated anew in every step, outside the response cache.",
+            "Keep names and shapes of tensors the same in every step, or raise HOROVOD_CACHE_CAPACITY above the number "
+            "of tensors.",
+        ),
+    }.get(
+        anew,
+        (
+            "Tensors wait for the next cycle of Horovod.",
+            "A shorter HOROVOD_CYCLE_TIME (in ms, default 1), and a free core for Horovod's own thread.",
+        ),
+    )
+    seen = f"{where}: {duration_text(waiting)} of a step after its last rank was ready, and no data moves yet."
+    return Cause("negotiation", waiting / 1e6, waiting / step, what, seen, advice)

@@ -31,7 +31,6 @@ from hvdkit.run.launch import (
 )
 from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Plan, Request
-from hvdkit.run.launch.stage import environment
 from hvdkit.run.launch.stage import job as staging
 
 _NEEDS = (
@@ -189,8 +188,6 @@ def _staging(request: Request, job: Plan) -> Plan | None:
     """The plan of the short job that stages the environment before this one; None where nothing is to be staged."""
     if request.stage is None:
         return None
-    for note in staging.notes(request.stage, environment.editable()):
-        click.echo(f"hvdkit launch: {note}", err=True)
     return _plan(staging.request(job, request, request.stage, mpi4py=facts.has_mpi4py()))
 
 

@@ -33,11 +33,13 @@ class Staged:
         prefix: absolute path of the environment.
         store: absolute path of the directory for copies, the same on every host.
         key: changes with the environment.
+        left: what is not copied, since its files lie elsewhere: editable installs and linked directories.
     """
 
     prefix: Path
     store: Path
     key: str
+    left: tuple[str, ...] = ()
 
     @property
     def at(self) -> Path:

@@ -359,4 +359,6 @@ def _notes(name: str, request: Request, facts: Facts, *, direct: bool) -> tuple[
         notes.append("on several hosts Horovod itself ends a job that stalls, without the ranks' stacks.")
     if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:
         notes.append("Horovod was built without MPI: under mpirun each process trains alone.")
+    if request.stage is not None:
+        notes += staging.notes(request.stage)
     return tuple(notes)

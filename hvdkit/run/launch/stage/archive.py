@@ -166,7 +166,7 @@ def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None
         path.mkdir()
     elif member.issym():
         path.symlink_to(member.linkname)
-    elif (content := archive.extractfile(member)) is not None and member.isreg():
+    elif member.isreg() and (content := archive.extractfile(member)) is not None:
         with path.open("xb", buffering=0) as file:  # one that is there is never written to
             shutil.copyfileobj(content, file, _AT_ONCE)
             os.fchmod(file.fileno(), member.mode & 0o755 | 0o600)

@@ -34,12 +34,14 @@ def wanted(directory: Path | None) -> Staged:
     prefix = environment.active()
     store = (directory or Path(tempfile.gettempdir())).absolute() / f"hvdkit-stage-{os.geteuid()}"
     try:
-        return Staged(prefix, store, environment.key(environment.entries(prefix), str(prefix)))
+        found = environment.entries(prefix)
+        left = (*environment.editable(), *(entry.path for entry in found if entry.leaves and entry.path[:4] != "bin/"))
     except OSError as error:
         raise InvalidArgumentError(
             f"--stage cannot read the environment {prefix}: {error.strerror} ({error.filename}); repair it, or leave "
             "--stage out."
         ) from error
+    return Staged(prefix, store, environment.key(found, str(prefix)), left)
 
 
 def request(job: Plan, asked: Request, staged: Staged, *, mpi4py: bool) -> Request:
@@ -113,12 +115,8 @@ def moved_variables(variables: Mapping[str, str], staged: Staged) -> Setting:
     return Setting("--stage: the ranks' Python and packages lie on their host's own disk", variables=found)
 
 
-def notes(staged: Staged, found: list[str]) -> tuple[str, ...]:
-    """What the user should know of what is not staged.
-
-    Args:
-        found: what ``environment.editable`` found.
-    """
-    if not found:
+def notes(staged: Staged) -> tuple[str, ...]:
+    """What the user should know of what is not staged."""
+    if not staged.left:
         return ()
-    return (f"not staged, since they lie outside of {staged.prefix}: the packages of {', '.join(found)}.",)
+    return (f"not staged, since the files lie outside of {staged.prefix}: {', '.join(staged.left)}.",)

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         had = f"; {hosts - lacking} had it" if 0 < lacking < hosts else ""
         seconds = time.monotonic() - began
         done = f"staged {bytes_text(size)} to {lacking} of {hosts} hosts in {seconds:.1f} s{had}"
-        _say(f"{done if lacking else f'all {hosts} hosts have the environment'}: {place}")
+        _say(f"{done if lacking else 'nothing to stage, every host has it'}: {place}")
 
 
 def _copy(world: Any, prefix: Path, place: Path, *, lacks: bool) -> int:

@@ -4,11 +4,13 @@ import errno
 import fcntl
 import io
 import os
+import queue
 import stat
 import sys
 import tarfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -231,46 +233,70 @@ def test_a_damaged_archive_is_refused(prefix, tmp_path, bad):
 
 
 class Group:
-    """What a host receives from a first rank that sends these pieces, the digest last."""
+    """Ranks of one process, each on a thread: what mpi4py's communicator does for ``spread``.
 
-    def __init__(self, sent, digest=b""):
-        self._sent, self._digest = [*sent], digest
-        self.lengths = []
+    ``damage`` changes the second message to the last rank.
+    """
 
-    def Bcast(self, buffer):  # noqa: N802 - mpi4py's
-        if isinstance(buffer, memoryview):
-            buffer[:] = self._sent.pop(0)
-        else:
-            buffer[0] = len(self._sent[0]) if self._sent else 0
+    def __init__(self, rank, queues, damage):
+        self.rank, self.size, self._queues, self._damage = rank, len(queues), queues, damage
+        self._sent = 0
 
-    def bcast(self, _digest):
-        return self._digest
+    def Recv(self, buffer, source):  # noqa: N802 - mpi4py's
+        sender, message = self._queues[self.rank].get(timeout=60)
+        assert sender == source
+        buffer[: len(message)] = message
+
+    def Isend(self, message, dest):  # noqa: N802
+        self._sent += 1
+        if self._damage and dest == self.size - 1 and self._sent == 2:
+            message = message[:-1] + bytes([message[-1] ^ 1])
+        self._queues[dest].put((self.rank, message))
+        return self
+
+    def Wait(self):  # noqa: N802
+        pass
 
 
-def test_what_arrives_otherwise_than_it_was_sent_is_refused():
-    with pytest.raises(DataError, match="not the one that was sent"):
-        worker.spread(Group([b"a", b"b"], b"digest of other pieces"), None, archive.Pieces())
+def spread(ranks, fan_out, source, damage=False):
+    """What each rank has got and raised."""
+    queues = [queue.Queue() for _ in range(ranks)]
+
+    def one(rank):
+        sink = archive.Pieces()
+        try:
+            whole = worker.spread(Group(rank, queues, damage), None if rank else source, sink, fan_out)
+        except (DataError, OSError) as error:
+            return error
+        return b"".join(iter(sink.read, b"")) if whole else None
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
 
 
-class Sending(Group):
-    """What the first rank sends: it alone, so that every broadcast leaves its buffer as it is."""
+def filled(data, error=None):
+    source = archive.Pieces()
+    source.write(data)
+    source.finish(error)
+    return source
 
-    def Bcast(self, buffer):  # noqa: N802
-        if not isinstance(buffer, memoryview):
-            self.lengths.append(buffer[0])
 
-    def bcast(self, digest):
-        return digest
+@pytest.mark.parametrize("fan_out", [1, 2])
+def test_every_host_gets_all_pieces(fan_out):
+    data = os.urandom(3 * archive.PIECE + 7)
+    assert spread(6, fan_out, filled(data)) == [data] * 6
+
+
+@pytest.mark.parametrize("fan_out", [1, 2])
+def test_what_arrives_otherwise_than_it_was_sent_is_refused(fan_out):
+    *others, last = spread(3, fan_out, filled(b"a" * 3 * archive.PIECE), damage=True)
+    assert isinstance(last, DataError) and "not the one that was sent" in str(last)
+    assert not any(isinstance(other, Exception) for other in others)
 
 
 def test_all_are_told_when_the_first_host_cannot_read():
-    source = archive.Pieces()
-    source.write(b"a" * archive.PIECE)
-    source.finish(OSError(errno.EIO, "Input/output error"))
-    group = Sending([])
-    with pytest.raises(OSError, match="Input/output error"):
-        worker.spread(group, source, None)
-    assert group.lengths == [archive.PIECE, -1]
+    wrong = OSError(errno.EIO, "Input/output error")
+    assert spread(3, 1, filled(b"a" * archive.PIECE, wrong)) == [wrong, None, None]
 
 
 @pytest.fixture
@@ -345,5 +371,5 @@ def test_only_what_nobody_uses_is_removed(own, tmp_path, monkeypatch):
 
 def test_what_does_not_fit_is_said_before_it_is_sent(own):
     store.check_room(own, 4096, 1)
-    with pytest.raises(LaunchError, match="the environment takes .* has room for"):
+    with pytest.raises(LaunchError, match=r"the environment takes .* has room for"):
         store.check_room(own, 1 << 60, 1)

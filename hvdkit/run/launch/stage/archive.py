@@ -17,11 +17,11 @@ from typing import Any
 from hvdkit.errors import DataError
 from hvdkit.run.launch.stage.environment import Entry
 
-PIECE = 4 << 20
+PIECE = 1 << 20
 """Bytes that go through a stream, and over the network, at a time."""
 _AT_ONCE = 64 << 10
 """Bytes that are read or written at a time; tarfile copies so many for each header."""
-_AHEAD = 16
+_AHEAD = 64
 """Pieces that may wait for the one who reads."""
 _LARGEST_SCRIPT = 1 << 20
 _ROOT = PurePosixPath()

@@ -1,16 +1,18 @@
 """One host's part in staging: ``python -m mpi4py -m hvdkit.run.launch.stage.worker PREFIX STORE KEY HOSTS``.
 
-The first rank packs the environment, if any host lacks it. Each piece is broadcast to those that do, by the tree of the
-MPI library, while the next one is read and the last one unpacked: three threads with a queue between them.
+The first rank packs the environment, if any host lacks it. Each piece goes to those that do, from host to host in a
+chain, or in a binary tree where that is sooner, while the next one is read and the last one unpacked: three threads
+with a queue between them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import struct
 import sys
 import time
-from array import array
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,7 +26,11 @@ from hvdkit.run.launch.stage.archive import PIECE, Pieces
 
 _T = TypeVar("_T")
 _SHOWN = 3
-_FAILED = -1
+_HEAD, _FAILED = struct.Struct("<q"), -1
+"""Before each piece: how long it is, 0 at the end, or that there is no more."""
+_LAST = hashlib.sha256().digest_size
+_IN_FLIGHT = 8
+"""Pieces on their way to each of those that one sends to."""
 
 
 def main(argv: list[str]) -> None:
@@ -85,7 +91,7 @@ def _copy(world: Any, prefix: Path, place: Path, *, lacks: bool) -> int:
 
         def through() -> None:
             if lacks or is_root:
-                _stream(group, part, (prefix, entries) if is_root else None)
+                _stream(group, part, (prefix, entries) if is_root else None, size)
             if part is not None:
                 archive.link_out((environment.Entry(*entry) for entry in outer), part)
 
@@ -94,21 +100,23 @@ def _copy(world: Any, prefix: Path, place: Path, *, lacks: bool) -> int:
     return int(size)
 
 
-def _stream(group: Any, part: Path | None, packed: tuple[Path, list[environment.Entry]] | None) -> None:
+def _stream(group: Any, part: Path | None, packed: tuple[Path, list[environment.Entry]] | None, size: int) -> None:
     """Pack, send and unpack at the same time.
 
     Args:
         group: the hosts that take part.
         part: the directory to unpack in, None on a host that has the environment.
         packed: what to pack, on the first rank.
+        size: of the environment, bytes.
     """
+    fan_out = 1 if size > group.size * PIECE else 2  # in a chain the last waits for one piece a host, else all for two
     with ThreadPoolExecutor(2) as pool:
         source = None if packed is None else Pieces()
         if packed is not None and source is not None:
             pool.submit(_pack, *packed, source)
         sink = None if part is None else Pieces()
         unpacked = None if part is None or sink is None else pool.submit(_unpack, sink, part)
-        whole = spread(group, source, sink)
+        whole = spread(group, source, sink, fan_out)
         if unpacked is not None and whole:
             unpacked.result()
 
@@ -129,45 +137,63 @@ def _unpack(sink: Pieces, part: Path) -> None:
         sink.drain()  # who writes would wait for ever
 
 
-def spread(group: Any, source: Pieces | None, sink: Pieces | None) -> bool:
-    """Broadcast a stream from the first rank of a group.
+def spread(group: Any, source: Pieces | None, sink: Pieces | None, fan_out: int) -> bool:
+    """Send a stream from the first rank of a group to all others, each of which sends pieces on as they come.
+
+    ``MPI_Bcast`` of one piece after the other would do, and takes up to three times as long over four hosts.
 
     Args:
         group: a communicator of mpi4py.
         source: what to read, on the first rank.
         sink: what to write to, None where nothing is to be kept.
+        fan_out: to how many ranks each sends, > 0.
     Returns:
         Whether all of it came; otherwise the first rank raises why.
     Raises:
         DataError: what was received is not what was sent.
         HvdkitError, OSError: of the source, on the first rank.
     """
-    length, buffer, digest = array("q", [0]), memoryview(bytearray(PIECE)), hashlib.sha256()
+    first = group.rank * fan_out + 1
+    children = range(first, min(first + fan_out, group.size))
+    buffer, digest = bytearray(_HEAD.size + PIECE), hashlib.sha256()
     wrong: Exception | None = None
+    sending: deque[Any] = deque()
     while True:
         if source is not None:
-            try:
-                data = source.read()
-                length[0] = len(data)
-                buffer[: len(data)] = data
-            except (HvdkitError, OSError) as error:
-                wrong, length[0] = error, _FAILED
-        group.Bcast(length)
-        if length[0] <= 0:
+            message, wrong = _next_message(source, digest)
+        else:
+            group.Recv(buffer, source=(group.rank - 1) // fan_out)
+            (length,) = _HEAD.unpack_from(buffer)
+            message = bytes(buffer[: _HEAD.size + (length if length > 0 else _LAST)])
+        sending.extend(group.Isend(message, dest=child) for child in children)
+        while len(sending) > _IN_FLIGHT * fan_out:
+            sending.popleft().Wait()
+        (length,) = _HEAD.unpack_from(message)
+        if length <= 0:
             break
-        piece = buffer[: length[0]]
-        group.Bcast(piece)
-        digest.update(piece)
+        if source is None:
+            digest.update(message[_HEAD.size :])
         if sink is not None:
-            sink.write(piece)
+            sink.write(message[_HEAD.size :])
+    while sending:
+        sending.popleft().Wait()
     if sink is not None:
         sink.finish()
     if wrong is not None:
         raise wrong
-    whole = length[0] == 0
-    if whole and group.bcast(digest.digest()) != digest.digest():
+    if length == 0 and message[_HEAD.size :] != digest.digest():
         raise DataError("the archive that arrived is not the one that was sent; start again.")
-    return whole
+    return bool(length == 0)
+
+
+def _next_message(source: Pieces, digest: Any) -> tuple[bytes, Exception | None]:
+    """A message with the next piece, the digest of all behind the last one, or that there is an error; and that."""
+    try:
+        piece = source.read()
+    except (HvdkitError, OSError) as error:
+        return _HEAD.pack(_FAILED) + bytes(_LAST), error
+    digest.update(piece)
+    return _HEAD.pack(len(piece)) + (piece or digest.digest()), None
 
 
 def together(world: Any, step: Callable[[], _T]) -> _T:

@@ -5,15 +5,15 @@
     python benchmarks/stage.py --model               1,000 hosts, modelled: no measurement
 
 Needs root, for the hosts are network namespaces of this machine on a bridge, each with a limited rate for what it
-receives (``tests/parallel/namespaces.py``) and for what it sends.
-"staged": the workers of ``hvdkit launch --stage``, one on each host, with a disk of
-its own each; the time is what they print, from their meeting to the last copy in its place. "read": the archive lies on
-the first host, and all others read it at once over TCP and unpack it: a file server without the cost of finding and
-opening files, which favours it. The ratio read / staged is formed within each round.
+receives (``tests/parallel/namespaces.py``) and for what it sends. "staged": the workers of ``hvdkit launch --stage``,
+one on each host, with a disk of its own each; the time is what they print, from their meeting to the last copy in its
+place. "read": the archive lies on the first host, and all others read it at once over TCP and unpack it: a file server
+without the cost of finding and opening files, which favours it. The ratio read / staged is formed within each round.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -48,7 +48,7 @@ MODEL = {
     "ranks on each host": 4,
     "environment, bytes": 3.4e9,
     "environment, files": 46_000,
-    "calls to the file system of one rank that imports": 40_000,
+    "calls to the file system of one rank that imports": 29_000,
     "bytes that one host reads to import": 1.5e9,
     "file system, calls a second, all clients": 100_000,
     "file system, bytes a second, all clients": 100e9,
@@ -57,8 +57,8 @@ MODEL = {
     "link of a host, bytes a second": 10e9,
     "local disk, files a second": 10_000,
     "local disk, bytes a second": 1e9,
-    "copies that a host sends on": 2,
-    "piece, bytes": 4 << 20,
+    "copies that a host sends on": 1,
+    "piece, bytes": 1 << 20,
     "starting the workers, seconds": 10,
 }
 
@@ -67,9 +67,7 @@ def model(given):
     """Seconds until the ranks have imported, by part, from ``MODEL``'s numbers."""
     (hosts, ppn, size, files, calls, loaded, fs_calls, fs_rate, one_files, one_rate, link, disk_files, disk_rate,
      fan_out, piece, start) = given.values()  # fmt: skip
-    depth = 0
-    while sum(fan_out**level for level in range(depth + 1)) < hosts:
-        depth += 1
+    depth = hosts - 1 if fan_out == 1 else math.ceil(math.log2(hosts))
     shared = max(hosts * ppn * calls / fs_calls, hosts * loaded / fs_rate)
     looking = 2 * files / fs_calls + 2 * files / one_files  # two looks at every file, by one client
     stages = {

@@ -6,6 +6,7 @@ import io
 import os
 import queue
 import stat
+import subprocess
 import sys
 import tarfile
 import threading
@@ -97,6 +98,34 @@ def test_what_cannot_be_staged_is_one_sentence(capsys):
         plan.build(request, FACTS, Command(("/other/python", "train.py"), script=1), QUIET)
     assert cli.run(["launch", "-n", "2", "--stage-dir", "/tmp", "true"]) == 2
     assert "--stage-dir needs --stage" in capsys.readouterr().err
+
+
+def test_a_host_that_cannot_run_the_environments_python_is_named():
+    done = subprocess.run(["/bin/sh", "-c", job._START, "/no/bin/python", "-V"], capture_output=True, text=True)
+    said = f"hvdkit launch: host {os.uname().nodename} cannot run /no/bin/python: the environment, or the base interp"
+    assert done.returncode == 1 and done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1
+    done = subprocess.run(["/bin/sh", "-c", job._START, sys.executable, "-c", "print('a b')"], capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"a b\n")
+
+
+class World:
+    """Three hosts of which this one is the first, and the last has failed, too."""
+
+    rank = 0
+
+    def allgather(self, text):
+        return [text, "", "host h3: it is full."]
+
+
+def test_a_step_that_fails_somewhere_ends_the_job_everywhere_with_the_hosts_named(capsys):
+    def step():
+        raise OSError(errno.ENOSPC, "No space left on device", "/local/x")
+
+    with pytest.raises(SystemExit) as ended:
+        worker.together(World(), step)
+    first, last = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and last == "hvdkit launch: host h3: it is full."
+    assert first.startswith(f"hvdkit launch: host {os.uname().nodename}: No space left on device (/local/x); give a")
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ READS = {
 """Command lines by command; BAD is the file that is none."""
 NOT_READ = {
     "-o", "--output", "--json", "--plot", "--size-plot", "--report", "--autotune-log", "--mpi-profile",
-    "--torch-profile", "--stall-dir", "--explain-dir", "--host-discovery-script", "--html", "--monitor",
+    "--torch-profile", "--stall-dir", "--stage-dir", "--explain-dir", "--host-discovery-script", "--html", "--monitor",
 }  # fmt: skip
 """Parameters that name what is written, or run: these have tests of their own."""
 WRITTEN = {("launch", "--timeline"), ("install", "--wheel"), ("examples copy", "directory")}

@@ -5,6 +5,7 @@ Names matter: ranks whose hosts have one name pass for ranks of one host, with O
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ SYSTEM = Path("/etc/netns")
 SSH = """#!/bin/sh
 skip='while :; do case $1 in -[op]) shift 2 ;; -*) shift ;; *) break ;; esac; done'
 eval "$skip"; name=$1; shift; eval "$skip"
-exec ip netns exec "$name" unshare --uts sh -c "hostname $name; $*"
+exec ip netns exec "$name" unshare --uts sh -c "hostname $name; mount --bind {disks}/$name {disks}/own; $*"
 """
 """What launchers take for ``ssh [OPTION]... HOST COMMAND``."""
 
@@ -41,19 +42,23 @@ class Hosts:
     """``names`` and ``addresses`` by number; ``inside(number)`` goes before a command to run it there.
 
     As on Debian, each host knows its own name as 127.0.1.1 and the others by their addresses. With ``bin`` first on
-    PATH, launchers reach all of them.
+    PATH, launchers reach all of them. Each has a disk of its own at ``disk``; from outside, ``disks`` has all by name.
     """
 
     def __init__(self, bin: Path) -> None:
         self.bin = bin
+        self.disks = bin / "disks"
+        self.disk = self.disks / "own"
         self._prefix = f"hvd{os.getpid() % 10000}"
         self._bridge = f"{self._prefix}br"
         self.names = [f"{self._prefix}n{number}" for number in range(HOSTS)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(HOSTS)]
 
     def start(self) -> None:
-        (self.bin / "ssh").write_text(SSH)
+        (self.bin / "ssh").write_text(SSH.replace("{disks}", str(self.disks)))
         (self.bin / "ssh").chmod(0o755)
+        for name in (*self.names, self.disk.name):
+            (self.disks / name).mkdir(parents=True)
         self._do(f"ip link add {self._bridge} type bridge")
         self._do(f"ip link set {self._bridge} up")
         for number, address in enumerate(self.addresses):
@@ -78,7 +83,10 @@ class Hosts:
 
     def inside(self, number: int) -> list[str]:
         name = self.names[number]
-        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
+        enter = (
+            f'hostname "$0"; mount --bind {shlex.quote(str(self.disks))}/"$0" {shlex.quote(str(self.disk))}; exec "$@"'
+        )
+        return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", enter, name]
 
     def clear(self) -> None:
         """End everything that still runs on them."""

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from pathlib import Path
 
 import namespaces
@@ -23,6 +25,7 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,67 @@ def test_the_launcher_command_of_an_mpi_job_reaches_its_workers_by_the_operators
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [rank["hosts"] for rank in ranks] == [2, 2] and ranks[0]["weights"] == ranks[1]["weights"]
     assert not (tmp_path / "rank-2.json").exists()
+
+
+LENT = ("click", "markdown_it", "mdurl", "mpi4py", "msgspec", "pygments", "rich", "typing_extensions.py")
+"""What ``hvdkit launch`` imports."""
+
+
+@pytest.fixture
+def own_environment(tmp_path):
+    """A small venv with an hvdkit that is linked to, a script and a file of many pieces."""
+    prefix = tmp_path / "venv"
+    venv.create(prefix, symlinks=True)
+    (packages,) = prefix.glob("lib/python*/site-packages")
+    for name in LENT:
+        (packages / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+    (packages / "hvdkit").symlink_to(ROOT / "hvdkit")
+    (packages / "data.bin").write_bytes(bytes(range(256)) * 50_000)
+    script = prefix / "bin" / "where"
+    script.write_text(f"#!{prefix}/bin/python\nimport os, sys\nprint(os.uname().nodename, sys.prefix)\n")
+    script.chmod(0o755)
+    return prefix
+
+
+def test_the_environment_is_staged_on_every_hosts_own_disk_once(hosts, ranks_command, own_environment):
+    _, environment = ranks_command(1, "mpi")
+    environment["LD_LIBRARY_PATH"] = str(Path(sys.prefix) / "lib")
+    environment["PATH"] = os.pathsep.join([str(hosts.bin), environment["PATH"]])
+    placed = ["-n", "4", "--hosts", ",".join(f"{name}:1" for name in hosts.names), "--launcher", "mpirun"]
+    staged = ["--stage", "--stage-dir", str(hosts.disk)]
+    argv = [str(own_environment / "bin" / "python"), "-P", "-m", "hvdkit.cli", "launch", *placed, *staged, "where"]
+
+    def start():
+        words = [*hosts.inside(0), *argv]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+
+    def copies():
+        return [next((hosts.disks / name).glob("hvdkit-stage-*/*")) for name in hosts.names]
+
+    done = start()
+    assert done.returncode == 0, done.stdout + done.stderr
+    at = hosts.disk.joinpath(*copies()[0].parts[-2:])
+    assert sorted(done.stdout.splitlines()) == sorted(f"{name} {at}" for name in hosts.names)
+    assert " to 4 of 4 hosts in " in done.stderr
+    data = next(own_environment.glob("lib/python*/site-packages/data.bin"))
+    before = [(copy / data.relative_to(own_environment)).stat().st_ino for copy in copies()]
+    assert (copies()[3] / data.relative_to(own_environment)).read_bytes() == data.read_bytes()
+
+    (copies()[2] / data.relative_to(own_environment)).unlink()  # as what cleans /tmp does
+    done = start()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " to 1 of 4 hosts in " in done.stderr and "3 had it" in done.stderr
+    after = [(copy / data.relative_to(own_environment)).stat().st_ino for copy in copies()]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False, True]
+
+    copies()[1].parent.chmod(0o777)
+    data.write_bytes(b"new")  # each host lacks this one
+    done = start()
+    hosts.clear()
+    assert done.returncode != 0 and not done.stdout, done.stdout + done.stderr
+    assert f"hvdkit launch: host {hosts.names[1]}: {at.parent} is not a directory of this user alone" in done.stderr
+    assert "was not started, since the environment was not staged" in done.stderr
+    assert [len(list(copy.parent.iterdir())) for copy in copies()] == [1] * 4  # and none has a part of it
 
 
 LIMITS = {

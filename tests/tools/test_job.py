@@ -165,7 +165,7 @@ def test_every_script_is_clean_and_launches_what_was_typed(site_name):
     chosen = site.find(None, site_name)
     asked = Job(2, 4, "00:30:00", NASTY, account="me", gpus_per_node=4, depth=2, queue="q")
     every = Job(2, 4, "00:30:00", NASTY, account="me", mem="64G", exclusive=True, array="1-4:2%2", log="log/%j.out",
-                qos="q", constraint="gpu&hbm80g")  # fmt: skip
+                qos="q", constraint="gpu&hbm80g", stage=True)  # fmt: skip
     every = replace(every, **dict.fromkeys(SYSTEMS[chosen.system].lacks))
     for wanted in (asked, every):
         text = script.write(wanted, chosen, "/my venv/of $USER/it's/bin")
@@ -174,6 +174,7 @@ def test_every_script_is_clean_and_launches_what_was_typed(site_name):
         options = parsed(line)
         assert options["command"] == NASTY
         assert (options["n"], options["ppn"], options["depth"]) == (8, 4, wanted.depth or chosen.depth)
+        assert options["stage"] == wanted.stage
         assert passes_shellcheck(text) is True
 
 

@@ -40,6 +40,7 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--gpus-per-node", type=AT_LEAST_0, metavar="G", help="GPUs on each host, 0 to train on its CPUs.")
 @click.option("--mem", metavar="M", help="Memory of each host, such as 64G.")
 @click.option("--exclusive", is_flag=True, help="No other job on the hosts.")
+@click.option("--stage", is_flag=True, help="Copy the environment to the hosts' local disks first.")
 @click.option("--array", metavar="A-B[:S][%M]", help="Submit so many jobs at once, at most M running.")
 @click.option("--output", "log", metavar="LOG", help="File for what the job prints, in the batch system's pattern.")
 @click.option("--image", help="Kubernetes: the container image.")

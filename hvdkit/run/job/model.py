@@ -22,6 +22,7 @@ class Job:
         array: FIRST-LAST, FIRST-LAST:STEP, and %MOST at a time: so many jobs of this one script; None for one.
         log: file for what the job prints, in the batch system's own pattern, None for the usual one.
         directives: further ones of the queue, without their prefix.
+        stage: the hosts get copies of the environment first.
     """
 
     nodes: int
@@ -40,6 +41,7 @@ class Job:
     array: str | None = None
     log: str | None = None
     directives: tuple[str, ...] = ()
+    stage: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,8 @@ def _launch_lines(job: Job, site: Site, cpu_bind: str) -> list[str]:
         words += ["--launcher", site.launcher]
     if job.gpus_per_node and site.launcher in ("srun", "jsrun"):
         words += ["--gpus-per-node", str(job.gpus_per_node)]
+    if job.stage:
+        words.append("--stage")
     line = shlex.join([*words, "--", *job.command])
     return _as_typed(job.command, line)
 

@@ -14,6 +14,7 @@ from hvdkit.common.table import console
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.run.launch import direct, supervise
 from hvdkit.run.launch.model import Plan
+from hvdkit.run.launch.outcome import Ended
 
 PAUSE_S = 1.0
 """Seconds before a restart: what failed for want of a port or of memory has it back."""
@@ -39,6 +40,13 @@ def preflight(plan: Plan, python: Path) -> bool:
     return not show.has_errors(found)
 
 
+def started(job: Plan, *, tagged: bool = False, verbose: bool = False) -> Ended:
+    """Run a job once; how it ended."""
+    if job.direct:
+        return direct.run([*job.launcher, *job.command], job.environment, [host.name for host in job.hosts])
+    return supervise.run(job, tagged=tagged, verbose=verbose)
+
+
 def run(plan_for: Callable[[int], Plan], restarts: int, *, tagged: bool, verbose: bool) -> int:
     """Run a job, and again from the start while it fails, at most ``restarts`` times more.
 
@@ -49,11 +57,7 @@ def run(plan_for: Callable[[int], Plan], restarts: int, *, tagged: bool, verbose
     """
     attempt = 0
     while True:
-        job = plan_for(attempt)
-        if job.direct:
-            ended = direct.run([*job.launcher, *job.command], job.environment, [host.name for host in job.hosts])
-        else:
-            ended = supervise.run(job, tagged=tagged, verbose=verbose)
+        ended = started(plan_for(attempt), tagged=tagged, verbose=verbose)
         if ended.status == 0 or ended.interrupted or attempt == restarts:
             return ended.status
         attempt += 1

@@ -31,6 +31,18 @@ from hvdkit.run.launch import (
 )
 from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Plan, Request
+from hvdkit.run.launch.stage import job as staging
+
+_NEEDS = (
+    ("stall_dir", "stall_timeout", "which says when stacks are written there"),
+    ("skew", "timeline", "the file it is about"),
+    ("mark_cycles", "timeline", "the file it is about"),
+    ("mpi_profile_wait", "mpi_profile", "the directory that it is written to"),
+    ("torch_profile_steps", "torch_profile", "the directory that it is about"),
+    ("explain_dir", "explain_job", "whose recordings are written there"),
+    ("stage_dir", "stage", "which copies the environment there"),
+)
+"""Options that mean something only with another one, and why."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -73,15 +85,19 @@ def launch(
       hvdkit launch -n 4 --explain-job -- python train.py
       hvdkit launch -n 8 --hosts h1:4,h2:4 -- python train.py
       hvdkit launch -n 8 --ppn 4 --depth 16 -- python train.py      (in a batch job)
+      hvdkit launch -n 4096 --ppn 4 --stage -- python train.py
       hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
     """
     request = _request(command, dry_run, **wanted)
     growing = elastic.check(request.n, min_np, max_np, host_discovery_script)
     if growing is not None:
-        _check_elastic(request, alone=not (first or restarts or request.hosts_chosen))
+        _check_elastic(request, alone=not (first or restarts or request.hosts_chosen or request.stage))
     job = _plan(request) if growing is None else _elastic_plan(request, growing)
     _say(job, explain)
+    before = _staging(request, job)
     if dry_run:
+        if before is not None:
+            click.echo(show.command_line(before))
         click.echo(show.command_line(job))
         return 0
     if growing is not None:
@@ -90,6 +106,9 @@ def launch(
     if first and not _could_train(job):
         click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
         return 1
+    if before is not None and (ended := attempts.started(before)).status:
+        click.echo(f"hvdkit launch: {command[0]} was not started, since the environment was not staged.", err=True)
+        return ended.status
     with _recorded(request, job):
         return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
 
@@ -125,27 +144,22 @@ def _request(
     skew: bool,
     **rest: Any,
 ) -> Request:
-    if stall_dir is not None and stall_timeout is None:
-        raise InvalidArgumentError("--stall-dir needs --stall-timeout, which says when stacks are written there.")
+    asked = {**rest, "stall_timeout": stall_timeout, "stall_dir": stall_dir, "skew": skew}
+    for name, needed, why in _NEEDS:
+        if asked[name] and not asked[needed]:
+            option, other = (f"--{word.replace('_', '-')}" for word in (name, needed))
+            raise InvalidArgumentError(f"{option} needs {other}, {why}.")
     chosen, given = tuned.choose(rest.pop("tuned"), **{name: rest.pop(name) for name in tuned.OPTIONS})
     fixed = "--tuned" if chosen.source else next(iter(given.values()), None)
     if fixed is not None and rest["autotune_log"] is not None:
         raise InvalidArgumentError(f"{fixed} fixes what --autotune-log is to vary; give one of them.")
-    if rest["timeline"] is None and (skew or rest["mark_cycles"]):
-        raise InvalidArgumentError(f"{'--skew' if skew else '--mark-cycles'} needs --timeline, the file it is about.")
     if skew and chosen.cache_capacity:
         raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
     if skew:
         chosen, given = replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
-    if rest["mpi_profile_wait"] and rest["mpi_profile"] is None:
-        raise InvalidArgumentError("--mpi-profile-wait needs --mpi-profile, the directory that it is written to.")
-    if rest["torch_profile_steps"] and rest["torch_profile"] is None:
-        raise InvalidArgumentError("--torch-profile-steps needs --torch-profile, the directory that it is about.")
-    explain_dir = rest.pop("explain_dir")
-    if explain_dir is not None and not rest["explain_job"]:
-        raise InvalidArgumentError("--explain-dir needs --explain-job, whose recordings are written there.")
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    explain_dir = (explain_dir or Path(f"hvdkit-job-{stamp}")).absolute() if rest.pop("explain_job") else None
+    explain_dir = rest.pop("explain_dir") or Path(f"hvdkit-job-{stamp}")
+    stage_dir = rest.pop("stage_dir")
     placed = placement.asked(n, ppn, hosts, hostfile, os.environ, anywhere=launcher in batch.PROGRAMS)
     return Request(
         n=n,
@@ -154,7 +168,8 @@ def _request(
         threads=threads,
         stall_timeout=stall_timeout,
         stall_dir=(stall_dir or Path(f"hvdkit-stall-{stamp}")).absolute(),
-        explain_job=explain_dir,
+        explain_job=explain_dir.absolute() if rest.pop("explain_job") else None,
+        stage=staging.wanted(stage_dir) if rest.pop("stage") else None,
         ppn=ppn or placed.ppn,
         hosts=placed.hosts,
         hosts_chosen=placed.chosen,
@@ -168,9 +183,16 @@ def _request(
 def _check_elastic(request: Request, *, alone: bool) -> None:
     if not alone or request.stall_timeout is not None or request.launcher not in ("auto", "horovodrun"):
         raise InvalidArgumentError(
-            "an elastic job is horovodrun's alone: leave --preflight, --restarts, --stall-timeout, --hosts, --hostfile "
-            "and other launchers out."
+            "an elastic job is horovodrun's alone: leave --preflight, --restarts, --stall-timeout, --hosts, "
+            "--hostfile, --stage and other launchers out."
         )
+
+
+def _staging(request: Request, job: Plan) -> Plan | None:
+    """The plan of the short job that stages the environment before this one; None where nothing is to be staged."""
+    if request.stage is None:
+        return None
+    return _plan(staging.request(job, request, request.stage, mpi4py=facts.has_mpi4py()))
 
 
 @contextlib.contextmanager

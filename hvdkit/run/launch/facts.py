@@ -24,6 +24,11 @@ def own_python() -> Path:
     return Path(sys.executable).absolute()
 
 
+def has_mpi4py() -> bool:
+    """Whether mpi4py is installed beside hvdkit."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
 def job_path(environ: Mapping[str, str], python: Path) -> str:
     """PATH for the job: the directory of the interpreter comes first if ``python`` were another one otherwise."""
     path = environ.get("PATH", os.defpath)
@@ -62,7 +67,7 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
         horovod=horovod,
         mpi=None if mpirun is None else mpi.ask(mpirun, {**environ, "PATH": path}),
         horovodrun=None if horovodrun is None else Path(horovodrun).absolute(),
-        mpi4py=importlib.util.find_spec("mpi4py") is not None,
+        mpi4py=has_mpi4py(),
         programs=programs,
         batch=chosen,
         mpi_recorder=_mpi_recorder(request, horovod, mpirun, environ) if records and not without_mpi else None,

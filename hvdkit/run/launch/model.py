@@ -26,6 +26,32 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """An environment and its copy on the disk of each host.
+
+    Attributes:
+        prefix: absolute path of the environment.
+        store: absolute path of the directory for copies, the same on every host.
+        key: changes with the environment.
+        left: what is not copied, since its files lie elsewhere: editable installs and linked directories.
+    """
+
+    prefix: Path
+    store: Path
+    key: str
+    left: tuple[str, ...] = ()
+
+    @property
+    def at(self) -> Path:
+        """Where the copy lies."""
+        return self.store / self.key
+
+    def moved(self, path: Path) -> Path:
+        """Where a path of the environment lies in the copy."""
+        return self.at / path.relative_to(self.prefix)
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the user asks for.
 
@@ -56,6 +82,7 @@ class Request:
         torch_profile_steps: steps that they leave out, trace and throw away, record.
         dry_run: the command line is only to be shown; the launcher may be missing.
         explain_job: absolute path of the directory for what explains the job, None for none.
+        stage: the environment that the ranks are to find on their host's disk, None for that which hvdkit is in.
     """
 
     n: int
@@ -85,6 +112,7 @@ class Request:
     dry_run: bool = False
     cpu_bind: str | None = None
     explain_job: Path | None = None
+    stage: Staged | None = None
 
 
 @dataclass(frozen=True, slots=True)

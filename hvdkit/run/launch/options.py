@@ -224,6 +224,18 @@ OPTIONS = (
         help="Where those stacks are written  [default: hvdkit-stall-TIME in the current directory]",
     ),
     click.option(
+        "--stage",
+        is_flag=True,
+        help="First copy the environment to the local disk of every host, once, over MPI; the ranks import from there.",
+    ),
+    click.option(
+        "--stage-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        callback=_absolute,
+        metavar="DIR",
+        help="Where, the same on every host; copies stay there for later jobs  [default: $TMPDIR, else /tmp]",
+    ),
+    click.option(
         "--preflight", "first", is_flag=True, help="Look at every rank first, and start COMMAND only if it can train."
     ),
     click.option(

@@ -25,6 +25,7 @@ from hvdkit.run.launch import (
 )
 from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
 from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
+from hvdkit.run.launch.stage import job as staging
 from hvdkit.steps import step_times
 
 
@@ -229,6 +230,8 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
     if not direct:
         _check_here(request, facts)
     line = LAUNCHERS[name](request, facts)
+    if request.stage is not None:
+        command = staging.moved_command(command, request.stage)
     settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
     command, changes = _as_started(name, line, request, facts, command, environ)
     settings += changes
@@ -238,6 +241,9 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
     added: dict[str, str] = {}
     for setting in settings:
         added.update(setting.variables)
+    if request.stage is not None:
+        settings.append(staging.moved_variables({**environ, **added}, request.stage))
+        added.update(settings[-1].variables)
     added = {key: value for key, value in added.items() if environ.get(key) != value}
     words = [word for setting in line.settings for word in setting.words]
     if line.pass_on is not None:
@@ -353,4 +359,6 @@ def _notes(name: str, request: Request, facts: Facts, *, direct: bool) -> tuple[
         notes.append("on several hosts Horovod itself ends a job that stalls, without the ranks' stacks.")
     if name == "mpirun" and facts.horovod is not None and not facts.horovod.mpi:
         notes.append("Horovod was built without MPI: under mpirun each process trains alone.")
+    if request.stage is not None:
+        notes += staging.notes(request.stage)
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""``hvdkit port --try``: the script and the ported one take some steps on the same batches; are their weights the same?"""
+"""``hvdkit port --try``: the script and the ported one take some steps on the same batches. Are the weights the same?"""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ _LAST_LINES = 12
 _STACKS = Path(hvdkit.__file__).parent / "run" / "launch" / "stacks"
 """Of the ``sitecustomize`` that looks into a script as it is."""
 _NEAR = {1: 1e-5, 2: 1e-3}
-"""By number of ranks, how far their weights may be from those of one process, as a part of the way moved since the start."""
+"""By number of ranks, how far their weights may be from those of one process, as a part of the way moved so far."""
 _NOISE = 1e-5
 """Of the largest gradient. What is smaller may be rounding alone, which Adam and its like turn into whole steps."""
+
+_OWN = "1 rank takes the script's own steps"
 
 
 @dataclass
@@ -108,14 +110,10 @@ def _two_ranks(runs: _Runs, found: Trial) -> bool:
     if "BatchNorm" in ranks[0].notes:
         why = "BatchNorm takes the statistics of each rank's own samples; sync_batch_norm takes those of all"
     agreed = f"2 ranks: {len(ranks[0].steps)} steps, the ranks agree bit for bit"
-    found.verdict = (
-        "Equal: 1 rank takes the script's own steps, and 2 ranks those of one process on both ranks' batches."
-    )
+    found.verdict = f"Equal: {_OWN}, and 2 ranks those of one process on both ranks' batches."
     if why:
         found.lines += [f"{agreed}.", f"not compared: 2 ranks with one process: {why}."]
-        found.verdict = (
-            "Equal where that is defined: 1 rank takes the script's own steps, and 2 ranks agree with each other."
-        )
+        found.verdict = f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
         return True
     given.write(runs.directory / "union", 0)
     (theirs,) = runs.run("the script itself on the batches of 2 ranks", "theirs-2", 0, batches="union", dropout=False)
@@ -133,12 +131,9 @@ def _two_ranks(runs: _Runs, found: Trial) -> bool:
 def _compare(ours: Recording, theirs: Recording, near: float) -> tuple[str, bool]:
     """How many steps are how near, the beginning of a sentence; and whether all are near enough."""
     count = min(len(ours.steps), len(theirs.steps))
-    rates = sorted({step["rate"] for step in ours.steps[:count]})
-    told = (
-        f"{count} steps at a learning rate of {' to '.join(f'{one:g}' for one in dict.fromkeys((rates[0], rates[-1])))}"
-        if rates
-        else "0 steps"
-    )
+    rates = [step["rate"] for step in ours.steps[:count]]
+    span = dict.fromkeys(f"{one:g}" for one in (min(rates, default=0.0), max(rates, default=0.0)))
+    told = f"{count} step{'' if count == 1 else 's'} at a learning rate of {' to '.join(span)}"
     pairs = list(zip(ours.steps[:count], theirs.steps[:count], strict=True))
     if pairs and all((a["start"], a["digest"]) == (b["start"], b["digest"]) for a, b in pairs):
         return f"{told}, bit for bit those of", True

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
+_TENSORFLOW = "tensorflow.python"
 _ASKED = (
     ("HVDKIT_STACKS", "stalls", "hand_in_stacks_when_asked", None),
     ("HVDKIT_STACKS", "stalls", "tell_of_init", "horovod.common.basics"),
@@ -34,7 +35,7 @@ _ASKED = (
         "HVDKIT_TRIAL",
         "trial_marks",
         "tensorflow_eagerly",
-        "tensorflow.python.eager.polymorphic_function.eager_function_run",
+        f"{_TENSORFLOW}.eager.polymorphic_function.eager_function_run",
     ),
     ("HVDKIT_TRIAL", "trial_marks", "tensorflow_seeds", "tensorflow.python.framework.random_seed"),
     ("HVDKIT_TRIAL", "trial_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),

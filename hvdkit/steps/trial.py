@@ -288,11 +288,16 @@ class Trial:
         self._drew |= self._states is not None and self._states != _random_states()
 
     def end(self, optimizer: object, weights: Sequence[Array], rate: float | None) -> None:
-        """It has ended; after the last one that is wanted the script ends."""
-        part = _part(weights)
+        """It has ended; after the last one that is wanted the script ends.
+
+        One without gradients that moves nothing is none: Horovod's ``broadcast_optimizer_state`` makes slots by it.
+        """
+        part, digest_of_all = _part(weights), _digest_of(weights)
+        if digest_of_all == self._start and not self.made.arrays[f"g{len(self.made.steps)}"].any():
+            return
         self.made.arrays[f"w{len(self.made.steps)}"] = part
         self.made.steps.append({
-            "digest": _digest_of(weights), "start": self._start, "rate": rate, "drew": self._drew,
+            "digest": digest_of_all, "start": self._start, "rate": rate, "drew": self._drew,
             "finite": bool(np.isfinite(part).all()), "optimizer": self._weights[id(optimizer)],
         })  # fmt: skip
         if len(self.made.steps) >= self._wanted.steps:

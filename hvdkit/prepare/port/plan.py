@@ -101,7 +101,7 @@ class Plan:
         """
         found = self.case.statement(node)
         if not isinstance(found, ast.stmt) or self.text.line(found) is None:
-            raise Unsure(node, "it shares its line with another statement", "put it on a line of its own")
+            raise _shared(node)
         return found
 
     def alone(self, event: Event) -> ast.Expr:
@@ -135,9 +135,15 @@ class Plan:
         self.edits.change(found, make)
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
-        """Change a statement as a whole: see ``Edits.edit``."""
-        if (line := self.text.line(statement)) is not None:
-            self.edits.edit(how, line, code)
+        """Change a statement as a whole: see ``Edits.edit``.
+
+        Raises:
+            Unsure: it shares its line.
+        """
+        line = self.text.line(statement)
+        if line is None:
+            raise _shared(statement)
+        self.edits.edit(how, line, code)
 
     def leave(self, node: ast.AST | int, why: str, write: str) -> None:
         """List what stays."""
@@ -266,6 +272,10 @@ class Plan:
         ]
         calls += [one for one in ast.walk(node) if isinstance(one, ast.Call) and method(one) == "parameters"]
         return {ast.unparse(one.func.value) for one in calls if isinstance(one.func, ast.Attribute)}
+
+
+def _shared(node: ast.AST) -> Unsure:
+    return Unsure(node, "it shares its line with another statement", "put it on a line of its own")
 
 
 def is_text(node: ast.stmt) -> bool:

@@ -1,4 +1,4 @@
-"""``hvdkit port --try``: the script and the ported one take some steps on the same batches. Are the weights the same?"""
+"""``hvdkit port --try``: the script and the ported one take some steps on the same batches, and are compared."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -109,17 +110,17 @@ def _two_ranks(runs: _Runs, found: Trial) -> bool:
         why = "each step draws random numbers, others on each rank"
     if "BatchNorm" in ranks[0].notes:
         why = "BatchNorm takes the statistics of each rank's own samples; sync_batch_norm takes those of all"
-    agreed = f"2 ranks: {len(ranks[0].steps)} steps, the ranks agree bit for bit"
+    agreed = "2 ranks agree bit for bit"
     found.verdict = f"Equal: {_OWN}, and 2 ranks those of one process on both ranks' batches."
     if why:
-        found.lines += [f"{agreed}.", f"not compared: 2 ranks with one process: {why}."]
+        found.lines += [f"{agreed}: {_steps(ranks[0].steps)}.", f"not compared: 2 ranks with one process: {why}."]
         found.verdict = f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
         return True
     given.write(runs.directory / "union", 0)
     (theirs,) = runs.run("the script itself on the batches of 2 ranks", "theirs-2", 0, batches="union", dropout=False)
     said, equal = _compare(ranks[0], theirs, _NEAR[2])
     off = ", without dropout, whose masks each rank draws" if "dropout" in ranks[0].notes else ""
-    found.lines.append(f"{agreed}; {said} one process on both ranks' batches, at the same learning rate{off}.")
+    found.lines.append(f"{agreed}: {said} one process on both ranks' batches, which has the same learning rate{off}.")
     if not equal:
         found.verdict = "Differs: 2 ranks do not take the steps of one process on both ranks' batches."
     return equal
@@ -130,18 +131,25 @@ def _two_ranks(runs: _Runs, found: Trial) -> bool:
 
 def _compare(ours: Recording, theirs: Recording, near: float) -> tuple[str, bool]:
     """How many steps are how near, the beginning of a sentence; and whether all are near enough."""
-    count = min(len(ours.steps), len(theirs.steps))
-    rates = [step["rate"] for step in ours.steps[:count]]
-    span = dict.fromkeys(f"{one:g}" for one in (min(rates, default=0.0), max(rates, default=0.0)))
-    told = f"{count} step{'' if count == 1 else 's'} at a learning rate of {' to '.join(span)}"
-    pairs = list(zip(ours.steps[:count], theirs.steps[:count], strict=True))
+    pairs = list(zip(ours.steps, theirs.steps, strict=False))
+    told = _steps([mine for mine, _ in pairs])
     if pairs and all((a["start"], a["digest"]) == (b["start"], b["digest"]) for a, b in pairs):
         return f"{told}, bit for bit those of", True
-    apart = [_distance(ours, theirs, at) for at in range(count)]
-    worst = max(apart, default=float("inf"))
+    apart = [_distance(ours, theirs, at) for at in range(len(pairs))]
     beyond = next((at for at, one in enumerate(apart, 1) if not one <= near), None)
-    where = "" if beyond is None else f" (from step {beyond} on)"
-    return f"{told}, {worst:.1e} of the way moved apart{where} from those of", beyond is None and count > 0
+    how = (
+        f"{max(apart, default=float('inf')):.1e} of the way moved apart from those of"
+        if any(apart)
+        else "but for rounding those of"
+    )
+    told += "" if beyond is None else f", from step {beyond} on too far"
+    return f"{told}, {how}", beyond is None and bool(pairs)
+
+
+def _steps(steps: Sequence[dict[str, Any]]) -> str:
+    rates = [step["rate"] for step in steps]
+    span = dict.fromkeys(f"{one:g}" for one in (min(rates, default=0.0), max(rates, default=0.0)))
+    return f"{len(steps)} step{'' if len(steps) == 1 else 's'} at a learning rate of {' to '.join(span)}"
 
 
 def _distance(ours: Recording, theirs: Recording, at: int) -> float:

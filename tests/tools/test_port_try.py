@@ -102,6 +102,23 @@ def test_each_difference_has_its_verdict(monkeypatch, ported, runs, ok, verdict,
     assert line in " ".join(found.lines)
 
 
+def test_where_the_script_itself_does_not_run_one_rank_stands_for_it(monkeypatch, ported):
+    usual = {"ours-1": [recording()], "ours-2": [recording(rank, 2) for rank in (0, 1)], "theirs-2": [recording()]}
+
+    def recorded(self, what, name, ranks, **given):
+        if name not in usual:
+            raise trial._Failed(f"Failed: {what} ended.")
+        assert ranks == int(name[-1]) or (name, ranks) == ("theirs-2", 1)
+        return usual[name]
+
+    monkeypatch.setattr(trial._Runs, "run", recorded)
+    found = trial.attempt(ported, (), 3, 10.0)
+    assert not found.ok and found.verdict.startswith(
+        "Failed: the script itself ended.\n2 ranks are compared with 1 rank"
+    )
+    assert len(found.lines) == 1 and "bit for bit those of one process" in found.lines[0]
+
+
 def test_ranks_on_the_same_batches_are_no_training_on_shards(monkeypatch, ported):
     seen = Trial(Wanted("", 9), 0)
     seen.batch(iter([np.arange(4)]).__next__)

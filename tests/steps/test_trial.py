@@ -129,3 +129,16 @@ def test_what_is_no_recording_is_one_sentence(tmp_path):
     (tmp_path / "rank-1.json").write_text(json.dumps({"other": 1}))
     with pytest.raises(DataError, match="rank 1 left no recording"):
         trial.read(tmp_path, 1)
+
+
+def test_a_step_that_only_makes_slots_is_none(tmp_path):
+    seen, zero = Trial(Wanted(str(tmp_path), 5), 0), np.zeros(2)
+    for gradient, weights, count in ((zero, zero, 0), (zero + 1, zero, 1), (zero, zero + 1, 2)):
+        seen.begin("sgd", [zero], [gradient])
+        seen.end("sgd", [weights], 0.1)
+        assert len(seen.made.steps) == count
+
+
+def test_ranks_begin_with_different_seeds(tmp_path):
+    """What a broadcast makes equal is not equal before it; one process begins as the root does."""
+    assert Trial(Wanted("", 5), 0).seed != Trial(Wanted("", 5), 1).seed

@@ -87,7 +87,7 @@ def _one_rank(runs: _Runs, found: Trial) -> bool:
         found.verdict = f"{failed}\n2 ranks are compared with 1 rank of the ported script instead:"
         return False
     said, equal = _compare(ours, theirs, _NEAR[1])
-    own = "" if theirs.same else ", which was given the same batches: it draws another order"
+    own = "" if theirs.same is not False else ", which was given the same batches: it draws another order"
     found.lines.append(f"1 rank: {said} the script itself{own}.")
     if not equal:
         found.verdict = "Differs: on 1 rank the ported script does not take the script's own steps."

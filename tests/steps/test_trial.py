@@ -104,7 +104,7 @@ def test_numbers_drawn_in_a_step_are_seen(tmp_path):
         one = Trial(Wanted(str(tmp_path), 5), 0)
         one.batch(drawn([batch(0)]))
         draws()
-        one.begin("sgd", [np.zeros(1)], [np.zeros(1)])
+        one.begin("sgd", [np.zeros(1)], [np.ones(1)])
         one.end("sgd", [np.zeros(1)], None)
         assert one.made.steps[0]["drew"] is seen
 
@@ -115,7 +115,7 @@ def test_a_large_model_is_recorded_in_part_and_digested_as_a_whole(tmp_path, mon
     for last in (0, 1):
         seen, weights = Trial(Wanted(str(tmp_path), 5), 0), np.zeros(100)
         weights[-1] = last
-        seen.begin("sgd", [weights], [weights])
+        seen.begin("sgd", [weights], [weights + 1])
         seen.end("sgd", [weights], 1.0)
         assert seen.made.arrays["w0"].size == 10
         digests.append(seen.made.steps[0]["digest"])

@@ -93,6 +93,7 @@ def test_equal_weights_are_equal(monkeypatch, ported):
          "where that is defined", "sync_batch_norm"),
         ({"ours-2": [replace(recording(rank, 2), events=[]) for rank in (0, 1)]}, True, "where that is defined",
          "no loader"),
+        ({"theirs-1": [replace(recording(), notes=["sparse"])]}, True, "Equal:", "Keras' own steps of emb"),
         ({"ours-2": [replace(recording(rank, 2), notes=["dropout"]) for rank in (0, 1)]}, True, "Equal:", "dropout"),
     ],
 )  # fmt: skip

@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hvdkit.common import files
 from hvdkit.common.commands import seconds_above_0
 from hvdkit.common.extras import of_extra
-from hvdkit.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from hvdkit.prepare.port.run import Ported
 
 
 @click.command()
@@ -99,11 +102,7 @@ def port(
     return 1 if ported.left or not tried.ok else 0
 
 
-def _show_diff(ported: object) -> None:
-    from hvdkit.prepare.port.run import Ported
-
-    if not isinstance(ported, Ported):
-        raise InvalidArgumentError("nothing was ported.")
+def _show_diff(ported: Ported) -> None:
     before, after = (one.decode(ported.before.module.encoding).splitlines(keepends=True)
                      for one in (ported.before.content, ported.after))  # fmt: skip
     path = ported.before.path

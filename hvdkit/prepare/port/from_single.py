@@ -114,9 +114,8 @@ def _optimizer(plan: Plan, event: Event) -> None:
     """Steps 3, 4 and 5, around the statement that makes an optimizer."""
     call, hk = event.node, plan.hk
     write = f"{hk}.distribute(optimizer, model); {hk}.broadcast_state(model, optimizer)"
-    home = plan.statement(call)
-    if not (isinstance(home, ast.Assign) and home.value is call and len(home.targets) == 1
-            and isinstance(home.targets[0], (ast.Name, ast.Attribute)) and call.args):  # fmt: skip
+    home = plan.assigned(call)
+    if home is None or not call.args:
         raise Unsure(call, "the optimizer is not simply given a name", write)
     models = {_whole(plan, text) for text in plan.models_of(call.args[0])}
     if len(models) != 1:

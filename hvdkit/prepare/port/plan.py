@@ -116,6 +116,13 @@ class Plan:
         name = ast.unparse(event.node.func)
         raise Unsure(event.node, f"`{name}` is part of a larger expression", f"call `{name}` on a line of its own")
 
+    def assigned(self, call: ast.Call) -> ast.Assign | None:
+        """The statement that only gives a call's result one name or attribute."""
+        found = self.statement(call)
+        if isinstance(found, ast.Assign) and found.value is call and len(found.targets) == 1:
+            return found if isinstance(found.targets[0], (ast.Name, ast.Attribute)) else None
+        return None
+
     def change(self, node: ast.expr, make: Change) -> None:
         """Change an expression.
 
@@ -247,9 +254,9 @@ class Plan:
                         return beside[at]
         return None
 
-    def distribute(self, home: ast.stmt, event: Event, model: str, more: str = "") -> None:
+    def distribute(self, home: ast.Assign, event: Event, model: str, more: str = "") -> None:
         """Steps 4 and 5 of a PyTorch optimizer: below the statement that makes it, and above the first step."""
-        optimizer = self.src(home.targets[0])  # type: ignore[attr-defined]
+        optimizer = self.src(home.targets[0])
         sent = f"{self.hk}.broadcast_state({model}, {optimizer})"
         first = self.first_step(home, event)
         self.edit("after", home, f"{more}{optimizer} = {self.hk}.distribute({optimizer}, {model})")

@@ -201,7 +201,7 @@ def test_two_ranks_take_the_steps_that_the_script_takes_on_the_batches_of_both(h
     everyone(None)
     alone(recorded, directory=here / "theirs", source=str(before), batches=here / "union")
     theirs = trials.read(here / "theirs", 0)
-    _, equal = trial._compare(ranks[0], theirs, 1e-3)
+    _, equal = trial._compare(ranks[0], theirs)
     assert equal and ranks[0].steps[0]["rate"] == pytest.approx(2 * 0.05 if "keras" not in before.name else 0.02)
     wrong = dataclasses.replace(theirs, steps=theirs.steps[:1])
     assert trial._distance(ranks[1], wrong, 0) < 1e-4 and theirs.same is False

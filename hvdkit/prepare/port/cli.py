@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 def port(
     script: str,
     arguments: tuple[str, ...],
+    *,
     output: Path | None,
     in_place: bool,
     diff: bool,

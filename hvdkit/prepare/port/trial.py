@@ -23,8 +23,8 @@ from hvdkit.steps.trial import Recording, Wanted
 _LAST_LINES = 12
 _STACKS = Path(hvdkit.__file__).parent / "run" / "launch" / "stacks"
 """Of the ``sitecustomize`` that looks into a script as it is."""
-_NEAR = {1: 1e-5, 2: 1e-3}
-"""By number of ranks, how far their weights may be from those of one process, as a part of the way moved so far."""
+_NEAR = 1e-3
+"""How far weights may be apart, as a part of the way moved so far. Threads of TensorFlow add up in any order."""
 _NOISE = 1e-5
 """Of the largest gradient. What is smaller may be rounding alone, which Adam and its like turn into whole steps."""
 
@@ -90,7 +90,7 @@ def _one_rank(runs: _Runs, found: Trial) -> bool:
         _two_ranks(runs, found, reference=1)
         found.verdict = f"{failed}\n2 ranks are compared with 1 rank of the ported script instead:"
         return False
-    said, equal = _compare(ours, theirs, _NEAR[1])
+    said, equal = _compare(ours, theirs)
     own = "" if theirs.same is not False else ", which was given the same batches: it draws another order"
     found.lines.append(f"1 rank: {said} the script itself{own}.")
     if "sparse" in theirs.notes:
@@ -130,7 +130,7 @@ def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
         return True
     given.write(runs.directory / "union", 0)
     (theirs,) = runs.run("one process on the batches of 2 ranks", "theirs-2", reference, batches="union", dropout=False)
-    said, equal = _compare(ranks[0], theirs, _NEAR[2])
+    said, equal = _compare(ranks[0], theirs)
     off = ", without dropout, whose masks each rank draws" if "dropout" in ranks[0].notes else ""
     found.lines.append(f"{agreed}: {said} one process on both ranks' batches, which has the same learning rate{off}.")
     if not equal:
@@ -141,14 +141,14 @@ def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
 # What was recorded ----------------------------------------------------------------------------------------------------
 
 
-def _compare(ours: Recording, theirs: Recording, near: float) -> tuple[str, bool]:
+def _compare(ours: Recording, theirs: Recording) -> tuple[str, bool]:
     """How many steps are how near, the beginning of a sentence; and whether all are near enough."""
     pairs = list(zip(ours.steps, theirs.steps, strict=False))
     told = _steps([mine for mine, _ in pairs])
     if pairs and all((a["start"], a["digest"]) == (b["start"], b["digest"]) for a, b in pairs):
         return f"{told}, bit for bit those of", True
     apart = [_distance(ours, theirs, at) for at in range(len(pairs))]
-    beyond = next((at for at, one in enumerate(apart, 1) if not one <= near), None)
+    beyond = next((at for at, one in enumerate(apart, 1) if not one <= _NEAR), None)
     how = (
         f"{max(apart, default=float('inf')):.1e} of the way moved apart from those of"
         if any(apart)

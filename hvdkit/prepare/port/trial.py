@@ -107,8 +107,10 @@ def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
     ranks = runs.run("the ported script on 2 ranks", "ours-2", 2, dropout=False)
     apart = next((at for at, pair in enumerate(zip(*(one.steps for one in ranks), strict=False), 1)
                   if len({(step["start"], step["digest"]) for step in pair}) > 1), None)  # fmt: skip
-    if apart is not None or len(ranks[0].steps) != len(ranks[1].steps) or not ranks[0].steps:
-        found.verdict = f"Differs: on 2 ranks the ranks hold different weights in step {apart or 'of their own'}."
+    counts = [len(one.steps) for one in ranks]
+    if apart is not None or counts[0] != counts[1] or not counts[0]:
+        what = f"take {counts[0]} and {counts[1]} steps" if apart is None else f"hold different weights in step {apart}"
+        found.verdict = f"Differs: on 2 ranks the ranks {what}."
         return False
     if not all(step["finite"] for step in ranks[0].steps):
         found.verdict = "Differs: on 2 ranks the weights are not finite."

@@ -25,13 +25,21 @@ _TIMELINE_STEPS = (20, 70)
 """Steps after which the timeline begins and ends: enough to see what is usual, and a small file."""
 
 
-def torch_loaders(module: ModuleType) -> None:
-    """A batch of a ``DataLoader`` is input; ``torch.utils.data.dataloader`` has just been imported."""
-    loader = module._BaseDataLoaderIter
-    original = loader.__next__
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function of a class or module by ``around``, which gets the function itself in front."""
+    original = getattr(owner, name)
 
     @functools.wraps(original)
-    def next_batch(self: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        return around(original, *arguments, **options)
+
+    setattr(owner, name, call)
+
+
+def torch_loaders(module: ModuleType) -> None:
+    """A batch of a ``DataLoader`` is input; ``torch.utils.data.dataloader`` has just been imported."""
+
+    def next_batch(original: Any, self: Any) -> Any:
         recorder = _recorder()
         if recorder is None:
             return original(self)
@@ -44,36 +52,48 @@ def torch_loaders(module: ModuleType) -> None:
             recorder.loaded(more)
         return batch
 
-    loader.__next__ = next_batch
+    wrap(module._BaseDataLoaderIter, "__next__", next_batch)
 
 
 def torch_optimizers(module: ModuleType) -> None:
-    """A step ends with the optimizer's; ``torch.optim.optimizer`` has just been imported, or a monitor begins.
-
-    Horovod's optimizer calls the ``step()`` that it wraps, and the hooks run in both: the outer one counts.
-    """
+    """A step ends with the optimizer's; ``torch.optim.optimizer`` has just been imported, or a monitor begins."""
     if hasattr(module, "hvdkit_marks"):  # --explain-job and --monitor both ask for it
         return
     module.hvdkit_marks = leading = _Leading()  # type: ignore[attr-defined]
+
+    def begin(_: Any) -> None:
+        recorder = _recorder()
+        if recorder is not None and not _in_process_group():
+            recorder.ready()
+
+    def end(optimizer: Any) -> None:
+        if leading.counts(optimizer):
+            _stepped()
+
+    around_torch_steps(module, begin, end)
+
+
+def around_torch_steps(module: ModuleType, begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call two functions with each optimizer before and after its ``step()``.
+
+    Horovod's optimizer calls the ``step()`` that it wraps, and PyTorch's hooks run in both: the outer one counts.
+    """
     outer: Any = None  # also after a step that raised: its next one begins anew
 
-    def begin(optimizer: Any, *_: object) -> None:
+    def before(optimizer: Any, *_: object) -> None:
         nonlocal outer
-        recorder = _recorder()
         if outer is None or outer is optimizer:
             outer = optimizer
-            if recorder is not None and not _in_process_group():
-                recorder.ready()
+            begin(optimizer)
 
-    def end(optimizer: Any, *_: object) -> None:
+    def after(optimizer: Any, *_: object) -> None:
         nonlocal outer
         if outer is optimizer:
             outer = None
-            if leading.counts(optimizer):
-                _stepped()
+            end(optimizer)
 
-    module.register_optimizer_step_pre_hook(begin)
-    module.register_optimizer_step_post_hook(end)
+    module.register_optimizer_step_pre_hook(before)
+    module.register_optimizer_step_post_hook(after)
 
 
 class _Leading:
@@ -117,45 +137,41 @@ def _in_process_group() -> bool:
 
 def horovod_waits(module: ModuleType) -> None:
     """Who synchronizes has its own gradients; ``horovod.torch.mpi_ops`` has just been imported."""
-    original = module.synchronize
 
-    @functools.wraps(original)
-    def synchronize(*arguments: Any, **options: Any) -> Any:
+    def synchronize(original: Any, *arguments: Any, **options: Any) -> Any:
         recorder = _recorder()
         if recorder is not None:
             recorder.ready()
         return original(*arguments, **options)
 
-    module.synchronize = synchronize  # type: ignore[attr-defined]
+    wrap(module, "synchronize", synchronize)
 
 
 def tensorflow_iterators(module: ModuleType) -> None:
     """A turn of a loop over a data set is a step; within Keras' ``fit`` the batch is taken inside of the step."""
-    iterator = module.OwnedIterator
-    next_in_loop, next_in_graph = iterator.__next__, iterator.get_next
 
-    @functools.wraps(next_in_loop)
-    def of_loop(self: Any) -> Any:
-        recorder = _recorder() if _eager() else None
+    def of_loop(original: Any, self: Any) -> Any:
+        recorder = _recorder() if eager() else None
         if recorder is None:
-            return next_in_loop(self)
+            return original(self)
         recorder.asked(by_hand=False)
-        batch = next_in_loop(self)
+        batch = original(self)
         recorder.given(by_hand=False)
         return batch
 
-    @functools.wraps(next_in_graph)
-    def of_graph(self: Any) -> Any:
+    def of_graph(original: Any, self: Any) -> Any:
         recorder = _recorder()
-        batch = next_in_graph(self)
+        batch = original(self)
         if recorder is not None:
             _after(batch, recorder.taken)
         return batch
 
-    iterator.__next__, iterator.get_next = of_loop, of_graph
+    wrap(module.OwnedIterator, "__next__", of_loop)
+    wrap(module.OwnedIterator, "get_next", of_graph)
 
 
-def _eager() -> bool:
+def eager() -> bool:
+    """Whether TensorFlow computes at once, outside of a graph."""
     import tensorflow as tf
 
     return bool(tf.executing_eagerly())
@@ -176,19 +192,16 @@ def keras_fit(module: ModuleType) -> None:
     """A batch of ``fit`` is a step; ``keras.src.callbacks.callback_list`` has just been imported."""
 
     def around(name: str, mark: str, *, before: bool) -> None:
-        original = getattr(module.CallbackList, name)
-
-        @functools.wraps(original)
-        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        def call(original: Any, *arguments: Any, **options: Any) -> Any:
             recorder = _recorder()
             if recorder is not None and before:
                 getattr(recorder, mark)()
-            found = original(self, *arguments, **options)
+            found = original(*arguments, **options)
             if recorder is not None and not before:
                 getattr(recorder, mark)()
             return found
 
-        setattr(module.CallbackList, name, call)
+        wrap(module.CallbackList, name, call)
 
     around("on_epoch_begin", "asked", before=False)
     around("on_train_batch_begin", "given", before=True)

@@ -1,9 +1,12 @@
 """Ported programs train: on two ranks they end with the weights of one process on the union batch."""
 
 import ast
+import contextlib
+import dataclasses
 import os
 import runpy
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ from ranks import on_ranks
 
 pytest.importorskip("libcst")
 
-from hvdkit.prepare.port import run, text
+from hvdkit.prepare.port import as_script, run, text, trial
+from hvdkit.run.launch.stacks import sitecustomize
+from hvdkit.steps import trial as trials
+from hvdkit.steps import trial_marks
 
 DATA = Path(__file__).parents[1] / "data" / "port" / "before"
 
@@ -162,3 +168,50 @@ def test_a_tape(world, everyone):
 def test_a_horovod_program_with_a_tape(world, everyone):
     ours = trained(program("horovod_tape.py"))
     assert everyone(ours) == [ours] * 2
+
+
+# --try ----------------------------------------------------------------------------------------------------------------
+
+
+def recorded(directory: Path, source: str, *, batches: Path | str = "", steps: int = 4) -> None:
+    """What a run of --try does in the process of a rank, whose framework is imported already."""
+    os.environ[trials.VARIABLE] = trials.Wanted(str(directory), steps, str(batches), dropout=False).variable()
+    for variable, _, function, module in sitecustomize._ASKED:
+        if variable == trials.VARIABLE and module in sys.modules:
+            getattr(trial_marks, function)(sys.modules[module])
+    sys.argv[1:] = []
+    with contextlib.suppress(SystemExit):
+        as_script.main(source, source)
+
+
+@on_ranks("torch", "keras", "tensorflow", n=2, fresh=True)
+def test_two_ranks_take_the_steps_that_the_script_takes_on_the_batches_of_both(hk, alone, everyone):
+    name = {"torch": "single_torch.py", "keras": "single_keras.py", "tensorflow": "single_tape.py"}
+    before = DATA / name[hk.__name__.rpartition(".")[2]]
+    here = Path(everyone(str(Path.cwd()))[0])
+    recorded(here / "ours", str(program(before.name)))
+    everyone(None)
+    ranks = [trials.read(here / "ours", rank) for rank in (0, 1)]
+    assert [one["digest"] for one in ranks[0].steps] == [one["digest"] for one in ranks[1].steps]
+    assert len(ranks[0].steps) == 4 and not trials.on_same_batches(ranks)
+    if trials.current()._rank == 0:
+        given, why = trials.union(ranks)
+        assert why == ""
+        given.write(here / "union", 0)
+    everyone(None)
+    alone(recorded, directory=here / "theirs", source=str(before), batches=here / "union")
+    theirs = trials.read(here / "theirs", 0)
+    _, equal = trial._compare(ranks[0], theirs)
+    assert equal and ranks[0].steps[0]["rate"] == pytest.approx(2 * 0.05 if "keras" not in before.name else 0.02)
+    wrong = dataclasses.replace(theirs, steps=theirs.steps[:1])
+    assert trial._distance(ranks[1], wrong, 0) < 1e-4 and theirs.same is False
+
+
+@pytest.mark.parallel
+def test_a_script_is_looked_into_as_it_is(tmp_path):
+    content = DATA / "single_torch.py"
+    made = run.port(text.read(str(content)))
+    (seen,) = trial._Runs(made, [], 3, 300.0, tmp_path).run("the script itself", "it", 0)
+    assert [step["rate"] for step in seen.steps] == [0.05] * 3 and seen.notes == ["BatchNorm"]
+    assert [list(event) for event in seen.events] == [["batch"]] * 3
+    assert seen.arrays["b0"].shape == (16, 8) and not any(step["drew"] for step in seen.steps)

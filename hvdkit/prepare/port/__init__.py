@@ -2,6 +2,7 @@
 
 A room of its own and not a part of ``check``: that one says where the steps are missing, and needs nothing but the
 standard library; this one changes text, with LibCST, by what ``check`` knows of the script's data flow.
+What it runs, with ``--try``, is looked into by ``steps/trial.py``.
 
 ::
 
@@ -17,5 +18,6 @@ standard library; this one changes text, with LibCST, by what ``check`` knows of
     keras_2.py                 spellings that Keras 3 does not know
     imports.py                 imports that are left unused
     run.py                     a script in, the ported one and what is left out
+    trial.py, as_script.py     --try: both scripts are run and compared
     report.py, cli.py          the command ``hvdkit port``
 """

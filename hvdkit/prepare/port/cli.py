@@ -5,40 +5,74 @@ from __future__ import annotations
 import difflib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hvdkit.common import files
+from hvdkit.common.commands import seconds_above_0
 from hvdkit.common.extras import of_extra
-from hvdkit.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from hvdkit.prepare.port.run import Ported
 
 
 @click.command()
 @click.argument("script", metavar="SCRIPT.py")
+@click.argument("arguments", metavar="[-- ARGUMENT ...]", nargs=-1)
 @click.option("-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="Write the ported script there.")
 @click.option("--in-place", is_flag=True, help="Write it over SCRIPT.py.")
 @click.option("--diff", is_flag=True, help="Show what changes, as a unified diff, and write nothing.")
-def port(script: str, output: Path | None, in_place: bool, diff: bool) -> int:
+@click.option("--try", "try_", is_flag=True, help="Run both scripts for some steps, and compare their weights.")
+@click.option("--try-steps", type=click.IntRange(1, 1000), default=5, show_default=True, metavar="N", help="So many.")
+@click.option(
+    "--try-timeout",
+    type=click.FloatRange(min=1),
+    callback=seconds_above_0,  # not a number is in every range
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each of the four runs.",
+)
+def port(
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    output: Path | None,
+    in_place: bool,
+    diff: bool,
+    try_: bool,
+    try_steps: int,
+    try_timeout: float,
+) -> int:
     """Write the eight steps into a training script.
 
     From a script that trains in one process, that uses Horovod, or PyTorch's DistributedDataParallel, to one that uses
-    hvdkit: PyTorch loops, Keras' fit and loops over a TensorFlow tape. Nothing is run. What is not changed stays byte
-    for byte.
+    hvdkit: PyTorch loops, Keras' fit and loops over a TensorFlow tape. Nothing is run without --try. What is not
+    changed stays byte for byte.
 
     It never guesses: what the text does not show for certain stays as it is, and is listed with its line in the ported
     script, the reason, and what to write by hand. What `hvdkit check` finds in the result is listed, too.
+
+    --try runs the script in one process and the ported one on 1 and on 2 ranks here, from fixed seeds, for a few
+    optimizer steps: in this directory, with your data and the arguments after `--`, and what a script writes by then is
+    written. 1 rank must take the script's own steps, and 2 ranks those of one process on both ranks' batches, which the
+    script is given. The verdict comes first, then how near the weights are, then what could not be compared, and why.
 
     \b
     Examples:
       hvdkit port train.py --diff
       hvdkit port train.py -o train_hvdkit.py
+      hvdkit port train.py -o train_hvdkit.py --try -- --batch-size 16
       hvdkit port train.py > train_hvdkit.py      # the script on standard output, the report on standard error
 
-    Exit status: 0 where nothing is left to do by hand, 1 where something is, 2 for bad usage, such as a file that is
-    not Python.
+    Exit status: 0 where nothing is left to do by hand and --try finds no difference, 1 otherwise, 2 for bad usage, such
+    as a file that is not Python.
     """
     if (output is not None) + in_place + diff > 1:
         raise click.UsageError("give one of -o, --in-place and --diff")
+    if arguments and not try_:
+        raise click.UsageError(f"{arguments[0]!r} is an argument of the script, which runs only with --try")
     with of_extra("port", "hvdkit port rewrites with LibCST"):
         from hvdkit.prepare.port import report, text
         from hvdkit.prepare.port import run as running
@@ -60,14 +94,16 @@ def port(script: str, output: Path | None, in_place: bool, diff: bool) -> int:
         sys.stdout.buffer.write(ported.after)
     told = in_place or output is not None
     click.echo(report.as_text(ported), err=not told)
-    return 1 if ported.left else 0
+    if not try_:
+        return 1 if ported.left else 0
+    from hvdkit.prepare.port import trial
+
+    tried = trial.attempt(ported, arguments, try_steps, try_timeout)
+    click.echo(tried.as_text(), err=not told)
+    return 1 if ported.left or not tried.ok else 0
 
 
-def _show_diff(ported: object) -> None:
-    from hvdkit.prepare.port.run import Ported
-
-    if not isinstance(ported, Ported):
-        raise InvalidArgumentError("nothing was ported.")
+def _show_diff(ported: Ported) -> None:
     before, after = (one.decode(ported.before.module.encoding).splitlines(keepends=True)
                      for one in (ported.before.content, ported.after))  # fmt: skip
     path = ported.before.path

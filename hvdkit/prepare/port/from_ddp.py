@@ -86,13 +86,10 @@ def _unwrap(plan: Plan, wraps: list[Event]) -> dict[str, str]:
     hk = plan.hk
     for event in {one.node: one for one in wraps}.values():
         call = event.node
-        home = plan.statement(call)
-        model = argument(call, "module", 0)
-        odd = [one.arg for one in call.keywords if one.arg not in {"module", *_LEFT_OUT}]
-        simple = isinstance(home, ast.Assign) and home.value is call and len(home.targets) == 1
-        if not simple or odd or model is None or has_stars(call) or len(call.args) > 1 or plan.is_root_only(event):
+        home, model = plan.assigned(call), argument(call, "module", 0)
+        odd = has_stars(call) or len(call.args) > 1 or {one.arg for one in call.keywords} - {"module", *_LEFT_OUT}
+        if home is None or model is None or odd or plan.is_root_only(event):
             raise Unsure(call, "the text does not show what DDP wraps, or how", f"{hk}.distribute(optimizer, model)")
-        assert isinstance(home, ast.Assign)  # noqa: S101 - for the type checker
         name, inner = plan.src(home.targets[0]), plan.src(model)
         found[name] = inner
         if name == inner:
@@ -112,20 +109,19 @@ def _optimizer(plan: Plan, event: Event, models: dict[str, str]) -> None:
     """DDP's hooks become the optimizer's, and the rate stays what it was."""
     call = event.node
     write = f"{plan.hk}.distribute(optimizer, model); {plan.hk}.broadcast_state(model, optimizer)"
-    home = plan.statement(call)
+    home = plan.assigned(call)
     found = {text.removesuffix(".module") for text in plan.models_of(call.args[0])} if call.args else set()
-    named = isinstance(home, ast.Assign) and home.value is call and len(home.targets) == 1
     model = next(iter(found), "")
-    if len(found) != 1 or not named or model not in {*models, *models.values()}:
+    if len(found) != 1 or home is None or model not in {*models, *models.values()}:
         raise Unsure(call, "the text does not show whose parameters it steps", write)
     if plan.case.function(home) is not None and plan.first_step(home, event) is None:
         raise Unsure(call, "the text does not show where it trains", write)
-    rate = argument(call, "lr", 1)
+    rate, default = argument(call, "lr", 1), from_single.RATES.get(plan.case.name(call).rpartition(".")[2])
     keep = f'{plan.hk}.scale_lr({{}}, {plan.use_world(call)}, "none")'
     if rate is not None and not plan.case.has_size(rate, through=True):
         plan.change(rate, around(keep.format("__")))
-    elif rate is None and plan.case.name(call).rpartition(".")[2] in from_single.RATES:
-        plan.change(call, with_argument(keep.format(from_single.RATES[plan.case.name(call).rpartition(".")[2]]), "lr"))
+    elif rate is None and default is not None:
+        plan.change(call, with_argument(keep.format(default), "lr"))
     target = model if model in models else next(name for name, inner in models.items() if inner == model)
     plan.distribute(home, event, target)
     if any("BatchNorm" in name and "Sync" not in name for name in plan.case.used):

@@ -7,7 +7,7 @@ import re
 
 from hvdkit.prepare.check import find
 from hvdkit.prepare.check.call_arguments import arguments
-from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method
+from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single_tensorflow, keras_2
@@ -20,6 +20,8 @@ RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "
 _WRITES = ("torch.save", "torchvision.utils.save_image", "numpy.save", "numpy.savez", "numpy.savetxt",
            "matplotlib.pyplot.savefig")  # fmt: skip
 _METHODS = ("save", "save_weights", "savefig", "save_pretrained", "to_csv", "export")
+_ALSO_OTHERS = ("save", "export")
+"""Those of them that other objects have, too, and that may do more than write a file."""
 _PATH = re.compile(r"path|file|ckpt|checkpoint")
 _SAMPLERS = tuple(
     f"torch.utils.data.{one}"
@@ -112,9 +114,8 @@ def _optimizer(plan: Plan, event: Event) -> None:
     """Steps 3, 4 and 5, around the statement that makes an optimizer."""
     call, hk = event.node, plan.hk
     write = f"{hk}.distribute(optimizer, model); {hk}.broadcast_state(model, optimizer)"
-    home = plan.statement(call)
-    if not (isinstance(home, ast.Assign) and home.value is call and len(home.targets) == 1
-            and isinstance(home.targets[0], (ast.Name, ast.Attribute)) and call.args):  # fmt: skip
+    home = plan.assigned(call)
+    if home is None or not call.args:
         raise Unsure(call, "the optimizer is not simply given a name", write)
     models = {_whole(plan, text) for text in plan.models_of(call.args[0])}
     if len(models) != 1:
@@ -289,19 +290,26 @@ def _files(plan: Plan) -> None:
     for event in case.events:
         call = event.node
         name = case.name(call)
-        own = not name and bool(call.args or call.keywords)
+        own = not name and bool(call.args or call.keywords) and not case.callees(call)
         writes = name in _WRITES or (own and method(call) in _METHODS)
         if call in seen or plan.is_root_only(event) or not (event.reached or writes):
             continue
         seen.add(call)
         with plan.sure():
             if writes:
+                if own and method(call) in _ALSO_OTHERS and not _writes_a_file(plan, call):
+                    why = f"the text does not show what `{ast.unparse(call.func)}` does"
+                    raise Unsure(call, why, f"if {plan.world}.is_root: around it, where all it does is write a file")
                 statement = plan.alone(event)
                 _require_unread(plan, event)
                 plan.edit("guard", statement, f"{plan.use_world(statement)}.is_root")
             elif name in ("builtins.open", "io.open") and _opens_to_write(call):
                 write = f"if {plan.world}.is_root: around what writes"
                 raise Unsure(call, "every rank opens this file to write", write)
+
+
+def _writes_a_file(plan: Plan, call: ast.Call) -> bool:
+    return plan.case.holds_keras_model(receiver(call)) or any(map(_may_be_path, arguments(call)))
 
 
 def _opens_to_write(call: ast.Call) -> bool:
@@ -312,6 +320,8 @@ def _opens_to_write(call: ast.Call) -> bool:
 def _may_be_path(node: ast.expr) -> bool:
     match node:
         case ast.Constant(value=str()) | ast.JoinedStr() | ast.BinOp():
+            return True
+        case ast.Call() if any(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in ast.walk(node)):
             return True
         case ast.Name() | ast.Attribute() | ast.Call():
             return _PATH.search(ast.unparse(node).lower()) is not None

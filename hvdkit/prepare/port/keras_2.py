@@ -29,7 +29,8 @@ def port(plan: Plan) -> None:
             plan.change_argument(keyword.value, as_keyword("learning_rate"))
     plan.each(lambda event: _generator(plan, event), *removed.generators(case))
     if any(True for _ in removed.image_generators(case)):
-        _import_images(plan)
+        with plan.sure():
+            _import_images(plan)
     plan.each(lambda event: _file_of(plan, event), *case.named("keras.callbacks.ModelCheckpoint"))
 
 

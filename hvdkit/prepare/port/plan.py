@@ -101,7 +101,7 @@ class Plan:
         """
         found = self.case.statement(node)
         if not isinstance(found, ast.stmt) or self.text.line(found) is None:
-            raise Unsure(node, "it shares its line with another statement", "put it on a line of its own")
+            raise _shared(node)
         return found
 
     def alone(self, event: Event) -> ast.Expr:
@@ -115,6 +115,13 @@ class Plan:
             return found
         name = ast.unparse(event.node.func)
         raise Unsure(event.node, f"`{name}` is part of a larger expression", f"call `{name}` on a line of its own")
+
+    def assigned(self, call: ast.Call) -> ast.Assign | None:
+        """The statement that only gives a call's result one name or attribute."""
+        found = self.statement(call)
+        if isinstance(found, ast.Assign) and found.value is call and len(found.targets) == 1:
+            return found if isinstance(found.targets[0], (ast.Name, ast.Attribute)) else None
+        return None
 
     def change(self, node: ast.expr, make: Change) -> None:
         """Change an expression.
@@ -135,9 +142,15 @@ class Plan:
         self.edits.change(found, make)
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
-        """Change a statement as a whole: see ``Edits.edit``."""
-        if (line := self.text.line(statement)) is not None:
-            self.edits.edit(how, line, code)
+        """Change a statement as a whole: see ``Edits.edit``.
+
+        Raises:
+            Unsure: it shares its line.
+        """
+        line = self.text.line(statement)
+        if line is None:
+            raise _shared(statement)
+        self.edits.edit(how, line, code)
 
     def leave(self, node: ast.AST | int, why: str, write: str) -> None:
         """List what stays."""
@@ -241,9 +254,9 @@ class Plan:
                         return beside[at]
         return None
 
-    def distribute(self, home: ast.stmt, event: Event, model: str, more: str = "") -> None:
+    def distribute(self, home: ast.Assign, event: Event, model: str, more: str = "") -> None:
         """Steps 4 and 5 of a PyTorch optimizer: below the statement that makes it, and above the first step."""
-        optimizer = self.src(home.targets[0])  # type: ignore[attr-defined]
+        optimizer = self.src(home.targets[0])
         sent = f"{self.hk}.broadcast_state({model}, {optimizer})"
         first = self.first_step(home, event)
         self.edit("after", home, f"{more}{optimizer} = {self.hk}.distribute({optimizer}, {model})")
@@ -266,6 +279,10 @@ class Plan:
         ]
         calls += [one for one in ast.walk(node) if isinstance(one, ast.Call) and method(one) == "parameters"]
         return {ast.unparse(one.func.value) for one in calls if isinstance(one.func, ast.Attribute)}
+
+
+def _shared(node: ast.AST) -> Unsure:
+    return Unsure(node, "it shares its line with another statement", "put it on a line of its own")
 
 
 def is_text(node: ast.stmt) -> bool:

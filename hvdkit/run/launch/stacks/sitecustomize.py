@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
+_TENSORFLOW = "tensorflow.python"
 _ASKED = (
     ("HVDKIT_STACKS", "stalls", "hand_in_stacks_when_asked", None),
     ("HVDKIT_STACKS", "stalls", "tell_of_init", "horovod.common.basics"),
@@ -25,6 +26,24 @@ _ASKED = (
     ("HVDKIT_MARK_STEPS", "step_marks", "horovod_waits", "horovod.torch.mpi_ops"),
     ("HVDKIT_MARK_STEPS", "step_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
     ("HVDKIT_MARK_STEPS", "step_marks", "keras_fit", "keras.src.callbacks.callback_list"),
+    ("HVDKIT_TRIAL", "trial_marks", "torch_seeds", "torch.random"),
+    ("HVDKIT_TRIAL", "trial_marks", "torch_loaders", "torch.utils.data.dataloader"),
+    ("HVDKIT_TRIAL", "trial_marks", "torch_optimizers", "torch.optim.optimizer"),
+    ("HVDKIT_TRIAL", "trial_marks", "torch_dropout", "torch.nn.functional"),
+    ("HVDKIT_TRIAL", "trial_marks", "torch_batch_norm", "torch.nn.modules.module"),
+    (
+        "HVDKIT_TRIAL",
+        "trial_marks",
+        "tensorflow_eagerly",
+        f"{_TENSORFLOW}.eager.polymorphic_function.eager_function_run",
+    ),
+    ("HVDKIT_TRIAL", "trial_marks", "tensorflow_seeds", "tensorflow.python.framework.random_seed"),
+    ("HVDKIT_TRIAL", "trial_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
+    ("HVDKIT_TRIAL", "trial_marks", "keras_seeds", "keras.src.random.seed_generator"),
+    ("HVDKIT_TRIAL", "trial_marks", "keras_dropout", "keras.src.layers.regularization.dropout"),
+    ("HVDKIT_TRIAL", "trial_marks", "keras_batch_norm", "keras.src.layers.normalization.batch_normalization"),
+    ("HVDKIT_TRIAL", "trial_marks", "keras_optimizers", "keras.src.optimizers.base_optimizer"),
+    ("HVDKIT_TRIAL", "trial_marks", "keras_epochs", "keras.src.callbacks.callback_list"),
 )
 """What a variable asks for: a file of hvdkit/steps, a function in it, and a module whose import it waits for."""
 

@@ -1,0 +1,240 @@
+"""``hvdkit port --try``: the script and the ported one take some steps on the same batches, and are compared."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hvdkit
+from hvdkit.errors import DataError
+from hvdkit.prepare.port.run import Ported
+from hvdkit.steps import trial
+from hvdkit.steps.trial import Recording, Wanted
+
+_LAST_LINES = 12
+_STACKS = Path(hvdkit.__file__).parent / "run" / "launch" / "stacks"
+"""Of the ``sitecustomize`` that looks into a script as it is."""
+_NEAR = 1e-3
+"""How far weights may be apart, as a part of the way moved so far. Threads of TensorFlow add up in any order."""
+_NOISE = 1e-5
+"""Of the largest gradient. What is smaller may be rounding alone, which Adam and its like turn into whole steps."""
+
+_SPARSE = (
+    "Keras' own steps of embeddings. Its Adam and the like square each row of a token by itself, hvdkit their sum, "
+    "as for a dense gradient; the script took dense ones here"
+)
+_OWN = "1 rank takes the script's own steps"
+
+
+@dataclass
+class Trial:
+    """What was compared.
+
+    Attributes:
+        ok: something was compared, and all of it is equal.
+        verdict: one line.
+        lines: what was measured, and what was not compared and why.
+    """
+
+    ok: bool = False
+    verdict: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def as_text(self) -> str:
+        """The verdict first."""
+        return "\n".join([self.verdict, *(f"  {one}" for one in self.lines)])
+
+
+class _Failed(Exception):  # noqa: N818 - it becomes the verdict
+    """A run came to no end of its own."""
+
+
+def attempt(ported: Ported, arguments: Sequence[str], steps: int, timeout_s: float) -> Trial:
+    """Run both scripts, and compare them.
+
+    Args:
+        ported: the script, and the ported one.
+        arguments: the script's own.
+        steps: of optimizers, > 0.
+        timeout_s: seconds for each of the four runs.
+    """
+    if ported.after == ported.before.content:
+        return Trial(verdict="Nothing was tried: nothing is ported.")
+    found = Trial()
+    with tempfile.TemporaryDirectory(prefix="hvdkit-try-") as name:
+        runs = _Runs(ported, list(arguments), steps, timeout_s, Path(name))
+        try:
+            found.ok = _one_rank(runs, found) and _two_ranks(runs, found)
+        except (_Failed, DataError) as failed:
+            found.verdict = str(failed)
+    return found
+
+
+def _one_rank(runs: _Runs, found: Trial) -> bool:
+    (ours,) = runs.run("the ported script on 1 rank", "ours-1", 1)
+    if not ours.steps:
+        found.verdict = "Nothing was compared: no step of an optimizer of PyTorch or of Keras on TensorFlow was seen."
+        return False
+    try:
+        (theirs,) = runs.run("the script itself", "theirs-1", 0, batches="ours-1")
+    except _Failed as failed:  # it was written for older libraries, say: one rank stands for it, and proves less
+        _two_ranks(runs, found, reference=1)
+        found.verdict = f"{failed}\n2 ranks are compared with 1 rank of the ported script instead:"
+        return False
+    said, equal = _compare(ours, theirs)
+    own = "" if theirs.same is not False else ", which was given the same batches: it draws another order"
+    found.lines.append(f"1 rank: {said} the script itself{own}.")
+    if "sparse" in theirs.notes:
+        found.lines.append(f"not compared: {_SPARSE}.")
+    if not equal:
+        found.verdict = "Differs: on 1 rank the ported script does not take the script's own steps."
+        if theirs.steps and ours.steps[0]["start"] != theirs.steps[0]["start"]:
+            found.verdict = "Nothing was compared: the script begins with other weights in each run. Let it set a seed."
+    return equal
+
+
+def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
+    """Compare 2 ranks with the script itself, or with the ported one on 1 rank."""
+    ranks = runs.run("the ported script on 2 ranks", "ours-2", 2, dropout=False)
+    apart = next((at for at, pair in enumerate(zip(*(one.steps for one in ranks), strict=False), 1)
+                  if len({(step["start"], step["digest"]) for step in pair}) > 1), None)  # fmt: skip
+    counts = [len(one.steps) for one in ranks]
+    if apart is not None or counts[0] != counts[1] or not counts[0]:
+        what = f"take {counts[0]} and {counts[1]} steps" if apart is None else f"hold different weights in step {apart}"
+        found.verdict = f"Differs: on 2 ranks the ranks {what}."
+        return False
+    if not all(step["finite"] for step in ranks[0].steps):
+        found.verdict = "Differs: on 2 ranks the weights are not finite."
+        return False
+    if trial.on_same_batches(ranks):
+        found.verdict = "Differs: both of 2 ranks train on the same batches."
+        return False
+    given, why = trial.union(ranks)
+    drew = any(step["drew"] for step in ranks[0].steps[1:] or ranks[0].steps)  # the first one may make weights
+    if drew:
+        why = "each step draws random numbers, others on each rank"
+    if "BatchNorm" in ranks[0].notes:
+        why = "BatchNorm takes the statistics of each rank's own samples; sync_batch_norm takes those of all"
+    agreed = "2 ranks agree bit for bit"
+    found.verdict = f"Equal: {_OWN}, and 2 ranks those of one process on both ranks' batches."
+    if why:
+        found.lines += [f"{agreed}: {_steps(ranks[0].steps)}.", f"not compared: 2 ranks with one process: {why}."]
+        found.verdict = f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
+        return True
+    given.write(runs.directory / "union", 0)
+    (theirs,) = runs.run("one process on the batches of 2 ranks", "theirs-2", reference, batches="union", dropout=False)
+    said, equal = _compare(ranks[0], theirs)
+    off = ", without dropout, whose masks each rank draws" if "dropout" in ranks[0].notes else ""
+    found.lines.append(f"{agreed}: {said} one process on both ranks' batches, which has the same learning rate{off}.")
+    if not equal:
+        found.verdict = "Differs: 2 ranks do not take the steps of one process on both ranks' batches."
+    return equal
+
+
+# What was recorded ----------------------------------------------------------------------------------------------------
+
+
+def _compare(ours: Recording, theirs: Recording) -> tuple[str, bool]:
+    """How many steps are how near, the beginning of a sentence; and whether all are near enough."""
+    pairs = list(zip(ours.steps, theirs.steps, strict=False))
+    told = _steps([mine for mine, _ in pairs])
+    if pairs and all((a["start"], a["digest"]) == (b["start"], b["digest"]) for a, b in pairs):
+        return f"{told}, bit for bit those of", True
+    apart = [_distance(ours, theirs, at) for at in range(len(pairs))]
+    beyond = next((at for at, one in enumerate(apart, 1) if not one <= _NEAR), None)
+    how = (
+        f"{max(apart, default=float('inf')):.1e} of the way moved apart from those of"
+        if any(apart)
+        else "but for rounding those of"
+    )
+    told += "" if beyond is None else f", from step {beyond} on too far"
+    return f"{told}, {how}", beyond is None and bool(pairs)
+
+
+def _steps(steps: Sequence[dict[str, Any]]) -> str:
+    rates = [step["rate"] for step in steps]
+    span = dict.fromkeys(f"{one:g}" for one in (min(rates, default=0.0), max(rates, default=0.0)))
+    return f"{len(steps)} step{'' if len(steps) == 1 else 's'} at a learning rate of {' to '.join(span)}"
+
+
+def _distance(ours: Recording, theirs: Recording, at: int) -> float:
+    """How far weights are apart after a step, as a part of how far the steps have moved them; rounding left out."""
+    number = theirs.steps[at]["optimizer"]
+    mine, other, start = ours.arrays[f"w{at}"], theirs.arrays[f"w{at}"], theirs.arrays[f"s{number}"]
+    if mine.shape != other.shape or other.shape != start.shape:
+        return float("inf")
+    clear = np.ones(other.shape, dtype=bool)
+    for before in range(at + 1):
+        size = np.abs(theirs.arrays[f"g{before}"])
+        if theirs.steps[before]["optimizer"] == number and size.shape == clear.shape:
+            clear &= (size == 0) | (size > _NOISE * size.max(initial=0))
+    rounding = 2**-22 * (at + 1) * float(np.linalg.norm(other[clear]))
+    apart = max(0.0, float(np.linalg.norm((mine - other)[clear])) - rounding)
+    moved = float(np.linalg.norm((other - start)[clear]))
+    return apart / moved if moved else (float("inf") if apart else 0.0)
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Runs:
+    ported: Ported
+    arguments: list[str]
+    steps: int
+    timeout_s: float
+    directory: Path
+
+    def run(self, what: str, name: str, ranks: int, *, batches: str = "", dropout: bool = True) -> list[Recording]:
+        """What each rank recorded.
+
+        Args:
+            what: is run, for a reader.
+            name: of its directory.
+            ranks: of the ported script; 0: the script itself, in one process.
+            batches: name of the recording that it is given.
+            dropout: see ``Wanted``.
+        Raises:
+            _Failed: with its last lines.
+        """
+        script = str(Path(self.ported.before.path))
+        source = self.directory / f"{name}.py"
+        source.write_bytes(self.ported.after if ranks else self.ported.before.content)
+        wanted = Wanted(str(self.directory / name), self.steps, batches and str(self.directory / batches), dropout)
+        environment = {
+            **os.environ,
+            trial.VARIABLE: wanted.variable(),
+            "PYTHONPATH": os.pathsep.join([str(_STACKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        if not ranks and self.ported.library == "ddp":
+            environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                            "MASTER_PORT": str(_free_port())}  # fmt: skip
+        launch = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--"] if ranks else []
+        command = [sys.executable, "-m", "hvdkit.prepare.port.as_script", str(source), script, *self.arguments]
+        try:
+            done = subprocess.run(
+                [*launch, *command], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, timeout=self.timeout_s, check=False,
+            )  # fmt: skip
+            output, ended = done.stdout, f"ended with exit status {done.returncode}" if done.returncode else ""
+        except subprocess.TimeoutExpired as late:
+            output, ended = late.stdout or b"", f"did not take {self.steps} steps within {self.timeout_s:g} s"
+        if ended:
+            last = [one for one in output.decode(errors="replace").splitlines() if one.strip()][-_LAST_LINES:]
+            raise _Failed("\n".join([f"Failed: {what} {ended}.", *(f"  | {one}" for one in last)]))
+        return [trial.read(self.directory / name, rank) for rank in range(max(1, ranks))]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

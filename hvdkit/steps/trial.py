@@ -1,0 +1,378 @@
+"""The first steps of a script as it is, for ``hvdkit port --try``: its batches and weights, or the batches of another.
+
+A trial records what a script's loaders gave and which weights its optimizers left, and then ends the script. Given the
+recorded batches of another script, its loaders give those instead: so two scripts can be compared step by step,
+whatever order each would draw, and one process can be given what several ranks had together.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.errors import DataError
+from hvdkit.steps import launchers
+from hvdkit.steps.agreement import digest
+
+VARIABLE = "HVDKIT_TRIAL"
+"""Asks for all this: what ``Wanted`` says, as JSON."""
+_MOST_NUMBERS = 1_000_000
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a script.
+
+    Attributes:
+        directory: where each rank leaves ``rank-K.json`` and ``rank-K.npz``.
+        steps: optimizer steps until it is ended, > 0.
+        batches: directory of the recording whose batches and learning rates it is given; "" for its own.
+        dropout: whether its dropout layers drop anything.
+    """
+
+    directory: str
+    steps: int
+    batches: str = ""
+    dropout: bool = True
+
+    def variable(self) -> str:
+        """The value of the environment variable."""
+        return json.dumps(vars(self))
+
+
+@dataclass
+class Recording:
+    """What a rank's script did.
+
+    Attributes:
+        events: what its loaders gave, in order: {"batch": form} with the places of its arrays, {"unknown": type}, or
+            {"end": True}.
+        steps: of each optimizer step: "digest" and "start" of the optimizer's weights, after it and before its first,
+            as digests of all their bits; its "rate", None where that is no number; "finite"; "drew": random numbers
+            were drawn between the batch and the step; "optimizer", a number.
+        notes: what keeps ranks from being one process, by name.
+        same: it would have drawn the batches that it was given; None where it was given none.
+        arrays: "b0", "b1", ... of the batches; of each step s a part of the weights "w{s}" and of their gradients
+            "g{s}"; of each optimizer o the same part of its first weights "s{o}".
+    """
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    same: bool | None = None
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    def write(self, directory: Path, rank: int) -> None:
+        """Write the two files of a rank."""
+        directory.mkdir(parents=True, exist_ok=True)
+        said = {name: value for name, value in vars(self).items() if name != "arrays"}
+        (directory / f"rank-{rank}.json").write_text(json.dumps(said))
+        np.savez(directory / f"rank-{rank}.npz", **self.arrays)  # type: ignore[arg-type]
+
+
+def read(directory: Path, rank: int) -> Recording:
+    """What a rank left.
+
+    Raises:
+        DataError: nothing, or something else.
+    """
+    try:
+        with np.load(directory / f"rank-{rank}.npz", allow_pickle=False) as file:
+            arrays = dict(file)
+        return Recording(**json.loads((directory / f"rank-{rank}.json").read_text()), arrays=arrays)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"rank {rank} left no recording of its steps in {directory}: {error}.") from error
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+class _Unknown(Exception):  # noqa: N818 - it becomes an event
+    """A batch holds something that cannot be written down."""
+
+
+def _packed(value: Any, arrays: dict[str, Array]) -> Any:
+    """A batch's form as JSON, its arrays put beside the others."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"is": value}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_packed(one, arrays) for one in value]}
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _packed(one, arrays) for key, one in value.items()}}
+    library = type(value).__module__.split(".")[0]
+    try:
+        array = np.asarray(value.detach().cpu().numpy() if library == "torch" else value.numpy())
+    except (AttributeError, TypeError, NotImplementedError, RuntimeError):
+        if not isinstance(value, np.ndarray):
+            raise _Unknown(type(value).__name__) from None
+        array = value
+    if array.dtype.kind == "O":
+        array = array.astype("S")  # TensorFlow's strings
+    if array.dtype.kind not in "biufcS":
+        raise _Unknown(f"{type(value).__name__} of {array.dtype}")
+    name = f"b{sum(one.startswith('b') for one in arrays)}"
+    arrays[name] = np.array(array)
+    return {library: name}
+
+
+def _unpacked(form: dict[str, Any], arrays: dict[str, Array]) -> Any:
+    ((kind, value),) = form.items()
+    if kind == "is":
+        return value
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(_unpacked(one, arrays) for one in value)
+    if kind == "dict":
+        return {key: _unpacked(one, arrays) for key, one in value.items()}
+    array = arrays[value]
+    if kind == "torch":
+        import torch
+
+        return torch.from_numpy(array.copy())
+    if kind == "tensorflow":
+        import tensorflow as tf
+
+        return tf.constant(array)
+    return array.copy()
+
+
+def union(ranks: Sequence[Recording]) -> tuple[Recording, str]:
+    """The batches that one process is given for those of several ranks together, and why there are none, or "".
+
+    Args:
+        ranks: their recordings. A batch that all of them have alike is taken once: an evaluation is on all the data.
+    """
+    made = Recording(steps=ranks[0].steps)
+    if len({tuple(tuple(event) for event in one.events) for one in ranks}) > 1:
+        return made, "the loaders of the ranks were not asked alike"
+    for events in zip(*(one.events for one in ranks), strict=True):
+        if "unknown" in events[0]:
+            return made, f"a batch holds {events[0]['unknown']}, of which no union is known"
+        if "end" in events[0]:
+            made.events.append({"end": True})
+            continue
+        packs = [(event["batch"], one.arrays) for event, one in zip(events, ranks, strict=True)]
+        alike = len({_digest(*pack) for pack in packs}) == 1
+        try:
+            made.events.append({"batch": _joined(packs[:1] if alike else packs, made.arrays)})
+        except _Unknown as unknown:
+            return made, f"the batches of the ranks cannot be put together: {unknown}"
+    if not any("batch" in event for event in made.events):
+        return made, "no loader that is known (DataLoader, tf.data, fit) gave the batches"
+    return made, ""
+
+
+def on_same_batches(ranks: Sequence[Recording]) -> bool:
+    """Whether all ranks were given the same batches only, where not all of their numbers are equal anyway."""
+    packs = [[(event["batch"], one.arrays) for event in one.events if "batch" in event] for one in ranks]
+    numbers = [one for name, one in ranks[0].arrays.items() if name.startswith("b")]
+    if not any((one != one.reshape(-1)[:1]).any() for one in numbers):
+        return False
+    return all(len({_digest(*pack) for pack in row}) == 1 for row in zip(*packs, strict=False))
+
+
+def _joined(packs: Sequence[tuple[dict[str, Any], dict[str, Array]]], arrays: dict[str, Array]) -> dict[str, Any]:
+    forms = [form for form, _ in packs]
+    kinds = {kind for form in forms for kind in form}
+    values = [next(iter(form.values())) for form in forms]
+    (kind, *others) = kinds
+    if others or (kind in ("list", "tuple", "dict") and len({len(value) for value in values}) > 1):
+        raise _Unknown("they have different forms")
+    if kind == "is":
+        if any(value != values[0] for value in values):
+            raise _Unknown(f"{values[0]!r} here is {values[1]!r} there")
+        return forms[0]
+    if kind == "dict":
+        return {kind: {key: _joined([(value[key], one) for value, (_, one) in zip(values, packs, strict=True)], arrays)
+                       for key in values[0]}}  # fmt: skip
+    if kind in ("list", "tuple"):
+        beside = zip(*values, strict=True)
+        return {kind: [_joined([(value, one) for value, (_, one) in zip(row, packs, strict=True)], arrays)
+                       for row in beside]}  # fmt: skip
+    parts = [one[value] for value, (_, one) in zip(values, packs, strict=True)]
+    if len(parts) > 1 and (parts[0].ndim == 0 or len({part.shape[1:] for part in parts}) > 1):
+        raise _Unknown(f"arrays of the shapes {', '.join(str(part.shape) for part in parts)}")
+    name = f"b{len(arrays)}"
+    arrays[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return {kind: name}
+
+
+def _digest(form: dict[str, Any], arrays: dict[str, Array]) -> int:
+    """Of a batch: its form and the bits of its arrays."""
+    found: dict[str, Array] = {}
+    same = _joined([(form, arrays)], found)
+    return hash((json.dumps(same), *(digest(one) for one in found.values())))
+
+
+# The script's process -------------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """Records a script, or gives it the batches of another. Called where a framework's own functions were."""
+
+    def __init__(self, wanted: Wanted, rank: int) -> None:
+        self._wanted, self._rank = wanted, rank
+        self._given = read(Path(wanted.batches), rank) if wanted.batches else None
+        self._left = iter(self._given.events if self._given else ())
+        self.made = Recording()
+        self._weights: dict[int, int] = {}
+        self._states: Any = None
+        self._drew = False
+
+    def note(self, what: str) -> None:
+        """Something that keeps ranks from being one process."""
+        if what not in self.made.notes:
+            self.made.notes.append(what)
+
+    def batch(self, draw: Callable[[], Any]) -> Any:
+        """What a loader gives: the next batch, or another's.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        arrays = self.made.arrays if self._given is None else {}
+        own: dict[str, Any] = {"end": True}
+        value: Any = None
+        ended: BaseException | None = None
+        try:
+            value = draw()
+            own = {"batch": _packed(value, arrays)}
+        except _Unknown as unknown:
+            own = {"unknown": str(unknown)}
+        except Exception as error:
+            if not isinstance(error, StopIteration) and type(error).__name__ != "OutOfRangeError":
+                raise
+            ended = error
+        event = own
+        if self._given is None:
+            self.made.events.append(own)
+        else:
+            event = next(self._left, {})
+            if not event:
+                self.finish()
+            same = set(event) == set(own)
+            if same and "batch" in event:
+                same = _digest(event["batch"], self._given.arrays) == _digest(own["batch"], arrays)
+                value = _unpacked(event["batch"], self._given.arrays)
+            elif "batch" in event:
+                value = _unpacked(event["batch"], self._given.arrays)
+            self.made.same = same and self.made.same is not False
+        if "end" in event:
+            raise ended or StopIteration
+        seed(len(self.made.steps) + 1)
+        self._states, self._drew = _random_states(), False
+        return value
+
+    def rate(self) -> float | None:
+        """The learning rate of the next step, where another's is to be used."""
+        at = len(self.made.steps)
+        return self._given.steps[at]["rate"] if self._given and at < len(self._given.steps) else None
+
+    def begin(self, optimizer: object, weights: Sequence[Array], gradients: Sequence[Array]) -> None:
+        """A step of an optimizer begins."""
+        if id(optimizer) not in self._weights:
+            number = self._weights[id(optimizer)] = len(self._weights)
+            self.made.arrays[f"s{number}"] = _part(weights)
+        self._start = _digest_of(weights)
+        self.made.arrays[f"g{len(self.made.steps)}"] = _part(gradients)
+        self._drew |= self._states is not None and self._states != _random_states()
+
+    def end(self, optimizer: object, weights: Sequence[Array], rate: float | None) -> None:
+        """It has ended; after the last one that is wanted the script ends.
+
+        One without gradients that moves nothing is none: Horovod's ``broadcast_optimizer_state`` makes slots by it.
+        """
+        part, digest_of_all = _part(weights), _digest_of(weights)
+        if digest_of_all == self._start and not self.made.arrays[f"g{len(self.made.steps)}"].any():
+            return
+        self.made.arrays[f"w{len(self.made.steps)}"] = part
+        self.made.steps.append({
+            "digest": digest_of_all, "start": self._start, "rate": rate, "drew": self._drew,
+            "finite": bool(np.isfinite(part).all()), "optimizer": self._weights[id(optimizer)],
+        })  # fmt: skip
+        if len(self.made.steps) >= self._wanted.steps:
+            self.finish()
+
+    def epoch(self) -> None:
+        """An epoch of Keras' ``fit`` ends: what it evaluates then comes from other loaders."""
+        if self.made.steps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what there is, and end the script.
+
+        Raises:
+            SystemExit: always.
+        """
+        self.write()
+        raise SystemExit(0)
+
+    def write(self) -> None:
+        """Write what there is."""
+        self.made.write(Path(self._wanted.directory), self._rank)
+
+    def drawing(self) -> None:
+        """A framework's generator, whose state does not show it, is used."""
+        self._drew = True
+
+    @property
+    def seed(self) -> int:
+        """With which the script begins: another on each rank, so that what a broadcast makes equal was not before."""
+        return 1 + self._rank
+
+    def drops(self) -> bool:
+        """Whether dropout layers drop anything; one of them asks."""
+        self.note("dropout")
+        return self._wanted.dropout
+
+
+@functools.cache
+def current() -> Trial:
+    """The trial of this process.
+
+    Raises:
+        DataError: the recording whose batches it is to be given cannot be read.
+    """
+    launched = launchers.detect(os.environ)
+    return Trial(Wanted(**json.loads(os.environ[VARIABLE])), launched.rank if launched else 0)
+
+
+def seed(number: int) -> None:
+    """Seed Python's generator, NumPy's, and those of the frameworks that are there."""
+    random.seed(number)
+    np.random.seed(number)
+    if "torch" in sys.modules and hasattr(sys.modules["torch"], "manual_seed"):
+        sys.modules["torch"].manual_seed(number)
+    seeds = sys.modules.get("tensorflow.python.framework.random_seed")
+    if seeds is not None:
+        seeds.set_seed(number)
+
+
+def _random_states() -> Any:
+    torch = sys.modules.get("torch")
+    framework = torch.get_rng_state().numpy().tobytes() if torch is not None else b""
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        framework += torch.cuda.get_rng_state().numpy().tobytes()
+    return random.getstate(), np.random.get_state(legacy=True)[2], framework  # type: ignore[index]
+
+
+def _digest_of(arrays: Sequence[Array]) -> int:
+    return digest(np.array([digest(one) for one in arrays], dtype=np.int64))
+
+
+def _part(arrays: Sequence[Array]) -> Array:
+    """Evenly spaced numbers of all, float64, at most a million or so."""
+    total = sum(one.size for one in arrays)
+    stride = max(1, total // _MOST_NUMBERS)
+    parts: Iterator[Array] = (np.asarray(one, dtype=np.float64).reshape(-1)[::stride] for one in arrays)
+    return np.concatenate([np.zeros(0), *parts])

@@ -1,0 +1,178 @@
+"""Where a ``Trial`` looks into a script as it is: its loaders, its optimizers, and what makes ranks unlike one process.
+
+Loaded by path in the script's Python, as ``step_marks`` is (``run/launch/stacks``): each function is called when the
+module that it is given has just been imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from hvdkit.steps import step_marks
+from hvdkit.steps.trial import current
+
+
+def torch_loaders(module: ModuleType) -> None:
+    """A ``DataLoader``'s batches; ``torch.utils.data.dataloader``."""
+    step_marks.wrap(module._BaseDataLoaderIter, "__next__", _given)
+
+
+def _given(original: Any, self: Any, *arguments: Any) -> Any:
+    return current().batch(functools.partial(original, self, *arguments))
+
+
+def torch_optimizers(module: ModuleType) -> None:
+    """An optimizer's steps; ``torch.optim.optimizer``."""
+
+    def parameters(optimizer: Any) -> list[Any]:
+        return [one for group in optimizer.param_groups for one in group["params"]]
+
+    def begin(optimizer: Any) -> None:
+        trial = current()
+        rate = trial.rate()
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] if rate is None else rate
+        found = parameters(optimizer)
+        weights = [_values(one) for one in found]
+        trial.begin(optimizer, weights, _gradients([one.grad for one in found], weights))
+
+    def end(optimizer: Any) -> None:
+        rate = float(optimizer.param_groups[0]["lr"])
+        current().end(optimizer, [_values(one) for one in parameters(optimizer)], rate)
+
+    step_marks.around_torch_steps(module, begin, end)
+
+
+def _gradients(found: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """As many numbers as of the weights, 0 where there is no gradient."""
+    return [0 * weight if one is None else _values(one) for one, weight in zip(found, weights, strict=True)]
+
+
+def torch_dropout(module: ModuleType) -> None:
+    """Dropout drops nothing where the trial says so; ``torch.nn.functional``."""
+    for name in ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout"):
+        step_marks.wrap(module, name, _undropped)
+
+
+def _undropped(original: Any, value: Any, *arguments: Any, **options: Any) -> Any:
+    return original(value, *arguments, **options) if current().drops() else value
+
+
+def torch_batch_norm(module: ModuleType) -> None:
+    """BatchNorm over this process' samples alone; ``torch.nn.modules.module``."""
+
+    def look(layer: Any, _inputs: Any) -> None:
+        kind = type(layer)
+        if layer.training and "BatchNorm" in kind.__name__ and "Sync" not in kind.__name__:
+            current().note("BatchNorm")
+
+    module.register_module_forward_pre_hook(look)
+
+
+def tensorflow_iterators(module: ModuleType) -> None:
+    """The batches of ``tf.data``, and so those of ``fit``; ``tensorflow.python.data.ops.iterator_ops``."""
+    for name in ("__next__", "get_next"):
+        step_marks.wrap(module.OwnedIterator, name, _given_eagerly)
+
+
+def _given_eagerly(original: Any, self: Any, *arguments: Any) -> Any:
+    return _given(original, self, *arguments) if step_marks.eager() else original(self, *arguments)
+
+
+def tensorflow_eagerly(module: ModuleType) -> None:
+    """Batches and weights have values only outside of a graph; ``...polymorphic_function.eager_function_run``."""
+    module.run_functions_eagerly(True)
+
+
+def torch_seeds(module: ModuleType) -> None:
+    """PyTorch begins with the same seed in every process; ``torch.random``."""
+    module.default_generator.manual_seed(current().seed)
+
+
+def tensorflow_seeds(module: ModuleType) -> None:
+    """TensorFlow begins with another seed in every run; ``tensorflow.python.framework.random_seed``."""
+    module.set_seed(current().seed)
+    step_marks.wrap(module, "get_seed", _drawing)
+
+
+def keras_seeds(module: ModuleType) -> None:
+    """Keras' layers draw by generators of their own; ``keras.src.random.seed_generator``."""
+    step_marks.wrap(module.SeedGenerator, "next", _drawing)
+
+
+def _drawing(original: Any, *arguments: Any, **options: Any) -> Any:
+    current().drawing()
+    return original(*arguments, **options)
+
+
+def keras_dropout(module: ModuleType) -> None:
+    """Dropout drops nothing where the trial says so; ``keras.src.layers.regularization.dropout``."""
+
+    def call(original: Any, self: Any, value: Any, training: bool = False) -> Any:
+        return original(self, value, training=training and current().drops())
+
+    step_marks.wrap(module.Dropout, "call", call)
+
+
+def keras_batch_norm(module: ModuleType) -> None:
+    """BatchNormalization over this process' samples alone; ``keras.src.layers.normalization.batch_normalization``."""
+
+    def look(original: Any, self: Any, value: Any, training: Any = None, mask: Any = None) -> Any:
+        if training and self.trainable:
+            current().note("BatchNorm")
+        return original(self, value, training=training, mask=mask)
+
+    step_marks.wrap(module.BatchNormalization, "call", look)
+
+
+def keras_optimizers(module: ModuleType) -> None:
+    """An optimizer's steps; ``keras.src.optimizers.base_optimizer``."""
+    under_way: list[Any] = []
+
+    def apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if under_way or not all(one is None or hasattr(one, "numpy") or hasattr(one, "dense_shape") for one in grads):
+            return original(self, grads, trainable_variables)
+        under_way.append(self)
+        try:
+            trial = current()
+            variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+            weights = [_values(one) for one in variables]
+            rate = trial.rate()
+            if rate is not None and hasattr(self._learning_rate, "assign"):  # no schedule
+                self.learning_rate = rate
+            if any(hasattr(one, "dense_shape") for one in grads):
+                trial.note("sparse")
+                grads = [_dense(one) for one in grads]
+            trial.begin(self, weights, _gradients(grads, weights))
+            done = original(self, grads, trainable_variables)
+            trial.end(self, [_values(one) for one in variables], float(_values(self.learning_rate)))
+        finally:
+            under_way.clear()
+        return done
+
+    step_marks.wrap(module.BaseOptimizer, "apply", apply)
+
+
+def _values(tensor: Any) -> Any:
+    """The numbers of a tensor or a variable."""
+    return tensor.detach().cpu().float().numpy() if hasattr(tensor, "detach") else tensor.numpy()
+
+
+def _dense(gradient: Any) -> Any:
+    """An embedding's rows as a tensor, as hvdkit reduces them: Keras' Adam squares each row before it adds them up."""
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(gradient) if hasattr(gradient, "dense_shape") else gradient
+
+
+def keras_epochs(module: ModuleType) -> None:
+    """Epochs of ``fit``; ``keras.src.callbacks.callback_list``."""
+
+    def call(original: Any, *arguments: Any, **options: Any) -> Any:
+        current().epoch()
+        return original(*arguments, **options)
+
+    step_marks.wrap(module.CallbackList, "on_epoch_end", call)

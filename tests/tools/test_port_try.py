@@ -1,0 +1,196 @@
+"""`hvdkit port --try`: the verdicts, of recordings that are made up; and how a script is run."""
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdkit import cli
+from hvdkit.steps import trial as trials
+from hvdkit.steps.trial import Recording, Trial, Wanted
+
+pytest.importorskip("libcst")
+
+from hvdkit.prepare.port import run, text, trial
+
+SCRIPT = """\
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in torch.utils.data.DataLoader(data, batch_size=2):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+RUNS = ("ours-1", "theirs-1", "ours-2", "theirs-2")
+
+
+@pytest.fixture
+def ported(tmp_path):
+    return run.port(text.Text(str(tmp_path / "train.py"), SCRIPT.encode(), ast.parse(SCRIPT)))
+
+
+def recording(rank=0, size=1, *, steps=3, scale=1.0, start=0.0, gradient=(1.0, 2.0), draws=False):
+    """Gradient descent on numbers; ``scale`` is what is wrong with the gradient."""
+    seen = Trial(Wanted("", 99), rank)
+    weights = np.full(2, start)
+    for step in range(steps):
+        first = float(size * step + rank)
+        seen.batch(iter([np.arange(first, first + 1)]).__next__)
+        if draws:
+            np.random.rand(700)
+        seen.begin("sgd", [weights], [np.array(gradient)])
+        weights = weights - 0.1 * scale * np.array(gradient)
+        seen.end("sgd", [weights], 0.1 * size)
+    return seen.made
+
+
+def tried(monkeypatch, ported, **runs):
+    """What is said where the runs recorded this; each is as it must be unless it is given."""
+    usual = {"ours-1": [recording()], "theirs-1": [replace(recording(), same=True)],
+             "ours-2": [recording(rank, 2) for rank in (0, 1)], "theirs-2": [recording()]}  # fmt: skip
+    asked = []
+
+    def recorded(self, what, name, ranks, *, batches="", dropout=True):
+        asked.append((name, ranks, batches, dropout))
+        return {**usual, **runs}[name]
+
+    monkeypatch.setattr(trial._Runs, "run", recorded)
+    found = trial.attempt(ported, (), 3, 10.0)
+    assert [one for one, *_ in asked] == list(RUNS[: len(asked)])
+    if "Equal:" in found.verdict:
+        assert asked[1:] == [("theirs-1", 0, "ours-1", True), ("ours-2", 2, "", False), ("theirs-2", 0, "union", False)]
+    return found
+
+
+def test_equal_weights_are_equal(monkeypatch, ported):
+    found = tried(monkeypatch, ported)
+    assert found.ok and found.as_text().startswith(
+        "Equal: 1 rank takes the script's own steps, and 2 ranks those of one"
+    )
+    assert "3 steps at a learning rate of 0.1, bit for bit" in found.lines[0]
+    assert "2 ranks agree bit for bit" in found.lines[1] and "0.2" in found.lines[1]
+
+
+@pytest.mark.parametrize(
+    ("runs", "ok", "verdict", "line"),
+    [
+        ({"ours-1": [recording(scale=1.01)]}, False, "Differs: on 1 rank", "1.0e-02 of the way moved apart"),
+        ({"ours-1": [recording(start=1.0)]}, False, "begins with other weights", "from step 1 on"),
+        ({"ours-1": [Recording()]}, False, "no step of an optimizer", ""),
+        ({"ours-1": [recording()], "theirs-1": [Recording()]}, False, "Differs: on 1 rank", "0 steps"),
+        ({"ours-2": [recording(0, 2), recording(1, 2, scale=2)]}, False, "hold different weights in step 1", ""),
+        ({"ours-2": [recording(0, 2), recording(1, 2, steps=2)]}, False, "ranks take 3 and 2 steps", ""),
+        ({"ours-2": [recording(0, 2, scale=np.nan)] * 2}, False, "not finite", ""),
+        ({"ours-2": [recording(0, 2, scale=2)] * 2, "theirs-2": [recording(scale=2)]}, True, "Equal:", ""),
+        ({"ours-2": [recording(rank, 2, scale=2) for rank in (0, 1)]}, False, "Differs: 2 ranks do not", "1.0e+00"),
+        ({"theirs-2": [recording(scale=1.0001)]}, True, "Equal:", "1.0e-04 of the way"),
+        ({"ours-2": [recording(rank, 2, draws=True) for rank in (0, 1)]}, True, "where that is defined", "random"),
+        ({"ours-2": [replace(recording(rank, 2), notes=["BatchNorm"]) for rank in (0, 1)]}, True,
+         "where that is defined", "sync_batch_norm"),
+        ({"ours-2": [replace(recording(rank, 2), events=[]) for rank in (0, 1)]}, True, "where that is defined",
+         "no loader"),
+        ({"theirs-1": [replace(recording(), notes=["sparse"])]}, True, "Equal:", "Keras' own steps of emb"),
+        ({"ours-2": [replace(recording(rank, 2), notes=["dropout"]) for rank in (0, 1)]}, True, "Equal:", "dropout"),
+    ],
+)  # fmt: skip
+def test_each_difference_has_its_verdict(monkeypatch, ported, runs, ok, verdict, line):
+    found = tried(monkeypatch, ported, **runs)
+    assert verdict in found.verdict and found.ok is ok
+    assert line in " ".join(found.lines)
+
+
+def test_where_the_script_itself_does_not_run_one_rank_stands_for_it(monkeypatch, ported):
+    usual = {"ours-1": [recording()], "ours-2": [recording(rank, 2) for rank in (0, 1)], "theirs-2": [recording()]}
+
+    def recorded(self, what, name, ranks, **given):
+        if name not in usual:
+            raise trial._Failed(f"Failed: {what} ended.")
+        assert ranks == int(name[-1]) or (name, ranks) == ("theirs-2", 1)
+        return usual[name]
+
+    monkeypatch.setattr(trial._Runs, "run", recorded)
+    found = trial.attempt(ported, (), 3, 10.0)
+    assert not found.ok and found.verdict.startswith(
+        "Failed: the script itself ended.\n2 ranks are compared with 1 rank"
+    )
+    assert len(found.lines) == 1 and "bit for bit those of one process" in found.lines[0]
+
+
+def test_ranks_on_the_same_batches_are_no_training_on_shards(monkeypatch, ported):
+    seen = Trial(Wanted("", 9), 0)
+    seen.batch(iter([np.arange(4)]).__next__)
+    same = [replace(recording(rank, 2), events=seen.made.events, arrays={**recording().arrays, **seen.made.arrays})
+            for rank in (0, 1)]  # fmt: skip
+    found = tried(monkeypatch, ported, **{"ours-2": same})
+    assert found.verdict == "Differs: both of 2 ranks train on the same batches." and not found.ok
+
+
+def test_a_gradient_of_rounding_alone_counts_for_nothing(monkeypatch, ported):
+    theirs = recording(gradient=(1.0, 1e-9))
+    ours = [recording(rank, 2, gradient=(1.0, 1e-9)) for rank in (0, 1)]
+    for one in ours:
+        for step in range(3):
+            one.arrays[f"w{step}"] = one.arrays[f"w{step}"] + [0.0, 0.1]  # Adam's whole step, which rounding decides
+            one.steps[step]["digest"] = 7 + step
+    assert tried(monkeypatch, ported, **{"ours-2": ours, "theirs-2": [theirs]}).ok
+    for one in ours:
+        one.arrays["w2"] = one.arrays["w2"] + [0.1, 0.0]
+    assert not tried(monkeypatch, ported, **{"ours-2": ours, "theirs-2": [theirs]}).ok
+
+
+def runs_of(tmp_path, content, *arguments, timeout_s=100.0):
+    made = text.Text(str(tmp_path / "train.py"), content.encode(), ast.parse(content))
+    return trial._Runs(run.Ported(made, b"", "none", "torch", (), ()), list(arguments), 2, timeout_s, tmp_path)
+
+
+def test_a_script_is_run_under_its_own_name(tmp_path):
+    (tmp_path / "beside.py").write_text("number = 7\n")
+    said = "import sys, random, beside, pathlib\n__name__ == '__main__' or 1 / 0\n" \
+           "pathlib.Path(sys.argv[1]).write_text(f'{__file__} {beside.number} {random.random()}')\n"  # fmt: skip
+    seen = []
+    for name in ("a", "b"):
+        (made,) = runs_of(tmp_path, said, str(tmp_path / name)).run("it", "it", 0)
+        assert made.steps == []
+        seen.append((tmp_path / name).read_text())
+    assert seen[0].startswith(f"{tmp_path / 'train.py'} 7 ") and seen[0] == seen[1]
+
+
+def test_a_run_that_fails_is_the_verdict(tmp_path):
+    with pytest.raises(trial._Failed) as failed:
+        runs_of(tmp_path, "raise FileNotFoundError('no data here')\n").run("the script itself", "it", 0)
+    first, *last = str(failed.value).splitlines()
+    assert first == "Failed: the script itself ended with exit status 1." and "no data here" in last[-1]
+    with pytest.raises(trial._Failed, match=re.escape("did not take 2 steps within 0.5 s")):
+        runs_of(tmp_path, "while True:\n    pass\n", timeout_s=0.5).run("the script itself", "it", 0)
+
+
+def test_the_command_says_the_verdict_and_ends_by_it(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    for ok in (True, False):
+        monkeypatch.setattr(
+            trial, "attempt", lambda ported, *given, ok=ok: trial.Trial(ok, f"asked {given}", ["numbers"])
+        )
+        assert cli.run(["port", str(path), "-o", str(tmp_path / "o.py"), "--try", "--", "--epochs", "1"]) == (not ok)
+        assert "asked (('--epochs', '1'), 5, 600.0)\n  numbers" in capfd.readouterr().out
+    assert cli.run(["port", str(path), "--epochs"]) == cli.run(["port", str(path), "x"]) == 2
+    assert "runs only with --try" in capfd.readouterr().err
+    monkeypatch.undo()
+    path.write_text("print(1)\n")
+    assert cli.run(["port", str(path), "--diff", "--try"]) == 1
+    assert "Nothing was tried" in capfd.readouterr().err
+
+
+def test_what_is_tried_is_hooked_where_the_stacks_are(tmp_path):
+    """Every row of the trial names a function that is there."""
+    from hvdkit.run.launch.stacks import sitecustomize
+    from hvdkit.steps import trial_marks
+
+    rows = [row for row in sitecustomize._ASKED if row[0] == trials.VARIABLE]
+    assert len(rows) > 10 and all(callable(getattr(trial_marks, function)) for _, _, function, _ in rows)
+    assert (trial._STACKS / "sitecustomize.py").is_file()
+    assert Path(sitecustomize.__file__).parent == trial._STACKS

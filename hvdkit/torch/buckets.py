@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import horovod.torch as hvd
-import numpy as np
-import numpy.typing as npt
 import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
@@ -141,17 +139,6 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.zeros(())
     whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms]))
     return whole
-
-
-def facts_of(parameters: Iterable[Parameter]) -> npt.NDArray[np.float64]:
-    """What shows whether two ranks' parameters differ, float64 (n, 2): of each its norm, and a sum of that size."""
-    facts = []
-    for one in parameters:
-        flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
-        flat = flat if flat.element_size() > 1 else flat.float()
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-        facts.append(torch.stack([norm, flat.sum(dtype=torch.float64) / max(len(flat), 1) ** 0.5]))
-    return np.array([one.tolist() for one in facts]).reshape(-1, 2)
 
 
 def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:

@@ -460,13 +460,15 @@ def test_a_train_step_that_returns_a_loss_of_its_own(hk, world):
             with tf.GradientTape() as tape:
                 loss = self.compute_loss(y=y, y_pred=self(x, training=True))
             self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-            return {"loss": tf.constant(1.0 + world.rank)}
+            return {"loss": tf.constant(1.0 + world.rank), **({"more": tf.constant(1.0)} if more else {})}
 
-    keras.utils.set_random_seed(0)
-    model = Own([keras.Input((FEATURES,)), keras.layers.Dense(3)])
-    model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
-    data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
-    assert model.fit(data, epochs=2, verbose=0).history["loss"] == [1.5, 1.5]
+    for more in (False, True):
+        keras.utils.set_random_seed(0)
+        model = Own([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+        model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
+        data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
+        # With no other name, Keras logs its own metric, which is 0.
+        assert model.fit(data, epochs=2, verbose=0).history["loss"] == [1.5 * more] * 2
 
 
 @on_ranks(*KERAS)

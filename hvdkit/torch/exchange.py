@@ -23,7 +23,8 @@ from hvdkit.steps.parting import Parting
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
 from hvdkit.torch.buckets import Travelling, Wire, in_buckets, total_norm
-from hvdkit.torch.state import facts_of, layout, parameters_of, plain_name
+from hvdkit.torch.parting import facts_of, rounding_of, warn_of_clipped
+from hvdkit.torch.state import layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 """Those whose parameters are still in use."""
@@ -262,10 +263,9 @@ class Exchange:
 
     def _compare(self, agreed: _Agreed) -> None:
         named = self._training()
-        roundings = [1.0 if one.element_size() == 1 else torch.finfo(one.dtype).eps for _, one in named]
+        names, roundings = [name for name, _ in named], [rounding_of(one) for _, one in named]
         ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
-        call = f"gradients.{agreed.number}.parameters"
-        self._parting.compare(ranks, [name for name, _ in named], roundings, call)
+        self._parting.compare(ranks, names, roundings, f"gradients.{agreed.number}.parameters")
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -337,6 +337,8 @@ class Exchange:
                 "backward passes; leave no_sync, or backward_passes_per_step=1, for the last one."
             )
         if self._members and not self._averaged:
+            if not self._local and self._among_others():
+                warn_of_clipped([one.grad for _, one in self._training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
             self.depart()

@@ -8,7 +8,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hvdkit.errors import InvalidArgumentError
@@ -207,14 +206,3 @@ class HostCopies:
         if kept is None or kept.shape != like.shape or kept.dtype != like.dtype:
             kept = self._kept[path] = torch.empty(like.shape, dtype=like.dtype)
         return kept
-
-
-def facts_of(parameters: Iterable[torch.nn.Parameter]) -> npt.NDArray[np.float64]:
-    """What shows whether two ranks' parameters differ, float64 (n, 2): of each its norm, and a sum of that size."""
-    facts = []
-    for one in parameters:
-        flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
-        flat = flat if flat.element_size() > 1 else flat.float()
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-        facts.append(torch.stack([norm, flat.sum(dtype=torch.float64) / max(len(flat), 1) ** 0.5]))
-    return np.array([one.tolist() for one in facts]).reshape(-1, 2)

@@ -139,8 +139,8 @@ def test_global_batch_norm_is_that_of_one_process(hk, on, world, everyone, alone
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_comparison_finds_each_mistake(hk, on, world, everyone, alone, mistake):
     right = alone(train)
-    if mistake == "no broadcast" and hk.__name__ == "hvdkit.torch":
-        with pytest.raises(hvdkit.AgreementError, match="train apart"):
+    if mistake == "no broadcast" and hk.__name__ in ("hvdkit.torch", "hvdkit.tensorflow"):
+        with pytest.raises(Exception, match="the ranks train apart"):
             train(hk, on, world, **MISTAKES[mistake])
     else:
         assert any(differs(weights, right) > 1e-4 for weights in everyone(train(hk, on, world, **MISTAKES[mistake])))

@@ -438,6 +438,62 @@ def test_steps_without_fit_need_a_distributed_optimizer(hk, world):
     assert said.startswith(f"rank {world.rank} of 2 takes a step with an optimizer (Adam) that hvdkit has not dist")
 
 
+@on_ranks(*KERAS)
+def test_train_on_batch_begins_with_equal_weights(hk, world):
+    import keras
+
+    model = compiled(hk.distribute(keras.optimizers.SGD(0.1)))
+    model.trainable_variables[0].assign(model.trainable_variables[0] + world.rank)
+    error = message(lambda: model.train_on_batch(X, Y))
+    assert "AgreementError: before the first step of train_on_batch, the ranks disagree" in error
+    hk.broadcast_state(model, model.optimizer)
+    assert message(lambda: model.train_on_batch(X, Y)) == ""
+
+
+@on_ranks("keras", n=2)
+def test_a_train_step_that_returns_a_loss_of_its_own(hk, world):
+    """The metric that Keras keeps for the loss has seen nothing then."""
+    import keras
+    import tensorflow as tf
+
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": tf.constant(1.0 + world.rank), **({"more": tf.constant(1.0)} if more else {})}
+
+    for more in (False, True):
+        keras.utils.set_random_seed(0)
+        model = Own([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+        model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
+        data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
+        # With no other name, Keras logs its own metric, which is 0.
+        assert model.fit(data, epochs=2, verbose=0).history["loss"] == [1.5 * more] * 2
+
+
+@on_ranks(*KERAS)
+def test_a_sum_that_is_averaged_is_one_warning(hk, world):
+    import keras
+
+    from hvdkit.keras.trainer import requirements
+
+    def warned(op: str, reduction: str) -> list[str]:
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+        model.compile(hk.distribute(keras.optimizers.SGD(0.1), op=op), loss)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            requirements.prepare(model)
+            requirements.prepare(model, "train_on_batch")
+        return [str(one.message) for one in said if "a step of 2 ranks is 1/2 of" in str(one.message)]
+
+    requirements._warn_of_sums.cache_clear()
+    assert warned("sum", "sum") == warned("average", "sum_over_batch_size") == []
+    assert len(warned("average", "sum")) == 1
+
+
 def forgetful(uses: bool) -> Any:
     """A model with a train_step of the user's own, which uses the weights of the batch or does not."""
     import keras

@@ -167,6 +167,25 @@ def test_a_rank_that_has_joined_is_not_counted(hk, world):
     hk.check_agreement(model, optimizer, world)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@on_ranks("torch", n=2)
+def test_clipping_gradients_that_no_backward_made_is_a_warning(hk, world, clips):
+    """The step averages them, so that only what came before it is this rank's own."""
+    import torch
+
+    model, optimizer = begin(hk)
+    parameters = list(model.parameters())
+    with pytest.warns(UserWarning, match="came from no backward") if clips else nullcontext():
+        for one, gradient in zip(
+            parameters, torch.autograd.grad(loss_of(model, *batch(world, 0)), parameters), strict=True
+        ):
+            one.grad = gradient
+        if clips:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        optimizer.step()
+    hk.check_agreement(model, optimizer, world)
+
+
 @on_ranks("torch", n=2)
 def test_the_rounding_of_a_type_is_no_parting(hk, world):
     import torch

@@ -119,9 +119,18 @@ def _refusing_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.train_function is None and state.world().size > 1:
             requirements.prepare(self, "train_on_batch")
+            if state.is_built(self):
+                _compare(self.trainable_variables, held_by(self), "before the first step of train_on_batch")
         return plain(self, *args, **kwargs)
 
     return train_on_batch
+
+
+def _compare(variables: list[Any], optimizers: Mapping[str, Any], when: str) -> None:
+    try:
+        keras_agreement.compare(variables, optimizers, ranks=taking_part(optimizers))
+    except AgreementError as error:
+        raise AgreementError(f"{when}, {error}") from None
 
 
 def _say_why_it_cannot_go_on(error: BaseException, why: str) -> None:
@@ -309,11 +318,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             self._check(self.model.trainable_variables, "after the first step")
 
     def _check(self, variables: list[Any], when: str) -> None:
-        optimizers = held_by(self.model)
-        try:
-            keras_agreement.compare(variables, optimizers, ranks=taking_part(optimizers))
-        except AgreementError as error:
-            raise AgreementError(f"{when} of fit, {error}") from None
+        _compare(variables, held_by(self.model), f"{when} of fit")
 
     def _meet(self, epoch: int) -> None:
         """All ranks begin the same epoch, or end together, with the same learning rate."""

@@ -60,10 +60,12 @@ class AverageMetrics(Callback):
             if not self._on_all_ranks(names) or not names or states is None:
                 continue
             results = {prefix + name: value for name, value in states.summed_results().items()}
-            # As in Keras: a train_step of the user's own may return what no metric knows.
+            if not states.samples_of_all:
+                results.pop(f"{prefix}loss", None)  # a train_step of the user's own returns another one
+            # As in Keras: it may return what no metric knows.
             known = states.samples is not None and results.keys() <= set(names)
             # Nor may it count samples; then every rank counts the same.
-            weight = (states.samples or 0.0) if known else (states.samples or 1.0)
+            weight = (states.samples or 0.0) if known and states.samples_of_all else (states.samples or 1.0)
             for name in names:
                 value = results.get(name, logs[name]) if known else logs[name]
                 if np.ndim(value) == 0:
@@ -94,6 +96,7 @@ class States:
     Attributes:
         values: of the metrics' variables.
         samples: how many they have seen; None where Keras does not count them.
+        samples_of_all: how many all ranks' have seen, once ``summed_results`` has added them up.
         are_additive: whether all of them are Keras' own, whose states can be added up over the ranks.
     """
 
@@ -103,9 +106,12 @@ class States:
         own = {id(variable) for metric in model.metrics for variable in _additive(metric)}
         self._is_additive = [id(variable) in own for variable in self._variables]
         self.values = state.values_of(self._variables)
-        trackers = [metric for metric in model.metrics if metric.name == "loss" and hasattr(metric, "count")]
-        self.samples = state.number(trackers[0].count) if trackers else None
+        self._trackers = [metric for metric in model.metrics if metric.name == "loss" and hasattr(metric, "count")]
+        self.samples, self.samples_of_all = self._counted(), 0.0
         self.are_additive = all(self._is_additive)
+
+    def _counted(self) -> float | None:
+        return state.number(self._trackers[0].count) if self._trackers else None
 
     def assign(self, values: Iterable[npt.NDArray[Any]]) -> None:
         """Put values into the model's metrics."""
@@ -121,6 +127,7 @@ class States:
             part.reshape(mine.shape).astype(mine.dtype) if additive else mine
             for mine, part, additive in zip(self.values, parts, self._is_additive, strict=True)
         )
+        self.samples_of_all = self._counted() or 0.0
         results = self._model.get_metrics_result()
         return {name: keras.ops.convert_to_numpy(value) for name, value in results.items()}
 

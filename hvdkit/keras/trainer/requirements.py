@@ -40,6 +40,9 @@ def prepare(model: Any, caller: str = "fit") -> None:
             "every process would train a model of its own; compile the model with "
             f"{', '.join(f'hvdkit.keras.distribute({name})' for name in local)}."
         )
+    ops = {one._hvdkit_distribution.options.op for one in optimizers.values() if hasattr(one, "_hvdkit_distribution")}
+    if "average" in ops and "sum" in (getattr(loss, "reduction", "") for loss in keras.tree.flatten(model.loss)):
+        _warn_of_sums()
     if keras.backend.backend() == "tensorflow" and model.jit_compile:
         warnings.warn(
             "hvdkit trains without jit_compile: Horovod's allreduce has no XLA kernel in TensorFlow. Results are the "
@@ -66,6 +69,17 @@ def refuse_what_undoes_weights(model: Any, has_labels: bool) -> None:
             "fit got data with remainder='exact' and no y, and Keras does not weigh the losses of add_loss; give "
             "targets, as shard((x, x), ...), or shard with remainder='drop'."
         )
+
+
+@functools.cache
+def _warn_of_sums() -> None:
+    world = state.world()
+    warnings.warn(
+        f"the loss is a sum (reduction='sum') and its gradients are averaged: a step of {world.size} ranks is 1/"
+        f"{world.size} of one process's on all their samples; give distribute op='sum', or make the loss with "
+        "reduction='sum_over_batch_size'.",
+        stacklevel=4,
+    )
 
 
 @functools.cache

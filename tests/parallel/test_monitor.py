@@ -181,7 +181,8 @@ def test_a_monitor_without_touching_the_script(hk, world, tmp_path, marked):
         one.close()
     if world.is_root:
         lines = read(tmp_path / "run" / "metrics.jsonl")
-        assert [line["step"] for line in lines if line["kind"] == "window"] == list(range(EVERY, EVERY * WINDOWS + 1, EVERY))
+        ends = list(range(EVERY, EVERY * WINDOWS + 1, EVERY))
+        assert [line["step"] for line in lines if line["kind"] == "window"] == ends
         found = [(one.get("about"), one.get("rank"), one.get("cause")) for one in lines if one["kind"] == "report"]
         if marked or not hk.__name__.endswith("tensorflow"):  # there nobody says what is waiting
             assert found == [("straggler", 1, "compute")]

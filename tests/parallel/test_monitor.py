@@ -16,6 +16,8 @@ from hvdkit.steps import step_times
 from hvdkit.steps.history import read
 
 FEATURES, EVERY, WINDOWS = 4, 2, 5
+ENDS = list(range(EVERY, EVERY * WINDOWS + 1, EVERY))
+"""The steps after which a window ends."""
 SLOW_S = 0.25
 """Far above what sharing a core costs a step of these small models."""
 BYTES = 48 << 20
@@ -141,7 +143,7 @@ def test_what_is_planted_on_a_rank_is_reported(hk, world, everyone, tmp_path, wh
         if what != "memory":
             assert found[0]["cost"] > SLOW_S / 2
         windows = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "window"]
-        assert [one["step"] for one in windows] == list(range(EVERY, EVERY * WINDOWS + 1, EVERY))
+        assert [one["step"] for one in windows] == ENDS
         assert all(len(one["ranks"][name]) == 2 for one in windows for name in ("step", "input", "compute", "wait"))
     seen = everyone([(one.step, one.text) for one in told])
     assert seen[0] == seen[1] != [], "every rank is told the same"
@@ -181,7 +183,7 @@ def test_a_monitor_without_touching_the_script(hk, world, tmp_path, marked):
         one.close()
     if world.is_root:
         lines = read(tmp_path / "run" / "metrics.jsonl")
-        assert [line["step"] for line in lines if line["kind"] == "window"] == list(range(EVERY, EVERY * WINDOWS + 1, EVERY))
+        assert [line["step"] for line in lines if line["kind"] == "window"] == ENDS
         found = [(one.get("about"), one.get("rank"), one.get("cause")) for one in lines if one["kind"] == "report"]
         if marked or not hk.__name__.endswith("tensorflow"):  # there nobody says what is waiting
             assert found == [("straggler", 1, "compute")]

@@ -171,6 +171,7 @@ class Fresh:
         random.seed()
         np.random.seed()
         gc.collect()
+        gc.freeze()  # what is left is not searched again, after each of the tests that follow
 
     def _restore_torch(self, torch: Any) -> None:
         torch.set_default_dtype(torch.float32)

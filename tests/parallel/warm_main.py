@@ -9,6 +9,7 @@ Usage: python warm_main.py DESCRIPTOR MODULE ...   DESCRIPTOR: of a listening so
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -105,6 +106,7 @@ def be_rank(request: dict[str, Any], files: list[int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
+        gc.set_threshold(50_000, 20, 20)  # what is frozen does not count, so that the default searches all the time
         random.seed()  # as in a process that has just begun
         np.random.seed()
         module, *sys.argv[1:] = request["words"]

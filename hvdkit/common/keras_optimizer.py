@@ -199,9 +199,10 @@ def _overrides(distribution: Distribution) -> dict[str, Any]:
     base = distribution.base
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        trainable_variables = None if trainable_variables is None else list(trainable_variables)
         if distribution.look is not None and not self.__dict__.get("_hvdkit_applying", False):
             # Given none, Keras takes those for which the optimizer was built.
-            distribution.look(list(trainable_variables or getattr(self, "_trainable_variables", [])))
+            distribution.look(trainable_variables or getattr(self, "_trainable_variables", []))
         with _combined(self, grads, distribution.reduce) as gradients:
             return base.apply(self, gradients, trainable_variables)  # type: ignore[attr-defined]
 

@@ -23,7 +23,8 @@ WARNING: weakref.WeakSet[Any] = weakref.WeakSet()
 _EVERY = 1000
 _FIX = (
     "begin with broadcast_state on every rank, and let every rank take the same steps, with the same learning rate and "
-    "with the gradients as they were averaged; check_agreement names the ranks"
+    "with the gradients as they were averaged; check_agreement names the ranks; where parameters differ on purpose, "
+    "a CheckAgreement(..., on_disagreement='warn') lets them"
 )
 
 
@@ -32,30 +33,32 @@ def is_due(count: Any) -> Any:
     return (count & (count - 1) == 0) | (count % _EVERY == 0)
 
 
-def judge(whole: Facts, names: Sequence[str], roundings: Sequence[float]) -> None:
+def judge(whole: Facts, names: Sequence[str], roundings: Sequence[float], exchanges: int) -> None:
     """Compare what the ranks saw, unless a ``CheckAgreement`` was told to warn of differences.
 
     Args:
-        whole: the sum over the ranks of 1, of 1 where the rank has looked, of its facts, and of their squares. Facts
-            are float64 (n, 2): of each parameter its norm, and a sum of that size.
+        whole: the sum over the ranks of 1, of 1 where it was time for the rank to look, of 1 where it did, of its
+            facts, and of their squares. Facts are float64 (n, 2): of each parameter its norm, and a sum of that size.
         names: of the parameters.
         roundings: the machine epsilon of each one's type.
+        exchanges: so many; what processors of different kinds round differently adds up.
     Raises:
         AgreementError: parameters differ, or some ranks have not looked.
     """
-    ranks, looked = whole[:2]
-    if WARNING:
+    ranks, asked, looked = whole[:3]
+    if WARNING or asked < ranks:  # a rank that had joined counts otherwise
         return
     if looked < ranks:
         raise AgreementError(
             f"some ranks have taken a step that {ranks - looked:.0f} of {ranks:.0f} ranks left out; decide whether to "
             "step on what all ranks see: the averaged gradients, or average_metrics of the loss."
         )
-    means, squares = (whole[2:] / ranks).reshape(2, -1, 2)
-    spreads = np.sqrt(np.maximum(squares - means**2, 0))
-    # The squares cancel to about 1e-8 of the norm.
-    allowed = np.maximum(8 * np.array(roundings), 1e-7)[:, None] * means[:, :1]
-    apart = np.flatnonzero((spreads > allowed).any(axis=1))
+    with np.errstate(invalid="ignore", over="ignore"):  # a training may have diverged
+        means, squares = (whole[3:] / ranks).reshape(2, -1, 2)
+        spreads = np.sqrt(np.maximum(squares - means**2, 0))
+        # The squares cancel to some 1e-7 of the norm on hundreds of ranks.
+        allowed = np.maximum(8 * np.array(roundings) * exchanges**0.5, 1e-6)[:, None] * means[:, :1]
+        apart = np.flatnonzero((spreads > allowed).any(axis=1))
     if len(apart):
         others = f", and those of {len(apart) - 1} other parameters" if len(apart) > 1 else ""
         raise AgreementError(f"the ranks train apart: their values of {names[apart[0]]} differ{others}; {_FIX}.")
@@ -92,7 +95,10 @@ class Parting:
         Raises:
             AgreementError: on every rank, see ``judge``.
         """
-        seen, self.noted, self._asks = self.noted, None, False
+        seen, asked, self.noted, self._asks = self.noted, self._asks, None, False
         looked = seen is not None and len(seen) == len(names)
         mine = seen.ravel() if looked and seen is not None else np.zeros(2 * len(names))
-        judge(ranks.sum(np.concatenate([[1.0, looked], mine, mine**2]), call), names, roundings)
+        whole = ranks.sum(np.concatenate([[1.0, asked, looked], mine, mine**2]), call)
+        if whole[1] < whole[0]:
+            self._exchanges = 0  # on every rank, so that they count alike from now on
+        judge(whole, names, roundings, max(self._exchanges, 1))

@@ -78,17 +78,17 @@ def around_torch_steps(module: ModuleType, begin: Callable[[Any], None], end: Ca
 
     Horovod's optimizer calls the ``step()`` that it wraps, and PyTorch's hooks run in both: the outer one counts.
     """
-    outer: Any = None  # also after a step that raised: its next one begins anew
+    outer: weakref.ref[Any] | None = None  # after a step that raised, too, as long as its optimizer is in use
 
     def before(optimizer: Any, *_: object) -> None:
         nonlocal outer
-        if outer is None or outer is optimizer:
-            outer = optimizer
+        if outer is None or outer() in (None, optimizer):
+            outer = weakref.ref(optimizer)
             begin(optimizer)
 
     def after(optimizer: Any, *_: object) -> None:
         nonlocal outer
-        if outer is optimizer:
+        if outer is not None and outer() is optimizer:
             outer = None
             end(optimizer)
 

@@ -179,15 +179,13 @@ def distribute(
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
     reduction = averaging.Reduction(options, groups, sparse_as_dense, process_set or hvd.global_process_set)
     if isinstance(tape_or_optimizer, averaging.DistributedTape):
-        raise InvalidArgumentError(
-            "this tape is distributed already; call distribute once, its gradients are averaged."
-        )
+        raise InvalidArgumentError("this tape is distributed already; call distribute once.")
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
         reduce = partial(averaging.reduce_once, reduction=reduction)
-        members = None if process_set is None else process_set.ranks
         look = partial(parting.look, process_set=reduction.process_set)
+        members = process_set and process_set.ranks
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, look)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(
@@ -317,6 +315,7 @@ def join(model: Any, optimizer: Any | None, world: Topology) -> int:
     """
     state.require_eager("join")
     last = int(hvd.join()) if world.size > 1 else 0
+    parting.forget()
     broadcast_state(model, optimizer, root=last)
     return last
 

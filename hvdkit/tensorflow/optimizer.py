@@ -1,7 +1,7 @@
 """How the ranks' gradients become one in TensorFlow; the inside of ``hvdkit.tensorflow.distribute``.
 
-Why beside ``tensorflow_state.py``: what happens to gradients is needed in every step, eagerly and in graphs, and
-shares nothing with names, checkpoints and data.
+What happens to gradients is needed in every step, eagerly and in graphs, and shares nothing with names, checkpoints
+and data.
 """
 
 from __future__ import annotations

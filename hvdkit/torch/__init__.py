@@ -306,6 +306,7 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world:
         The rank that ended last, whose state all have now.
     """
     last = int(hvd.join()) if world.size > 1 else 0
+    averaging.forget_agreements()
     broadcast_state(model, optimizer, root=last)
     return last
 

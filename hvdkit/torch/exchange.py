@@ -20,10 +20,10 @@ from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.parting import Parting
+from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
 from hvdkit.torch.buckets import Travelling, Wire, in_buckets, total_norm
-from hvdkit.torch.parting import facts_of, rounding_of, warn_of_clipped
 from hvdkit.torch.state import layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
@@ -262,10 +262,10 @@ class Exchange:
         return Said(*map(max, zip(Said(), *(bucket.arrive() for bucket in self._buckets()), strict=True)))
 
     def _compare(self, agreed: _Agreed) -> None:
-        named = self._training()
-        names, roundings = [name for name, _ in named], [rounding_of(one) for _, one in named]
-        ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
-        self._parting.compare(ranks, names, roundings, f"gradients.{agreed.number}.parameters")
+        named = parting.own(self._training(), self.optimizer())
+        names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
+        call = f"gradients.{agreed.number}.parameters"
+        self._parting.compare(OverHorovod(hvd, torch.from_numpy, self._ranks), names, roundings, call)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -338,7 +338,7 @@ class Exchange:
             )
         if self._members and not self._averaged:
             if not self._local and self._among_others():
-                warn_of_clipped([one.grad for _, one in self._training() if one.grad is not None])
+                parting.warn_of_clipped([one.grad for _, one in self._training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
             self.depart()
@@ -347,8 +347,8 @@ class Exchange:
 
     def note(self, optimizer: Any) -> None:
         """Look at the parameters before a step of its own, when it is time to."""
-        if self._parting.wants_note() and self.optimizer() is optimizer:
-            self._parting.noted = facts_of(one for _, one in self._training())
+        if self._parting.wants_note() and self.optimizer() is optimizer and parting.can_look():
+            self._parting.noted = parting.facts_of(one for _, one in parting.own(self._training(), optimizer))
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""
@@ -387,8 +387,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _averaging(exchanges: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    mine = [one for one in exchanges if one.optimizer() is optimizer]
-    return mine[0].averaging(closure) if mine else closure
+    return next((one.averaging(closure) for one in exchanges if one.optimizer() is optimizer), closure)
 
 
 def _is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) -> bool:

@@ -94,6 +94,6 @@ def unsynchronized(model: torch.nn.Module) -> Iterator[None]:
 
 
 def forget_agreements() -> None:
-    """Called when Horovod has started anew with other ranks."""
+    """Horovod has started anew with other ranks, or some have joined: agree and count anew."""
     for one in EXCHANGES:
         one.forget_agreement()

@@ -9,6 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hvdkit.torch.bucket_layout import Named, Parameter
+from hvdkit.torch.state import parameters_of
+
+_PART = 1 << 22
+"""Numbers that are looked at together: PyTorch copies them to float64."""
+
 
 def facts_of(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
     """What shows whether two ranks' parameters differ, float64 (n, 2): of each its norm, and a sum of that size."""
@@ -16,9 +22,22 @@ def facts_of(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
     for one in parameters:
         flat = (torch.view_as_real(one.detach()) if one.is_complex() else one.detach()).reshape(-1)
         flat = flat if flat.element_size() > 1 else flat.float()
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-        facts.append(torch.stack([norm, flat.sum(dtype=torch.float64) / max(len(flat), 1) ** 0.5]))
+        parts = [flat[at : at + _PART] for at in range(0, max(len(flat), 1), _PART)]
+        norm = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).norm()
+        whole = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
+        facts.append(torch.stack([norm, whole / max(len(flat), 1) ** 0.5]))
     return np.array([one.tolist() for one in facts]).reshape(-1, 2)
+
+
+def own(named: Named, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, Parameter]]:
+    """What of the named parameters is the optimizer's: only that has to be the same on every rank."""
+    mine = set() if optimizer is None else set(map(id, parameters_of(optimizer)))
+    return [(name, one) for name, one in named if id(one) in mine]
+
+
+def can_look() -> bool:
+    """Not while a step is captured as a CUDA graph, which no number may leave."""
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def rounding_of(parameter: torch.Tensor) -> float:
@@ -30,7 +49,7 @@ def warn_of_clipped(gradients: list[torch.Tensor]) -> None:
     """Of gradients that no backward has averaged, all changed in place: clipping does that, and assigning does not."""
     if gradients and all(one._version for one in gradients):
         warnings.warn(
-            "step() averages gradients that came from no backward(); what has changed them in place since, such as "
-            "clip_grad_norm_, saw this rank's own: before it, give .grad the mean over ranks by hvd.allreduce.",
+            "step() averages gradients that came from no backward(). If they were clipped before, that was by this "
+            "rank's own norm: give .grad the mean over ranks by hvd.allreduce, and clip then.",
             stacklevel=5,
         )

@@ -48,6 +48,7 @@ def go_on(marker: str, ranks: int, directory: str = "") -> None:
         Path(directory, f"rank-{world.rank}.json").write_text(json.dumps(train()))
     model = nn.Linear(6, 2)
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    hk.broadcast_state(model, optimizer)
     for step in range(30_000):
         optimizer.zero_grad()
         model(torch.ones(4, 6)).sum().backward()

@@ -29,6 +29,7 @@ import hvdkit.torch as hk
 world = hk.init()
 model = torch.nn.Linear(4, 1)
 optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)
+hk.broadcast_state(model, optimizer)
 for x in hk.record_steps([torch.ones(2, 4)] * 15):
     time.sleep(0.08 if world.rank == 1 else 0.01)
     optimizer.zero_grad()

@@ -27,6 +27,9 @@ _NEAR = 1e-3
 """How far weights may be apart, as a part of the way moved so far. Threads of TensorFlow add up in any order."""
 _NOISE = 1e-5
 """Of the largest gradient. What is smaller may be rounding alone, which Adam and its like turn into whole steps."""
+_HIDES = 0.1
+"""Rounding that is this part of the way moved would hide a mistake."""
+_SHORT = "the steps move the weights by little more than rounding; give a larger learning rate, or more --try-steps"
 
 _SPARSE = (
     "Keras' own steps of embeddings. Its Adam and the like square each row of a token by itself, hvdkit their sum, "
@@ -95,11 +98,13 @@ def _one_rank(runs: _Runs, found: Trial) -> bool:
     found.lines.append(f"1 rank: {said} the script itself{own}.")
     if "sparse" in theirs.notes:
         found.lines.append(f"not compared: {_SPARSE}.")
-    if not equal:
+    if equal is None:
+        found.verdict = f"Nothing was compared: {_SHORT}."
+    elif not equal:
         found.verdict = "Differs: on 1 rank the ported script does not take the script's own steps."
         if theirs.steps and ours.steps[0]["start"] != theirs.steps[0]["start"]:
             found.verdict = "Nothing was compared: the script begins with other weights in each run. Let it set a seed."
-    return equal
+    return bool(equal)
 
 
 def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
@@ -135,29 +140,34 @@ def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
     said, equal = _compare(ranks[0], theirs)
     off = ", without dropout, whose masks each rank draws" if "dropout" in ranks[0].notes else ""
     found.lines.append(f"{agreed}: {said} one process on both ranks' batches, which has the same learning rate{off}.")
-    if not equal:
+    if equal is None:
+        found.verdict = f"Nothing was compared on 2 ranks: {_SHORT}."
+    elif not equal:
         found.verdict = "Differs: 2 ranks do not take the steps of one process on both ranks' batches."
-    return equal
+    return bool(equal)
 
 
 # What was recorded ----------------------------------------------------------------------------------------------------
 
 
-def _compare(ours: Recording, theirs: Recording) -> tuple[str, bool]:
-    """How many steps are how near, the beginning of a sentence; and whether all are near enough."""
+def _compare(ours: Recording, theirs: Recording) -> tuple[str, bool | None]:
+    """How many steps are how near, the beginning of a sentence; and whether all are near enough, None: not told."""
     pairs = list(zip(ours.steps, theirs.steps, strict=False))
     told = _steps([mine for mine, _ in pairs])
-    if pairs and all((a["start"], a["digest"]) == (b["start"], b["digest"]) for a, b in pairs):
+    if len(ours.steps) != len(theirs.steps):
+        return f"{len(ours.steps)} steps, where {len(theirs.steps)} are those of", False
+    if all(a["start"] == a["digest"] == b["digest"] for a, b in pairs):
+        return f"{told} that move nothing, as those of", None
+    if all((a["start"], a["digest"]) == (b["start"], b["digest"]) for a, b in pairs):
         return f"{told}, bit for bit those of", True
     apart = [_distance(ours, theirs, at) for at in range(len(pairs))]
-    beyond = next((at for at, one in enumerate(apart, 1) if not one <= _NEAR), None)
-    how = (
-        f"{max(apart, default=float('inf')):.1e} of the way moved apart from those of"
-        if any(apart)
-        else "but for rounding those of"
-    )
+    clear = [one for one in apart if one is not None]
+    if not clear:
+        return f"{told}, too short to tell from rounding, beside those of", None
+    beyond = next((at for at, one in enumerate(apart, 1) if one is not None and not one <= _NEAR), None)
+    how = f"{max(clear):.1e} of the way moved apart from those of" if any(clear) else "but for rounding those of"
     told += "" if beyond is None else f", from step {beyond} on too far"
-    return f"{told}, {how}", beyond is None and bool(pairs)
+    return f"{told}, {how}", beyond is None
 
 
 def _steps(steps: Sequence[dict[str, Any]]) -> str:
@@ -166,8 +176,11 @@ def _steps(steps: Sequence[dict[str, Any]]) -> str:
     return f"{len(steps)} step{'' if len(steps) == 1 else 's'} at a learning rate of {' to '.join(span)}"
 
 
-def _distance(ours: Recording, theirs: Recording, at: int) -> float:
-    """How far weights are apart after a step, as a part of how far the steps have moved them; rounding left out."""
+def _distance(ours: Recording, theirs: Recording, at: int) -> float | None:
+    """How far weights are apart after a step, as a part of how far the steps have moved them; rounding left out.
+
+    None where rounding is so large a part of the way that a mistake would hide in it.
+    """
     number = theirs.steps[at]["optimizer"]
     mine, other, start = ours.arrays[f"w{at}"], theirs.arrays[f"w{at}"], theirs.arrays[f"s{number}"]
     if mine.shape != other.shape or other.shape != start.shape:
@@ -180,7 +193,9 @@ def _distance(ours: Recording, theirs: Recording, at: int) -> float:
     rounding = 2**-22 * (at + 1) * float(np.linalg.norm(other[clear]))
     apart = max(0.0, float(np.linalg.norm((mine - other)[clear])) - rounding)
     moved = float(np.linalg.norm((other - start)[clear]))
-    return apart / moved if moved else (float("inf") if apart else 0.0)
+    if not apart and rounding >= _HIDES * moved:
+        return None
+    return apart / moved if moved else float("inf")
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,10 @@ from hvdkit.run.launch.stage.environment import MARK, Entry, entries, key
 _RECENT_S = 600.0
 """Seconds for a job to start its ranks once its environment is there; until then nobody else removes it."""
 _BLOCK = 4096
-_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "panfs", "afs", "dvs", "fuse.sshfs", "pvfs")
+_SHARED = (
+    *("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "panfs", "afs", "dvs", "pvfs", "9p", "virtiofs"),
+    *("weka", "gfs2", "ocfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs"),
+)
 """What the names of file systems begin with that hosts share."""
 _MOUNTS = Path("/proc/self/mounts")
 _PROCESSES = Path("/proc")
@@ -83,6 +86,8 @@ def clean(store: Path) -> None:
     was killed."""
     used = _in_use(store)
     for place in store.iterdir():
+        if place.is_symlink() or not place.is_dir():  # somebody else's
+            continue
         with contextlib.suppress(FileNotFoundError):  # another job does the same
             recent = time.time() - place.stat().st_mtime < _RECENT_S
             if not recent and place.name not in used and not _is_being_made(place):

@@ -17,7 +17,7 @@ What it runs, with ``--try``, is looked into by ``steps/trial.py``.
     from_single_tensorflow.py  from one process: Keras' fit and TensorFlow's tape
     keras_2.py                 spellings that Keras 3 does not know
     imports.py                 imports that are left unused
-    run.py                     a script in, the ported one and what is left out
+    run.py                     a script in, the ported one and what is left out, as text
     trial.py, as_script.py     --try: both scripts are run and compared
-    report.py, cli.py          the command ``hvdkit port``
+    cli.py                     the command ``hvdkit port``
 """

@@ -24,8 +24,7 @@ def replace(plan: Plan, prefix: str) -> None:
         prefix: of the full names that are meant, such as "horovod.".
     """
     for node in plan.case.nodes:
-        value = number(plan, node, prefix)
-        if isinstance(node, ast.Call) and value:
+        if isinstance(node, ast.Call) and (value := number(plan, node, prefix)):
             with plan.sure():
                 _replace(plan, node, value)
 
@@ -48,13 +47,13 @@ def number(plan: Plan, node: ast.AST, prefix: str) -> str:
 
 def _replace(plan: Plan, node: ast.Call, value: str) -> None:
     world = plan.use_world(node)
-    around = plan.case.parents[node]
-    if value == "rank" and isinstance(around, ast.Compare) and around.left is node and len(around.ops) == 1:
-        zero = isinstance(around.comparators[0], ast.Constant) and around.comparators[0].value == 0
-        if zero and isinstance(around.ops[0], ast.Eq):
-            plan.change(around, to(f"{world}.is_root"))
-            return
-        if zero and isinstance(around.ops[0], ast.NotEq) and isinstance(plan.case.parents[around], _PLAIN):
-            plan.change(around, to(f"not {world}.is_root"))
-            return
+    match plan.case.parents[node]:
+        case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=0)]) as around:
+            asked = value == "rank" and left is node
+            if asked and isinstance(operator, ast.Eq):
+                plan.change(around, to(f"{world}.is_root"))
+                return
+            if asked and isinstance(operator, ast.NotEq) and isinstance(plan.case.parents[around], _PLAIN):
+                plan.change(around, to(f"not {world}.is_root"))
+                return
     plan.change(node, to(f"{world}.{value}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from textwrap import fill
 
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
@@ -14,6 +15,12 @@ from hvdkit.prepare.port.plan import Left, Plan, Unsure
 from hvdkit.prepare.port.text import Text
 
 _FROM = {"horovod": from_horovod.port, "ddp": from_ddp.port, "none": from_single.port}
+_NAMES = {"horovod": "plain Horovod", "ddp": "PyTorch DDP", "none": "one process", "hvdkit": "hvdkit"}
+_BY_HAND = {
+    4: "hk.distribute(optimizer, model)",
+    5: "hk.broadcast_state(model, optimizer), before the first step",
+    7: "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,30 @@ class Ported:
     left: tuple[Left, ...]
     notes: tuple[str, ...]
 
+    def as_text(self) -> str:
+        """What stays, by line of the ported script, with reason and what to write."""
+        changed = self.after != self.before.content
+        to = f" to hvdkit.{self.adapter}" if changed else ", nothing changed"
+        lines = [f"{self.before.path}: from {_NAMES[self.library]}{to}"]
+        for one in self.left:
+            lines += ["", f"line {one.line}: {one.why}.", _filled(f"write: {one.write}")]
+        if self.notes:
+            lines += ["", *(_filled(f"note: {one}.") for one in self.notes)]
+        count = len(self.left)
+        places = f"{count} place{'' if count == 1 else 's'}" if count else "Nothing is left"
+        return "\n".join([*lines, "", f"{places} to write by hand."])
+
+
+def _filled(text: str) -> str:
+    return fill(
+        text, 110, initial_indent="  ", subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
+    )
+
 
 def port(text: Text) -> Ported:
     """Write the eight steps into a script, as far as its text shows where they belong."""
     plan = Plan(text)
     library = plan.case.library
-    left: list[Left] = []
     after = text
     if library in _FROM:
         try:
@@ -56,22 +81,13 @@ def port(text: Text) -> Ported:
     found = check_script(Script(text.path, after.tree))
     left += [Left(one.line, one.what, one.fix) for one in found.findings]
     if library == "none" and after is not text and not left:
-        doubts = [(number, found.verdicts[number - 1]) for number in _BY_HAND]
-        left = [
-            Left(1, f"whether step {number} is done is not certain: {verdict.note}", _BY_HAND[number])
-            for number, verdict in doubts
-            if verdict.status == UNDECIDED
-        ]
+        for number, write in _BY_HAND.items():
+            verdict = found.verdicts[number - 1]
+            if verdict.status == UNDECIDED:
+                left.append(Left(1, f"whether step {number} is done is not certain: {verdict.note}", write))
     kept = {(one.line, one.why): one for one in left}
     return Ported(text, after.content, library, plan.adapter, tuple(sorted(kept.values(), key=lambda one: one.line)),
                   tuple(plan.notes))  # fmt: skip
-
-
-_BY_HAND = {
-    4: "hk.distribute(optimizer, model)",
-    5: "hk.broadcast_state(model, optimizer), before the first step",
-    7: "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own",
-}
 
 
 def _parsed(path: str, content: bytes) -> Text:

@@ -134,16 +134,17 @@ def called(code: str) -> Change:
     return lambda call: call.with_changes(func=cst.parse_expression(code))
 
 
-def without(places: Iterable[int]) -> Change:
-    """A call without the arguments at these places."""
+def without(places: Iterable[int], field: str = "args") -> Change:
+    """A call without the arguments at these places, or an import without these "names"."""
     gone = set(places)
 
-    def make(call: Any) -> Any:
-        kept = [one for place, one in enumerate(call.args) if place not in gone]
-        if kept and len(call.args) - 1 in gone:
-            last = call.args[-1]
-            kept[-1] = kept[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-        return call.with_changes(args=kept)
+    def make(node: Any) -> Any:
+        given = getattr(node, field)
+        kept = [one for place, one in enumerate(given) if place not in gone]
+        if kept and len(given) - 1 in gone:
+            ending = {one: getattr(given[-1], one, None) for one in ("comma", "whitespace_after_arg")}
+            kept[-1] = kept[-1].with_changes(**{one: value for one, value in ending.items() if value is not None})
+        return node.with_changes(**{field: kept})
 
     return make
 

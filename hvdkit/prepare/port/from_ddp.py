@@ -7,7 +7,7 @@ import ast
 from hvdkit.prepare.check.facts import argument, has_stars, receiver
 from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port import from_single, numbers
+from hvdkit.prepare.port import from_single
 from hvdkit.prepare.port.edits import to, with_argument
 from hvdkit.prepare.port.plan import Plan, Unsure
 
@@ -33,7 +33,7 @@ def port(plan: Plan) -> None:
                      "start it by hvdkit launch, and call what was spawned directly")  # fmt: skip
     _require_known(plan)
     start = plan.starting(_DIST)
-    asked = [one for one in case.nodes if isinstance(one, ast.Call) and numbers.number(plan, one, _DIST)]
+    asked = [one for one in case.nodes if isinstance(one, ast.Call) and plan.number(one, _DIST)]
     if any(case.function(one) is case.function(start) and one.lineno < start.lineno for one in asked):
         raise Unsure(start, "rank and size are asked for before the process group is made", "move it up")
     wraps = [one for one in case.having(Role.DISTRIBUTE) if DDP.fullmatch(case.name(one.node))]
@@ -50,7 +50,7 @@ def port(plan: Plan) -> None:
     plan.each(_message, [one for one in case.events if case.name(one.node).startswith(_DIST)])
     plan.each(_sampler, [one for one in case.events if case.name(one.node) in SAMPLERS])
     plan.each(_no_sync, case.methods("no_sync"))
-    numbers.replace(plan, _DIST)
+    plan.replace_numbers(_DIST)
 
 
 def _require_known(plan: Plan) -> None:

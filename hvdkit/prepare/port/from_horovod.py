@@ -9,7 +9,7 @@ from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method,
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.removed import asks_for_keras_2
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port import from_horovod_tensorflow, keras_2, numbers
+from hvdkit.prepare.port import from_horovod_tensorflow, keras_2
 from hvdkit.prepare.port.edits import called, to, with_argument
 from hvdkit.prepare.port.plan import Plan, Unsure
 
@@ -57,7 +57,7 @@ def port(plan: Plan) -> None:
     else:
         from_horovod_tensorflow.port(plan)
         keras_2.port(plan)
-    numbers.replace(plan, "horovod.")
+    plan.replace_numbers("horovod.")
 
 
 def _import(plan: Plan) -> None:
@@ -113,7 +113,7 @@ def _torch(plan: Plan) -> None:
 
 def _pin(plan: Plan, event: Event) -> None:
     call = event.node
-    if call.args and numbers.number(plan, call.args[0], "horovod.") == "local_rank":
+    if call.args and plan.number(call.args[0], "horovod.") == "local_rank":
         plan.edit("swap", plan.alone(call), f"{plan.hk}.pin_device({plan.use_world(call)})")
 
 

@@ -53,7 +53,7 @@ def _start(plan: Plan, first: Event) -> None:
     """``init`` and ``pin_device``: at the beginning of the function in which the training starts, or of the script."""
     code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})"
     functions = plan.case.callees(first.stack[0]) if first.stack else []
-    main = functions[0] if len(functions) == 1 and _all_in(plan, first.stack[0]) else None
+    main = functions[0] if len(functions) == 1 and _holds_all(plan, first.stack[0]) else None
     plan.import_(f"import hvdkit.{plan.adapter} as {plan.hk}")
     if isinstance(main, ast.FunctionDef):
         start = plan.statement(next(one for one in main.body if not is_text(one)))
@@ -68,16 +68,12 @@ def _start(plan: Plan, first: Event) -> None:
     plan.edit("before", start, code)
 
 
-def _all_in(plan: Plan, call: ast.Call) -> bool:
+def _holds_all(plan: Plan, call: ast.Call) -> bool:
     """Whether all that trains or loads data happens in one call that the module makes: ``main()``."""
-    if plan.case.function(call) is not None:
-        return False
-    events = [
-        *plan.case.steps,
-        *plan.case.optimizers,
-        *(one for one in plan.case.events if plan.case.name(one.node) in LOADERS),
-    ]
-    return all(call in event.stack or not event.reached for event in events)
+    case = plan.case
+    loaders = [one for one in case.events if case.name(one.node) in LOADERS]
+    inside = all(call in one.stack or not one.reached for one in [*case.steps, *case.optimizers, *loaders])
+    return inside and case.function(call) is None
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------

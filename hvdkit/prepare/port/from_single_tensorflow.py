@@ -204,9 +204,8 @@ def _data_set(plan: Plan, node: ast.expr) -> None:
     case, world = plan.case, plan.world
     shard = f"shard({world}.size, {world}.rank)"
     write = f"dataset.{shard}, in front of shuffle and batch, of as many samples on every rank"
-    calls = case.calls(node, through=True)
-    sources = [one for one in calls if case.name(one).startswith(("tensorflow.data.", "tensorflow_datasets."))]
-    chain = {method(one) for one in calls if not case.name(one)}
+    sources = case.tf_sources(node)
+    chain = {method(one) for one in case.calls(node, through=True) if not case.name(one)}
     partial = chain & {"take", "skip", "shard", "window", "interleave"}
     if [case.name(one) for one in sources] != [_SLICES] or partial:
         raise Unsure(node, "the text does not show a pipeline that begins with arrays and trains on all of them", write)

@@ -15,10 +15,17 @@ from hvdkit.prepare.check.program import FunctionNode
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.training import once
-from hvdkit.prepare.port.edits import Change, Edits, around, as_keyword, with_argument
+from hvdkit.prepare.port.edits import Change, Edits, around, as_keyword, to, with_argument
 from hvdkit.prepare.port.text import Text
 
-NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_NUMBERS = {
+    **{one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")},
+    "get_rank": "rank",
+    "get_world_size": "size",
+}
+"""By what Horovod and PyTorch call them hvdkit's values of the topology."""
+_VARIABLES = {"RANK": "rank", "WORLD_SIZE": "size", "LOCAL_RANK": "local_rank"}
+_PLAIN = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Assign, ast.keyword, ast.Return, ast.Call, ast.NamedExpr)
 
 
 @dataclass(frozen=True)
@@ -94,22 +101,14 @@ class Plan:
     # Statements and expressions -------------------------------------------------------------------------------------
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement of a node, standing alone on its lines in a block.
-
-        Raises:
-            Unsure: it shares its line.
-        """
+        """The statement of a node, standing alone on its lines in a block; ``Unsure`` where it shares its line."""
         found = self.case.statement(node)
         if not isinstance(found, ast.stmt) or self.text.line(found) is None:
             raise _shared(node)
         return found
 
     def alone(self, call: ast.Call) -> ast.Expr:
-        """The statement that is nothing but a call.
-
-        Raises:
-            Unsure: the call is part of something larger.
-        """
+        """The statement that is nothing but a call; ``Unsure`` where the call is part of something larger."""
         found = self.statement(call)
         if isinstance(found, ast.Expr) and found.value is call:
             return found
@@ -124,19 +123,11 @@ class Plan:
         return None
 
     def change(self, node: ast.expr, make: Change) -> None:
-        """Change an expression.
-
-        Raises:
-            Unsure: LibCST does not show it as one.
-        """
+        """Change an expression; ``Unsure`` where LibCST does not show it as one."""
         self._change(node, self.text.expression(node), make, "line")
 
     def rename(self, node: ast.expr, keyword: str, value: str | None = None) -> None:
-        """Give an argument this keyword, "" for none; and another value.
-
-        Raises:
-            Unsure: LibCST does not show it as one.
-        """
+        """Give an argument this keyword, "" for none, and another value; ``Unsure`` as ``change``."""
         self._change(node, self.text.argument(node), as_keyword(keyword, value), "call")
 
     def _change(self, node: ast.expr, found: cst.CSTNode | None, make: Change, where: str) -> None:
@@ -145,11 +136,7 @@ class Plan:
         self.edits.change(found, make)
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
-        """Change a statement as a whole: see ``Edits.edit``.
-
-        Raises:
-            Unsure: it shares its line.
-        """
+        """Change a statement as a whole: see ``Edits.edit``; ``Unsure`` where it shares its line."""
         line = self.text.line(statement)
         if line is None:
             raise _shared(statement)
@@ -221,6 +208,39 @@ class Plan:
         away = [one for one in self._needs if one is None or home not in (one, *self.case.ancestors(one))]
         if self._start is not None and home is not None and away:
             self.edit("first", self._start, f"global {self.world}")  # in front of what binds it
+
+    def number(self, node: ast.AST, prefix: str) -> str:
+        """Which value of the topology a call of the library with this prefix is, "" for every other expression."""
+        if not isinstance(node, ast.Call):
+            return ""
+        name = self.case.name(node)
+        if name.startswith(prefix) and not node.args and not node.keywords:
+            return _NUMBERS.get(name.rpartition(".")[2], "")
+        if prefix == "torch.distributed." and name == "builtins.int":
+            match node.args:
+                case [ast.Subscript(value=base, slice=ast.Constant(value=str(key)))]:
+                    return _VARIABLES.get(key, "") if self.case.dotted(base) == "os.environ" else ""
+        return ""
+
+    def replace_numbers(self, prefix: str) -> None:
+        """``hvd.rank()`` becomes ``world.rank``, and ``hvd.rank() == 0`` becomes ``world.is_root``."""
+        for node in self.case.nodes:
+            if isinstance(node, ast.Call) and (value := self.number(node, prefix)):
+                with self.sure():
+                    self._replace_number(node, value)
+
+    def _replace_number(self, node: ast.Call, value: str) -> None:
+        world = self.use_world(node)
+        match self.case.parents[node]:
+            case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=0)]) as around:
+                asked = value == "rank" and left is node
+                if asked and isinstance(operator, ast.Eq):
+                    self.change(around, to(f"{world}.is_root"))
+                    return
+                if asked and isinstance(operator, ast.NotEq) and isinstance(self.case.parents[around], _PLAIN):
+                    self.change(around, to(f"not {world}.is_root"))
+                    return
+        self.change(node, to(f"{world}.{value}"))
 
     def import_(self, code: str) -> None:
         """Import something, below the script's first imports."""

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from textwrap import fill
 
+import libcst as cst
+
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.verdict import UNDECIDED
-from hvdkit.prepare.port import from_ddp, from_horovod, from_single, imports
+from hvdkit.prepare.port import from_ddp, from_horovod, from_single
+from hvdkit.prepare.port.edits import Edits, without
 from hvdkit.prepare.port.plan import Left, Plan, Unsure
 from hvdkit.prepare.port.text import Text
 
 _FROM = {"horovod": from_horovod.port, "ddp": from_ddp.port, "none": from_single.port}
 _NAMES = {"horovod": "plain Horovod", "ddp": "PyTorch DDP", "none": "one process", "hvdkit": "hvdkit"}
+_LEFT_BEHIND = re.compile(
+    r"horovod\.\w|torch\.distributed\b|torch\.nn\.parallel\b|torch\.utils\.data\.(distributed\.)?DistributedSampler$"
+)
 _BY_HAND = {
     4: "hk.distribute(optimizer, model)",
     5: "hk.broadcast_state(model, optimizer), before the first step",
@@ -74,7 +81,7 @@ def port(text: Text) -> Ported:
             plan.declare()
             if plan.edits:
                 after = _parsed(text.path, plan.edits.made())
-                after = _parsed(text.path, imports.tidy(text, after))
+                after = _parsed(text.path, _tidy(text, after))
         except Unsure as unsure:
             plan.left, plan.notes = [unsure.left], []
     left = _moved(plan.left, text, after)
@@ -92,6 +99,32 @@ def port(text: Text) -> Ported:
 
 def _parsed(path: str, content: bytes) -> Text:
     return Text(path, content, ast.parse(content))
+
+
+def _tidy(before: Text, after: Text) -> bytes:
+    """A ported script without the imports of Horovod and DDP that its changes, and not its owner, have left unused."""
+    gone = _used(before.tree) - _used(after.tree)
+    edits = Edits(after.module)
+    for statement in (one for one in ast.walk(after.tree) if isinstance(one, (ast.Import, ast.ImportFrom))):
+        line = after.line(statement)
+        base = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
+        unused = [at for at, one in enumerate(statement.names) if _is_gone(base, one, gone)]
+        if line is None or not unused:
+            continue
+        if len(unused) == len(statement.names):
+            edits.edit("remove", line)
+        else:
+            edits.change(cst.ensure_type(line, cst.SimpleStatementLine).body[0], without(unused, "names"))
+    return edits.made() if edits else after.content
+
+
+def _is_gone(base: str, alias: ast.alias, gone: set[str]) -> bool:
+    plain = bool(alias.asname or base or "." not in alias.name)
+    return plain and (alias.asname or alias.name) in gone and _LEFT_BEHIND.match(base + alias.name) is not None
+
+
+def _used(tree: ast.Module) -> set[str]:
+    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
 
 
 def _moved(left: list[Left], before: Text, after: Text) -> list[Left]:

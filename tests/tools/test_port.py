@@ -213,6 +213,14 @@ def test_the_topology_is_global_before_it_is_bound() -> None:
     compile(content, "train.py", "exec")
 
 
+def test_a_compile_that_is_reached_twice_loses_one_argument() -> None:
+    made = after(
+        "import keras\nimport horovod.keras as hvd\nhvd.init()\n\ndef build():\n    model = keras.Sequential()\n"
+        "    model.compile('sgd', experimental_run_tf_function=False, loss='mse')\n\nbuild()\nbuild()\n"
+    )
+    assert "    model.compile('sgd', loss='mse')\n" in made
+
+
 def test_the_import_of_images_that_shares_its_line_is_listed() -> None:
     images = "from keras.preprocessing.image import ImageDataGenerator"
     content = f"import horovod.keras as hvd\n{images}{{}}\nhvd.init()\nflow = ImageDataGenerator()\n"

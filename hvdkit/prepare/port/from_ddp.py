@@ -20,11 +20,7 @@ _LEFT_OUT = {"device_ids", "output_device", "find_unused_parameters", "broadcast
 
 
 def port(plan: Plan) -> None:
-    """Port a script that uses DDP.
-
-    Raises:
-        Unsure: nothing of it can be ported for certain.
-    """
+    """Port a script that uses DDP; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     plan.adapter = "torch"
     if case.rank_parameters or case.others:
@@ -46,10 +42,12 @@ def port(plan: Plan) -> None:
     if not made:
         raise Unsure(wraps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
     plan.each(lambda plan, event: _optimizer(plan, event, models), made)
-    plan.each(_pin, pins)
+    plan.each(Plan.pin, pins)
     plan.each(_message, [one for one in case.events if case.name(one.node).startswith(_DIST)])
     plan.each(_sampler, [one for one in case.events if case.name(one.node) in SAMPLERS])
-    plan.each(_no_sync, case.methods("no_sync"))
+    for event in case.methods("no_sync"):
+        with plan.sure():
+            plan.change(event.node, to(f"{plan.hk}.no_sync({plan.src(receiver(event.node))})"))
     plan.replace_numbers(_DIST)
 
 
@@ -89,9 +87,8 @@ def _unwrap(plan: Plan, wraps: list[Event]) -> dict[str, str]:
         else:
             plan.change(call, to(inner))
         for node in plan.case.nodes:
-            match node:
-                case ast.Attribute(attr="module", value=value) if call in plan.case.calls(value):
-                    plan.change(node, lambda old: old.value)
+            if isinstance(node, ast.Attribute) and node.attr == "module" and call in plan.case.calls(node.value):
+                plan.change(node, lambda old: old.value)
     if not found:
         raise Unsure(1, "no DistributedDataParallel is made in this text", f"{hk}.distribute(optimizer, model)")
     return found
@@ -121,14 +118,6 @@ def _optimizer(plan: Plan, event: Event, models: dict[str, str]) -> None:
         )
 
 
-def _pin(plan: Plan, event: Event) -> None:
-    plan.edit("swap", plan.alone(event.node), f"{plan.hk}.pin_device({plan.use_world(event.node)})")
-
-
-def _no_sync(plan: Plan, event: Event) -> None:
-    plan.change(event.node, to(f"{plan.hk}.no_sync({plan.src(receiver(event.node))})"))
-
-
 def _message(plan: Plan, event: Event) -> None:
     call = event.node
     last = plan.case.name(call).removeprefix(_DIST)
@@ -140,17 +129,17 @@ def _message(plan: Plan, event: Event) -> None:
         odd = [one.arg for one in call.keywords if one.arg not in ("op", "tensor", "src")]
         if odd or not call.args:
             raise Unsure(call, f"dist.{last} with {odd[0] if odd else 'no tensor'}", "see docs/migrate.md")
-        hvd = plan.use_horovod()
+        hvd, given = plan.use_horovod(), plan.src(call.args[0])
         if last == "broadcast":
             source = argument(call, "src", 1)
             root = plan.src(source) if source is not None else "0"
-            plan.change(call, to(f"{hvd}.broadcast_({plan.src(call.args[0])}, root_rank={root})"))
+            plan.change(call, to(f"{hvd}.broadcast_({given}, root_rank={root})"))
             return
         operation = argument(call, "op", 1)
         word = ast.unparse(operation).rpartition(".")[2] if operation is not None else "SUM"
         if word not in _OPERATIONS or len(call.args) > 1:
             raise Unsure(call, "which operation it does the text does not show", f"{hvd}.allreduce_(x, op={hvd}.Sum)")
-        plan.change(call, to(f"{hvd}.allreduce_({plan.src(call.args[0])}, op={hvd}.{_OPERATIONS[word]})"))
+        plan.change(call, to(f"{hvd}.allreduce_({given}, op={hvd}.{_OPERATIONS[word]})"))
 
 
 def _sampler(plan: Plan, event: Event) -> None:

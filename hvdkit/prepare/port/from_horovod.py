@@ -30,11 +30,7 @@ _KNOWN = {"optimizer", "named_parameters", "compression", "backward_passes_per_s
 
 
 def port(plan: Plan) -> None:
-    """Port a script that uses Horovod.
-
-    Raises:
-        Unsure: nothing of it can be ported for certain.
-    """
+    """Port a script that uses Horovod; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     modules = [_ADAPTERS.get(one, "") for one in case.modules]
     if case.runner or case.having(Role.ELASTIC):
@@ -103,18 +99,13 @@ def _word(plan: Plan, node: ast.AST) -> str:
 
 def _torch(plan: Plan) -> None:
     before = len(plan.left)
-    plan.each(_pin, plan.case.named("cuda.set_device"))
+    pins = [one for one in plan.case.named("cuda.set_device") if one.node.args]
+    plan.each(Plan.pin, [one for one in pins if plan.number(one.node.args[0], "horovod.") == "local_rank"])
     distributed = plan.of("horovod.torch.", Role.DISTRIBUTE)
     plan.each(_optimizer, distributed)
     if distributed and len(plan.left) == before:
         plan.each(_waits, plan.case.methods("synchronize", "skip_synchronize"))
     _broadcasts(plan)
-
-
-def _pin(plan: Plan, event: Event) -> None:
-    call = event.node
-    if call.args and plan.number(call.args[0], "horovod.") == "local_rank":
-        plan.edit("swap", plan.alone(call), f"{plan.hk}.pin_device({plan.use_world(call)})")
 
 
 def _optimizer(plan: Plan, event: Event) -> None:

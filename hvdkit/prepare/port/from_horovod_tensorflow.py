@@ -17,15 +17,13 @@ from hvdkit.prepare.port.plan import Plan, Unsure
 
 _SETTINGS = ("set_memory_growth", "set_visible_devices", "keras.backend.set_session", "tensorflow.Session",
              "builtins.len")  # fmt: skip
-_RATES: dict[str, tuple[str, dict[str, int], dict[str, str]]] = {
-    "LearningRateWarmupCallback": ("Warmup", {"steps_per_epoch": 3, "warmup_epochs": 1}, {"warmup_epochs": "epochs"}),
-    "LearningRateScheduleCallback": (
-        "LearningRateSchedule",
-        {"multiplier": 1, "start_epoch": 2, "end_epoch": 3, "staircase": 4, "steps_per_epoch": 6},
-        {},
-    ),
-}
-"""By Horovod's callback hvdkit's, the places of the arguments that both have, and what hvdkit calls some of them."""
+_RATES = {
+    "LearningRateWarmupCallback": ("Warmup", {"steps_per_epoch": 3, "warmup_epochs": 1}),
+    "LearningRateScheduleCallback": ("LearningRateSchedule", {
+        "multiplier": 1, "start_epoch": 2, "end_epoch": 3, "staircase": 4, "steps_per_epoch": 6,
+    }),
+}  # fmt: skip
+"""By Horovod's callback hvdkit's, and the places of the arguments that both have."""
 _DROPPED = {"average_aggregated_gradients", "name"}
 
 
@@ -118,7 +116,7 @@ def _callback(plan: Plan, event: Event) -> None:
 
 def _rate(plan: Plan, call: ast.Call) -> None:
     """A warmup or a schedule; hvdkit's have no initial rate, as they know the optimizer's."""
-    name, places, words = _RATES[plan.case.name(call).rpartition(".")[2]]
+    name, places = _RATES[plan.case.name(call).rpartition(".")[2]]
     odd = [one.arg for one in call.keywords if one.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}]
     if odd:
         raise Unsure(call, f"hvdkit's callback has no {odd[0]}=", "leave it out, or do it in a callback of your own")
@@ -126,7 +124,7 @@ def _rate(plan: Plan, call: ast.Call) -> None:
     for one, place in places.items():
         value = argument(call, one, place)
         if value is not None and not is_constant(value, None):
-            given.append(f"{words.get(one, one)}={plan.src(value)}")
+            given.append(f"{one.removeprefix('warmup_')}={plan.src(value)}")
     plan.change(call, to(f"{plan.hk}.{name}({', '.join(given)})"))
     plan.notes.append(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
 

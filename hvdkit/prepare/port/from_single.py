@@ -27,11 +27,7 @@ _SAMPLERS = [f"torch.utils.data.{one}Sampler" for one in ("Random", "WeightedRan
 
 
 def port(plan: Plan) -> None:
-    """Port a script that no library distributes.
-
-    Raises:
-        Unsure: nothing of it can be ported for certain.
-    """
+    """Port a script that no library distributes; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     if case.others:
         raise Unsure(1, f"{case.others[0]} distributes it", "take that out first, or use docs/migrate.md")

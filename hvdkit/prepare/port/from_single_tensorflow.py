@@ -141,9 +141,11 @@ def _fit(plan: Plan, event: Event) -> None:
     if event.loops:
         raise Unsure(call, "fit runs in a loop, where hk.shard would begin anew each time", write)
     sources = case.calls(x, through=True)
+    others = [one for one in sources if not case.name(one).startswith(_ARRAYS)]  # calls that may make no array
+    strange = any(case.name(one) or case.class_of(one) or case.is_opaque(one) for one in others)
     if y is None and any(case.name(one).startswith("tensorflow.data.") for one in sources):
         _data_set(plan, x)
-    elif y is not None or (sources and all(_is_array(plan, one) for one in sources)):
+    elif y is not None or (sources and not strange):
         _arrays(plan, call, x, y, write)
     else:
         raise Unsure(call, "the text does not show what the training data are", write)
@@ -155,12 +157,6 @@ def _fit(plan: Plan, event: Event) -> None:
         plan.change(callbacks, to(f"[{', '.join([f'{hk}.BroadcastState()', *map(plan.src, callbacks.elts)])}]"))
     else:
         plan.change(callbacks, around(f"[{hk}.BroadcastState(), *__]"))
-
-
-def _is_array(plan: Plan, call: ast.Call) -> bool:
-    """Whether a call makes or changes an array."""
-    case = plan.case
-    return case.name(call).startswith(_ARRAYS) or not (case.name(call) or case.class_of(call) or case.is_opaque(call))
 
 
 def _arrays(plan: Plan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: str) -> None:

@@ -153,26 +153,18 @@ class Plan:
     def block(self, statement: ast.AST) -> list[ast.stmt]:
         """The statements among which one stands."""
         parent = self.case.parents[statement]
-        for name in ("body", "orelse", "finalbody"):
-            found = getattr(parent, name, None)
-            if isinstance(found, list) and statement in found:
-                return found
-        return []
+        blocks = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
+        return next((one for one in blocks if isinstance(one, list) and statement in one), [])
 
     # The topology ---------------------------------------------------------------------------------------------------
 
     def starting(self, prefix: str) -> ast.stmt:
-        """The statement that starts the library, once and always; it becomes the one that binds ``world``.
-
-        Raises:
-            Unsure: it is started in several ways, or on a condition.
-        """
+        """The statement that starts the library, once and always, and will bind ``world``; ``Unsure`` without one."""
         events = self.of(prefix, Role.INIT)
         write = f"{self.world} = {self.hk}.init(), once, on every way: one process is a job of one"
         if len({one.node for one in events}) != 1:
-            raise Unsure(
-                events[-1].node if events else 1, "the library is started in several places, or nowhere", write
-            )
+            blamed = events[-1].node if events else 1
+            raise Unsure(blamed, "the library is started in several places, or nowhere", write)
         statement = self.alone(events[0].node)
         for one in self.case.ancestors(statement):
             if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
@@ -279,6 +271,10 @@ class Plan:
         self.edit("after", home, f"{more}{optimizer} = {self.hk}.distribute({optimizer}, {model})")
         self.edit("before" if first else "after", first or home, sent)
 
+    def pin(self, event: Event) -> None:
+        """Step 2 where a GPU is chosen: a call on a line of its own."""
+        self.edit("swap", self.alone(event.node), f"{self.hk}.pin_device({self.use_world(event.node)})")
+
     def scale(self, call: ast.Call, rate: ast.expr | None, default: str, keyword: str, scaled: str) -> None:
         """Step 3 of an optimizer: scale the rate that it is given, or its own where none is.
 
@@ -303,9 +299,8 @@ class Plan:
 
     def models_of(self, node: ast.expr) -> set[str]:
         """The models whose ``parameters()`` a value holds, as text."""
-        calls = [
-            one for one in self.case.calls(node, through=True) if method(one) in ("parameters", "named_parameters")
-        ]
+        named = ("parameters", "named_parameters")
+        calls = [one for one in self.case.calls(node, through=True) if method(one) in named]
         calls += [one for one in ast.walk(node) if isinstance(one, ast.Call) and method(one) == "parameters"]
         return {ast.unparse(one.func.value) for one in calls if isinstance(one.func, ast.Attribute)}
 

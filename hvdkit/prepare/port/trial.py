@@ -151,13 +151,9 @@ def _compare(ours: Recording, theirs: Recording) -> tuple[str, bool]:
         return f"{told}, bit for bit those of", True
     apart = [_distance(ours, theirs, at) for at in range(len(pairs))]
     beyond = next((at for at, one in enumerate(apart, 1) if not one <= _NEAR), None)
-    how = (
-        f"{max(apart, default=float('inf')):.1e} of the way moved apart from those of"
-        if any(apart)
-        else "but for rounding those of"
-    )
-    told += "" if beyond is None else f", from step {beyond} on too far"
-    return f"{told}, {how}", beyond is None and bool(pairs)
+    how = f"{max(apart):.1e} of the way moved apart from" if any(apart) else "but for rounding"
+    far = "" if beyond is None else f", from step {beyond} on too far"
+    return f"{told}{far}, {how} those of", beyond is None and bool(pairs)
 
 
 def _steps(steps: Sequence[dict[str, Any]]) -> str:

@@ -224,13 +224,13 @@ class Plan:
     def _replace_number(self, node: ast.Call, value: str) -> None:
         world = self.use_world(node)
         match self.case.parents[node]:
-            case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=0)]) as around:
+            case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=0)]) as comparison:
                 asked = value == "rank" and left is node
                 if asked and isinstance(operator, ast.Eq):
-                    self.change(around, to(f"{world}.is_root"))
+                    self.change(comparison, to(f"{world}.is_root"))
                     return
-                if asked and isinstance(operator, ast.NotEq) and isinstance(self.case.parents[around], _PLAIN):
-                    self.change(around, to(f"not {world}.is_root"))
+                if asked and isinstance(operator, ast.NotEq) and isinstance(self.case.parents[comparison], _PLAIN):
+                    self.change(comparison, to(f"not {world}.is_root"))
                     return
         self.change(node, to(f"{world}.{value}"))
 
@@ -257,8 +257,8 @@ class Plan:
         for step in self.case.steps:
             if step.order <= event.order or not step.reached:
                 continue
-            around = [one for node in (step.node, *step.stack) for one in (node, *self.case.ancestors(node))]
-            inside = [one for outer in around for one in below if one is outer]
+            outward = [one for node in (step.node, *step.stack) for one in (node, *self.case.ancestors(node))]
+            inside = [one for outer in outward for one in below if one is outer]
             if inside:
                 return inside[0]
         return None

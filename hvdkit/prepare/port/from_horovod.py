@@ -45,8 +45,7 @@ def port(plan: Plan) -> None:
     if plan.adapter != "torch" and asks_for_keras_2(case):
         raise Unsure(1, "it asks for Keras 2 (TF_USE_LEGACY_KERAS or tf_keras), and hvdkit needs Keras 3",
                      "move it to Keras 3 first")  # fmt: skip
-    start = plan.starting("horovod.")
-    plan.edit("swap", start, f"{plan.world} = {plan.hk}.init()")
+    plan.edit("swap", plan.starting("horovod."), f"{plan.world} = {plan.hk}.init()")
     _import(plan)
     if plan.adapter == "torch":
         _torch(plan)

@@ -117,14 +117,12 @@ def _is_built(plan: Plan, model: str) -> bool:
     case = plan.case
     for call in plan.makers(model):
         name = case.name(call)
-        if name in ("keras.Model", "keras.models.Model") and len(call.args) + len(call.keywords) >= 2:
-            return True
+        functional = name in ("keras.Model", "keras.models.Model") and len(arguments(call)) >= 2
         layers = argument(call, "layers", 0) if name in ("keras.Sequential", "keras.models.Sequential") else None
         first = layers.elts[0] if isinstance(layers, (ast.List, ast.Tuple)) and layers.elts else None
-        if isinstance(first, ast.Call) and (case.name(first).endswith((".Input", ".InputLayer"))
-                                            or any(one.arg == "input_shape" for one in first.keywords)):  # fmt: skip
-            return True
-        if name.startswith("keras.applications."):
+        is_input = isinstance(first, ast.Call) and case.name(first).endswith((".Input", ".InputLayer"))
+        has_shape = isinstance(first, ast.Call) and any(one.arg == "input_shape" for one in first.keywords)
+        if functional or is_input or has_shape or name.startswith("keras.applications."):
             return True
     return False
 

@@ -213,6 +213,33 @@ def test_the_topology_is_global_before_it_is_bound() -> None:
     compile(content, "train.py", "exec")
 
 
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [("allreduce, init, rank", "allreduce"), ("(\n    allreduce,\n    init,\n    rank,\n)", "(\n    allreduce,\n)")],
+)
+def test_an_import_keeps_the_names_that_are_used(names: str, left: str) -> None:
+    made = after(f"from horovod.torch import {names}\ninit()\nprint(allreduce(rank()))\n")
+    assert made.startswith(f"from horovod.torch import {left}\n")
+    assert made.endswith("world = hk.init()\nprint(allreduce(world.rank))\n")
+
+
+def test_arguments_of_horovods_optimizer_get_hvdkits_names_and_words() -> None:
+    made = after(
+        "import torch\nimport horovod.torch as hvd\nhvd.init()\nmodel = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer = hvd.DistributedOptimizer(\n"
+        "    optimizer, named_parameters=model.named_parameters(), num_groups=2, op=hvd.Average)\n"
+    )
+    assert '    optimizer, model, groups=2, op="average")\n' in made
+
+
+def test_a_compile_that_is_reached_twice_loses_one_argument() -> None:
+    made = after(
+        "import keras\nimport horovod.keras as hvd\nhvd.init()\n\ndef build():\n    model = keras.Sequential()\n"
+        "    model.compile('sgd', experimental_run_tf_function=False, loss='mse')\n\nbuild()\nbuild()\n"
+    )
+    assert "    model.compile('sgd', loss='mse')\n" in made
+
+
 def test_the_import_of_images_that_shares_its_line_is_listed() -> None:
     images = "from keras.preprocessing.image import ImageDataGenerator"
     content = f"import horovod.keras as hvd\n{images}{{}}\nhvd.init()\nflow = ImageDataGenerator()\n"

@@ -125,7 +125,7 @@ class Case(Training):
         doubt = next((why for one in given if (why := self._doubt(one))), "")
         if doubt:
             return Part(UNCLEAR, lines, doubt)
-        sources = sorted({call.lineno for one in given for call in self._tf_sources(one)})
+        sources = sorted({call.lineno for one in given for call in self.tf_sources(one)})
         lines = tuple(sources[:1]) or lines
         if not divided:
             return Part(WHOLE, lines)
@@ -191,7 +191,8 @@ class Case(Training):
 
         return list(dict.fromkeys(one for call in self.calls(node) for one in everything(call, inner)))
 
-    def _tf_sources(self, node: ast.expr) -> list[ast.Call]:
+    def tf_sources(self, node: ast.expr) -> list[ast.Call]:
+        """The calls of ``tf.data`` and ``tensorflow_datasets`` that a value is made by."""
         calls = self.calls(node, through=True)
         return [call for call in calls if self.name(call).startswith(("tensorflow.data.", "tensorflow_datasets."))]
 
@@ -200,7 +201,7 @@ class Case(Training):
         calls = self.calls(node, through=True)
         if any(method(call) == "shuffle" and not self.name(call) for call in calls):
             return True
-        if self._tf_sources(node):
+        if self.tf_sources(node):
             return False
         if any(method(call).startswith("flow") for call in calls):
             return all(not _is_false(argument(call, "shuffle")) for call in calls if method(call).startswith("flow"))

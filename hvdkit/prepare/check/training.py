@@ -47,7 +47,7 @@ class Training(Facts):
     @cached_property
     def optimizers(self) -> list[Event]:
         """The events that make an optimizer of PyTorch, Keras or TensorFlow; each call once."""
-        return _once(event for event in self.events if self.makes_optimizer(event.node))
+        return once(event for event in self.events if self.makes_optimizer(event.node))
 
     def makes_optimizer(self, call: ast.Call) -> bool:
         """Whether a call makes an optimizer whose learning rate the text shows."""
@@ -262,7 +262,8 @@ class Training(Facts):
         return "grad" in texts or any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in reached)
 
 
-def _once(events: Iterable[Event]) -> list[Event]:
+def once(events: Iterable[Event]) -> list[Event]:
+    """The first event of each call."""
     found: dict[ast.Call, Event] = {}
     for event in events:
         found.setdefault(event.node, event)

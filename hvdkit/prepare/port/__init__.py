@@ -8,16 +8,14 @@ What it runs, with ``--try``, is looked into by ``steps/trial.py``.
 
     text.py                    a script as bytes, ``check``'s tree and LibCST's tree, with positions matched
     edits.py                   changes that are collected first and made at once
-    plan.py                    one script's port: where the topology lives, what stays and why
-    numbers.py                 rank and size
+    plan.py                    one script's port: where the topology lives, rank and size, what stays and why
     from_horovod.py            from Horovod: what is common, and PyTorch
     from_horovod_tensorflow.py from Horovod: Keras' fit and TensorFlow's tape
     from_ddp.py                from DistributedDataParallel
     from_single.py             from one process: what is common, and PyTorch
     from_single_tensorflow.py  from one process: Keras' fit and TensorFlow's tape
     keras_2.py                 spellings that Keras 3 does not know
-    imports.py                 imports that are left unused
-    run.py                     a script in, the ported one and what is left out
+    run.py                     a script in, the ported one without unused imports, and what is left, out
     trial.py, as_script.py     --try: both scripts are run and compared
-    report.py, cli.py          the command ``hvdkit port``
+    cli.py                     the command ``hvdkit port``
 """

@@ -74,8 +74,8 @@ def port(
     if arguments and not try_:
         raise click.UsageError(f"{arguments[0]!r} is an argument of the script, which runs only with --try")
     with of_extra("port", "hvdkit port rewrites with LibCST"):
-        from hvdkit.prepare.port import report, text
         from hvdkit.prepare.port import run as running
+        from hvdkit.prepare.port import text
     ported = running.port(text.read(script))
     if diff:
         _show_diff(ported)
@@ -93,7 +93,7 @@ def port(
         sys.stdout.flush()
         sys.stdout.buffer.write(ported.after)
     told = in_place or output is not None
-    click.echo(report.as_text(ported), err=not told)
+    click.echo(ported.as_text(), err=not told)
     if not try_:
         return 1 if ported.left else 0
     from hvdkit.prepare.port import trial

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 Change = Callable[[Any], Any]
-_Block = cst.Module | cst.IndentedBlock
-_Statement = cst.BaseStatement
-_Around = dict[str, list[str]]
-_SPACE = cst.SimpleWhitespace(" ")
 _TIGHT = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
 
 
-class Edits:
+class Edits(cst.CSTTransformer):
     """The changes of one script."""
 
     def __init__(self, module: cst.Module) -> None:
+        super().__init__()
         self._module = module
         self._changes: dict[cst.CSTNode, list[Change]] = {}
-        self._around: dict[cst.CSTNode, _Around] = {}
+        self._around: dict[cst.CSTNode, dict[str, list[str]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._changes or self._around)
@@ -43,18 +41,10 @@ class Edits:
 
     def made(self) -> bytes:
         """The script with all changes."""
-        return self._module.visit(_Maker(self._module, self._changes, self._around)).bytes
-
-
-class _Maker(cst.CSTTransformer):
-    def __init__(
-        self, module: cst.Module, changes: dict[cst.CSTNode, list[Change]], around: dict[cst.CSTNode, _Around]
-    ) -> None:
-        super().__init__()
-        self._config = module.config_for_parsing
-        self._changes, self._around = changes, around
+        return self._module.visit(self).bytes
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """LibCST's call at each node, from the inside out."""
         updated: Any = super().on_leave(original_node, updated_node)
         for make in self._changes.get(original_node, ()):
             updated = make(updated)
@@ -62,56 +52,58 @@ class _Maker(cst.CSTTransformer):
             return self._block(original_node, updated)
         return updated
 
-    def _block(self, original: _Block, updated: _Block) -> _Block:
+    def _block(self, original: cst.Module | cst.IndentedBlock, updated: Any) -> Any:
         if not any(one in self._around for one in original.body):
             return updated
-        body: list[_Statement] = []
+        body: list[Any] = []
         kept: list[cst.EmptyLine] = []  # comments above a statement that is gone, which are not about it
         for old, new in zip(original.body, updated.body, strict=True):
             statements, left = self._made(self._around.get(old, {}), new)
             if kept and statements:
-                first = cast(Any, statements[0])
-                statements[0] = first.with_changes(leading_lines=[*kept, *first.leading_lines])
+                statements[0] = _under([*kept, *statements[0].leading_lines], statements[0])
                 kept = []
             kept += left
             body += statements
         return updated.with_changes(body=body or self._parsed("pass"))
 
-    def _made(self, around: _Around, new: _Statement) -> tuple[list[_Statement], list[cst.EmptyLine]]:
-        head = self._all([*around.get("first", ()), *around.get("before", ())])
-        tail = self._all(around.get("after", ()))
-        line = cast(Any, new)
+    def _made(self, around: dict[str, list[str]], new: Any) -> tuple[list[Any], list[cst.EmptyLine]]:
+        """The statements in the place of one, and the comments that are left of it."""
+        head = self._parsed(*around.get("first", ()), *around.get("before", ()))
+        tail = self._parsed(*around.get("after", ()))
+        middle, left = [new], []
         if "remove" in around:
-            left = _not_about(line.leading_lines)
+            left = _not_about(new.leading_lines)
             if not head + tail:
                 return [], left
-            first = cast(Any, (head + tail)[0])
-            return [first.with_changes(leading_lines=left), *(head + tail)[1:]], []
+            first, *rest = head + tail
+            return [_under(left, first), *rest], []
         if "unwrap" in around:
-            inner = list(line.body.body)
-            inner[0] = inner[0].with_changes(leading_lines=[*line.leading_lines, *inner[0].leading_lines])
-            return [*head, *inner, *tail], list(line.body.footer)
-        if "swap" in around:
-            made = [cast(Any, one) for one in self._parsed(around["swap"][-1])]
-            made[0] = made[0].with_changes(leading_lines=line.leading_lines)
-            if isinstance(new, cst.SimpleStatementLine) and isinstance(made[-1], cst.SimpleStatementLine):
-                made[-1] = made[-1].with_changes(trailing_whitespace=new.trailing_whitespace)
-            return [*head, *made, *tail], []
-        if "guard" in around:
-            made = cast(Any, self._parsed(f"if {around['guard'][0]}:\n    pass")[0])
-            block = made.body.with_changes(indent=None, body=[line.with_changes(leading_lines=[])])
-            return [*head, made.with_changes(body=block, leading_lines=line.leading_lines), *tail], []
-        return [*head, new, *tail], []
+            middle, left = list(new.body.body), list(new.body.footer)
+            middle[0] = _under([*new.leading_lines, *middle[0].leading_lines], middle[0])
+        elif "swap" in around:
+            middle = self._parsed(around["swap"][-1])
+            middle[0] = _under(new.leading_lines, middle[0])
+            if isinstance(new, cst.SimpleStatementLine) and isinstance(middle[-1], cst.SimpleStatementLine):
+                middle[-1] = middle[-1].with_changes(trailing_whitespace=new.trailing_whitespace)
+        elif "guard" in around:
+            (guard,) = self._parsed(f"if {around['guard'][0]}:\n    pass")
+            block = guard.body.with_changes(indent=None, body=[_under([], new)])
+            middle = [_under(new.leading_lines, guard.with_changes(body=block))]
+        return [*head, *middle, *tail], left
 
-    def _all(self, codes: Iterable[str]) -> list[_Statement]:
-        return [one for code in codes for one in self._parsed(code)]
-
-    def _parsed(self, code: str) -> list[_Statement]:
-        """Statements; an empty line in front of the code stays above the first of them."""
-        made = [cast(Any, one) for one in cst.parse_module(code.lstrip("\n"), self._config).body]
-        if code.startswith("\n"):
-            made[0] = made[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *made[0].leading_lines])
+    def _parsed(self, *codes: str) -> list[Any]:
+        """Statements; an empty line in front of a code stays above the first of its own."""
+        made: list[Any] = []
+        for code in codes:
+            first, *rest = cst.parse_module(code.lstrip("\n"), self._module.config_for_parsing).body
+            empty = [cst.EmptyLine(indent=False)] if code.startswith("\n") else []
+            made += [_under([*empty, *first.leading_lines], first), *rest]
         return made
+
+
+def _under(lines: Iterable[cst.EmptyLine], statement: Any) -> Any:
+    """A statement with these comments and empty lines above it."""
+    return statement.with_changes(leading_lines=list(lines))
 
 
 def _not_about(lines: Iterable[cst.EmptyLine]) -> list[cst.EmptyLine]:
@@ -134,21 +126,7 @@ def to(code: str) -> Change:
 
 def around(template: str) -> Change:
     """An expression that holds this one where ``template`` says ``__``."""
-
-    def make(old: Any) -> Any:
-        made = cst.parse_expression(template)
-        return made.visit(_Fill(old))
-
-    return make
-
-
-class _Fill(cst.CSTTransformer):
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._value = value
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:  # noqa: N802
-        return self._value if original_node.value == "__" else updated_node
+    return lambda old: matchers.replace(cst.parse_expression(template), matchers.Name("__"), old)
 
 
 def called(code: str) -> Change:
@@ -156,16 +134,17 @@ def called(code: str) -> Change:
     return lambda call: call.with_changes(func=cst.parse_expression(code))
 
 
-def without(places: Iterable[int]) -> Change:
-    """A call without the arguments at these places."""
+def without(places: Iterable[int], field: str = "args") -> Change:
+    """A call without the arguments at these places, or an import without these "names"."""
     gone = set(places)
 
-    def make(call: Any) -> Any:
-        kept = [one for place, one in enumerate(call.args) if place not in gone]
-        if kept and len(call.args) - 1 in gone:
-            last = call.args[-1]
-            kept[-1] = kept[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-        return call.with_changes(args=kept)
+    def make(node: Any) -> Any:
+        given = getattr(node, field)
+        kept = [one for place, one in enumerate(given) if place not in gone]
+        if kept and len(given) - 1 in gone:
+            ending = {one: getattr(given[-1], one, None) for one in ("comma", "whitespace_after_arg")}
+            kept[-1] = kept[-1].with_changes(**{one: value for one, value in ending.items() if value is not None})
+        return node.with_changes(**{field: kept})
 
     return make
 
@@ -174,26 +153,23 @@ def with_argument(value: str, keyword: str = "", place: int | None = None) -> Ch
     """A call with one more argument, at the end or at a place further up."""
 
     def make(call: Any) -> Any:
-        name = cst.Name(keyword) if keyword else None
-        equal = _TIGHT if keyword else cst.MaybeSentinel.DEFAULT
-        new = cst.Arg(cst.parse_expression(value), keyword=name, equal=equal)
+        new = as_keyword(keyword, value)(cst.Arg(cst.Name("_")))
         args = list(call.args)
-        comma = cst.Comma(whitespace_after=_SPACE)
+        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
         if place is not None and place < len(args):
             if args[place - 1].comma.whitespace_after.empty:
                 args[place - 1] = args[place - 1].with_changes(comma=comma)
-            return call.with_changes(args=[*args[:place], new.with_changes(comma=comma), *args[place:]])
-        if not args:
-            return call.with_changes(args=[new])
-        last = args[-1]
-        between = args[-2].comma if len(args) > 1 else comma
-        if isinstance(last.comma, cst.Comma):  # one argument a line
+            args.insert(place, new.with_changes(comma=comma))
+        elif args:
+            last = args[-1]
             new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-            args[-1] = last.with_changes(comma=between)
+            if isinstance(last.comma, cst.Comma):  # one argument a line
+                args[-1:] = [last.with_changes(comma=args[-2].comma if len(args) > 1 else comma), new]
+            else:
+                args[-1:] = [last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace("")), new]
         else:
-            new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
-            args[-1] = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
-        return call.with_changes(args=[*args, new])
+            args = [new]
+        return call.with_changes(args=args)
 
     return make
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 
-from hvdkit.prepare.check.facts import argument, has_stars
+from hvdkit.prepare.check.facts import argument, has_stars, receiver
 from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port import from_single, numbers
-from hvdkit.prepare.port.edits import around, to, with_argument
+from hvdkit.prepare.port import from_single
+from hvdkit.prepare.port.edits import to, with_argument
 from hvdkit.prepare.port.plan import Plan, Unsure
 
 _DIST = "torch.distributed."
@@ -20,11 +20,7 @@ _LEFT_OUT = {"device_ids", "output_device", "find_unused_parameters", "broadcast
 
 
 def port(plan: Plan) -> None:
-    """Port a script that uses DDP.
-
-    Raises:
-        Unsure: nothing of it can be ported for certain.
-    """
+    """Port a script that uses DDP; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     plan.adapter = "torch"
     if case.rank_parameters or case.others:
@@ -33,32 +29,26 @@ def port(plan: Plan) -> None:
                      "start it by hvdkit launch, and call what was spawned directly")  # fmt: skip
     _require_known(plan)
     start = plan.starting(_DIST)
-    asked = [one for one in case.nodes if isinstance(one, ast.Call) and numbers.number(plan, one, _DIST)]
+    asked = [one for one in case.nodes if isinstance(one, ast.Call) and plan.number(one, _DIST)]
     if any(case.function(one) is case.function(start) and one.lineno < start.lineno for one in asked):
         raise Unsure(start, "rank and size are asked for before the process group is made", "move it up")
-    plan.start_at(start)
     wraps = [one for one in case.having(Role.DISTRIBUTE) if DDP.fullmatch(case.name(one.node))]
     pins = [one for one in case.named("cuda.set_device") if one.reached]
     pin = "" if pins else f"\n{plan.hk}.pin_device({plan.world})"
     plan.edit("swap", start, f"{plan.world} = {plan.hk}.init(){pin}")
     plan.import_(f"import hvdkit.torch as {plan.hk}")
     models = _unwrap(plan, wraps)
-    made = list({one.node: one for one in case.optimizers if one.reached}.values())
+    made = [one for one in case.optimizers if one.reached]
     if not made:
         raise Unsure(wraps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
-    for event in made:
-        with plan.sure():
-            _optimizer(plan, event, models)
-    for event in pins:
-        with plan.sure():
-            plan.edit("swap", plan.alone(event), f"{plan.hk}.pin_device({plan.use_world(event.node)})")
-    named = [(one, case.name(one.node)) for one in case.events]
-    plan.each(lambda event: _message(plan, event), *[one for one, name in named if name.startswith(_DIST)])
-    plan.each(lambda event: _sampler(plan, event), *[one for one, name in named if name in SAMPLERS])
+    plan.each(lambda plan, event: _optimizer(plan, event, models), made)
+    plan.each(Plan.pin, pins)
+    plan.each(_message, [one for one in case.events if case.name(one.node).startswith(_DIST)])
+    plan.each(_sampler, [one for one in case.events if case.name(one.node) in SAMPLERS])
     for event in case.methods("no_sync"):
         with plan.sure():
-            plan.change(event.node, to(f"{plan.hk}.no_sync({plan.src(event.node.func.value)})"))  # type: ignore[attr-defined]
-    numbers.replace(plan, _DIST)
+            plan.change(event.node, to(f"{plan.hk}.no_sync({plan.src(receiver(event.node))})"))
+    plan.replace_numbers(_DIST)
 
 
 def _require_known(plan: Plan) -> None:
@@ -88,7 +78,7 @@ def _unwrap(plan: Plan, wraps: list[Event]) -> dict[str, str]:
         call = event.node
         home, model = plan.assigned(call), argument(call, "module", 0)
         odd = has_stars(call) or len(call.args) > 1 or {one.arg for one in call.keywords} - {"module", *_LEFT_OUT}
-        if home is None or model is None or odd or plan.is_root_only(event):
+        if home is None or model is None or odd or plan.case.where(event) == "some ranks":
             raise Unsure(call, "the text does not show what DDP wraps, or how", f"{hk}.distribute(optimizer, model)")
         name, inner = plan.src(home.targets[0]), plan.src(model)
         found[name] = inner
@@ -97,9 +87,8 @@ def _unwrap(plan: Plan, wraps: list[Event]) -> dict[str, str]:
         else:
             plan.change(call, to(inner))
         for node in plan.case.nodes:
-            match node:
-                case ast.Attribute(attr="module", value=value) if call in plan.case.calls(value):
-                    plan.change(node, lambda old: old.value)
+            if isinstance(node, ast.Attribute) and node.attr == "module" and call in plan.case.calls(node.value):
+                plan.change(node, lambda old: old.value)
     if not found:
         raise Unsure(1, "no DistributedDataParallel is made in this text", f"{hk}.distribute(optimizer, model)")
     return found
@@ -118,10 +107,8 @@ def _optimizer(plan: Plan, event: Event, models: dict[str, str]) -> None:
         raise Unsure(call, "the text does not show where it trains", write)
     rate, default = argument(call, "lr", 1), from_single.RATES.get(plan.case.name(call).rpartition(".")[2])
     keep = f'{plan.hk}.scale_lr({{}}, {plan.use_world(call)}, "none")'
-    if rate is not None and not plan.case.has_size(rate, through=True):
-        plan.change(rate, around(keep.format("__")))
-    elif rate is None and default is not None:
-        plan.change(call, with_argument(keep.format(default), "lr"))
+    if rate is not None or default is not None:
+        plan.scale(call, rate, default or "", "lr", keep)
     target = model if model in models else next(name for name, inner in models.items() if inner == model)
     plan.distribute(home, event, target)
     if any("BatchNorm" in name and "Sync" not in name for name in plan.case.used):
@@ -135,24 +122,24 @@ def _message(plan: Plan, event: Event) -> None:
     call = event.node
     last = plan.case.name(call).removeprefix(_DIST)
     if last == "destroy_process_group":
-        plan.edit("remove", plan.alone(event))
+        plan.edit("remove", plan.alone(call))
     elif last == "barrier":
         plan.change(call, to(f"{plan.use_horovod()}.barrier()"))
     elif last in ("all_reduce", "broadcast"):
         odd = [one.arg for one in call.keywords if one.arg not in ("op", "tensor", "src")]
         if odd or not call.args:
             raise Unsure(call, f"dist.{last} with {odd[0] if odd else 'no tensor'}", "see docs/migrate.md")
-        hvd = plan.use_horovod()
+        hvd, given = plan.use_horovod(), plan.src(call.args[0])
         if last == "broadcast":
             source = argument(call, "src", 1)
             root = plan.src(source) if source is not None else "0"
-            plan.change(call, to(f"{hvd}.broadcast_({plan.src(call.args[0])}, root_rank={root})"))
+            plan.change(call, to(f"{hvd}.broadcast_({given}, root_rank={root})"))
             return
         operation = argument(call, "op", 1)
         word = ast.unparse(operation).rpartition(".")[2] if operation is not None else "SUM"
         if word not in _OPERATIONS or len(call.args) > 1:
             raise Unsure(call, "which operation it does the text does not show", f"{hvd}.allreduce_(x, op={hvd}.Sum)")
-        plan.change(call, to(f"{hvd}.allreduce_({plan.src(call.args[0])}, op={hvd}.{_OPERATIONS[word]})"))
+        plan.change(call, to(f"{hvd}.allreduce_({given}, op={hvd}.{_OPERATIONS[word]})"))
 
 
 def _sampler(plan: Plan, event: Event) -> None:

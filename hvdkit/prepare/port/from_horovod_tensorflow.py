@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import ast
+from textwrap import indent
 
 from hvdkit.prepare.check.call_arguments import given_for
 from hvdkit.prepare.check.facts import argument, has_stars, is_constant
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.program import FunctionNode
 from hvdkit.prepare.check.trace import Event
+from hvdkit.prepare.check.training import once
 from hvdkit.prepare.port import from_horovod
-from hvdkit.prepare.port.edits import as_keyword, called, to, without
+from hvdkit.prepare.port.edits import to, without
 from hvdkit.prepare.port.plan import Plan, Unsure
 
-_SETTINGS = (
-    "set_memory_growth",
-    "set_visible_devices",
-    "keras.backend.set_session",
-    "tensorflow.Session",
-    "builtins.len",
-)
-_RATES: dict[str, tuple[str, dict[str, int], dict[str, str]]] = {
-    "LearningRateWarmupCallback": ("Warmup", {"steps_per_epoch": 3, "warmup_epochs": 1}, {"warmup_epochs": "epochs"}),
-    "LearningRateScheduleCallback": (
-        "LearningRateSchedule",
-        {"multiplier": 1, "start_epoch": 2, "end_epoch": 3, "staircase": 4, "steps_per_epoch": 6},
-        {},
-    ),
-}
-"""By Horovod's callback hvdkit's, the places of the arguments that both have, and what hvdkit calls some of them."""
+_SETTINGS = ("set_memory_growth", "set_visible_devices", "keras.backend.set_session", "tensorflow.Session",
+             "builtins.len")  # fmt: skip
+_RATES = {
+    "LearningRateWarmupCallback": ("Warmup", {"steps_per_epoch": 3, "warmup_epochs": 1}),
+    "LearningRateScheduleCallback": ("LearningRateSchedule", {
+        "multiplier": 1, "start_epoch": 2, "end_epoch": 3, "staircase": 4, "steps_per_epoch": 6,
+    }),
+}  # fmt: skip
+"""By Horovod's callback hvdkit's, and the places of the arguments that both have."""
 _DROPPED = {"average_aggregated_gradients", "name"}
 
 
@@ -36,9 +31,8 @@ def port(plan: Plan) -> None:
     """Port what is TensorFlow's."""
     with plan.sure():
         _pin(plan)
-    plan.each(lambda event: _distribute(plan, event), *plan.of("horovod.", Role.DISTRIBUTE))
-    for role in (Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP):
-        plan.each(lambda event, role=role: _callback(plan, event, role), *plan.of("horovod.", role))  # type: ignore[misc]
+    plan.each(_distribute, plan.of("horovod.", Role.DISTRIBUTE))
+    plan.each(_callback, plan.of("horovod.", Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP))
     for event in plan.of("horovod.", Role.LOAD_MODEL):
         plan.leave(event.node, "Horovod's load_model wraps Keras 2's optimizers",
             f"model = keras.models.load_model(path); {plan.hk}.distribute(model.optimizer)")  # fmt: skip
@@ -99,21 +93,17 @@ def _distribute(plan: Plan, event: Event) -> None:
     known = plan.case.name(call).endswith((".DistributedOptimizer", ".DistributedGradientTape"))
     if has_stars(call) or len(call.args) > 1 or not known:
         raise Unsure(call, "which arguments it gets the text does not show", f"{plan.hk}.distribute(optimizer)")
-    from_horovod.options(plan, call, "compression", "op")
-    plan.change(call, called(f"{plan.hk}.distribute"))
+    from_horovod.distribute(plan, call, {"optimizer": "", "gradtape": ""})
     if gone:
         plan.change(call, without(gone))
-    for one in call.keywords:
-        if one.arg in ("optimizer", "gradtape"):
-            plan.change_argument(one.value, as_keyword(""))
 
 
-def _callback(plan: Plan, event: Event, role: Role) -> None:
+def _callback(plan: Plan, event: Event) -> None:
     """Horovod's callbacks."""
     call = event.node
-    last = plan.case.name(call).rpartition(".")[2]
     if has_stars(call):
         raise Unsure(call, "its arguments are not in the text", "give hvdkit's callback its arguments")
+    role = plan.case.role(call)
     if role == Role.BROADCAST_CALLBACK:
         root = argument(call, "root_rank", 0)
         given = "" if root is None or is_constant(root, 0) else plan.src(root)
@@ -121,11 +111,12 @@ def _callback(plan: Plan, event: Event, role: Role) -> None:
     elif role == Role.AVERAGE_CALLBACK:
         plan.change(call, to(f"{plan.hk}.AverageMetrics({plan.use_world(call)})"))
     else:
-        _rate(plan, call, *_RATES[last])
+        _rate(plan, call)
 
 
-def _rate(plan: Plan, call: ast.Call, name: str, places: dict[str, int], words: dict[str, str]) -> None:
+def _rate(plan: Plan, call: ast.Call) -> None:
     """A warmup or a schedule; hvdkit's have no initial rate, as they know the optimizer's."""
+    name, places = _RATES[plan.case.name(call).rpartition(".")[2]]
     odd = [one.arg for one in call.keywords if one.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}]
     if odd:
         raise Unsure(call, f"hvdkit's callback has no {odd[0]}=", "leave it out, or do it in a callback of your own")
@@ -133,7 +124,7 @@ def _rate(plan: Plan, call: ast.Call, name: str, places: dict[str, int], words: 
     for one, place in places.items():
         value = argument(call, one, place)
         if value is not None and not is_constant(value, None):
-            given.append(f"{words.get(one, one)}={plan.src(value)}")
+            given.append(f"{one.removeprefix('warmup_')}={plan.src(value)}")
     plan.change(call, to(f"{plan.hk}.{name}({', '.join(given)})"))
     plan.notes.append(f"line {call.lineno}: hvdkit does not print the rate; fit logs it as learning_rate")
 
@@ -143,32 +134,31 @@ def _rate(plan: Plan, call: ast.Call, name: str, places: dict[str, int], words: 
 
 def _broadcast_variables(plan: Plan) -> None:
     """Broadcasts after the first step of a ``tf.function`` go in front of the call that takes it."""
-    events = list({one.node: one for one in plan.of("horovod.", Role.BROADCAST)}.values())
-    events = [one for one in events if plan.case.name(one.node).endswith("broadcast_variables")]
-    if not events:
+    calls = [one.node for one in once(plan.of("horovod.", Role.BROADCAST))]
+    calls = [one for one in calls if plan.case.name(one).endswith("broadcast_variables")]
+    if not calls:
         return
     write = f"before the first step, once the model has its variables: {plan.hk}.broadcast_state(model, optimizer)"
     model, optimizer = "", ""
-    for event in events:
-        given = argument(event.node, "variables", 0)
+    for call in calls:
+        given = argument(call, "variables", 0)
         holder = given.func if isinstance(given, ast.Call) else given
         if not isinstance(holder, ast.Attribute) or holder.attr not in ("variables", "weights"):
-            raise Unsure(event.node, "the text does not show whose variables these are", write)
-        text = plan.src(holder.value)
+            raise Unsure(call, "the text does not show whose variables these are", write)
         if any(plan.case.is_keras_optimizer(one) for one in plan.case.calls(holder.value)):
-            optimizer = text
+            optimizer = plan.src(holder.value)
         else:
-            model = text
-    statements = [plan.alone(one) for one in events]
+            model = plan.src(holder.value)
+    statements = [plan.alone(one) for one in calls]
     beside = plan.block(statements[0])
     around = plan.case.parents[statements[0]]
     if not model or not all(one in beside for one in statements):
         raise Unsure(statements[0], "the text does not show whose variables these are", write)
     sent = f"{plan.hk}.broadcast_state({', '.join(one for one in (model, optimizer) if one)})"
     function = plan.case.function(statements[0])
-    first = isinstance(around, ast.If) and beside is around.body and not around.orelse and beside == statements
-    if first and isinstance(function, ast.FunctionDef) and isinstance(around, ast.If):
-        _before_first_step(plan, around, function, (model, sent, write))
+    whole = isinstance(around, ast.If) and beside is around.body and not around.orelse and beside == statements
+    if whole and isinstance(function, ast.FunctionDef) and isinstance(around, ast.If):
+        _before_first_step(plan, around, function, model, sent, write)
     elif any("function" in ast.unparse(one) for one in getattr(function, "decorator_list", [])):
         raise Unsure(statements[0], "it is inside of a tf.function, where hvdkit cannot send", write)
     else:
@@ -177,9 +167,10 @@ def _broadcast_variables(plan: Plan) -> None:
             plan.edit("remove", one)
 
 
-def _before_first_step(plan: Plan, around: ast.If, function: ast.FunctionDef, said: tuple[str, str, str]) -> None:
+def _before_first_step(
+    plan: Plan, around: ast.If, function: ast.FunctionDef, model: str, sent: str, write: str
+) -> None:
     """``if first_batch:`` in the step becomes the same condition in front of the calls of the step."""
-    model, sent, write = said
     parameters = [*function.args.args, *function.args.kwonlyargs]
     flag = next((one for one in parameters if ast.unparse(around.test) == one.arg), None)
     calls = plan.case.calls_of.get(function, [])
@@ -197,12 +188,11 @@ def _before_first_step(plan: Plan, around: ast.If, function: ast.FunctionDef, sa
         here, there = plan.case.scope(call), plan.case.scope(around)
         if any(plan.case.lookup(one, here) is not plan.case.lookup(one, there) for one in names):
             raise Unsure(call, "the model or the optimizer is not known where the step is called", write)
-        build = _built(plan, function, call, model)
-        lines = [*([f"{build}  # makes its variables"] if build else []), sent]
-        if is_constant(given[0], True):
-            made.append((statement, "\n".join(lines)))
-        else:
-            made.append((statement, f"if {plan.src(given[0])}:\n" + "\n".join(f"    {line}" for line in lines)))
+        lines = [f"{build}  # makes its variables"] if (build := _built(plan, function, call, model)) else []
+        code = "\n".join([*lines, sent])
+        if not is_constant(given[0], True):
+            code = f"if {plan.src(given[0])}:\n" + indent(code, "    ")
+        made.append((statement, code))
     for statement, code in made:
         plan.edit("before", statement, code)
     plan.edit("remove", around)

@@ -11,7 +11,7 @@ from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method,
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single_tensorflow, keras_2
-from hvdkit.prepare.port.edits import Change, around, as_keyword, called, with_argument, without
+from hvdkit.prepare.port.edits import around, called, with_argument, without
 from hvdkit.prepare.port.plan import Plan, Unsure, is_text
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "Adagrad": "0.01", "RMSprop": "0.01",
@@ -23,18 +23,11 @@ _METHODS = ("save", "save_weights", "savefig", "save_pretrained", "to_csv", "exp
 _ALSO_OTHERS = ("save", "export")
 """Those of them that other objects have, too, and that may do more than write a file."""
 _PATH = re.compile(r"path|file|ckpt|checkpoint")
-_SAMPLERS = tuple(
-    f"torch.utils.data.{one}"
-    for one in ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler", "SequentialSampler")
-)
+_SAMPLERS = [f"torch.utils.data.{one}Sampler" for one in ("Random", "WeightedRandom", "SubsetRandom", "Sequential")]
 
 
 def port(plan: Plan) -> None:
-    """Port a script that no library distributes.
-
-    Raises:
-        Unsure: nothing of it can be ported for certain.
-    """
+    """Port a script that no library distributes; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     if case.others:
         raise Unsure(1, f"{case.others[0]} distributes it", "take that out first, or use docs/migrate.md")
@@ -56,35 +49,27 @@ def _start(plan: Plan, first: Event) -> None:
     """``init`` and ``pin_device``: at the beginning of the function in which the training starts, or of the script."""
     code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})"
     functions = plan.case.callees(first.stack[0]) if first.stack else []
-    main = functions[0] if len(functions) == 1 and _all_in(plan, first.stack[0]) else None
+    main = functions[0] if len(functions) == 1 and _holds_all(plan, first.stack[0]) else None
     plan.import_(f"import hvdkit.{plan.adapter} as {plan.hk}")
     if isinstance(main, ast.FunctionDef):
-        body = [one for one in main.body if not is_text(one)]
-        statement = plan.statement(body[0]) if body[0] in main.body else main.body[0]
-        plan.start_at(statement)
-        plan.edit("before", statement, code)
-        return
-    last = plan.last_import()
-    body = plan.text.tree.body
-    at = body.index(last) + 1 if last is not None else 0
-    while at < len(body) and is_text(body[at]):
-        at += 1
-    if at >= len(body) or plan.text.line(body[at]) is None:
-        raise Unsure(first.node, "the text does not show where the script begins", "call hk.init() first")
-    plan.start_at(body[at])
-    plan.edit("before", body[at], f"\n{code}")
+        start = plan.statement(next(one for one in main.body if not is_text(one)))
+    else:
+        body, last = plan.text.tree.body, plan.last_import()
+        below = body if last is None else body[body.index(last) + 1 :]
+        begins = [one for one in below if not is_text(one)]
+        if not begins or plan.text.line(begins[0]) is None:
+            raise Unsure(first.node, "the text does not show where the script begins", "call hk.init() first")
+        start, code = begins[0], f"\n{code}"
+    plan.start_at(start)
+    plan.edit("before", start, code)
 
 
-def _all_in(plan: Plan, call: ast.Call) -> bool:
+def _holds_all(plan: Plan, call: ast.Call) -> bool:
     """Whether all that trains or loads data happens in one call that the module makes: ``main()``."""
-    if plan.case.function(call) is not None:
-        return False
-    events = [
-        *plan.case.steps,
-        *plan.case.optimizers,
-        *(e for e in plan.case.events if plan.case.name(e.node) in LOADERS),
-    ]
-    return all(call in event.stack or not event.reached for event in events)
+    case = plan.case
+    loaders = [one for one in case.events if case.name(one.node) in LOADERS]
+    inside = all(call in one.stack or not one.reached for one in [*case.steps, *case.optimizers, *loaders])
+    return inside and case.function(call) is None
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------
@@ -92,22 +77,16 @@ def _all_in(plan: Plan, call: ast.Call) -> bool:
 
 def _torch(plan: Plan) -> None:
     case = plan.case
-    plan.each(lambda event: _optimizer(plan, event), *[one for one in case.optimizers if one.reached])
+    plan.each(_optimizer, [one for one in case.optimizers if one.reached])
     if not case.optimizers:
         raise Unsure(case.steps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
-    loaders = {call: events for loop, events in case.training_loops.items()
-               for call in case.sources(loop) if case.name(call) in LOADERS}  # fmt: skip
-    plan.each(lambda event: _loader(plan, event), *[one for one in case.events if one.node in loaders])
+    loaders = {call for loop in case.training_loops for call in case.sources(loop) if case.name(call) in LOADERS}
+    plan.each(_loader, [one for one in case.events if one.node in loaders])
     if not loaders:
         write = f"{plan.hk}.shard(dataset, {plan.world}, batch_size), or draw them by a seed of each rank"
         plan.leave(case.steps[0].node, "the training data come from no DataLoader that the text shows", write)
     _differing(plan)
-    seen = set()
-    for event in find.downloads(case):
-        if event.node not in seen:
-            seen.add(event.node)
-            with plan.sure():
-                _download(plan, event)
+    plan.each(_download, find.downloads(case))
 
 
 def _optimizer(plan: Plan, event: Event) -> None:
@@ -122,12 +101,18 @@ def _optimizer(plan: Plan, event: Event) -> None:
         raise Unsure(call, f"it steps the parameters of {len(models)} models, as far as the text shows", write)
     if event.loops:
         raise Unsure(call, "an optimizer is made in a loop", write)
-    model, rates = models.pop(), _rates(plan, call)
-    if rates is None:
+    rate, name = argument(call, "lr", 1), plan.case.name(call)
+    default = RATES.get(name.rpartition(".")[2], "") if name.startswith("torch.optim.") and not has_stars(call) else ""
+    if rate is None and not default:
         raise Unsure(call, "the text does not show its learning rate", f"lr={hk}.scale_lr(lr, {plan.world})")
-    for make, node in rates:
-        plan.change(node, make)
-    plan.use_world(call)
+    scaled = f"{hk}.scale_lr({{}}, {plan.use_world(call)})"
+    for group in plan.case.reach(call.args[0]):
+        if isinstance(group, ast.Dict):
+            for key, value in zip(group.keys, group.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "lr":
+                    plan.change(value, around(scaled.format("__")))
+    plan.scale(call, rate, default, "lr", scaled)
+    model = models.pop()
     plan.distribute(home, event, model, f"{hk}.sync_batch_norm({model})\n" if _normalizes(plan, call, model) else "")
 
 
@@ -140,37 +125,15 @@ def _whole(plan: Plan, text: str) -> str:
 def _normalizes(plan: Plan, optimizer: ast.Call, model: str) -> bool:
     """Whether a model has BatchNorm for certain; where it may have some, that is listed."""
     case = plan.case
-    nodes = [one for one in case.nodes if isinstance(one, (ast.Name, ast.Attribute)) and ast.unparse(one) == model]
-    made = list(dict.fromkeys(call for one in nodes for call in case.calls(one)))
-    for call in made:
-        if any("BatchNorm" in ast.unparse(one) for one in [case.class_of(call) or call]):
-            return True
-    hidden = [case.name(one) for one in made if case.name(one).startswith(("torchvision.models", "timm.", "torch.hub"))]
-    hidden += [ast.unparse(one.func) for one in made if case.is_opaque(one)]
+    made = plan.makers(model)
+    if any("BatchNorm" in ast.unparse(case.class_of(call) or call) for call in made):
+        return True
+    unread = ("torchvision.models", "timm.", "torch.hub")
+    hidden = any(case.is_opaque(call) or case.name(call).startswith(unread) for call in made)
     if hidden or any("BatchNorm" in name for name in case.used):
-        plan.leave(
-            optimizer,
-            f"{model} may hold BatchNorm, whose statistics would be each rank's",
-            f"{plan.hk}.sync_batch_norm({model}), where it does: they are those of the whole batch then",
-        )
+        plan.leave(optimizer, f"{model} may hold BatchNorm, whose statistics would be each rank's",
+            f"{plan.hk}.sync_batch_norm({model}), where it does: they are those of the whole batch then")  # fmt: skip
     return False
-
-
-def _rates(plan: Plan, call: ast.Call) -> list[tuple[Change, ast.expr]] | None:
-    """The changes that scale an optimizer's learning rates; None where the text does not show them."""
-    scale = around(f"{plan.hk}.scale_lr(__, {plan.world})")
-    rate = argument(call, "lr", 1)
-    found: list[tuple[Change, ast.expr]] = []
-    for node in plan.case.reach(call.args[0]) if call.args else ():
-        if isinstance(node, ast.Dict):
-            pairs = zip(node.keys, node.values, strict=True)
-            found += [(scale, value) for key, value in pairs if isinstance(key, ast.Constant) and key.value == "lr"]
-    if rate is not None:
-        return found if plan.case.has_size(rate, through=True) else [*found, (scale, rate)]
-    last = plan.case.name(call).rpartition(".")[2]
-    if has_stars(call) or last not in RATES or not plan.case.name(call).startswith("torch.optim."):
-        return None
-    return [*found, (with_argument(f"{plan.hk}.scale_lr({RATES[last]}, {plan.world})", "lr"), call)]
 
 
 _OWN = re.compile(r"loss|acc|metric|score|patience|best|stop|error|counter")
@@ -189,7 +152,7 @@ def _differing(plan: Plan) -> None:
             plan.leave(event.node, "it chooses devices by their numbers", f"device = {hk}.pin_device({world})")
         if name.endswith((".OneCycleLR", ".CyclicLR")) and event.reached:
             plan.leave(event.node, f"{name.rpartition('.')[2]} sets rates of its own, unscaled",
-                f"max_lr={plan.hk}.scale_lr(max_lr, {plan.world}); count steps in len(loader)")  # fmt: skip
+                f"max_lr={hk}.scale_lr(max_lr, {world}); count steps in len(loader)")  # fmt: skip
     for node in plan.case.nodes:
         match node:
             case ast.Constant(value=str(text)) if re.fullmatch(r"cuda:\d+", text):
@@ -198,7 +161,7 @@ def _differing(plan: Plan) -> None:
                 if any(node in ast.walk(loop) for event in plan.case.steps for loop in event.loops):
                     plan.leave(node, "it may end the training on one rank alone, and the others would wait", mean)
             case ast.Assign(targets=[ast.Subscript(slice=ast.Constant(value="lr"))]):
-                write = f"{plan.hk}.scale_lr(rate, {plan.world}), unless it is reckoned from the scaled one"
+                write = f"{hk}.scale_lr(rate, {world}), unless it is reckoned from the scaled one"
                 plan.leave(node, "it sets a learning rate of its own", write)
 
 
@@ -214,33 +177,34 @@ def _loader(plan: Plan, event: Event) -> None:
         raise Unsure(call, "which data it loads the text does not show", write)
     if any(call in case.sources(loop) for loop in case.evaluation_loops):
         raise Unsure(call, "the same loader trains and evaluates", f"{write} for training, a DataLoader for the rest")
-    sampler, batches = argument(call, "sampler"), argument(call, "batch_sampler")
-    if batches is not None or (sampler is not None and not is_constant(sampler, None)
-                               and not all(case.name(one) in _SAMPLERS for one in case.calls(sampler))):  # fmt: skip
+    sampler = argument(call, "sampler")
+    ordered = sampler is not None and not is_constant(sampler, None)
+    known = sampler is None or all(case.name(one) in _SAMPLERS for one in case.calls(sampler))
+    if argument(call, "batch_sampler") is not None or (ordered and not known):
         raise Unsure(call, "its sampler is not one that hk.shard is known to divide", f"{write}, or sampler=")
-    made = case.calls(given)
-    own = [klass for one in made if (klass := case.class_of(one)) is not None]
+    own = [klass for one in case.calls(given) if (klass := case.class_of(one)) is not None]
     if any("Iterable" in ast.unparse(base) for klass in own for base in klass.bases):
         raise Unsure(call, "an IterableDataset must yield each rank's own samples", "yield every size-th of them")
-    through = case.calls(given, through=True)
-    drawn = any(case.name(one).endswith(("random_split", "randperm", "permutation")) for one in through)
+    draws = ("random_split", "randperm", "permutation")
+    drawn = any(case.name(one).endswith(draws) for one in case.calls(given, through=True))
     if drawn and not case.fixed_seed([given]):
         raise Unsure(call, "the data are split at random, on each rank in another way", "torch.manual_seed(0) before")
     stars = [one for one in call.keywords if one.arg is None]
     plan.change(call, called(f"{hk}.shard"))
     if len(call.args) == 3:
-        plan.change_argument(call.args[2], as_keyword("shuffle"))
-    drops = [len(call.args) + at for at, one in enumerate(call.keywords)
-             if one.arg == "drop_last" or (one.arg in ("sampler",) and is_constant(one.value, None))]  # fmt: skip
+        plan.rename(call.args[2], "shuffle")
+    drops = [at for at, one in enumerate(call.keywords, len(call.args))
+             if one.arg == "drop_last" or (one.arg == "sampler" and not ordered)]  # fmt: skip
     if drops:
         plan.change(call, without(drops))
     plan.change(call, with_argument(plan.use_world(call), place=1))
+    shuffles = len(call.args) == 3 or "shuffle" in names
     if not stars:
         if len(call.args) < 2 and "batch_size" not in names:
             plan.change(call, with_argument("1", "batch_size"))
-        if len(call.args) < 3 and "shuffle" not in names and (sampler is None or is_constant(sampler, None)):
+        if not shuffles and not ordered:
             plan.change(call, with_argument("False", "shuffle"))
-    elif "shuffle" not in names and len(call.args) < 3:
+    elif not shuffles:
         plan.change(stars[0].value, around('{"shuffle": False, **__}'))
     _whole_lengths(plan, call)
 
@@ -250,15 +214,10 @@ def _whole_lengths(plan: Plan, call: ast.Call) -> None:
     for node in plan.case.nodes:
         match node:
             case ast.BinOp(op=ast.Div(), right=right) | ast.AugAssign(op=ast.Div(), value=right):
-                pass
-            case _:
-                continue
-        for one in ast.walk(right):
-            if isinstance(one, ast.Attribute) and one.attr == "dataset" and call in plan.case.calls(one.value):
-                why = f"`{ast.unparse(right)}` counts all samples, and each rank sums over its part"
-                write = f"{plan.hk}.average_metrics({{'loss': (total, count)}}, {plan.world})"
-                plan.leave(node, why, write)
-                break
+                sets = [one for one in ast.walk(right) if isinstance(one, ast.Attribute) and one.attr == "dataset"]
+                if any(call in plan.case.calls(one.value) for one in sets):
+                    plan.leave(node, f"`{ast.unparse(right)}` counts all samples, and each rank sums over its part",
+                        f"{plan.hk}.average_metrics({{'loss': (total, count)}}, {plan.world})")  # fmt: skip
 
 
 def _download(plan: Plan, event: Event) -> None:
@@ -268,7 +227,7 @@ def _download(plan: Plan, event: Event) -> None:
     home = plan.statement(call)
     hvd, world = plan.use_horovod(), plan.use_world(call)
     if download is None:
-        home = plan.alone(event)
+        home = plan.alone(call)
         plan.edit("swap", home, f"if {world}.local_rank == 0:\n    {plan.src(call)}\n{hvd}.barrier()")
         return
     kept = [plan.src(one) for one in call.args]
@@ -277,7 +236,7 @@ def _download(plan: Plan, event: Event) -> None:
         raise Unsure(call, "every rank downloads", "download where the local rank is 0, and let the others wait")
     fetch = f"{plan.src(call.func)}({', '.join(kept)})"
     plan.edit("before", home, f"if {world}.local_rank == 0:\n    {fetch}\n{hvd}.barrier()")
-    plan.change_argument(download, as_keyword("download", "False"))
+    plan.rename(download, "download", "False")
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -286,35 +245,34 @@ def _download(plan: Plan, event: Event) -> None:
 def _files(plan: Plan) -> None:
     """Step 6: what writes a file does so on the root."""
     case = plan.case
-    seen = set()
-    for event in case.events:
-        call = event.node
-        name = case.name(call)
-        own = not name and bool(call.args or call.keywords) and not case.callees(call)
-        writes = name in _WRITES or (own and method(call) in _METHODS)
-        if call in seen or plan.is_root_only(event) or not (event.reached or writes):
-            continue
-        seen.add(call)
-        with plan.sure():
-            if writes:
-                if own and method(call) in _ALSO_OTHERS and not _writes_a_file(plan, call):
-                    why = f"the text does not show what `{ast.unparse(call.func)}` does"
-                    raise Unsure(call, why, f"if {plan.world}.is_root: around it, where all it does is write a file")
-                statement = plan.alone(event)
-                _require_unread(plan, event)
-                plan.edit("guard", statement, f"{plan.use_world(statement)}.is_root")
-            elif name in ("builtins.open", "io.open") and _opens_to_write(call):
-                write = f"if {plan.world}.is_root: around what writes"
-                raise Unsure(call, "every rank opens this file to write", write)
+    writing = [one for one in case.events if _writes(plan, one.node) or (one.reached and _opens(plan, one.node))]
+    plan.each(_write, [one for one in writing if case.where(one) != "some ranks"])
 
 
-def _writes_a_file(plan: Plan, call: ast.Call) -> bool:
-    return plan.case.holds_keras_model(receiver(call)) or any(map(_may_be_path, arguments(call)))
+def _writes(plan: Plan, call: ast.Call) -> bool:
+    name = plan.case.name(call)
+    own = not name and bool(arguments(call)) and not plan.case.callees(call)
+    return name in _WRITES or (own and method(call) in _METHODS)
 
 
-def _opens_to_write(call: ast.Call) -> bool:
+def _opens(plan: Plan, call: ast.Call) -> bool:
+    """Whether a call opens a file to write."""
     mode = argument(call, "mode", 1)
-    return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and bool(set(mode.value) & set("wax"))
+    text = mode.value if isinstance(mode, ast.Constant) and isinstance(mode.value, str) else ""
+    return plan.case.name(call) in ("builtins.open", "io.open") and bool(set(text) & set("wax"))
+
+
+def _write(plan: Plan, event: Event) -> None:
+    call = event.node
+    if _opens(plan, call):
+        raise Unsure(call, "every rank opens this file to write", f"if {plan.world}.is_root: around what writes")
+    to_file = plan.case.holds_keras_model(receiver(call)) or any(map(_may_be_path, arguments(call)))
+    if not plan.case.name(call) and method(call) in _ALSO_OTHERS and not to_file:
+        raise Unsure(call, f"the text does not show what `{ast.unparse(call.func)}` does",
+                     f"if {plan.world}.is_root: around it, where all it does is write a file")  # fmt: skip
+    statement = plan.alone(call)
+    _require_unread(plan, event)
+    plan.edit("guard", statement, f"{plan.use_world(statement)}.is_root")
 
 
 def _may_be_path(node: ast.expr) -> bool:

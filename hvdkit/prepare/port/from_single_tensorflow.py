@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 
+from hvdkit.prepare.check.call_arguments import arguments
 from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import around, as_keyword, to, with_argument, without
+from hvdkit.prepare.port.edits import around, to, with_argument, without
 from hvdkit.prepare.port.plan import Plan, Unsure
 
 _RATES = {"SGD": "0.01", **dict.fromkeys(("Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl",
@@ -24,13 +25,11 @@ def port(plan: Plan) -> None:
     """Port what is TensorFlow's."""
     case = plan.case
     made = [one for one in case.optimizers if one.reached]
-    inner = {x for one in made for a in (*one.node.args, *(k.value for k in one.node.keywords)) for x in case.calls(a)}
-    plan.each(lambda event: _optimizer(plan, event), *[one for one in made if one.node not in inner])
+    inner = {call for one in made for given in arguments(one.node) for call in case.calls(given)}
+    plan.each(_optimizer, [one for one in made if one.node not in inner])
     if plan.adapter == "keras":
-        for event in case.methods("compile"):
-            with plan.sure():
-                _compile(plan, event)
-        plan.each(lambda event: _fit(plan, event), *[one for one in case.fits if one.reached])
+        plan.each(_compile, case.methods("compile"))
+        plan.each(_fit, [one for one in case.fits if one.reached])
         return
     with plan.sure():
         _tapes(plan)
@@ -53,18 +52,15 @@ def _optimizer(plan: Plan, event: Event) -> None:
     last = plan.case.name(call).rpartition(".")[2]
     scale = f"{plan.hk}.scale_lr({{}}, {plan.use_world(call)})"
     if rate is None and (has_stars(call) or last not in _RATES):
-        raise Unsure(
-            call, "the text does not show its learning rate", f"{plan.hk}.distribute({last}({scale.format('rate')}))"
-        )
+        write = f"{plan.hk}.distribute({last}({scale.format('rate')}))"
+        raise Unsure(call, "the text does not show its learning rate", write)
     made = plan.case.calls(rate) if rate is not None else []
     schedules = [one for one in made if plan.case.name(one).startswith("keras.") or plan.case.class_of(one)]
-    if rate is None:
-        plan.change(call, with_argument(scale.format(_RATES[last]), "learning_rate"))
-    elif schedules:
+    if schedules and rate is not None:
         plan.leave(rate, "its learning rate is a schedule, which counts the steps of one process",
             f"scale its rates, {scale.format('rate')}, and divide its steps by {plan.world}.size")  # fmt: skip
-    elif not plan.case.has_size(rate, through=True):
-        plan.change(rate, around(scale.format("__")))
+    else:
+        plan.scale(call, rate, _RATES.get(last, ""), "learning_rate", scale)
     if plan.adapter == "keras":
         plan.change(call, around(f"{plan.hk}.distribute(__)"))
 
@@ -103,17 +99,13 @@ def _tapes(plan: Plan) -> None:
         outer = [one for one in found if not any(one in case.calls(arg, through=True) for other in found
                                                  if other is not one for arg in other.args)]  # fmt: skip
         tapes = {tape for one in outer for tape in case.made_by(receiver(one), (_TAPE,))}
-        trained = [one.args[1] for one in outer if len(one.args) > 1]
-        models = {
-            ast.unparse(one.value) for one in trained if isinstance(one, ast.Attribute) and "trainable" in one.attr
-        }
-        makers = [one for one in case.calls(update.optimizer) if case.makes_optimizer(one)]
+        trained = [one.args[1] for one in outer if len(one.args) > 1 and isinstance(one.args[1], ast.Attribute)]
+        models = {ast.unparse(one.value) for one in trained if "trainable" in one.attr}
+        makers = [one for one in case.optimizers if one.node in case.calls(update.optimizer)]
         if len(tapes) != 1 or len(models) != 1 or len(makers) != 1:
             raise Unsure(update.event.node, "the text does not show one tape, one model and one optimizer", write)
         model, optimizer = models.pop(), plan.src(update.optimizer)
-        home = plan.statement(makers[0])
-        event = next(one for one in case.events if one.node is makers[0])
-        first = plan.first_step(home, event)
+        first = plan.first_step(plan.statement(makers[0].node), makers[0])
         if first is None or not _is_built(plan, model):
             raise Unsure(update.event.node, "the text does not show where the model has its variables", write)
         plan.change(tapes.pop(), around(f"{hk}.distribute(__)"))
@@ -123,17 +115,14 @@ def _tapes(plan: Plan) -> None:
 def _is_built(plan: Plan, model: str) -> bool:
     """Whether a model has its variables as soon as it is made."""
     case = plan.case
-    nodes = [one for one in case.nodes if isinstance(one, (ast.Name, ast.Attribute)) and ast.unparse(one) == model]
-    for call in {call for one in nodes for call in case.calls(one)}:
+    for call in plan.makers(model):
         name = case.name(call)
-        if name in ("keras.Model", "keras.models.Model") and len(call.args) + len(call.keywords) >= 2:
-            return True
+        functional = name in ("keras.Model", "keras.models.Model") and len(arguments(call)) >= 2
         layers = argument(call, "layers", 0) if name in ("keras.Sequential", "keras.models.Sequential") else None
         first = layers.elts[0] if isinstance(layers, (ast.List, ast.Tuple)) and layers.elts else None
-        if isinstance(first, ast.Call) and (case.name(first).endswith((".Input", ".InputLayer"))
-                                            or any(one.arg == "input_shape" for one in first.keywords)):  # fmt: skip
-            return True
-        if name.startswith("keras.applications."):
+        is_input = isinstance(first, ast.Call) and case.name(first).endswith((".Input", ".InputLayer"))
+        has_shape = isinstance(first, ast.Call) and any(one.arg == "input_shape" for one in first.keywords)
+        if functional or is_input or has_shape or name.startswith("keras.applications."):
             return True
     return False
 
@@ -150,9 +139,11 @@ def _fit(plan: Plan, event: Event) -> None:
     if event.loops:
         raise Unsure(call, "fit runs in a loop, where hk.shard would begin anew each time", write)
     sources = case.calls(x, through=True)
+    others = [one for one in sources if not case.name(one).startswith(_ARRAYS)]  # calls that may make no array
+    strange = any(case.name(one) or case.class_of(one) or case.is_opaque(one) for one in others)
     if y is None and any(case.name(one).startswith("tensorflow.data.") for one in sources):
         _data_set(plan, x)
-    elif y is not None or (sources and all(_is_array(plan, one) for one in sources)):
+    elif y is not None or (sources and not strange):
         _arrays(plan, call, x, y, write)
     else:
         raise Unsure(call, "the text does not show what the training data are", write)
@@ -166,28 +157,20 @@ def _fit(plan: Plan, event: Event) -> None:
         plan.change(callbacks, around(f"[{hk}.BroadcastState(), *__]"))
 
 
-def _is_array(plan: Plan, call: ast.Call) -> bool:
-    """Whether a call makes or changes an array."""
-    case = plan.case
-    return case.name(call).startswith(_ARRAYS) or not (case.name(call) or case.class_of(call) or case.is_opaque(call))
-
-
 def _arrays(plan: Plan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: str) -> None:
     """``fit(x, y, batch_size=..., validation_split=...)`` of arrays."""
     given = {name: argument(call, name, place) for place, name in enumerate(_FIT)}
-    weights = argument(call, "sample_weight")
-    if argument(call, "steps_per_epoch") is not None or not all(
-        isinstance(one, (ast.Name, ast.Attribute, ast.Subscript, ast.Call))
-        for one in (x, y, weights)
-        if one is not None
-    ):
-        raise Unsure(call, "fit counts steps by itself, or is given more than plain arrays", write)
-    parts = [plan.src(one) for one in (x, y, weights) if one is not None]
     split, batch, order = given["validation_split"], given["batch_size"], given["shuffle"]
+    weights = argument(call, "sample_weight")
+    arrays = [one for one in (x, y, weights) if one is not None]
+    plain = all(isinstance(one, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)) for one in arrays)
+    if argument(call, "steps_per_epoch") is not None or not plain:
+        raise Unsure(call, "fit counts steps by itself, or is given more than plain arrays", write)
+    parts = [plan.src(one) for one in arrays]
     held = ""
     if split is not None and not is_constant(split, 0.0):
         statement = plan.statement(call)
-        if not all(isinstance(one, ast.Name) for one in (x, y, weights) if one is not None):
+        if not all(isinstance(one, ast.Name) for one in arrays):
             raise Unsure(call, "validation_split of what has no name", "split the arrays, and give validation_data=")
         held = plan.free("n_train", "n_fit", "hvdkit_n_train")
         plan.edit("before", statement, f"{held} = int(len({parts[0]}) * (1.0 - {plan.src(split)}))")
@@ -197,17 +180,15 @@ def _arrays(plan: Plan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: 
     options = f", shuffle={plan.src(order)}" if order is not None and not is_constant(order, True) else ""
     size = plan.src(batch) if batch is not None else "32"
     world = plan.use_world(call)
-    plan.change_argument(
-        x, as_keyword("x" if x not in call.args else "", f"{plan.hk}.shard({data}, {world}, {size}{options})")
-    )
+    plan.rename(x, "" if x in call.args else "x", f"{plan.hk}.shard({data}, {world}, {size}{options})")
     gone = []
-    for place, one in enumerate([*call.args, *(key.value for key in call.keywords)]):
-        if one in (y, weights, batch, order) and one is not None:
+    for place, one in enumerate(arguments(call)):
+        if one in (y, weights, batch, order):
             gone.append(place)
         elif one is split and held:
-            plan.change_argument(split, as_keyword("validation_data", last))
+            plan.rename(split, "validation_data", last)
         elif 2 <= place < len(call.args):
-            plan.change_argument(one, as_keyword(_FIT[place]))
+            plan.rename(one, _FIT[place])
     if gone:
         plan.change(call, without(gone))
 
@@ -215,22 +196,15 @@ def _arrays(plan: Plan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: 
 def _data_set(plan: Plan, node: ast.expr) -> None:
     """A ``tf.data`` pipeline that begins with arrays: each rank takes as many of its samples, one in every ``size``."""
     case, world = plan.case, plan.world
-    write = (
-        f"dataset.shard({world}.size, {world}.rank), in front of shuffle and batch, of as many samples on every rank"
-    )
-    calls = case.calls(node, through=True)
-    sources = [one for one in calls if case.name(one).startswith(("tensorflow.data.", "tensorflow_datasets."))]
-    chain = {method(one) for one in calls if not case.name(one)}
-    if (
-        len(sources) != 1
-        or case.name(sources[0]) != _SLICES
-        or chain & {"take", "skip", "shard", "window", "interleave"}
-    ):
+    shard = f"shard({world}.size, {world}.rank)"
+    write = f"dataset.{shard}, in front of shuffle and batch, of as many samples on every rank"
+    sources = case.tf_sources(node)
+    chain = {method(one) for one in case.calls(node, through=True) if not case.name(one)}
+    partial = chain & {"take", "skip", "shard", "window", "interleave"}
+    if [case.name(one) for one in sources] != [_SLICES] or partial:
         raise Unsure(node, "the text does not show a pipeline that begins with arrays and trains on all of them", write)
     source = sources[0]
-    shared = [loop for loop in case.evaluation_loops if source in case.sources(loop)]
-    if shared:
+    if any(source in case.sources(loop) for loop in case.evaluation_loops):
         raise Unsure(source, "the same data are trained and evaluated on", write)
-    world = plan.use_world(source)
-    part = f".batch({world}.size, drop_remainder=True).unbatch().shard({world}.size, {world}.rank)"
-    plan.change(source, around(f"__{part}"))
+    plan.use_world(source)
+    plan.change(source, around(f"__.batch({world}.size, drop_remainder=True).unbatch().{shard}"))

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import libcst as cst
 
 from hvdkit.prepare.check.facts import method
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.program import FunctionNode
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port.edits import Change, Edits
+from hvdkit.prepare.check.training import once
+from hvdkit.prepare.port.edits import Change, Edits, around, as_keyword, to, with_argument
 from hvdkit.prepare.port.text import Text
 
-NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_NUMBERS = {
+    **{one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")},
+    "get_rank": "rank",
+    "get_world_size": "size",
+}
+"""By what Horovod and PyTorch call them hvdkit's values of the topology."""
+_VARIABLES = {"RANK": "rank", "WORLD_SIZE": "size", "LOCAL_RANK": "local_rank"}
+_PLAIN = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Assign, ast.keyword, ast.Return, ast.Call, ast.NamedExpr)
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,6 @@ class Plan:
         world, hk, hvd: free names for the topology, hvdkit's module and Horovod's.
         left: what stays.
         notes: what else the owner should know.
-        started: init has a place, so that ``world`` exists.
     """
 
     def __init__(self, text: Text) -> None:
@@ -60,8 +69,6 @@ class Plan:
         self.left: list[Left] = []
         self.notes: list[str] = []
         self.adapter = ""
-        self.started = False
-        self._home: FunctionNode | None = None
         self._start: ast.stmt | None = None
         self._needs: set[FunctionNode | None] = set()
         self._taken = {one.id for one in self.case.nodes if isinstance(one, ast.Name)}
@@ -85,36 +92,28 @@ class Plan:
         except Unsure as unsure:
             self.left.append(unsure.left)
 
-    def each(self, change: Callable[[Event], None], *events: Event) -> None:
+    def each(self, change: Callable[[Plan, Event], None], events: Iterable[Event]) -> None:
         """Try a change on each call of these events, once."""
-        for node in dict.fromkeys(event.node for event in events):
+        for event in once(events):
             with self.sure():
-                change(next(event for event in events if event.node is node))
+                change(self, event)
 
     # Statements and expressions -------------------------------------------------------------------------------------
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement of a node, standing alone on its lines in a block.
-
-        Raises:
-            Unsure: it shares its line.
-        """
+        """The statement of a node, standing alone on its lines in a block; ``Unsure`` where it shares its line."""
         found = self.case.statement(node)
         if not isinstance(found, ast.stmt) or self.text.line(found) is None:
             raise _shared(node)
         return found
 
-    def alone(self, event: Event) -> ast.Expr:
-        """The statement that is nothing but a call.
-
-        Raises:
-            Unsure: the call is part of something larger.
-        """
-        found = self.statement(event.node)
-        if isinstance(found, ast.Expr) and found.value is event.node:
+    def alone(self, call: ast.Call) -> ast.Expr:
+        """The statement that is nothing but a call; ``Unsure`` where the call is part of something larger."""
+        found = self.statement(call)
+        if isinstance(found, ast.Expr) and found.value is call:
             return found
-        name = ast.unparse(event.node.func)
-        raise Unsure(event.node, f"`{name}` is part of a larger expression", f"call `{name}` on a line of its own")
+        name = ast.unparse(call.func)
+        raise Unsure(call, f"`{name}` is part of a larger expression", f"call `{name}` on a line of its own")
 
     def assigned(self, call: ast.Call) -> ast.Assign | None:
         """The statement that only gives a call's result one name or attribute."""
@@ -124,29 +123,20 @@ class Plan:
         return None
 
     def change(self, node: ast.expr, make: Change) -> None:
-        """Change an expression.
+        """Change an expression; ``Unsure`` where LibCST does not show it as one."""
+        self._change(node, self.text.expression(node), make, "line")
 
-        Raises:
-            Unsure: LibCST does not show it as one.
-        """
-        found = self.text.expression(node)
-        if found is None:
-            raise Unsure(node, f"`{ast.unparse(node)}` cannot be told apart in its line", "change it by hand")
-        self.edits.change(found, make)
+    def rename(self, node: ast.expr, keyword: str, value: str | None = None) -> None:
+        """Give an argument this keyword, "" for none, and another value; ``Unsure`` as ``change``."""
+        self._change(node, self.text.argument(node), as_keyword(keyword, value), "call")
 
-    def change_argument(self, node: ast.expr, make: Change) -> None:
-        """Change an argument as a whole, its keyword included."""
-        found = self.text.argument(node)
+    def _change(self, node: ast.expr, found: cst.CSTNode | None, make: Change, where: str) -> None:
         if found is None:
-            raise Unsure(node, f"`{ast.unparse(node)}` cannot be told apart in its call", "change it by hand")
+            raise Unsure(node, f"`{ast.unparse(node)}` cannot be told apart in its {where}", "change it by hand")
         self.edits.change(found, make)
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
-        """Change a statement as a whole: see ``Edits.edit``.
-
-        Raises:
-            Unsure: it shares its line.
-        """
+        """Change a statement as a whole: see ``Edits.edit``; ``Unsure`` where it shares its line."""
         line = self.text.line(statement)
         if line is None:
             raise _shared(statement)
@@ -163,37 +153,30 @@ class Plan:
     def block(self, statement: ast.AST) -> list[ast.stmt]:
         """The statements among which one stands."""
         parent = self.case.parents[statement]
-        for name in ("body", "orelse", "finalbody"):
-            found = getattr(parent, name, None)
-            if isinstance(found, list) and statement in found:
-                return found
-        return []
+        blocks = [getattr(parent, name, None) for name in ("body", "orelse", "finalbody")]
+        return next((one for one in blocks if isinstance(one, list) and statement in one), [])
 
     # The topology ---------------------------------------------------------------------------------------------------
 
     def starting(self, prefix: str) -> ast.stmt:
-        """The statement that starts the library, once and always.
-
-        Raises:
-            Unsure: it is started in several ways, or on a condition.
-        """
+        """The statement that starts the library, once and always, and will bind ``world``; ``Unsure`` without one."""
         events = self.of(prefix, Role.INIT)
         write = f"{self.world} = {self.hk}.init(), once, on every way: one process is a job of one"
         if len({one.node for one in events}) != 1:
-            raise Unsure(
-                events[-1].node if events else 1, "the library is started in several places, or nowhere", write
-            )
-        statement = self.alone(events[0])
+            blamed = events[-1].node if events else 1
+            raise Unsure(blamed, "the library is started in several places, or nowhere", write)
+        statement = self.alone(events[0].node)
         for one in self.case.ancestors(statement):
             if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
                 break
             if not (isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)):
                 raise Unsure(statement, "the library is started on a condition", write)
+        self.start_at(statement)
         return statement
 
     def start_at(self, statement: ast.stmt) -> None:
         """The statement that starts the library: where ``world`` is bound, or above which it will be."""
-        self.started, self._start, self._home = True, statement, self.case.function(statement)
+        self._start = statement
 
     def use_world(self, node: ast.AST) -> str:
         """The topology's name, which will be visible where a node runs."""
@@ -203,25 +186,53 @@ class Plan:
     def use_horovod(self) -> str:
         """The name of Horovod's own module, which will be imported."""
         if not self._horovod:
-            known = next((alias for alias in self._imports() if alias[0] == f"horovod.{self.adapter}"), None)
-            self._horovod = known[1] if known else self.free("hvd", "horovod_", "hvd_")
-            if known is None:
-                self.import_(f"import horovod.{self.adapter} as {self._horovod}")
+            module = f"horovod.{self.adapter}"
+            imports = [alias for one in self.case.nodes if isinstance(one, ast.Import) for alias in one.names]
+            known = [alias.asname or "" for alias in imports if alias.name == module]
+            self._horovod = known[0] if known else self.free("hvd", "horovod_", "hvd_")
+            if not known:
+                self.import_(f"import {module} as {self._horovod}")
         return self._horovod
-
-    def _imports(self) -> list[tuple[str, str]]:
-        nodes = [one for one in self.case.nodes if isinstance(one, ast.Import)]
-        return [(alias.name, alias.asname or "") for node in nodes for alias in node.names]
 
     def declare(self) -> None:
         """Make the topology global where functions use it that do not lie in the one that starts the library."""
-        if self._start is None or self._home is None:
-            return
-        for function in self._needs:
-            inside = [] if function is None else [function, *self.case.ancestors(function)]
-            if self._home not in inside:
-                self.edit("first", self._start, f"global {self.world}")  # in front of what binds it
-                return
+        home = None if self._start is None else self.case.function(self._start)
+        away = [one for one in self._needs if one is None or home not in (one, *self.case.ancestors(one))]
+        if self._start is not None and home is not None and away:
+            self.edit("first", self._start, f"global {self.world}")  # in front of what binds it
+
+    def number(self, node: ast.AST, prefix: str) -> str:
+        """Which value of the topology a call of the library with this prefix is, "" for every other expression."""
+        if not isinstance(node, ast.Call):
+            return ""
+        name = self.case.name(node)
+        if name.startswith(prefix) and not node.args and not node.keywords:
+            return _NUMBERS.get(name.rpartition(".")[2], "")
+        if prefix == "torch.distributed." and name == "builtins.int":
+            match node.args:
+                case [ast.Subscript(value=base, slice=ast.Constant(value=str(key)))]:
+                    return _VARIABLES.get(key, "") if self.case.dotted(base) == "os.environ" else ""
+        return ""
+
+    def replace_numbers(self, prefix: str) -> None:
+        """``hvd.rank()`` becomes ``world.rank``, and ``hvd.rank() == 0`` becomes ``world.is_root``."""
+        for node in self.case.nodes:
+            if isinstance(node, ast.Call) and (value := self.number(node, prefix)):
+                with self.sure():
+                    self._replace_number(node, value)
+
+    def _replace_number(self, node: ast.Call, value: str) -> None:
+        world = self.use_world(node)
+        match self.case.parents[node]:
+            case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=0)]) as comparison:
+                asked = value == "rank" and left is node
+                if asked and isinstance(operator, ast.Eq):
+                    self.change(comparison, to(f"{world}.is_root"))
+                    return
+                if asked and isinstance(operator, ast.NotEq) and isinstance(self.case.parents[comparison], _PLAIN):
+                    self.change(comparison, to(f"not {world}.is_root"))
+                    return
+        self.change(node, to(f"{world}.{value}"))
 
     def import_(self, code: str) -> None:
         """Import something, below the script's first imports."""
@@ -235,23 +246,21 @@ class Plan:
             inside = ast.walk(one) if isinstance(one, (ast.Try, ast.If)) else [one]
             if any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in inside):
                 last = one
-            elif not (
-                isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
-            ) and "environ" not in ast.unparse(one):
+            elif not is_text(one) and "environ" not in ast.unparse(one):
                 break
         return last
 
     def first_step(self, home: ast.stmt, event: Event) -> ast.stmt | None:
         """The statement beside ``home`` in which the first training step after an event happens, through calls."""
         beside = self.block(home)
+        below = [one for one in beside[beside.index(home) + 1 :] if self.text.line(one) is not None]
         for step in self.case.steps:
             if step.order <= event.order or not step.reached:
                 continue
-            for node in (step.node, *step.stack):
-                for one in (node, *self.case.ancestors(node)):
-                    at = next((at for at, other in enumerate(beside) if other is one), -1)
-                    if at > beside.index(home) and self.text.line(beside[at]) is not None:
-                        return beside[at]
+            outward = [one for node in (step.node, *step.stack) for one in (node, *self.case.ancestors(node))]
+            inside = [one for outer in outward for one in below if one is outer]
+            if inside:
+                return inside[0]
         return None
 
     def distribute(self, home: ast.Assign, event: Event, model: str, more: str = "") -> None:
@@ -262,21 +271,36 @@ class Plan:
         self.edit("after", home, f"{more}{optimizer} = {self.hk}.distribute({optimizer}, {model})")
         self.edit("before" if first else "after", first or home, sent)
 
+    def pin(self, event: Event) -> None:
+        """Step 2 where a GPU is chosen: a call on a line of its own."""
+        self.edit("swap", self.alone(event.node), f"{self.hk}.pin_device({self.use_world(event.node)})")
+
+    def scale(self, call: ast.Call, rate: ast.expr | None, default: str, keyword: str, scaled: str) -> None:
+        """Step 3 of an optimizer: scale the rate that it is given, or its own where none is.
+
+        Args:
+            scaled: code with ``{}`` for the rate.
+        """
+        if rate is None:
+            self.change(call, with_argument(scaled.format(default), keyword))
+        elif not self.case.has_size(rate, through=True):
+            self.change(rate, around(scaled.format("__")))
+
     # What rules ask -------------------------------------------------------------------------------------------------
 
     def of(self, prefix: str, *roles: Role) -> list[Event]:
         """The events with a role whose full name begins so."""
         return [event for event in self.case.having(*roles) if self.case.name(event.node).startswith(prefix)]
 
-    def is_root_only(self, event: Event) -> bool:
-        """Whether a condition on the rank is around an event already."""
-        return self.case.where(event) == "some ranks"
+    def makers(self, text: str) -> list[ast.Call]:
+        """The calls that make what goes by this name or attribute anywhere, each once."""
+        nodes = [one for one in self.case.nodes if isinstance(one, (ast.Name, ast.Attribute))]
+        return list(dict.fromkeys(x for one in nodes if ast.unparse(one) == text for x in self.case.calls(one)))
 
     def models_of(self, node: ast.expr) -> set[str]:
         """The models whose ``parameters()`` a value holds, as text."""
-        calls = [
-            one for one in self.case.calls(node, through=True) if method(one) in ("parameters", "named_parameters")
-        ]
+        named = ("parameters", "named_parameters")
+        calls = [one for one in self.case.calls(node, through=True) if method(one) in named]
         calls += [one for one in ast.walk(node) if isinstance(one, ast.Call) and method(one) == "parameters"]
         return {ast.unparse(one.func.value) for one in calls if isinstance(one.func, ast.Attribute)}
 

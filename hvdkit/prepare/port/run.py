@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from textwrap import fill
+
+import libcst as cst
 
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.verdict import UNDECIDED
-from hvdkit.prepare.port import from_ddp, from_horovod, from_single, imports
+from hvdkit.prepare.port import from_ddp, from_horovod, from_single
+from hvdkit.prepare.port.edits import Edits, without
 from hvdkit.prepare.port.plan import Left, Plan, Unsure
 from hvdkit.prepare.port.text import Text
 
 _FROM = {"horovod": from_horovod.port, "ddp": from_ddp.port, "none": from_single.port}
+_NAMES = {"horovod": "plain Horovod", "ddp": "PyTorch DDP", "none": "one process", "hvdkit": "hvdkit"}
+_LEFT_BEHIND = re.compile(
+    r"horovod\.\w|torch\.distributed\b|torch\.nn\.parallel\b|torch\.utils\.data\.(distributed\.)?DistributedSampler$"
+)
+_BY_HAND = {
+    4: "hk.distribute(optimizer, model)",
+    5: "hk.broadcast_state(model, optimizer), before the first step",
+    7: "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -36,12 +50,30 @@ class Ported:
     left: tuple[Left, ...]
     notes: tuple[str, ...]
 
+    def as_text(self) -> str:
+        """What stays, by line of the ported script, with reason and what to write."""
+        changed = self.after != self.before.content
+        to = f" to hvdkit.{self.adapter}" if changed else ", nothing changed"
+        lines = [f"{self.before.path}: from {_NAMES[self.library]}{to}"]
+        for one in self.left:
+            lines += ["", f"line {one.line}: {one.why}.", _filled(f"write: {one.write}")]
+        if self.notes:
+            lines += ["", *(_filled(f"note: {one}.") for one in self.notes)]
+        count = len(self.left)
+        places = f"{count} place{'' if count == 1 else 's'}" if count else "Nothing is left"
+        return "\n".join([*lines, "", f"{places} to write by hand."])
+
+
+def _filled(text: str) -> str:
+    return fill(
+        text, 110, initial_indent="  ", subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
+    )
+
 
 def port(text: Text) -> Ported:
     """Write the eight steps into a script, as far as its text shows where they belong."""
     plan = Plan(text)
     library = plan.case.library
-    left: list[Left] = []
     after = text
     if library in _FROM:
         try:
@@ -49,33 +81,50 @@ def port(text: Text) -> Ported:
             plan.declare()
             if plan.edits:
                 after = _parsed(text.path, plan.edits.made())
-                after = _parsed(text.path, imports.tidy(text, after))
+                after = _parsed(text.path, _tidy(text, after))
         except Unsure as unsure:
             plan.left, plan.notes = [unsure.left], []
     left = _moved(plan.left, text, after)
     found = check_script(Script(text.path, after.tree))
     left += [Left(one.line, one.what, one.fix) for one in found.findings]
     if library == "none" and after is not text and not left:
-        doubts = [(number, found.verdicts[number - 1]) for number in _BY_HAND]
-        left = [
-            Left(1, f"whether step {number} is done is not certain: {verdict.note}", _BY_HAND[number])
-            for number, verdict in doubts
-            if verdict.status == UNDECIDED
-        ]
+        for number, write in _BY_HAND.items():
+            verdict = found.verdicts[number - 1]
+            if verdict.status == UNDECIDED:
+                left.append(Left(1, f"whether step {number} is done is not certain: {verdict.note}", write))
     kept = {(one.line, one.why): one for one in left}
     return Ported(text, after.content, library, plan.adapter, tuple(sorted(kept.values(), key=lambda one: one.line)),
                   tuple(plan.notes))  # fmt: skip
 
 
-_BY_HAND = {
-    4: "hk.distribute(optimizer, model)",
-    5: "hk.broadcast_state(model, optimizer), before the first step",
-    7: "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own",
-}
-
-
 def _parsed(path: str, content: bytes) -> Text:
     return Text(path, content, ast.parse(content))
+
+
+def _tidy(before: Text, after: Text) -> bytes:
+    """A ported script without the imports of Horovod and DDP that its changes, and not its owner, have left unused."""
+    gone = _used(before.tree) - _used(after.tree)
+    edits = Edits(after.module)
+    for statement in (one for one in ast.walk(after.tree) if isinstance(one, (ast.Import, ast.ImportFrom))):
+        line = after.line(statement)
+        base = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
+        unused = [at for at, one in enumerate(statement.names) if _is_gone(base, one, gone)]
+        if line is None or not unused:
+            continue
+        if len(unused) == len(statement.names):
+            edits.edit("remove", line)
+        else:
+            edits.change(cst.ensure_type(line, cst.SimpleStatementLine).body[0], without(unused, "names"))
+    return edits.made() if edits else after.content
+
+
+def _is_gone(base: str, alias: ast.alias, gone: set[str]) -> bool:
+    plain = bool(alias.asname or base or "." not in alias.name)
+    return plain and (alias.asname or alias.name) in gone and _LEFT_BEHIND.match(base + alias.name) is not None
+
+
+def _used(tree: ast.Module) -> set[str]:
+    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
 
 
 def _moved(left: list[Left], before: Text, after: Text) -> list[Left]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from hvdkit.common import files
 from hvdkit.errors import InvalidArgumentError
@@ -39,21 +39,12 @@ class Text:
             raise InvalidArgumentError(
                 f"{path} holds characters between its lines that cannot be kept (a form feed); take them out."
             )
-        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self._lines = re.split(r"\r\n|\r|\n", content.decode(self.module.encoding).removeprefix("\ufeff"))
         self._expressions: dict[_Range, cst.BaseExpression] = {}
         self._statements: dict[tuple[int, int], cst.BaseSmallStatement | cst.BaseCompoundStatement] = {}
-        self._index()
-
-    def _index(self) -> None:
-        stack: list[cst.CSTNode] = [self.module]
-        while stack:
-            node = stack.pop()
-            for child in node.children:
-                self.parents[child] = node
-                stack.append(child)
-        positions = MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
-        for node, found in positions.items():
+        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        self.parents = wrapper.resolve(ParentNodeProvider)
+        for node, found in wrapper.resolve(PositionProvider).items():
             place = (found.start.line, found.start.column, found.end.line, found.end.column)
             if isinstance(node, cst.BaseExpression):
                 self._expressions[place] = node

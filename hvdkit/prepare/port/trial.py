@@ -165,9 +165,9 @@ def _compare(ours: Recording, theirs: Recording) -> tuple[str, bool | None]:
     if not clear:
         return f"{told}, too short to tell from rounding, beside those of", None
     beyond = next((at for at, one in enumerate(apart, 1) if one is not None and not one <= _NEAR), None)
-    how = f"{max(clear):.1e} of the way moved apart from those of" if any(clear) else "but for rounding those of"
-    told += "" if beyond is None else f", from step {beyond} on too far"
-    return f"{told}, {how}", beyond is None
+    how = f"{max(clear):.1e} of the way moved apart from" if any(clear) else "but for rounding"
+    far = "" if beyond is None else f", from step {beyond} on too far"
+    return f"{told}{far}, {how} those of", beyond is None
 
 
 def _steps(steps: Sequence[dict[str, Any]]) -> str:

@@ -99,7 +99,8 @@ def around_torch_steps(module: ModuleType, begin: Callable[[Any], None], end: Ca
 class _Leading:
     """Which of several optimizers takes the steps of a loop: of a GAN's two one does.
 
-    The first one that steps, until another one steps twice without it: a later phase of the training.
+    The first one that steps, until another one steps twice without it: a later phase of the training. One that is
+    distributed goes first: the others take steps within its own, as for the tasks of MAML.
     """
 
     def __init__(self) -> None:
@@ -109,13 +110,19 @@ class _Leading:
     def counts(self, optimizer: Any) -> bool:
         """Whether this optimizer's step is one of the loop."""
         first = None if self._first is None else self._first()
-        if first is None or (first is not optimizer and optimizer in self._since):
+        ahead = _is_distributed(optimizer) - (first is not None and _is_distributed(first))
+        if first is None or ahead > 0 or (ahead == 0 and optimizer in self._since):
             self._first, first = weakref.ref(optimizer), optimizer
         if first is not optimizer:
             self._since.add(optimizer)
             return False
         self._since.clear()
         return True
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    """By hvdkit, or by Horovod."""
+    return any(hasattr(optimizer, name) for name in ("_hvdkit_distributed", "_allreduce_delay"))
 
 
 def _stepped() -> None:

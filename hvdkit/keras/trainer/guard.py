@@ -119,8 +119,8 @@ def _refusing_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.train_function is None and state.world().size > 1:
             requirements.prepare(self, "train_on_batch")
-            if state.is_built(self):
-                _compare(self.trainable_variables, held_by(self), "before the first step of train_on_batch")
+            weights = self.trainable_variables if state.is_built(self) else []  # on every rank, or the others wait
+            _compare(weights, held_by(self), "before the first step of train_on_batch")
         return plain(self, *args, **kwargs)
 
     return train_on_batch

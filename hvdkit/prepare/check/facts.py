@@ -292,7 +292,7 @@ def receiver(call: ast.Call) -> ast.expr:
 
 def is_constant(node: ast.expr | None, value: object) -> bool:
     """Whether an argument is this literal."""
-    return isinstance(node, ast.Constant) and node.value is value
+    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
 
 
 def method(call: ast.Call) -> str:

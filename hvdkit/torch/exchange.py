@@ -264,7 +264,7 @@ class Exchange:
     def _compare(self, agreed: _Agreed) -> None:
         named = parting.own(self._training(), self.optimizer())
         names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
-        call = f"gradients.{agreed.number}.parameters"
+        call = f"parameters.{agreed.number}"
         self._parting.compare(OverHorovod(hvd, torch.from_numpy, self._ranks), names, roundings, call)
 
     def _agree(self) -> None:

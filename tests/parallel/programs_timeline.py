@@ -34,9 +34,9 @@ def torch_steps(file: str, steps: int, killed_after: int | None = None) -> dict[
         optimizer.zero_grad()
         model(torch.ones(BATCH, FEATURES, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
-    # One bucket: its gradients, a number for each, and two that say what this rank needs.
+    # One bucket: its gradients, a number for each, and three that say what this rank needs.
     sizes = [parameter.numel() for parameter in model.parameters()]
-    return _ended(start, [8 * (sum(sizes) + len(sizes) + 2)])
+    return _ended(start, [8 * (sum(sizes) + len(sizes) + 3)])
 
 
 def tensorflow_steps(file: str, steps: int) -> dict[str, Any]:

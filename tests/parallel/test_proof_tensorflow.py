@@ -1,7 +1,6 @@
 """hvdkit.tensorflow proves that ranks agree: desynchronised ranks, seeds, statistics, uneven work, on real ranks."""
 
 import importlib.util
-from typing import Any
 
 import pytest
 
@@ -14,20 +13,6 @@ pytestmark = [
 PROGRAM = "programs_proof_tensorflow.py"
 SIDES = {2: "between rank 0 and rank 1", 3: "between ranks 0, 2 and rank 1"}
 LAST = {2: "between rank 0 and rank 1", 3: "between ranks 0-1 and rank 2"}
-_answers: dict[Any, list[Any]] = {}
-
-
-@pytest.fixture
-def once(run_ranks):
-    """Starts the same ranks once for all tests of this file: over MPI, or forked and over Gloo."""
-
-    def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
-        key = (function, n, controller, *arguments.items())
-        if key not in _answers:
-            _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", controller=controller, **arguments)
-        return _answers[key]
-
-    return run
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from typing import Any
 
 import pytest
 
@@ -24,20 +23,6 @@ TRAININGS = [
     "optimizer, eager",
     "optimizer, tf.function",
 ]
-_answers: dict[Any, list[Any]] = {}
-
-
-@pytest.fixture
-def once(run_ranks):
-    """Starts the same ranks once for all tests of this file."""
-
-    def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
-        key = (function, n, controller, *arguments.items())
-        if key not in _answers:
-            _answers[key] = run_ranks(PROGRAM, function, n, warm="tensorflow", controller=controller, **arguments)
-        return _answers[key]
-
-    return run
 
 
 @pytest.fixture

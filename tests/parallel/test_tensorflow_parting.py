@@ -42,32 +42,65 @@ def sgd() -> Any:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def train(hk: Any, world: Any, form: str, offset: float = 0.0, noise: float = 0.0) -> Any:
+def train(hk: Any, world: Any, form: str, compiled: bool, offset: float = 0.0, noise: float = 0.0) -> Any:
     """The tape, or the optimizer, is distributed; on ``noise`` each rank's gradients differ."""
     import tensorflow as tf
 
     variables = net(offset)
     optimizer = sgd() if form == "tape" else hk.distribute(sgd())
 
-    for number in range(STEPS):
+    def step(x: Any, y: Any) -> None:
         tape = tf.GradientTape()
         with hk.distribute(tape) if form == "tape" else tape as recording:
-            loss = loss_of(variables, *data(world, number))
+            loss = loss_of(variables, x, y)
         gradients = [one + noise for one in recording.gradient(loss, variables)]
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    run = tf.function(step) if compiled else step
+    for number in range(STEPS):
+        run(*data(world, number))
     return variables
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("form", ["tape", "optimizer"])
 @on_ranks("tensorflow", n=(2, 3))
-def test_ranks_that_train_apart_are_one_error_on_every_rank(hk, world, everyone, form):
-    with pytest.raises(hvdkit.AgreementError, match=r"their values of weight0 differ.*broadcast_state"):
-        train(hk, world, form, offset=0.1 * world.rank)
+def test_ranks_that_train_apart_are_one_error_on_every_rank(hk, world, everyone, form, compiled):
+    import tensorflow as tf
+
+    raised = tf.errors.OpError if compiled else hvdkit.AgreementError
+    with pytest.raises(raised, match=r"their values of weight0 differ[\s\S]*broadcast_state"):
+        train(hk, world, form, compiled, offset=0.1 * world.rank)
     if form == "tape":
-        with pytest.raises(hvdkit.AgreementError, match="the ranks train apart"):
-            train(hk, world, form, noise=0.1 * world.rank)
-    together = everyone([one.numpy().tolist() for one in train(hk, world, form)])
+        with pytest.raises(raised, match="the ranks train apart"):
+            train(hk, world, form, compiled, noise=0.1 * world.rank)
+    together = everyone([one.numpy().tolist() for one in train(hk, world, form, compiled)])
     assert together[1:] == together[:-1]
+
+
+@on_ranks("tensorflow")
+def test_a_step_that_is_another_graph_on_the_root_compares_too(hk, world):
+    """The root keeps a number of its own: its graph has other names."""
+    import tensorflow as tf
+
+    variables = net()
+    seen = tf.Variable(0.0, dtype=tf.float64)
+
+    def step(x: Any, y: Any) -> None:
+        with hk.distribute(tf.GradientTape()) as tape:
+            loss = loss_of(variables, x, y)
+        for one, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            one.assign_sub(0.01 * gradient)
+
+    @tf.function
+    def some(x: Any, y: Any) -> None:
+        if world.is_root:
+            seen.assign(tf.cond(tf.reduce_sum(x) > 0, lambda: tf.reduce_sum(y), lambda: seen))
+        step(x, y)
+
+    for number in range(STEPS):
+        some(*data(world, number))
+    hk.check_agreement(variables, None, world)
 
 
 @on_ranks("tensorflow", n=3, fresh=True)

@@ -62,6 +62,6 @@ def test_a_job_whose_writer_was_killed(run_ranks, tmp_path):
     run_ranks(PROGRAM, "torch_steps", 2, warm="torch", fails=True, file=str(path), steps=400, killed_after=200)
     summary = summarize(path)
     assert 1 < summary.steps.count <= 200
-    assert summary.steps.bytes == (6 * 50 + 50 + 50 * 3 + 3 + 4 + 2) * 8
+    assert summary.steps.bytes == (6 * 50 + 50 + 50 * 3 + 3 + 4 + 3) * 8
     assert set(summary.dropped) <= {"cut off at the end", "operation not finished at the end"}
     assert summary.communication <= summary.duration

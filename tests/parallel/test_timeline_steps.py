@@ -40,7 +40,8 @@ def test_a_profiler_trace_lies_on_the_same_time_axis(run_ranks, tmp_path):
         for event in events
         if event.get("cat") == "user_annotation" and event["name"].startswith("step ")
     }
-    reductions = [event for event in events if event.get("cat") == "horovod" and event["name"] == "ALLREDUCE"]
+    (track,) = [one["tid"] for one in events if one["name"] == "thread_name" and one["args"]["name"] == GRADIENTS]
+    reductions = [one for one in events if (one.get("cat"), one["name"], one["tid"]) == ("horovod", "ALLREDUCE", track)]
     placed = Counter(
         name
         for event in reductions

@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 from hvdkit.common import tf_streams as streams
-from hvdkit.tensorflow import data, device, parting, state
+from hvdkit.tensorflow import clips, data, device, parting, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -160,7 +160,7 @@ def distribute(
 
     Distribute one of the two. The tape can be distributed before or after it has recorded, eagerly and inside
     ``tf.function`` (without ``jit_compile=True``: Horovod has no XLA operations); to clip, clip what ``gradient``
-    returns. The optimizer clips by itself, after averaging.
+    returns. A distributed optimizer clips by itself, after averaging, and refuses what ``tf.clip_by_*`` returns.
 
     Args:
         tape_or_optimizer: a ``tf.GradientTape``, or a Keras 3 optimizer for ``apply``, ``apply_gradients`` or
@@ -183,6 +183,7 @@ def distribute(
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
+        clips.mark()
         reduce = partial(averaging.reduce_once, reduction=reduction)
         look = partial(parting.look, process_set=reduction.process_set)
         members = process_set and process_set.ranks

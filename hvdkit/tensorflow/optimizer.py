@@ -19,6 +19,7 @@ import tensorflow as tf
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, step_times
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.tensorflow import clips
 from hvdkit.tensorflow.names import canonical_name, native
 from hvdkit.tensorflow.parting import look
 
@@ -122,8 +123,10 @@ def reduce_once(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
     """Reduce the gradients that an optimizer is about to apply.
 
     Raises:
-        InvalidArgumentError: a distributed tape has reduced them already, or one cannot be reduced.
+        InvalidArgumentError: a distributed tape has reduced them already, one was clipped, or cannot be reduced.
     """
+    if reduction.process_set.included() and reduction.process_set.size() > 1:
+        clips.refuse(gradients)
     if any(getattr(gradient, _DONE, False) for gradient in gradients):
         raise InvalidArgumentError(
             "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not both."

@@ -41,7 +41,7 @@ def look(variables: Iterable[Any], process_set: Any) -> None:
     """
     named = [(canonical_name(one), native(one)) for one in variables]
     named = [(name, one) for name, one in named if isinstance(one, tf.Variable) and one.dtype.is_floating]
-    if not named or not process_set.included():
+    if not named or not process_set.included() or process_set.size() < 2:
         return
     graph = not tf.executing_eagerly()
     if graph:

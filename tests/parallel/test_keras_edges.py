@@ -21,6 +21,7 @@ import pytest
 from programs_checks import message
 from ranks import KERAS, missing, on_ranks
 
+import hvdkit
 from hvdkit.steps.history import read
 
 FEATURES = 6
@@ -471,6 +472,28 @@ def test_a_train_step_that_returns_a_loss_of_its_own(hk, world):
         data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
         # With no other name, Keras logs its own metric, which is 0.
         assert model.fit(data, epochs=2, verbose=0).history["loss"] == [1.5 * more] * 2
+
+
+@on_ranks("keras")
+def test_a_train_step_that_clips_before_the_average_is_refused(hk, world):
+    import keras
+    import tensorflow as tf
+
+    class Clipping(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 1.0)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    keras.utils.set_random_seed(0)
+    model = Clipping([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+    model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
+    data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
+    with pytest.raises(hvdkit.InvalidArgumentError, match=r"gradient 1 of 2, of shape \(\d+, 3\), was clipped"):
+        model.fit(data, verbose=0)
 
 
 @on_ranks(*KERAS)

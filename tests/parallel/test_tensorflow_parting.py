@@ -171,3 +171,36 @@ def test_gradients_that_variables_have_gathered(hk, world):
     ours, alone = accumulate(hk.distribute, world), accumulate(lambda optimizer: optimizer, None)
     for one, other in zip(ours, alone, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("by", ["clip_by_global_norm", "clip_by_norm", "clip_by_value"])
+@on_ranks("tensorflow")
+def test_gradients_that_a_rank_has_clipped_are_refused_by_a_distributed_optimizer(hk, world, by, compiled):
+    import tensorflow as tf
+
+    def clip(gradients: Any) -> Any:
+        if by == "clip_by_global_norm":
+            return tf.clip_by_global_norm(gradients, 0.1)[0]
+        return [tf.clip_by_norm(g, 0.1) if by == "clip_by_norm" else tf.clip_by_value(g, -0.1, 0.1) for g in gradients]
+
+    def train(variables: Any, optimizer: Any, make_tape: Any, part: Any) -> Any:
+        optimizer.build(variables)
+
+        def step(x: Any, y: Any) -> None:
+            with make_tape(tf.GradientTape()) as tape:
+                loss = loss_of(variables, x, y)
+            optimizer.apply_gradients(zip(clip(tape.gradient(loss, variables)), variables, strict=True))
+
+        run = tf.function(step) if compiled else step
+        for number in range(3):
+            run(*data(part, number))
+        return variables
+
+    with pytest.raises(
+        hvdkit.InvalidArgumentError, match=r"gradient 1 of 2, of shape \(6, 5\), was clipped.*global_clipnorm"
+    ):
+        train(net(), hk.distribute(sgd()), lambda tape: tape, world)
+    ours, alone = train(net(), sgd(), hk.distribute, world), train(net(), sgd(), lambda tape: tape, None)
+    for one, other in zip(ours, alone, strict=True):
+        assert abs(one - other).numpy().max() < 1e-12

@@ -15,9 +15,10 @@ from hvdkit.prepare.check.source import Script
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-CODE = re.compile(r"^ *```.*?^ *```|^ {4}.*?$|`[^`]*`", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^ *```.*?^ *```|(?<=\n\n) {4}\S[^\n]*(?:\n(?: *\n)? {4}[^\n]*)*|`[^`]*`", re.MULTILINE | re.DOTALL)
+"""In fences, in a block of indented lines after an empty one (deeper items of a list have no such line), in backticks."""
 BLOCKS = re.compile(r"\n\s*\n|\n(?=\||#| *(?:[-*>]|\d+\.) )")
-WORDS = 40
+WORDS = 30
 """In a sentence, or in a part of one that a semicolon or a colon ends; what is in parentheses does not count."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from pages import every_command
 
 from hvdkit.cli import COMMANDS, hvdkit_command
 
@@ -54,14 +55,6 @@ def commands_of(text):
             if found := CALL.search(line.strip()):
                 yield found[1]
     yield from (" ".join(one.split()) for one in re.findall(r"`(hvdkit [a-z][^`]*)`", FENCED.sub("", text)))
-
-
-def every_command(command=hvdkit_command, path=()):
-    context = click.Context(command)
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            yield from every_command(command.get_command(context, name), (*path, name))
-    yield " ".join(path), command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

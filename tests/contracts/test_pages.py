@@ -1,12 +1,14 @@
-"""README.md and docs/: what they name exists, every link leads somewhere; without running their programs."""
+"""README.md, docs/ and --help: what they name exists, links lead somewhere, sentences are short; no program is run."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
-from pages import DOCS, blocks
+from pages import DOCS, blocks, every_command
 
 from hvdkit.cli import COMMANDS
 from hvdkit.prepare.check.report import check_script
@@ -15,9 +17,10 @@ from hvdkit.prepare.check.source import Script
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-CODE = re.compile(r"^ *```.*?^ *```|^ {4}.*?$|`[^`]*`", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^ *```.*?^ *```|(?<=\n\n) {4}\S[^\n]*(?:\n(?: *\n)? {4}[^\n]*)*|`[^`]*`", re.MULTILINE | re.DOTALL)
+"""In fences, in indented lines after an empty one (deeper items of a list have none before them), in backticks."""
 BLOCKS = re.compile(r"\n\s*\n|\n(?=\||#| *(?:[-*>]|\d+\.) )")
-WORDS = 40
+WORDS = 30
 """In a sentence, or in a part of one that a semicolon or a colon ends; what is in parentheses does not count."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -52,6 +55,21 @@ def test_no_sentence_is_too_long():
     found += sentences(README)
     assert len(found) > 1000
     assert [one for one in found if len(one.split()) > WORDS] == []
+
+
+def help_texts(command: click.Command) -> list[str]:
+    """A command's --help and those of its options, with an item of a list for each line that click leaves as it is."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    text = "\n\n".join(re.sub(r"\n *", "\n- ", one) if one.startswith("\b") else one for one in paragraphs)
+    return [text, *(one.help for one in command.params if isinstance(one, click.Option) and one.help)]
+
+
+def test_no_sentence_of_a_help_is_too_long():
+    found = [
+        (name, one) for name, command in every_command() for text in help_texts(command) for one in sentences(text)
+    ]
+    assert len(found) > 500
+    assert [(name, one) for name, one in found if len(one.split()) > WORDS] == []
 
 
 def test_the_readme_is_short_and_names_every_command():

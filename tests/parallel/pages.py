@@ -1,8 +1,13 @@
-"""The Python blocks of a page in docs/, for tests that run them."""
+"""The Python blocks of a page in docs/, for tests that run them, and every command, for tests that read its --help."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import click
+
+from hvdkit.cli import hvdkit_command
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,3 +23,14 @@ def run(code: str, names: dict[str, Any]) -> dict[str, Any]:
     """Run blocks with these names, to which theirs are added."""
     exec(code, names)  # noqa: S102  # the repository's own pages
     return names
+
+
+def every_command(
+    command: click.Command = hvdkit_command, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, click.Command]]:
+    """Each command and subcommand with its name, the last of all ``hvdkit`` itself with an empty one."""
+    context = click.Context(command)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            yield from every_command(command.get_command(context, name), (*path, name))
+    yield " ".join(path), command

@@ -106,9 +106,9 @@ def scaling(
 ) -> int:
     """Run COMMAND on each of N ranks several times, in random order, and say how it scales.
 
-    Measured are the steps that COMMAND records with `for x, y in hk.record_steps(loader)` (Keras: the callback
-    hk.RecordSteps()), the slowest rank's, without the warm-up; else the seconds of its closing line
-    `Hvd Procs N Total time: X second`. Progress is on standard error.
+    It measures the slowest rank's steps, without the warm-up, where COMMAND records them with `for x, y in
+    hk.record_steps(loader)` (Keras: the callback hk.RecordSteps()). Else it takes the seconds of the closing line `Hvd
+    Procs N Total time: X second`. Progress is on standard error.
 
     Exit status: 0; 1 when at some N no job counts; 130 after Ctrl-C, after which the same command line goes on.
 

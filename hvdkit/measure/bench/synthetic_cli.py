@@ -56,8 +56,7 @@ def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> 
     """Train a model on random data, and say how many images a second that makes.
 
     Flags and lines are those of Horovod's synthetic benchmarks. Without -n it is one rank: of the job that it was
-    started in, or alone. `+-` is 1.96 standard deviations of the iterations on rank 0. Every step is recorded, so that
-    `hvdkit bench scaling --weak` can measure it.
+    Every step is recorded: `hvdkit bench scaling --weak` can measure it.
 
     \b
       cnn             28 x 28, 1.2 million parameters    deep   60 layers of 256: many small tensors

@@ -55,8 +55,8 @@ _OPTIONS = (
     click.option(
         "--fusion",
         type=click.Choice(["on", "off"]),
-        help="Horovod: give it all tensors of a step at once, as a training does, so that it may fuse them, or one "
-        "after the other, each alone  [default: on; off with --begin]",
+        help="on: Horovod gets all tensors of a step at once, as in a training, and may fuse them; off: one after the "
+        "other, each alone  [default: on; off with --begin]",
     ),
     *options.OF_HOROVOD,
     click.option("--warmup-trials", type=AT_LEAST_0, default=2, metavar="K", help="Steps before those that count."),
@@ -105,10 +105,10 @@ _OPTIONS = (
 def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     """Replay the collectives of a training without its model, on N processes, and measure every one of them.
 
-    What is replayed comes from --sizes, --begin and --end, --csv, --model, --timeline or --plan (see `hvdkit emulate
-    sizes --help`): the collectives of a step, last layer first, as often as the training has steps. All ranks give
-    integers whose sums are known, and every result is checked; a wrong one ends the job with the rank, the collective
-    and the element.
+    It replays the collectives of a step, last layer first, as often as the training has steps. They come from --sizes,
+    --begin and --end, --csv, --model, --timeline or --plan (see `hvdkit emulate sizes --help`). All ranks give integers
+    whose sums are known, and every result is checked. A wrong one ends the job with the rank, the collective and the
+    element.
 
     A collective's time has two parts: skew, from the first rank's arrival to the last one's, and transfer, from then
     until the last rank is done. Algorithm and bus bandwidth are of the transfer, as in nccl-tests.

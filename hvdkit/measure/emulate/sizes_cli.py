@@ -127,8 +127,8 @@ def plan_of(**wanted: Any) -> Plan:
 def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
     """Say which collectives a training step makes, how large they are and in which order: the plan of an emulation.
 
-    Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory; with
-    inputs one backward is run or traced, and the order is that in which the gradients really arrive.
+    Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory. With
+    inputs, one backward is run or traced, and the order is that in which the gradients really arrive.
 
     \b
     Examples:

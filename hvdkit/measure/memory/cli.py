@@ -67,8 +67,8 @@ def memory(
     For a live model small steps are run and extended to B samples; for plain numbers the terms are computed. Plain data
     parallelism needs the whole on every rank; what the stages of ZeRO would save is shown beside it.
 
-    Exit status: 0; 1 when --capacity-gb is given and a rank needs more with data parallelism, or that cannot be told
-    since its activations are not known.
+    Exit status: 0; 1 when a rank needs more than --capacity-gb with data parallelism, or that cannot be told because
+    its activations are not known.
 
     \b
     Examples:

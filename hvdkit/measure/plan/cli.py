@@ -92,8 +92,9 @@ def plan(
 ) -> int:
     """Say what a training will do on each of N ranks; no process is started.
 
-    Steps per epoch, global batch, samples that a remainder policy leaves out or uses twice, the learning rate with
-    its warmup, checkpoints and the size of the gradients: the numbers that hvdkit's functions will give the training.
+    The numbers are those that hvdkit's functions will give the training. They are steps per epoch, global batch,
+    samples that a remainder policy leaves out or uses twice, the learning rate with its warmup, checkpoints and the
+    size of the gradients.
 
     \b
     Examples:

@@ -134,9 +134,9 @@ def predict(**given: Any) -> int:
     """Say what a training step will take on more ranks than there are.
 
     A model of alpha (microseconds of a message), beta (time of a byte) and gamma (time of a sum) is fitted to what
-    `hvdkit emulate` measured on a few ranks; what backward hides and how long the slowest rank keeps the others waiting
-    are added. What was measured within one host says nothing about a network: beyond one host its alpha and bandwidth
-    have to be measured or given.
+    `hvdkit emulate` measured on a few ranks. The step also counts what backward hides, and how long the slowest rank
+    keeps the others waiting. What was measured within one host says nothing about a network: beyond one host its alpha
+    and bandwidth have to be measured or given.
 
     \b
     Examples:

@@ -29,8 +29,8 @@ def check(scripts: tuple[str, ...], json_: bool) -> int:
       not needed   and why: DDP, for example, broadcasts the model itself
       undecided    what the text does not settle: data that another module loads, for example
 
-    Then come the findings by line, each with what, why and fix: a rank that is compared without being called, a
-    checkpoint that every rank writes, a collective on a branch that one rank takes, and so on; docs/check.md lists
+    Then come the findings by line, each with what, why and fix. Examples are a rank that is compared without being
+    called, a checkpoint that every rank writes, and a collective on a branch that one rank takes. docs/check.md lists
     all rules. A finding is what the text shows for certain.
 
     \b

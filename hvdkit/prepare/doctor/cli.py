@@ -32,9 +32,9 @@ _WIDEST = 110
 def doctor(json_: bool, report: bool, timeout: float) -> int:
     """Say what is installed, what does not fit together and how to fix it.
 
-    Looks at the environment that `hvdkit` itself runs in. Each framework, Horovod and mpi4py is imported in a process
-    of its own, so that one that crashes or hangs is a finding; then Horovod does an allreduce over MPI and over Gloo
-    in each framework. "working" means that this was done. Takes about ten seconds; changes nothing.
+    Looks at the environment that `hvdkit` itself runs in. It imports each framework, Horovod and mpi4py in a process of
+    its own: a crash or a hang there becomes a finding. Then Horovod does an allreduce over MPI and over Gloo in each
+    framework. "working" means that this was done. Takes about ten seconds; changes nothing.
 
     \b
     It compares
@@ -43,8 +43,8 @@ def doctor(json_: bool, report: bool, timeout: float) -> int:
       the accelerators and cores that there are with those that training would use,
       HOROVOD_* and OMP_NUM_THREADS with what they can be.
 
-    Each finding says what, why and fix. An error means that training would not work; a warning, that it works badly
-    or in some uses not.
+    Each finding says what, why and fix. An error means that training would not work; a warning, that it works badly, or
+    not in every use.
 
     \b
     Examples:

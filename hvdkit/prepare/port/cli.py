@@ -47,17 +47,17 @@ def port(
 ) -> int:
     """Write the eight steps into a training script.
 
-    From a script that trains in one process, that uses Horovod, or PyTorch's DistributedDataParallel, to one that uses
-    hvdkit: PyTorch loops, Keras' fit and loops over a TensorFlow tape. Nothing is run without --try. What is not
-    changed stays byte for byte.
+    Reads a script that trains in one process, that uses Horovod, or PyTorch's DistributedDataParallel, and writes one
+    that uses hvdkit. It handles PyTorch loops, Keras' fit and loops over a TensorFlow tape. Nothing is run without
+    --try. What is not changed stays byte for byte.
 
-    It never guesses: what the text does not show for certain stays as it is, and is listed with its line in the ported
+    It never guesses: what the text does not show for certain stays as it is. It is listed with its line in the ported
     script, the reason, and what to write by hand. What `hvdkit check` finds in the result is listed, too.
 
     --try runs the script in one process and the ported one on 1 and on 2 ranks here, from fixed seeds, for a few
-    optimizer steps: in this directory, with your data and the arguments after `--`, and what a script writes by then is
-    written. 1 rank must take the script's own steps, and 2 ranks those of one process on both ranks' batches, which the
-    script is given. The verdict comes first, then how near the weights are, then what could not be compared, and why.
+    optimizer steps. They run in this directory, with your data and the arguments after `--`; what a script writes by
+    then is written. 1 rank must take the script's own steps. 2 ranks must take those of one process that is given both
+    ranks' batches. The verdict comes first, then how near the weights are, then what could not be compared, and why.
 
     \b
     Examples:

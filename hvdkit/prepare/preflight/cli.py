@@ -29,8 +29,8 @@ def preflight(json_: bool, timeout: float, report: Path | None) -> int:
     """Inside a job: do all ranks see each other, the same versions, and devices of their own?
 
     Start it as the training will be started, on every rank; or let `hvdkit launch --preflight` do that. Every rank
-    looks at its place by the launcher, by Horovod and by MPI, its host, GPU, cores, threads, versions, free disk and
-    clock; rank 0 prints them and what is wrong: what, why and fix.
+    reports its rank by the launcher, by Horovod and by MPI, its host, GPU, cores, threads, versions, free disk and
+    clock. Rank 0 prints them and the findings, each with what, why and fix.
 
     \b
     It finds

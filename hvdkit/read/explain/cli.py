@@ -17,9 +17,9 @@ from hvdkit.read.explain.join import explain as explanation
 def explain(paths: tuple[Path, ...], json_: bool) -> int:
     """Say what costs a job most time, how much, how that was seen and what to do, in at most ten lines.
 
-    Takes what was recorded of one job: the times of its steps, Horovod's timeline, PyTorch's traces, MPI profiles,
+    Reads what was recorded of one job: the times of its steps, Horovod's timeline, PyTorch's traces, MPI profiles,
     stall reports, how it was launched. DIR stands for all of these in it. Causes are weighed by the time that they
-    cost, those below 2 % of it are not named.
+    cost. Those below 2 % of it are not named.
 
     \b
     Examples:

@@ -30,8 +30,8 @@ from hvdkit.read.timeline.options import of_the_job
 def report(file: Path, output: Path, **shown: Any) -> int:
     """Write one HTML page about a recording, which opens from disk and loads nothing.
 
-    It holds the summary, what to try, the time of each step, the phases of each tensor, the sizes and durations of
-    collectives, and a part of the recording operation by operation, to zoom into. All else is about the whole of it.
+    It holds the summary, what to try, the time of each step, the phases of each tensor, and the sizes and durations of
+    collectives. These are about the whole recording. A part of it is shown operation by operation, to zoom into.
 
     \b
     Examples:

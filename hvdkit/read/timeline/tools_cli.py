@@ -79,12 +79,12 @@ def slice_(
 )
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, at_least_us: float, json_: bool) -> int:
-    """What takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
+    """Say what takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
 
-    Medians are compared with the Mann-Whitney U test, corrected for the number of comparisons (false discovery rate
-    5 %, Benjamini and Yekutieli). Sorted by the time that a change explains: how much longer B is on account of it,
-    rare long operations included, the first of each tensor (set-up, compilation) left out.
-    Tensors of one fused exchange each carry all of its time, so these times do not add up.
+    Medians are compared with the Mann-Whitney U test, corrected for the number of comparisons (false discovery rate 5
+    %, Benjamini and Yekutieli). Changes are sorted by the time that they explain: how much longer B is on account of
+    each. Rare long operations count; the first of each tensor (set-up, compilation) is left out. Tensors of one fused
+    exchange each carry all of its time, so these times do not add up.
 
     \b
     Examples:
@@ -153,8 +153,8 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 def export(file: Path, output: Path, json_: bool) -> int:
     """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.
 
-    The ending of the output decides: .pftrace has a track for each tensor, with its negotiation below it, and one
-    for the cycles; .csv has a row for each operation, with the microseconds of every phase. .gz may follow.
+    The ending of the output decides. .pftrace has a track for each tensor, with its negotiation below it, and one for
+    the cycles. .csv has a row for each operation, with the microseconds of every phase. .gz may follow.
 
     \b
     Examples:

@@ -18,7 +18,7 @@ from hvdkit.read.trace.summary import summarize
 @click.option("--top", type=AT_LEAST_0, default=15, metavar="N", help="Operators to list.")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object, with all operators; times in seconds.")
 def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
-    """What the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
+    """Say what the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
 
     A TRACE is a file, or a directory with one file for each rank. Computation is what GPU kernels do, or, without
     GPUs, the operators of the thread that trains; exposed is what no computation hides. A file that
@@ -45,7 +45,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
 @click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def diff(a: Path, b: Path, top: int, json_: bool) -> int:
-    """What takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
+    """Say what takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
 
     A change is clear when every step of one is longer than any step of the other, with at least 4 steps each.
 

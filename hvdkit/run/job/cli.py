@@ -27,7 +27,7 @@ from hvdkit.run.job.systems import SYSTEMS
     "--site",
     "site_name",
     metavar="NAME|FILE",
-    help=f"What your site wants said: {', '.join(site.known())}, or a TOML file of your own  [default: the system's]",
+    help=f"Your site: {', '.join(site.known())}, or a TOML file of your own  [default: the system's]",
 )
 @click.option("--nodes", type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
 @click.option("--ppn", type=AT_LEAST_1, required=True, metavar="P", help="Ranks on each host.")
@@ -73,8 +73,8 @@ def job(
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
     For Kubernetes it is an MPIJob of N worker pods, for the Kubeflow MPI Operator. Nothing is submitted without
-    --submit. What no queue or host of the site gives is refused. What is typed here is quoted, so that the script's
-    shell passes it on as it is.
+    --submit. What no queue or host of the site gives is refused. COMMAND is quoted: the script's shell passes it on as
+    typed.
 
     \b
     Examples:
@@ -84,7 +84,7 @@ def job(
       hvdkit job --site ./mine.toml --nodes 1 --ppn 8 --walltime 12:00:00 --queue long -- python train.py
       hvdkit job --system kubernetes --image me/train:1 --nodes 2 --ppn 4 --walltime 2:00:00 -- python train.py
 
-    With --submit Ctrl-C ends the following, not the job; an array is submitted only.
+    With --submit, Ctrl-C stops following the job and does not end it. An array is submitted, not followed.
 
     Exit status: 0 success, 2 for bad usage, an output that cannot be written included; with --submit the job's own.
     """

@@ -76,8 +76,8 @@ LAUNCHER = click.option(
     "--launcher",
     type=click.Choice(["auto", *plan.LAUNCHERS]),
     default="auto",
-    help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun); without one over MPI (mpirun) when "
-    "Horovod was built with it, else over Gloo (horovodrun).",
+    help="auto: that of the batch job (srun, PALS's mpiexec, jsrun, aprun), else mpirun when Horovod was built with "
+    "MPI, else horovodrun (Gloo).",
 )
 PPN = click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks on each host.")
 HOSTS = click.option(
@@ -166,7 +166,7 @@ OPTIONS = (
         help="Have the timeline say in every step which rank was late, at the price of slower negotiation (no cache).",
     ),
     _directory(
-        "--monitor", "Keep the history of the run in DIR and report slow ranks, without a change of the script."
+        "--monitor", "Keep the history of the run in DIR and report stragglers, without a change of the script."
     ),
     _directory(
         "--mpi-profile", "Record every rank's MPI calls in DIR, for `hvdkit mpi-profile show DIR` (not over Gloo)."
@@ -189,8 +189,8 @@ OPTIONS = (
     click.option(
         "--explain-job",
         is_flag=True,
-        help="Record the times of the steps of every rank, and say at the end what cost the job most time, as "
-        "`hvdkit explain` does, with what the other options record.",
+        help="Record the times of the steps of every rank. At the end say what cost the job most time, as "
+        "`hvdkit explain` does, also from what the other options record.",
     ),
     _directory(
         "--explain-dir", "Where that is written, seen by all ranks  [default: hvdkit-job-TIME in the current directory]"
@@ -214,8 +214,8 @@ OPTIONS = (
         type=float,
         callback=seconds_above_0,
         metavar="S",
-        help="End the job when a collective waits longer than S seconds, with every rank's Python stacks (on "
-        "several hosts without them)  [default: off, since a rank may rightly be busy for as long as it likes]",
+        help="End the job when a collective waits longer than S seconds, and write every rank's call stacks (not on "
+        "several hosts)  [default: off; a rank may rightly be busy for long]",
     ),
     click.option(
         "--stall-dir",

@@ -134,12 +134,12 @@ def tune(
     """Find launcher, cycle time, fusion threshold and threads that make COMMAND fast on N ranks here, by running it.
 
     COMMAND is run many times, whole, with `hvdkit launch`: keep it short (seconds), but with the model and the batch
-    size that matter. Compared are the seconds of its closing line `Hvd Procs N Total time: X second`, else the wall
+    size that matter. The seconds of its closing line `Hvd Procs N Total time: X second` are compared, else the wall
     time of whole jobs. A setting is adopted only when fresh runs show it to be faster than the default, by a 95 %
     confidence interval that lies above 1. Progress is on standard error.
 
-    Exit status: 0, also when nothing is better than the default; 1 when the job fails with the default settings;
-    130 after Ctrl-C, which tells the best so far and writes no file.
+    Exit status: 0, also when nothing is better than the default; 1 when the job fails with the default settings; 130
+    after Ctrl-C. Ctrl-C tells the best so far and writes no file.
 
     \b
     Examples:

@@ -34,7 +34,7 @@ _COLUMNS = 80
     "--interval", type=float, default=1.0, callback=seconds_above_0, metavar="S", help="Seconds between two looks."
 )
 def watch(directory: Path, once: bool, want_json: bool, html: Path | None, interval: float) -> int:
-    """Show a training while it runs, or after it: progress, speed, loss, slow ranks, memory, checkpoints, reports.
+    """Show a training while it runs, or after it: progress, speed, loss, stragglers, memory, checkpoints, reports.
 
     DIR is what was given to `hk.Monitor` or `hvdkit launch --monitor`. Only its files are read, so this works on any
     host that sees them. On a terminal the view stays and changes; elsewhere each change is printed below the last.

@@ -18,7 +18,7 @@ from hvdkit.errors import LaunchError
 from hvdkit.run.launch.stage import archive
 from hvdkit.run.launch.stage.environment import MARK, Entry, entries, key
 
-_RECENT_S = 600.0
+_RECENT_S = 3600.0
 """Seconds for a job to start its ranks once its environment is there; until then nobody else removes it."""
 _BLOCK = 4096
 _SHARED = (

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +25,8 @@ from hvdkit.steps import agreement, metrics
 from hvdkit.steps.topology import Topology
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
+_HDF5_FILE, _HDF5_ARRAY = 16384, 4096
+"""Bytes that HDF5 may need beside the numbers, for a file and for each array in it."""
 _started: list[Topology] = []
 
 
@@ -214,11 +220,21 @@ def write_model(directory: Path, model: Any) -> None:
     """
     rows = _types_and_shapes(model_variables(model))
     (directory / _LAYOUT).write_text(json.dumps(rows), encoding="utf-8")
+    _require_space(directory, model_variables(model))
     try:
         with _said_built(model):
             model.save_weights(directory / _WEIGHTS)
     except (RuntimeError, ValueError) as error:  # h5py turns a full disk into one
         raise OSError(" ".join(str(error).split())) from error
+
+
+def _require_space(directory: Path, variables: Sequence[Any]) -> None:
+    """HDF5 may crash a process whose disk is full when a file is closed, so that the job would be told of a SIGSEGV."""
+    sizes = [
+        math.prod(one.shape) * (2 if one.dtype == "bfloat16" else np.dtype(one.dtype).itemsize) for one in variables
+    ]
+    if shutil.disk_usage(directory).free < sum(sizes) + _HDF5_FILE + _HDF5_ARRAY * len(sizes):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / _WEIGHTS))
 
 
 def read_model(directory: Path, model: Any) -> None:

@@ -475,6 +475,27 @@ def test_a_train_step_that_returns_a_loss_of_its_own(hk, world):
 
 
 @on_ranks("keras")
+def test_weights_for_which_there_is_no_space_are_one_sentence_and_no_crash(hk, world):
+    """HDF5 ends a process by SIGSEGV where it cannot write what it holds."""
+    import collections
+    import shutil
+    from unittest import mock
+
+    import keras
+
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+    model.compile(hk.distribute(keras.optimizers.Adam(0.1)), "mse")
+    hk.broadcast_state(model, model.optimizer)
+    usage = collections.namedtuple("usage", "total used free")
+    with mock.patch.object(shutil, "disk_usage", lambda _: usage(1 << 20, 1 << 20, 0)):
+        said = message(lambda: hk.Checkpoints("full").save(model, model.optimizer, step=1))
+    assert said.startswith(
+        "CheckpointError: could not write the checkpoint of step 1 in full: No space left on device;"
+    )
+    assert hk.Checkpoints("full").save(model, model.optimizer, step=1).step == 1
+
+
+@on_ranks("keras")
 def test_a_train_step_that_clips_before_the_average_is_refused(hk, world):
     import keras
     import tensorflow as tf

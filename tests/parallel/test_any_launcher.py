@@ -133,6 +133,16 @@ def test_the_ddp_example_trains_under_each_launcher_and_goes_on_in_one_process(r
         assert "no launcher" not in done.stdout
 
 
+def test_one_process_over_gloo_alone(ranks_command):
+    """Ray, Spark and scripts set HOROVOD_CONTROLLER whatever the number of ranks."""
+    _, environment = ranks_command(1, "mpi")
+    program = "import torch, hvdkit.torch as hk; hk.init(); print(hk.hvd.allreduce(torch.ones(2)).tolist())"
+    command = [sys.executable, "-c", program]
+    environment["HOROVOD_CONTROLLER"] = "gloo"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("[1.0, 1.0]\n", 0), done.stderr
+
+
 ENDS_AT_ONCE = """
 import atexit
 import torch

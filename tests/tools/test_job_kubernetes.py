@@ -146,6 +146,7 @@ def test_an_mpi_job_word_for_word(capsys, tmp_path):
         ["--gpus-per-node", "1", "--depth", "3"],
         ["--volume", "a:/a", "--volume", "b:/b/c"],
         ["--ssh-dir", "/root/.ssh"],
+        ["--min-np", "4", "--max-np", "16"],
     ],
 )
 def test_the_published_schema_takes_it(capsys, options):
@@ -166,6 +167,29 @@ def test_the_published_schema_takes_it(capsys, options):
 def test_the_schema_would_find_a_mistake(change, message):
     found = wrong(yaml.safe_load(GOLDEN.replace(*change)), SCHEMA)
     assert any(one.endswith(message.removeprefix("...")) for one in found), found
+
+
+ELASTIC = GOLDEN.replace(
+    """\
+                - "--"
+""",
+    """\
+                - "--min-np"
+                - "4"
+                - "--max-np"
+                - "12"
+                - "--host-discovery-script"
+                - "/etc/mpi/discover_hosts.sh"
+                - "--"
+""",
+)
+
+
+def test_an_elastic_mpi_job_word_for_word(capsys):
+    options = ["--depth", "2", "--gpus-per-node", "4", "--volume", "results:/results", "--name", "cnn"]
+    assert write(capsys, *options, "--min-np", "4", "--max-np", "12") == (0, ELASTIC, "")
+    shrinks = container(write(capsys, "--min-np", "4")[1], "Launcher")["command"]
+    assert shrinks[shrinks.index("--max-np") + 1] == "8"
 
 
 def test_root_needs_no_user_and_no_file_for_sshd(capsys):
@@ -204,6 +228,8 @@ def test_whatever_is_typed_reaches_the_command_as_it_is(words):
         (["--account", "me"], "--account is for batch systems"),
         (["--site", "polaris"], "--site is for batch systems"),
         (["--walltime", "30"], "HH:MM:SS"),
+        (["--min-np", "9"], "an elastic job needs --min-np <= -n <= --max-np, got 9, 8 and 9"),
+        (["--name", "a" * 54, "--max-np", "44"], f"at most 63 with what its pods add ({'a' * 54}-worker-10)"),
         (["--system", "slurm"], "--image and --volume are for --system kubernetes"),
     ],
 )
@@ -273,6 +299,21 @@ def test_launch_in_the_launcher_pod_refuses_more_ranks_than_slots_and_a_file_tha
     file.unlink()
     status, _, err = planned(capsys, "-n", "8")
     assert status == 2 and f"{file} cannot be read" in err
+
+
+def test_an_elastic_job_takes_the_workers_that_run_with_the_slots_of_ppn(pod, capsys, tmp_path):
+    """The operator's script prints workers without slots (mpi_job_controller.go, updateDiscoverHostsInConfigMap)."""
+    pod("OpenMPI")
+    script = tmp_path / "discover_hosts.sh"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo {name}\n" for name in WORKERS))
+    script.chmod(0o555)
+    words = ["-n", "8", "--ppn", "4", "--min-np", "4", "--max-np", "12", "--host-discovery-script", str(script)]
+    status = cli.run(["launch", "--dry-run", *words, "--", "echo", "started"])
+    out, err = capsys.readouterr()
+    assert status == 0 and "share" not in err and "ssh" in err
+    planned = shlex.split(out)
+    assert planned[planned.index("--slots-per-host") + 1] == "4" and "--network-interface" not in planned
+    assert planned[planned.index("-np") + 1] == "8" and not any(WORKERS[0] in word for word in planned)
 
 
 @pytest.mark.parametrize("changes", [{"K_MPI_JOB_ROLE": "worker"}, {"K_MPI_JOB_ROLE": ""}])

@@ -50,7 +50,7 @@ def test_what_will_not_go_on_is_said(script):
     (note,) = elastic.notes(2, wanted, elastic.hosts(one, {}))
     assert "a failed worker takes its host out" in note
     assert "names no host yet" in elastic.notes(2, wanted, elastic.hosts(script(), {}))[0]
-    assert "fewer slots than --min-np 2" in elastic.notes(2, wanted, {"a": 1, "b": None} | {"b": 0})[-1]
+    assert "fewer slots than --min-np 2" in elastic.notes(2, wanted, {"a": 1, "b": 0})[-1]
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,35 @@ def test_bad_scripts_are_named(script, tmp_path):
         elastic.hosts(script("a:1", "b:x"), {})
     with pytest.raises(InvalidArgumentError, match="cannot be run"):
         elastic.hosts(script("a:1", status=3), {})
+    with pytest.raises(InvalidArgumentError, match=r"printed 'b' without slots; let it print HOST:SLOTS, or say --ppn"):
+        elastic.hosts(script("a:1", "b"), {})
     plain = tmp_path / "plain"
     plain.write_text("a:1\n")
     with pytest.raises(InvalidArgumentError, match="cannot be run: Permission denied"):
         elastic.hosts(plain, {})
+
+
+def test_hosts_without_slots_have_those_of_ppn(script):
+    file = script("a", "b:1")
+    found = elastic.hosts(file, {}, 4)
+    assert found == {"a": 4, "b": 1}
+    options = words(2, elastic.check(2, 1, 5, file), found)
+    assert "--slots-per-host" not in options
+    command = [
+        "-n",
+        "5",
+        "--ppn",
+        "4",
+        "--max-np",
+        "5",
+        "--host-discovery-script",
+        str(file),
+        "--dry-run",
+        "--",
+        "echo",
+    ]
+    done = CliRunner().invoke(launch, command)
+    assert done.exit_code == 0 and " -np 5 " in done.stdout and " --slots-per-host 4 " in done.stdout, done.output
 
 
 def test_elastic_jobs_refuse_what_horovodrun_does_itself(script):

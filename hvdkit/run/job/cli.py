@@ -53,6 +53,8 @@ from hvdkit.run.job.systems import SYSTEMS
     metavar="DIR",
     help=f"Kubernetes: where the image's user has ssh keys; {kubernetes.ROOT} for root.",
 )
+@click.option("--min-np", type=AT_LEAST_1, metavar="N", help="Kubernetes: elastic, wait below so many ranks.")
+@click.option("--max-np", type=AT_LEAST_1, metavar="N", help="Kubernetes: elastic, never more ranks.")
 @click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Write to FILE, not to the screen.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
@@ -65,6 +67,8 @@ def job(
     image: str | None,
     volumes: tuple[str, ...],
     ssh_dir: str,
+    min_np: int | None,
+    max_np: int | None,
     output: Path | None,
     force: bool,
     submit_it: bool,
@@ -94,10 +98,12 @@ def job(
             raise InvalidArgumentError("--submit is for batch systems; write with -o, then 'kubectl create -f' it.")
         if site_name is not None:
             raise InvalidArgumentError("--site is for batch systems; leave it out with --system kubernetes.")
-        text, submit = kubernetes.write(asked, image, volumes, ssh_dir), kubernetes.SUBMIT
+        text, submit = kubernetes.write(asked, image, volumes, ssh_dir, min_np, max_np), kubernetes.SUBMIT
     else:
         if image is not None or volumes:
             raise InvalidArgumentError("--image and --volume are for --system kubernetes; leave them out.")
+        if min_np is not None or max_np is not None:
+            raise InvalidArgumentError("--min-np and --max-np are for --system kubernetes; leave them out.")
         chosen = site.find(system, site_name)
         text = script.write(asked, chosen, str(Path(sys.executable).absolute().parent))
         for note in limits.notes(asked, chosen):

@@ -12,15 +12,19 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import script
 from hvdkit.run.job.model import Job
+from hvdkit.run.launch import elastic
 
 NAME = "kubernetes"
 SUBMIT = "kubectl create -f"
 ROOT = "/root/.ssh"
+DISCOVERY = Path("/etc/mpi/discover_hosts.sh")
+"""Where the operator keeps, in the launcher pod, a script that prints its running workers, without slots."""
 _READ = ("name", "depth", "gpus_per_node")
 """What an MPIJob has a place for, of what a job need not have."""
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -30,7 +34,14 @@ _VOLUME = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?):(/[A-Za-z0-9._/-]{
 _DIRECTORY = re.compile(r"/[A-Za-z0-9._/-]{1,255}")
 
 
-def write(job: Job, image: str | None, volumes: Sequence[str], ssh_directory: str) -> str:
+def write(
+    job: Job,
+    image: str | None,
+    volumes: Sequence[str],
+    ssh_directory: str,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> str:
     """The text of the MPIJob, as YAML.
 
     Args:
@@ -38,16 +49,19 @@ def write(job: Job, image: str | None, volumes: Sequence[str], ssh_directory: st
         image: has hvdkit, Horovod, MPI and sshd in it.
         volumes: ``CLAIM:DIRECTORY`` each, a claim of a volume and where every pod has it.
         ssh_directory: where the user of the image expects the keys that the operator makes.
+        min_np, max_np: ranks of an elastic job, None where the other or the job says it; both None: not elastic.
     Raises:
-        InvalidArgumentError: see ``script.check``; no image; a name, volume or directory that cannot be right, or an
-            option that only batch systems know.
+        InvalidArgumentError: see ``script.check`` and ``elastic.check``; no image; a name, volume or directory that
+            cannot be right, or an option that only batch systems know.
     """
     script.check(job)
     for field in fields(job):
         if field.default is not MISSING and field.name not in _READ and getattr(job, field.name) != field.default:
             option = "output" if field.name == "log" else field.name.replace("_", "-")
             raise InvalidArgumentError(f"--{option} is for batch systems; leave it out with --system {NAME}.")
-    longest = f"{job.name}-worker-{job.nodes - 1}"
+    growing = None if min_np is max_np is None else elastic.check(job.nodes * job.ppn, min_np, max_np, DISCOVERY)
+    most = job.nodes * job.ppn if growing is None or growing.max_np is None else growing.max_np
+    longest = f"{job.name}-worker-{-(-most // job.ppn) - 1}"
     if _LABEL.fullmatch(job.name) is None or len(longest) > _LONGEST_LABEL:
         raise InvalidArgumentError(
             f"--name must be small letters, digits and - from a letter on, at most {_LONGEST_LABEL} with what its pods "
@@ -59,7 +73,8 @@ def write(job: Job, image: str | None, volumes: Sequence[str], ssh_directory: st
         )
     if _DIRECTORY.fullmatch(ssh_directory) is None:
         raise InvalidArgumentError(f"--ssh-dir must be a directory such as {ROOT}, got {ssh_directory!r}.")
-    return "".join(f"{line}\n" for line in _lines(_mpi_job(job, image, _claims(volumes), ssh_directory)))
+    value = _mpi_job(job, image, _claims(volumes), ssh_directory, growing)
+    return "".join(f"{line}\n" for line in _lines(value))
 
 
 def _claims(volumes: Sequence[str]) -> dict[str, str]:
@@ -75,11 +90,16 @@ def _claims(volumes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _mpi_job(job: Job, image: str, claims: Mapping[str, str], ssh_directory: str) -> dict[str, Any]:
+def _mpi_job(
+    job: Job, image: str, claims: Mapping[str, str], ssh_directory: str, growing: elastic.Elastic | None
+) -> dict[str, Any]:
     hours, minutes, seconds = map(int, job.walltime.split(":"))
     launch = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
     # Not --depth: pods on one host see the same cores, and would tie their ranks to the same ones.
     launch += [] if job.depth is None else ["--threads", str(job.depth)]
+    if growing is not None:
+        launch += ["--min-np", str(growing.min_np), "--max-np", str(growing.max_np)]
+        launch += ["--host-discovery-script", str(growing.script)]
     limits: dict[str, Any] = {} if job.depth is None else {"cpu": job.ppn * job.depth}
     limits |= {} if job.gpus_per_node is None else {"nvidia.com/gpu": job.gpus_per_node}
     volumes = [

@@ -30,7 +30,7 @@ from hvdkit.run.launch import (
     tuned,
 )
 from hvdkit.run.launch.command import resolve
-from hvdkit.run.launch.model import Plan, Request
+from hvdkit.run.launch.model import Host, Plan, Request
 from hvdkit.run.launch.stage import job as staging
 
 _NEEDS = (
@@ -221,9 +221,12 @@ def _attempt(request: Request, job: Plan, attempt: int) -> Plan:
 
 def _elastic_plan(request: Request, wanted: elastic.Elastic) -> Plan:
     """The plan of a job that horovodrun runs by itself."""
-    job = _plan(replace(request, launcher="horovodrun", hosts=()))
-    found = elastic.hosts(wanted.script, job.environment)
-    settings = elastic.settings(request.n, wanted, found)
+    here = replace(request, launcher="horovodrun", hosts=(), ppn=None)
+    job = _plan(here)
+    found = elastic.hosts(wanted.script, job.environment, request.ppn)
+    if elastic.are_elsewhere(found):  # they share no cores with this machine
+        job = _plan(replace(here, hosts=tuple(Host(name, slots) for name, slots in found.items())))
+    settings = elastic.settings(request.n, wanted, found, request.ppn)
     return replace(
         job,
         launcher=(job.launcher[0], *(word for setting in settings for word in setting.words)),

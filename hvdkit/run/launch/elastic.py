@@ -52,11 +52,15 @@ def check(n: int, min_np: int | None, max_np: int | None, script: Path | None) -
     return Elastic(least, most, script.absolute())
 
 
-def hosts(script: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
+def hosts(script: Path, environ: Mapping[str, str], slots: int | None = None) -> dict[str, int]:
     """What the script prints now: slots by host.
 
+    Args:
+        script: of the user, or of the MPI Operator.
+        environ: its environment.
+        slots: of a host that is printed without.
     Raises:
-        InvalidArgumentError: it cannot be run, fails, or prints something else.
+        InvalidArgumentError: it cannot be run, fails, or prints something else; a host without slots has none.
     """
     try:
         done = subprocess.run(
@@ -68,19 +72,24 @@ def hosts(script: Path, environ: Mapping[str, str]) -> dict[str, int | None]:
             f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
             "with status 0."
         ) from error
-    found: dict[str, int | None] = {}
+    found: dict[str, int] = {}
     for number, line in enumerate(done.stdout.splitlines(), start=1):
         match = _HOST.fullmatch(line.strip())
         if match is None:
             raise InvalidArgumentError(
                 f"the host discovery script {script} printed {line!r} as line {number}, where HOST:SLOTS was expected."
             )
-        found[match[1]] = int(match[2]) if match[2] else None
+        if match[2] is None and slots is None:  # horovodrun would end with a stack trace
+            raise InvalidArgumentError(
+                f"the host discovery script {script} printed {line!r} without slots; let it print HOST:SLOTS, or say "
+                "--ppn."
+            )
+        found[match[1]] = int(match[2] or slots or 0)
     return found
 
 
-def settings(n: int, elastic: Elastic, found: Mapping[str, int | None]) -> list[Setting]:
-    """horovodrun's options and why."""
+def settings(n: int, elastic: Elastic, found: Mapping[str, int], slots: int | None = None) -> list[Setting]:
+    """horovodrun's options and why; ``slots`` as in ``hosts``."""
     chosen = [
         Setting("Horovod Elastic works over Gloo", ("--gloo",)),
         Setting("ranks to begin with", ("-np", str(n))),
@@ -92,28 +101,30 @@ def settings(n: int, elastic: Elastic, found: Mapping[str, int | None]) -> list[
             ("--blacklist-cooldown-range", *map(str, COOLDOWN_S)),
         ),
     ]
-    if found and all(_is_here(host) for host in found):
+    if slots is not None:
+        chosen.append(Setting("ranks on a host that the script prints without slots", ("--slots-per-host", str(slots))))
+    if found and not are_elsewhere(found):
         chosen.append(
             Setting("all hosts are this one; without it horovodrun waits for another", ("--network-interface", "lo"))
         )
     return [*chosen, UNREAD]
 
 
-def notes(n: int, elastic: Elastic, found: Mapping[str, int | None]) -> list[str]:
+def notes(n: int, elastic: Elastic, found: Mapping[str, int]) -> list[str]:
     """What the user should know before it starts."""
     said = []
     if not found:
         said.append(f"{elastic.script} names no host yet: the job waits for one.")
-    slots = list(found.values())
     if len(found) == 1 and n > 1:
         said.append(
             "a failed worker takes its host out for a while, and there is one host: the job stops and waits. Give each "
             "worker a line of its own (localhost:1 and 127.0.0.1:1 are two hosts to Horovod)."
         )
-    if slots and None not in slots and sum(count or 0 for count in slots) < (elastic.min_np or n):
+    if found and sum(found.values()) < (elastic.min_np or n):
         said.append(f"the hosts have fewer slots than --min-np {elastic.min_np}: the job waits for more.")
     return said
 
 
-def _is_here(host: str) -> bool:
-    return host in _LOCAL or host == socket.gethostname()
+def are_elsewhere(found: Mapping[str, int]) -> bool:
+    """Whether there are hosts other than this one."""
+    return any(host not in (*_LOCAL, socket.gethostname()) for host in found)

@@ -252,7 +252,7 @@ OPTIONS = (
         "--host-discovery-script",
         type=FILE,
         metavar="FILE",
-        help="Elastic: a script that prints the hosts that there are now, one HOST:SLOTS a line.",
+        help="Elastic: a script that prints the hosts that there are now, one HOST:SLOTS a line; or HOST, with --ppn.",
     ),
     click.option("--tag/--no-tag", default=True, help="Put [rank] before each line of output."),
     click.option("--verbose", is_flag=True, help="Show TensorFlow's own start-up lines of every rank, too."),

@@ -46,7 +46,7 @@ def judge(whole: Facts, names: Sequence[str], roundings: Sequence[float], exchan
         AgreementError: parameters differ, or some ranks have not looked.
     """
     ranks, asked, looked = whole[:3]
-    if WARNING or asked < ranks:  # a rank that had joined counts otherwise
+    if WARNING or asked < ranks or not looked:  # a rank that had joined counts otherwise; a group of parameters left
         return
     if looked < ranks:
         raise AgreementError(

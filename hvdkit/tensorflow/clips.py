@@ -27,8 +27,9 @@ def _marking(plain: Callable[..., Any]) -> Any:
     @functools.wraps(plain)
     def clip(*args: Any, **kwargs: Any) -> Any:
         clipped = plain(*args, **kwargs)
-        for one in tf.nest.flatten(clipped):
-            if one is not None:
+        gradients = clipped[0] if isinstance(clipped, tuple) else [clipped]  # beside them the norm, as it was given
+        for one in gradients:
+            if isinstance(one, (tf.Tensor, tf.IndexedSlices)):
                 setattr(one, _CLIPPED, True)
         return clipped
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -16,16 +18,39 @@ _FIRST = 8
 """Of the exchanges that are compared: Horovod's recipes broadcast after a step, which may exchange more than once."""
 _IN_GRAPHS = 4
 """So many variables, the largest, are looked at in ``tf.function``, where each costs every step some microseconds."""
-_COUNTS: dict[str, int] = {}
-_GRAPH_COUNTS: dict[str, tf.Variable] = {}
+_COUNTERS: dict[tuple[int, int, int], _Counter] = {}
+"""By the first variable, the number of them, and the ranks that exchange."""
 _ROUNDINGS = {tf.float64: 2**-52, tf.float32: 2**-23, tf.float16: 2**-10, tf.bfloat16: 2**-7}
+
+
+class _Counter:
+    """Exchanges of some variables' gradients."""
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+
+    def is_due(self) -> np.bool_:
+        """Whether the exchange that now begins is compared."""
+        self.exchanges += 1
+        return np.bool_(self.exchanges >= _FIRST and parting.is_due(self.exchanges))
 
 
 def forget() -> None:
     """Ranks have joined, or Horovod has started anew with others: all begin to count."""
-    _COUNTS.clear()
-    for count in _GRAPH_COUNTS.values():
-        count.assign(0)
+    for counter in _COUNTERS.values():
+        counter.exchanges = 0
+
+
+def _and_forget(plain: Callable[[], Any]) -> Callable[[], Any]:
+    def join() -> Any:
+        last = plain()
+        forget()
+        return last
+
+    return join
+
+
+hvd.join = _and_forget(hvd.join)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it takes seconds, to no end
@@ -39,48 +64,50 @@ def look(variables: Iterable[Any], process_set: Any) -> None:
         AgreementError: on every rank: their variables differ. In ``tf.function`` TensorFlow raises an error of its
             own with these words.
     """
-    named = [(canonical_name(one), native(one)) for one in variables]
-    named = [(name, one) for name, one in named if isinstance(one, tf.Variable) and one.dtype.is_floating]
-    if not named or not process_set.included() or process_set.size() < 2:
-        return
+    sources = [native(one) for one in variables]
     graph = not tf.executing_eagerly()
+    grows = graph and os.environ.get("HOROVOD_ELASTIC") == "1"
+    if not sources or not process_set.included() or (process_set.size() < 2 and not grows):
+        return
+    counter = _counter(sources[0], len(sources), process_set)
+    if not graph and not counter.is_due():
+        return
+    named = [(canonical_name(one), one) for one in sources if isinstance(one, tf.Variable) and one.dtype.is_floating]
     if graph:
         named = sorted(named, key=lambda pair: -(pair[1].shape.num_elements() or 0))[:_IN_GRAPHS]
-    names, ours = zip(*named, strict=True)
-    # Ranks outside a process set count for themselves what they exchange of variables with the same names.
-    call = f"hvdkit.parameters.{process_set.process_set_id}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
-    if graph:
-        count = _count(call)
-        tf.cond(
-            (count >= _FIRST) & parting.is_due(count),
-            lambda: _compare(ours, names, count, f"{call}.graph", process_set),
-            lambda: False,
-        )
+    if not named:
         return
-    _COUNTS[call] = steps = _COUNTS.get(call, 0) + 1
-    if steps >= _FIRST and parting.is_due(steps):
-        _compare(ours, names, tf.constant(steps), call, process_set)
+    names, ours = zip(*named, strict=True)
+    if not graph:
+        _compare(ours, names, counter, process_set)
+        return
+    with tf.control_dependencies([ours[0].value()]):  # after the step before, where a function takes several
+        due = tf.numpy_function(counter.is_due, [], tf.bool, name="hvdkit_due")
+    tf.cond(due, lambda: _compare(ours, names, counter, process_set), lambda: False)
 
 
-def _count(call: str) -> Any:
-    with tf.init_scope():
-        if call not in _GRAPH_COUNTS:
-            with tf.device("/CPU:0"):
-                _GRAPH_COUNTS[call] = tf.Variable(0, trainable=False, dtype=tf.int64)
-    return _GRAPH_COUNTS[call].assign_add(1)
+def _counter(first: Any, number: int, process_set: Any) -> _Counter:
+    # Ranks outside a process set count for themselves what they exchange of the same variables.
+    key = id(first), number, process_set.process_set_id
+    if key not in _COUNTERS:
+        _COUNTERS[key] = _Counter()
+        weakref.finalize(first, _COUNTERS.pop, key, None)
+    return _COUNTERS[key]
 
 
-def _compare(ours: Sequence[tf.Variable], names: Sequence[str], count: Any, call: str, process_set: Any) -> Any:
+def _compare(ours: Sequence[tf.Variable], names: Sequence[str], counter: _Counter, process_set: Any) -> Any:
     mine = tf.reshape([fact for one in ours for fact in _facts(one)], [-1])
     sent = tf.concat([tf.ones(3, tf.float64), mine, mine**2], 0)
+    call = f"hvdkit.parameters.{process_set.process_set_id}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
     # Without the scopes of the graph around it, which may be another on another rank.
     whole = hvd.allreduce(sent, op=hvd.Sum, name=call, process_set=process_set, ignore_name_scope=True)
+    roundings = [_ROUNDINGS.get(one.dtype, 1.0) for one in ours]
 
-    def judge(seen: Any, steps: Any) -> Any:
-        parting.judge(np.asarray(seen), names, [_ROUNDINGS.get(one.dtype, 1.0) for one in ours], int(steps))
+    def judge(seen: Any) -> Any:  # TensorFlow keeps it, and what it holds, for ever
+        parting.judge(np.asarray(seen), names, roundings, counter.exchanges)
         return np.True_
 
-    return judge(whole, count) if tf.executing_eagerly() else tf.numpy_function(judge, [whole, count], tf.bool)
+    return judge(whole) if tf.executing_eagerly() else tf.numpy_function(judge, [whole], tf.bool)
 
 
 def _facts(variable: tf.Variable) -> tuple[Any, Any]:

@@ -40,8 +40,6 @@ from typing import Any
 
 import pytest
 
-from hvdkit.run.launch.guard import guarded
-
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 START_S, TEST_S = 120.0, 150.0
@@ -132,6 +130,8 @@ def rank_environment() -> dict[str, str]:
 
 def launcher_argv(n: int, controller: str) -> list[str]:
     """How this directory starts n ranks: by plain mpirun, or by horovodrun, not by the launcher that it also tests."""
+    from hvdkit.run.launch.guard import guarded  # not in the ranks, which import this file
+
     if controller == "gloo":  # horovodrun as that launcher starts it: by itself it takes 14 s to begin
         return guarded([str(BIN / "horovodrun"), "--gloo", "--network-interface", "lo", "-np", str(n)])
     mpirun = shutil.which("mpirun", path=rank_environment()["PATH"])

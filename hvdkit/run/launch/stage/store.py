@@ -22,7 +22,7 @@ _RECENT_S = 3600.0
 """Seconds for a job to start its ranks once its environment is there; until then nobody else removes it."""
 _BLOCK = 4096
 _SHARED = (
-    *("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "panfs", "afs", "dvs", "pvfs", "9p", "virtiofs"),
+    *("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "panfs", "afs", "dvs", "pvfs"),
     *("weka", "gfs2", "ocfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs"),
 )
 """What the names of file systems begin with that hosts share."""

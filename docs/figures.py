@@ -10,9 +10,8 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).parents[1]
 TIMELINE = ROOT / "tests/data/timelines/atpesc-2023-cpu-8ranks.json"
 WIDTH, HEIGHT = 1000, 760
-# What commands draw of files in docs/data and of numbers that stand in their pages.
+# What commands draw, of a file in docs/data or of the numbers that they are given.
 PLOTS = {
-    "scaling.svg": "bench show docs/data/scaling.json",
     "rates.svg": "plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,8 --warmup-epochs 3",
     "predict.svg": "predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --plan docs/data/vgg16.json --step-ms 489 "
     "--at 8,16,32,64,128,256,512 --fusion-threshold-mb 64 --cycle-time-ms 5",
@@ -33,20 +32,13 @@ def timeline_report() -> None:
 
 
 def plots() -> None:
-    """Scaling, learning rates, a prediction."""
+    """Learning rates, a prediction."""
     for name, words in PLOTS.items():
         command = [sys.executable, "-m", "hvdkit", *words.split(), "--plot", f"docs/{name}"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def large_batch() -> None:
-    """The example trains on the bundled digits and draws large_batch.png itself; some minutes where cores are busy."""
-    command = [sys.executable, ROOT / "examples/keras/large_batch.py", "--device", "cpu"]
-    subprocess.run(command, cwd=ROOT / "docs", check=True, stdout=subprocess.DEVNULL)
-
-
 if __name__ == "__main__":
     timeline_report()
     plots()
-    large_batch()
     subprocess.run([sys.executable, "tests/tools/test_watch.py"], cwd=ROOT, check=True)

@@ -113,3 +113,13 @@ def test_every_python_block_of_a_page_runs_in_a_test() -> None:
     for page in OF_THEIR_OWN:
         test = (ROOT / "tests" / "parallel" / f"test_{page.removesuffix('.md')}.py").read_text()
         assert [one for one in found if one.page == page and f'"{one.heading}"' not in test] == []
+
+
+def test_every_picture_has_an_alternative_text_and_is_small() -> None:
+    found = []
+    for page in PAGES:
+        for text, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            found.append((page.parent / path).resolve())
+            assert len(text.split()) >= 4, f"{page.name}: {path}"
+            assert found[-1].stat().st_size < 100_000, path
+    assert set(found) >= {*DOCS.glob("*.svg"), *DOCS.glob("*.png")}

@@ -23,7 +23,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"hvdkit {release}"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "data"]
 # Their names are enough: the site needs no build of Horovod and no MPI.
 autodoc_mock_imports = ["horovod", "mpi4py"]
 autodoc_member_order = "bysource"

@@ -1,4 +1,4 @@
-"""The pictures of the documentation, drawn by the tools themselves from files of the tests: `make figures`."""
+"""The pictures of the documentation, drawn by the tools themselves from files of the repository: `make figures`."""
 
 import subprocess
 import sys
@@ -10,6 +10,12 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).parents[1]
 TIMELINE = ROOT / "tests/data/timelines/atpesc-2023-cpu-8ranks.json"
 WIDTH, HEIGHT = 1000, 760
+# What commands draw, of a file in docs/data or of the numbers that they are given.
+PLOTS = {
+    "rates.svg": "plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,8 --warmup-epochs 3",
+    "predict.svg": "predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --plan docs/data/vgg16.json --step-ms 489 "
+    "--at 8,16,32,64,128,256,512 --fusion-threshold-mb 64 --cycle-time-ms 5",
+}
 
 
 def timeline_report() -> None:
@@ -25,6 +31,14 @@ def timeline_report() -> None:
         browser.close()
 
 
+def plots() -> None:
+    """Learning rates, a prediction."""
+    for name, words in PLOTS.items():
+        command = [sys.executable, "-m", "hvdkit", *words.split(), "--plot", f"docs/{name}"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
 if __name__ == "__main__":
     timeline_report()
+    plots()
     subprocess.run([sys.executable, "tests/tools/test_watch.py"], cwd=ROOT, check=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from pages import DOCS, blocks, every_command
+from programs_pages import OF_THEIR_OWN, RUN, Place
 
 from hvdkit.cli import COMMANDS
 from hvdkit.prepare.check.report import check_script
@@ -96,3 +97,29 @@ def test_what_the_tables_on_migration_name_exists() -> None:
         assert (DOCS / linked).is_file(), linked
     for path in re.findall(r"(?:examples|tests)/[\w/]+\.py", page):
         assert (DOCS.parent / path).is_file(), path
+
+
+def test_every_python_block_of_a_page_runs_in_a_test() -> None:
+    """A new block needs a row in parallel/programs_pages.py, or its heading in the test of a page that has its own."""
+    found = {
+        Place(page.name, heading, number)
+        for page in DOCS.glob("*.md")
+        for heading, code in blocks(page.name).items()
+        for number in range(len(code))
+    }
+    fences = sum(len(re.findall("^ *```python$", page.read_text(), re.MULTILINE)) for page in DOCS.glob("*.md"))
+    assert len(found) == fences  # none is indented, or before the first heading, or below two of one name
+    assert {one for one in found if one.page not in OF_THEIR_OWN} == set(RUN)
+    for page in OF_THEIR_OWN:
+        test = (ROOT / "tests" / "parallel" / f"test_{page.removesuffix('.md')}.py").read_text()
+        assert [one for one in found if one.page == page and f'"{one.heading}"' not in test] == []
+
+
+def test_every_picture_has_an_alternative_text_and_is_small() -> None:
+    found = []
+    for page in PAGES:
+        for text, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            found.append((page.parent / path).resolve())
+            assert len(text.split()) >= 4, f"{page.name}: {path}"
+            assert found[-1].stat().st_size < 100_000, path
+    assert set(found) >= {*DOCS.glob("*.svg"), *DOCS.glob("*.png")}

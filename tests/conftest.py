@@ -1,5 +1,7 @@
 """What all tests find, and how they are shared out to pytest-xdist's workers with ``--dist loadfile``."""
 
+import contextlib
+import importlib
 import os
 import re
 import sys
@@ -20,6 +22,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("hvdkit")
+
+# Builds of PyTorch for GPUs bring triton, which ends a process that has loaded TensorFlow before it: tensorflow#124205.
+with contextlib.suppress(ImportError):
+    importlib.import_module("triton")
 
 # Another environment's mpirun is no match for this one's Horovod.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -24,8 +24,9 @@ BIN = Path(sys.executable).parent
 TIMEOUT_S = 180
 FAIL_FAST_S = 60.0
 """Longer takes a job that waits for a time limit of Horovod, Gloo or TCP; docs/failures.md has the seconds."""
-STALL_TIMEOUT_S = 4
-AT_A_TIME = 2
+STALL_TIMEOUT_S = 15
+"""Less, and a busy machine's slower rank, not the one that hangs, is what the others waited for."""
+AT_A_TIME = 3
 
 STATUSES = {"raise": 1, "kill": 137, "exit": 3, "leave": 1, "_exit": 4, "segfault": 139, "hang": 75, "before": 75}
 MATRIX = [
@@ -80,7 +81,7 @@ def lacking(framework):
 
 @pytest.fixture(scope="module")
 def failures(request, tmp_path_factory):
-    """The end of a job and its directory, by cell of the matrix; two jobs at a time, since they mostly wait."""
+    """The end of a job and its directory, by cell of the matrix; several at a time, since they mostly wait."""
     matrix = [item for item in request.session.items if item.originalname == "test_the_failure_matrix"]
     chosen = [tuple(item.callspec.params[name] for name in ("framework", "how", "launcher")) for item in matrix]
     cells = {cell: tmp_path_factory.mktemp("failure") for cell in chosen if on_path(cell[2]) and not lacking(cell[0])}

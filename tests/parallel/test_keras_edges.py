@@ -451,6 +451,15 @@ def test_train_on_batch_begins_with_equal_weights(hk, world):
     assert message(lambda: model.train_on_batch(X, Y)) == ""
 
 
+def tape_gradients(model: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """A batch's loss and gradients in a train_step on TensorFlow."""
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(y=y, y_pred=model(x, training=True))
+    return loss, tape.gradient(loss, model.trainable_variables)
+
+
 @on_ranks("keras", n=2)
 def test_a_train_step_that_returns_a_loss_of_its_own(hk, world):
     """The metric that Keras keeps for the loss has seen nothing then."""
@@ -459,10 +468,7 @@ def test_a_train_step_that_returns_a_loss_of_its_own(hk, world):
 
     class Own(keras.Sequential):
         def train_step(self, data: Any) -> Any:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            self.optimizer.apply(tape_gradients(self, *data)[1], self.trainable_variables)
             return {"loss": tf.constant(1.0 + world.rank), **({"more": tf.constant(1.0)} if more else {})}
 
     for more in (False, True):
@@ -495,22 +501,40 @@ def test_weights_for_which_there_is_no_space_are_one_sentence_and_no_crash(hk, w
     assert hk.Checkpoints("full").save(model, model.optimizer, step=1).step == 1
 
 
-@on_ranks("keras")
-def test_a_train_step_that_clips_before_the_average_is_refused(hk, world):
+def steps_that_clip(backend: str) -> Any:
+    """A Sequential whose train_step clips, by the function of its backend."""
     import keras
-    import tensorflow as tf
 
-    class Clipping(keras.Sequential):
+    class OnTensorflow(keras.Sequential):
         def train_step(self, data: Any) -> Any:
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 1.0)
-            self.optimizer.apply(gradients, self.trainable_variables)
+            import tensorflow as tf
+
+            loss, gradients = tape_gradients(self, *data)
+            self.optimizer.apply(tf.clip_by_global_norm(gradients, 1.0)[0], self.trainable_variables)
             return {"loss": loss}
 
+    class OnTorch(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            import torch
+
+            x, y = data
+            self.zero_grad()
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+            with torch.no_grad():
+                self.optimizer.apply([one.value.grad for one in self.trainable_weights], self.trainable_weights)
+            return {"loss": loss}
+
+    return {"tensorflow": OnTensorflow, "torch": OnTorch}[backend]
+
+
+@on_ranks("keras", "keras-torch")
+def test_a_train_step_that_clips_before_the_average_is_refused(hk, world):
+    import keras
+
     keras.utils.set_random_seed(0)
-    model = Clipping([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+    model = steps_that_clip(keras.backend.backend())([keras.Input((FEATURES,)), keras.layers.Dense(3)])
     model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
     data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
     with pytest.raises(hvdkit.InvalidArgumentError, match=r"gradient 1 of 2, of shape \(\d+, 3\), was clipped"):

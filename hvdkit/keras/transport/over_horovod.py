@@ -134,6 +134,9 @@ class OverTorch(HorovodTransport):
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import torch
 
+        from hvdkit.keras.transport import torch_clips
+
+        torch_clips.mark()
         name, ranks = naming(), self.ranks(process_set)
 
         def norm_of(gradient: Any) -> Any:
@@ -160,6 +163,7 @@ class OverTorch(HorovodTransport):
             look_at(gradients)
             if is_alone(ranks, self.hvd.size()):
                 return told(gradients)
+            torch_clips.refuse(gradients)
             scaling = self.scaling(options, process_set)
             reduced = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
             for sent_as, positions in by_sent_type([_dtype_name(g) for g in reduced], options).items():

@@ -1,0 +1,48 @@
+"""Gradients that PyTorch clips before Keras' optimizer averages them, each rank by its own norm, are an error."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import utils
+
+from hvdkit.errors import InvalidArgumentError
+
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+_CLIPPED = "_hvdkit_clipped"
+
+
+def mark() -> None:
+    """Mark what PyTorch's functions clip from now on; called where an optimizer is distributed."""
+    for name in _FUNCTIONS:
+        plain = getattr(utils, name)
+        if not hasattr(plain, _CLIPPED):
+            setattr(utils, name, _marking(plain))
+
+
+def _marking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = plain(parameters, *args, **kwargs)
+        for one in parameters:
+            if one.grad is not None:
+                setattr(one.grad, _CLIPPED, True)
+        return given
+
+    setattr(clip, _CLIPPED, False)
+    return clip
+
+
+def refuse(gradients: Sequence[Any]) -> None:
+    """Raise InvalidArgumentError where a gradient that is about to be averaged has been clipped."""
+    for number, gradient in enumerate(gradients, 1):
+        if getattr(gradient, _CLIPPED, False):
+            raise InvalidArgumentError(
+                f"gradient {number} of {len(gradients)}, of shape {tuple(gradient.shape)}, was clipped before it is "
+                "averaged, by what this rank has; one process clips that of all samples. "
+                "Give the optimizer global_clipnorm=, clipnorm= or clipvalue= instead."
+            )

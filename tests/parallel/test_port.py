@@ -15,7 +15,9 @@ from ranks import on_ranks
 
 pytest.importorskip("libcst")
 
-from hvdkit.prepare.port import as_script, run, text, trial
+from hvdkit.prepare.port import run, text
+from hvdkit.prepare.trial import as_script
+from hvdkit.prepare.trial import attempt as trial
 from hvdkit.run.launch.stacks import sitecustomize
 from hvdkit.steps import trial as trials
 from hvdkit.steps import trial_marks
@@ -210,8 +212,8 @@ def test_two_ranks_take_the_steps_that_the_script_takes_on_the_batches_of_both(h
 @pytest.mark.parallel
 def test_a_script_is_looked_into_as_it_is(tmp_path):
     content = DATA / "single_torch.py"
-    made = run.port(text.read(str(content)))
-    (seen,) = trial._Runs(made, [], 3, 300.0, tmp_path).run("the script itself", "it", 0)
+    scripts = trial.Scripts(str(content), content.read_bytes(), b"")
+    (seen,) = trial._Runs(scripts, [], 3, 300.0, tmp_path).run("the script itself", "it", 0)
     assert [step["rate"] for step in seen.steps] == [0.05] * 3 and seen.notes == ["BatchNorm"]
     assert [list(event) for event in seen.events] == [["batch"]] * 3
     assert seen.arrays["b0"].shape == (16, 8) and not any(step["drew"] for step in seen.steps)

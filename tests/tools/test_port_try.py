@@ -1,6 +1,5 @@
 """`hvdkit port --try`: the verdicts, of recordings that are made up; and how a script is run."""
 
-import ast
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +8,11 @@ import numpy as np
 import pytest
 
 from hvdkit import cli
+from hvdkit.prepare.trial import attempt as trial
 from hvdkit.steps import trial as trials
 from hvdkit.steps.trial import Recording, Trial, Wanted
 
 pytest.importorskip("libcst")
-
-from hvdkit.prepare.port import run, text, trial
 
 SCRIPT = """\
 import torch
@@ -30,7 +28,7 @@ RUNS = ("ours-1", "theirs-1", "ours-2", "theirs-2")
 
 @pytest.fixture
 def ported(tmp_path):
-    return run.port(text.Text(str(tmp_path / "train.py"), SCRIPT.encode(), ast.parse(SCRIPT)))
+    return trial.Scripts(str(tmp_path / "train.py"), SCRIPT.encode(), SCRIPT.encode() + b"# ported")
 
 
 def recording(rank=0, size=1, *, steps=3, scale=1.0, start=0.0, gradient=(1.0, 2.0), draws=False):
@@ -143,8 +141,8 @@ def test_a_gradient_of_rounding_alone_counts_for_nothing(monkeypatch, ported):
 
 
 def runs_of(tmp_path, content, *arguments, timeout_s=100.0):
-    made = text.Text(str(tmp_path / "train.py"), content.encode(), ast.parse(content))
-    return trial._Runs(run.Ported(made, b"", "none", "torch", (), ()), list(arguments), 2, timeout_s, tmp_path)
+    scripts = trial.Scripts(str(tmp_path / "train.py"), content.encode(), b"")
+    return trial._Runs(scripts, list(arguments), 2, timeout_s, tmp_path)
 
 
 def test_a_script_is_run_under_its_own_name(tmp_path):

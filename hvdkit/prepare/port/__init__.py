@@ -1,8 +1,7 @@
 """Writes the eight steps into a training script.
 
-A room of its own and not a part of ``check``: that one says where the steps are missing, and needs nothing but the
-standard library; this one changes text, with LibCST, by what ``check`` knows of the script's data flow.
-What it runs, with ``--try``, is looked into by ``steps/trial.py``.
+``check`` says where the steps are missing, with the standard library alone. This room changes text, with LibCST, by
+what ``check`` knows of the script's data flow. ``--try`` is a room of its own, ``prepare/trial``.
 
 ::
 
@@ -16,6 +15,5 @@ What it runs, with ``--try``, is looked into by ``steps/trial.py``.
     from_single_tensorflow.py  from one process: Keras' fit and TensorFlow's tape
     keras_2.py                 spellings that Keras 3 does not know
     run.py                     a script in, the ported one without unused imports, and what is left, out
-    trial.py, as_script.py     --try: both scripts are run and compared
     cli.py                     the command ``hvdkit port``
 """

@@ -79,28 +79,31 @@ def port(
     ported = running.port(text.read(script))
     if diff:
         _show_diff(ported)
-    elif in_place:
-        if ported.after != ported.before.content:
-            path = Path(script).resolve()
-            mode = path.stat().st_mode
-            with files.complete_or_absent(path) as file:
-                file.write(ported.after)
-            path.chmod(mode)
+    elif in_place and ported.after != ported.before.content:
+        _replace(Path(script).resolve(), ported)
     elif output is not None:
         with files.replacing(output, Path(script)) as file:
             file.write(ported.after)
-    else:
+    elif not in_place:
         sys.stdout.flush()
         sys.stdout.buffer.write(ported.after)
     told = in_place or output is not None
     click.echo(ported.as_text(), err=not told)
     if not try_:
         return 1 if ported.left else 0
-    from hvdkit.prepare.port import trial
+    from hvdkit.prepare.trial import attempt as trial
 
-    tried = trial.attempt(ported, arguments, try_steps, try_timeout)
+    scripts = trial.Scripts(ported.before.path, ported.before.content, ported.after, ported.library == "ddp")
+    tried = trial.attempt(scripts, arguments, try_steps, try_timeout)
     click.echo(tried.as_text(), err=not told)
     return 1 if ported.left or not tried.ok else 0
+
+
+def _replace(path: Path, ported: Ported) -> None:
+    mode = path.stat().st_mode
+    with files.replacing(path) as file:
+        file.write(ported.after)
+    path.chmod(mode)
 
 
 def _show_diff(ported: Ported) -> None:

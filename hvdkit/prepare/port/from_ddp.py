@@ -132,14 +132,15 @@ def _message(plan: Plan, event: Event) -> None:
         hvd, given = plan.use_horovod(), plan.src(call.args[0])
         if last == "broadcast":
             source = argument(call, "src", 1)
-            root = plan.src(source) if source is not None else "0"
-            plan.change(call, to(f"{hvd}.broadcast_({given}, root_rank={root})"))
-            return
-        operation = argument(call, "op", 1)
-        word = ast.unparse(operation).rpartition(".")[2] if operation is not None else "SUM"
-        if word not in _OPERATIONS or len(call.args) > 1:
-            raise Unsure(call, "which operation it does the text does not show", f"{hvd}.allreduce_(x, op={hvd}.Sum)")
-        plan.change(call, to(f"{hvd}.allreduce_({given}, op={hvd}.{_OPERATIONS[word]})"))
+            done = f"broadcast_({given}, root_rank={'0' if source is None else plan.src(source)})"
+        else:
+            operation = argument(call, "op", 1)
+            word = ast.unparse(operation).rpartition(".")[2] if operation is not None else "SUM"
+            if word not in _OPERATIONS or len(call.args) > 1:
+                write = f"{hvd}.allreduce_(x, op={hvd}.Sum)"
+                raise Unsure(call, "which operation it does the text does not show", write)
+            done = f"allreduce_({given}, op={hvd}.{_OPERATIONS[word]})"
+        plan.change(call, to(f"{hvd}.{done}"))
 
 
 def _sampler(plan: Plan, event: Event) -> None:
@@ -147,8 +148,6 @@ def _sampler(plan: Plan, event: Event) -> None:
     call = event.node
     if has_stars(call) or len(call.args) > 1:
         raise Unsure(call, "which arguments it gets the text does not show", "num_replicas=world.size, rank=world.rank")
-    names = {one.arg for one in call.keywords}
-    world = plan.use_world(call)
     for name, value in (("num_replicas", "size"), ("rank", "rank")):
-        if name not in names:
-            plan.change(call, with_argument(f"{world}.{value}", name))
+        if argument(call, name) is None:
+            plan.change(call, with_argument(f"{plan.use_world(call)}.{value}", name))

@@ -13,12 +13,7 @@ from hvdkit.prepare.port import from_horovod_tensorflow, keras_2
 from hvdkit.prepare.port.edits import called, to, with_argument
 from hvdkit.prepare.port.plan import Plan, Unsure
 
-_ADAPTERS = {
-    "horovod.torch": "torch",
-    "horovod.keras": "keras",
-    "horovod.tensorflow.keras": "keras",
-    "horovod.tensorflow": "tensorflow",
-}
+_ADAPTERS = {f"horovod.{one}": one for one in ("torch", "keras", "tensorflow")} | {"horovod.tensorflow.keras": "keras"}
 _CONSTANTS = {
     "Compression.none": '"none"', "Compression.fp16": '"fp16"', "Average": '"average"', "Sum": '"sum"',
     "Adasum": '"adasum"',
@@ -115,9 +110,7 @@ def _optimizer(plan: Plan, event: Event) -> None:
                      f"{plan.hk}.distribute(optimizer, model, compression=\"fp16\", op=\"average\")")  # fmt: skip
     odd = [one.arg for one in call.keywords if one.arg not in _KNOWN]
     optimizer, named = argument(call, "optimizer", 0), argument(call, "named_parameters", 1)
-    models = plan.models_of(named) if named is not None else set()
-    if named is None and optimizer is not None:
-        models = _stepped(plan, optimizer)
+    models = plan.models_of(named) if named is not None else _stepped(plan, optimizer)
     if odd or len(models) != 1 or optimizer is None:
         why = f"hvdkit knows no {odd[0]}=" if odd else "the text does not show which model the optimizer steps"
         raise Unsure(call, why, f"{plan.hk}.distribute(optimizer, model), which names the gradients itself")
@@ -143,9 +136,10 @@ def _waits(plan: Plan, event: Event) -> None:
     plan.edit("unwrap", around)
 
 
-def _stepped(plan: Plan, optimizer: ast.expr) -> set[str]:
+def _stepped(plan: Plan, optimizer: ast.expr | None) -> set[str]:
     """The models whose parameters an optimizer was made with, as text."""
-    made = [one for one in plan.case.calls(optimizer) if plan.case.is_torch_optimizer(one) and one.args]
+    calls = plan.case.calls(optimizer) if optimizer is not None else []
+    made = [one for one in calls if plan.case.is_torch_optimizer(one) and one.args]
     return {text for one in made for text in plan.models_of(one.args[0])}
 
 
@@ -179,7 +173,7 @@ def _broadcast(plan: Plan, sent: dict[str, ast.Call]) -> str:
     match given.get("broadcast_parameters"):
         case ast.Call(func=ast.Attribute(value=model, attr="state_dict" | "named_parameters"), args=[], keywords=[]):
             models = {plan.src(model)}
-        case None if "broadcast_parameters" not in sent and optimizer is not None:
+        case None if "broadcast_parameters" not in sent:
             models = _stepped(plan, optimizer)
     roots = [one for call in sent.values() if (one := argument(call, "root_rank", 1)) is not None]
     if len(models) != 1 or has_stars(first) or len({ast.unparse(one) for one in roots}) > 1:

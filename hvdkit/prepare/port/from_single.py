@@ -60,7 +60,7 @@ def _start(plan: Plan, first: Event) -> None:
         if not begins or plan.text.line(begins[0]) is None:
             raise Unsure(first.node, "the text does not show where the script begins", "call hk.init() first")
         start, code = begins[0], f"\n{code}"
-    plan.start_at(start)
+    plan.start = start
     plan.edit("before", start, code)
 
 

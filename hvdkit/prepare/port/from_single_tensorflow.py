@@ -120,9 +120,10 @@ def _is_built(plan: Plan, model: str) -> bool:
         functional = name in ("keras.Model", "keras.models.Model") and len(arguments(call)) >= 2
         layers = argument(call, "layers", 0) if name in ("keras.Sequential", "keras.models.Sequential") else None
         first = layers.elts[0] if isinstance(layers, (ast.List, ast.Tuple)) and layers.elts else None
-        is_input = isinstance(first, ast.Call) and case.name(first).endswith((".Input", ".InputLayer"))
-        has_shape = isinstance(first, ast.Call) and any(one.arg == "input_shape" for one in first.keywords)
-        if functional or is_input or has_shape or name.startswith("keras.applications."):
+        shaped = isinstance(first, ast.Call) and (
+            case.name(first).endswith((".Input", ".InputLayer")) or argument(first, "input_shape") is not None
+        )
+        if functional or shaped or name.startswith("keras.applications."):
             return True
     return False
 

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import libcst as cst
 
@@ -18,11 +19,8 @@ from hvdkit.prepare.check.training import once
 from hvdkit.prepare.port.edits import Change, Edits, around, as_keyword, to, with_argument
 from hvdkit.prepare.port.text import Text
 
-_NUMBERS = {
-    **{one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")},
-    "get_rank": "rank",
-    "get_world_size": "size",
-}
+_NUMBERS = {one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")}
+_NUMBERS |= {"get_rank": "rank", "get_world_size": "size"}
 """By what Horovod and PyTorch call them hvdkit's values of the topology."""
 _VARIABLES = {"RANK": "rank", "WORLD_SIZE": "size", "LOCAL_RANK": "local_rank"}
 _PLAIN = (ast.If, ast.IfExp, ast.While, ast.BoolOp, ast.Assign, ast.keyword, ast.Return, ast.Call, ast.NamedExpr)
@@ -58,6 +56,7 @@ class Plan:
         case: what ``check`` knows of it.
         adapter: "torch", "keras" or "tensorflow".
         world, hk, hvd: free names for the topology, hvdkit's module and Horovod's.
+        start: the statement that starts the library, where ``world`` is bound, or above which it will be.
         left: what stays.
         notes: what else the owner should know.
     """
@@ -69,7 +68,7 @@ class Plan:
         self.left: list[Left] = []
         self.notes: list[str] = []
         self.adapter = ""
-        self._start: ast.stmt | None = None
+        self.start: ast.stmt | None = None
         self._needs: set[FunctionNode | None] = set()
         self._taken = {one.id for one in self.case.nodes if isinstance(one, ast.Name)}
         self._taken |= {one.arg for one in self.case.nodes if isinstance(one, ast.arg)}
@@ -103,9 +102,8 @@ class Plan:
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement of a node, standing alone on its lines in a block; ``Unsure`` where it shares its line."""
         found = self.case.statement(node)
-        if not isinstance(found, ast.stmt) or self.text.line(found) is None:
-            raise _shared(node)
-        return found
+        self._line(found or node)
+        return cast(ast.stmt, found)
 
     def alone(self, call: ast.Call) -> ast.Expr:
         """The statement that is nothing but a call; ``Unsure`` where the call is part of something larger."""
@@ -137,10 +135,12 @@ class Plan:
 
     def edit(self, how: str, statement: ast.AST, code: str = "") -> None:
         """Change a statement as a whole: see ``Edits.edit``; ``Unsure`` where it shares its line."""
-        line = self.text.line(statement)
-        if line is None:
-            raise _shared(statement)
-        self.edits.edit(how, line, code)
+        self.edits.edit(how, self._line(statement), code)
+
+    def _line(self, statement: ast.AST) -> cst.CSTNode:
+        if (line := self.text.line(statement)) is None:
+            raise Unsure(statement, "it shares its line with another statement", "put it on a line of its own")
+        return line
 
     def leave(self, node: ast.AST | int, why: str, write: str) -> None:
         """List what stays."""
@@ -171,12 +171,8 @@ class Plan:
                 break
             if not (isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)):
                 raise Unsure(statement, "the library is started on a condition", write)
-        self.start_at(statement)
+        self.start = statement
         return statement
-
-    def start_at(self, statement: ast.stmt) -> None:
-        """The statement that starts the library: where ``world`` is bound, or above which it will be."""
-        self._start = statement
 
     def use_world(self, node: ast.AST) -> str:
         """The topology's name, which will be visible where a node runs."""
@@ -196,10 +192,10 @@ class Plan:
 
     def declare(self) -> None:
         """Make the topology global where functions use it that do not lie in the one that starts the library."""
-        home = None if self._start is None else self.case.function(self._start)
+        home = None if self.start is None else self.case.function(self.start)
         away = [one for one in self._needs if one is None or home not in (one, *self.case.ancestors(one))]
-        if self._start is not None and home is not None and away:
-            self.edit("first", self._start, f"global {self.world}")  # in front of what binds it
+        if self.start is not None and home is not None and away:
+            self.edit("first", self.start, f"global {self.world}")  # in front of what binds it
 
     def number(self, node: ast.AST, prefix: str) -> str:
         """Which value of the topology a call of the library with this prefix is, "" for every other expression."""
@@ -224,13 +220,14 @@ class Plan:
     def _replace_number(self, node: ast.Call, value: str) -> None:
         world = self.use_world(node)
         match self.case.parents[node]:
-            case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=0)]) as comparison:
-                asked = value == "rank" and left is node
-                if asked and isinstance(operator, ast.Eq):
-                    self.change(comparison, to(f"{world}.is_root"))
-                    return
-                if asked and isinstance(operator, ast.NotEq) and isinstance(self.case.parents[comparison], _PLAIN):
-                    self.change(comparison, to(f"not {world}.is_root"))
+            case (
+                ast.Compare(
+                    left=left, ops=[ast.Eq() | ast.NotEq() as operator], comparators=[ast.Constant(value=0)]
+                ) as comparison
+            ) if value == "rank" and left is node:
+                negated = isinstance(operator, ast.NotEq)
+                if not negated or isinstance(self.case.parents[comparison], _PLAIN):
+                    self.change(comparison, to(f"{'not ' * negated}{world}.is_root"))
                     return
         self.change(node, to(f"{world}.{value}"))
 
@@ -303,10 +300,6 @@ class Plan:
         calls = [one for one in self.case.calls(node, through=True) if method(one) in named]
         calls += [one for one in ast.walk(node) if isinstance(one, ast.Call) and method(one) == "parameters"]
         return {ast.unparse(one.func.value) for one in calls if isinstance(one.func, ast.Attribute)}
-
-
-def _shared(node: ast.AST) -> Unsure:
-    return Unsure(node, "it shares its line with another statement", "put it on a line of its own")
 
 
 def is_text(node: ast.stmt) -> bool:

@@ -109,11 +109,9 @@ def _tidy(before: Text, after: Text) -> bytes:
         line = after.line(statement)
         base = f"{statement.module}." if isinstance(statement, ast.ImportFrom) else ""
         unused = [at for at, one in enumerate(statement.names) if _is_gone(base, one, gone)]
-        if line is None or not unused:
-            continue
-        if len(unused) == len(statement.names):
+        if line is not None and len(unused) == len(statement.names):
             edits.edit("remove", line)
-        else:
+        elif line is not None and unused:
             edits.change(cst.ensure_type(line, cst.SimpleStatementLine).body[0], without(unused, "names"))
     return edits.made() if edits else after.content
 

@@ -13,8 +13,6 @@ from hvdkit.common import files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.check.source import read_script, too_deep
 
-_Range = tuple[int, int, int, int]
-
 
 class Text:
     """One script, with LibCST's nodes for those of ``ast``.
@@ -40,7 +38,7 @@ class Text:
                 f"{path} holds characters between its lines that cannot be kept (a form feed); take them out."
             )
         self._lines = re.split(r"\r\n|\r|\n", content.decode(self.module.encoding).removeprefix("\ufeff"))
-        self._expressions: dict[_Range, cst.BaseExpression] = {}
+        self._expressions: dict[tuple[int, int, int, int], cst.BaseExpression] = {}
         self._statements: dict[tuple[int, int], cst.BaseSmallStatement | cst.BaseCompoundStatement] = {}
         wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
         self.parents = wrapper.resolve(ParentNodeProvider)

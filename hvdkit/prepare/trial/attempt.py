@@ -1,4 +1,4 @@
-"""``hvdkit port --try``: the script and the ported one take some steps on the same batches, and are compared."""
+"""A script and its distributed form take some steps on the same batches, and are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 
 import hvdkit
 from hvdkit.errors import DataError
-from hvdkit.prepare.port.run import Ported
 from hvdkit.steps import trial
 from hvdkit.steps.trial import Recording, Wanted
 
@@ -36,6 +35,22 @@ _SPARSE = (
     "as for a dense gradient; the script took dense ones here"
 )
 _OWN = "1 rank takes the script's own steps"
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """One script, and the one that is made of it.
+
+    Attributes:
+        path: of the script that was given.
+        before, after: their content.
+        asks_ddp: whether the given one wants the environment that torchrun makes.
+    """
+
+    path: str
+    before: bytes
+    after: bytes
+    asks_ddp: bool = False
 
 
 @dataclass
@@ -61,20 +76,20 @@ class _Failed(Exception):  # noqa: N818 - it becomes the verdict
     """A run came to no end of its own."""
 
 
-def attempt(ported: Ported, arguments: Sequence[str], steps: int, timeout_s: float) -> Trial:
+def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: float) -> Trial:
     """Run both scripts, and compare them.
 
     Args:
-        ported: the script, and the ported one.
+        scripts: the script, and the ported one.
         arguments: the script's own.
         steps: of optimizers, > 0.
         timeout_s: seconds for each of the four runs.
     """
-    if ported.after == ported.before.content:
+    if scripts.after == scripts.before:
         return Trial(verdict="Nothing was tried: nothing is ported.")
     found = Trial()
     with tempfile.TemporaryDirectory(prefix="hvdkit-try-") as name:
-        runs = _Runs(ported, list(arguments), steps, timeout_s, Path(name))
+        runs = _Runs(scripts, list(arguments), steps, timeout_s, Path(name))
         try:
             found.ok = _one_rank(runs, found) and _two_ranks(runs, found)
         except (_Failed, DataError) as failed:
@@ -203,7 +218,7 @@ def _distance(ours: Recording, theirs: Recording, at: int) -> float | None:
 
 @dataclass(frozen=True)
 class _Runs:
-    ported: Ported
+    scripts: Scripts
     arguments: list[str]
     steps: int
     timeout_s: float
@@ -221,20 +236,20 @@ class _Runs:
         Raises:
             _Failed: with its last lines.
         """
-        script = str(Path(self.ported.before.path))
+        script = str(Path(self.scripts.path))
         source = self.directory / f"{name}.py"
-        source.write_bytes(self.ported.after if ranks else self.ported.before.content)
+        source.write_bytes(self.scripts.after if ranks else self.scripts.before)
         wanted = Wanted(str(self.directory / name), self.steps, batches and str(self.directory / batches), dropout)
         environment = {
             **os.environ,
             trial.VARIABLE: wanted.variable(),
             "PYTHONPATH": os.pathsep.join([str(_STACKS), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        if not ranks and self.ported.library == "ddp":
+        if not ranks and self.scripts.asks_ddp:
             environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": str(_free_port())}  # fmt: skip
         launch = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", str(ranks), "--no-tag", "--"] if ranks else []
-        command = [sys.executable, "-m", "hvdkit.prepare.port.as_script", str(source), script, *self.arguments]
+        command = [sys.executable, "-m", "hvdkit.prepare.trial.as_script", str(source), script, *self.arguments]
         try:
             done = subprocess.run(
                 [*launch, *command], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Runs a script in the place of another, for ``--try``: ``as_script SOURCE SCRIPT.py ARGUMENT ...``."""
+"""Runs a script in the place of another: ``as_script SOURCE SCRIPT.py ARGUMENT ...``."""
 
 from __future__ import annotations
 

@@ -366,11 +366,10 @@ def fit(
         make_optimizer: from the scaled learning rate, for example ``keras.optimizers.SGD``.
         loss: mean loss of a batch, from (target, output) as in Keras; with remainder="exact" one for
             ``weighted_loss``. What the model adds (regularizers) is added.
-        train_set: gives (x, y), see ``shard``.
+        train_set: gives (x, y). For this, ``remainder``, ``kind`` and ``seed`` see ``shard`` and ``pin_device``.
         epochs, batch_size, base_lr, warmup_epochs: per rank; the rate is scaled linearly.
         checkpoint_dir: where to save after each epoch, and to go on from, on any number of ranks, if there is a
             checkpoint already; the history then begins with the epoch after it.
-        remainder, kind, seed: see ``shard`` and ``pin_device``.
     Raises:
         InvalidArgumentError: a number out of range, or a loss that cannot be weighted.
     """

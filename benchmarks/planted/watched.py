@@ -1,0 +1,98 @@
+"""A training that ``hk.Monitor`` watches, SECONDS long where nothing is planted.
+
+    watched.py CAUSE STRENGTH FRAMEWORK SECONDS DIRECTORY
+
+What ``benchmarks/monitor.py --planted`` starts. Besides planting.py's causes: memory, of which rank 1 takes more in
+each step.
+"""
+
+import sys
+
+import numpy as np
+import planting
+
+FRAMEWORK, SECONDS, DIRECTORY = sys.argv[3], float(sys.argv[4]), sys.argv[5]
+STEPS = int(SECONDS / planting.STEP_S)
+MEMORY_STEP = 1 << 19
+"""Bytes."""
+FEATURES = 16
+held = []
+
+
+def samples():
+    for _ in range(STEPS):
+        planting.sample()
+        yield np.ones((4, FEATURES), "float32")
+
+
+def compute():
+    planting.compute()
+    if planting.CAUSE == "memory" and planting.RANK == planting.SLOW:
+        held.append(np.ones(MEMORY_STEP // 8))
+
+
+def torch_loop():
+    import torch
+
+    import hvdkit.torch as hk
+
+    world = hk.init()
+    model = torch.nn.Linear(FEATURES, 1)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 1e-6), model)
+    hk.broadcast_state(model, optimizer)
+    with hk.Monitor(DIRECTORY, world) as monitor:
+        for x in monitor(samples()):
+            optimizer.zero_grad()
+            loss = model(torch.from_numpy(x)).square().mean()
+            compute()
+            loss.backward()
+            optimizer.step()
+            monitor.log(loss=loss)
+
+
+def tensorflow_loop():
+    import keras
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as hk
+
+    world = hk.init()
+    model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+    optimizer = hk.distribute(keras.optimizers.SGD(1e-6))
+    hk.broadcast_state(model, optimizer)
+
+    @tf.function
+    def train(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    with hk.Monitor(DIRECTORY, world) as monitor:
+        for x in monitor(samples()):
+            compute()
+            monitor.log(loss=train(tf.constant(x)))
+
+
+def keras_fit():
+    import keras
+    import tensorflow as tf
+
+    import hvdkit.keras as hk
+
+    world = hk.init()
+
+    class Computes(keras.layers.Layer):
+        def call(self, x):
+            with tf.control_dependencies([tf.py_function(compute, [], [])]):
+                return tf.identity(x)
+
+    model = keras.Sequential([keras.Input((FEATURES,)), Computes(), keras.layers.Dense(1)])
+    model.compile(hk.distribute(keras.optimizers.SGD(1e-6)), "mse")
+    pairs = ((x, x[:, :1]) for x in samples())
+    callbacks = [hk.BroadcastState(), hk.Monitor(DIRECTORY, world)]
+    model.fit(pairs, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
+
+
+planting.begin()
+{"torch": torch_loop, "tensorflow": tensorflow_loop, "keras": keras_fit}[FRAMEWORK]()

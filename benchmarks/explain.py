@@ -22,6 +22,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from hvdkit.common.plot import picture
+
 HERE = Path(__file__).parent
 STRENGTHS = (0.6, 0.3, 0.15)
 SLOW = (1,)
@@ -112,10 +114,33 @@ def summary(lines):
     return f"Right: {right} of {len(wrong)} jobs with a cause. False alarms: {false} of {len(healthy)} healthy jobs."
 
 
+def plot(lines, path):
+    """Draw planted causes down, named ones across, over all frameworks."""
+    planted = [cause for cause in PLANTED if any(line["planted"] == cause for line in lines)]
+    names = sorted({named(line)[0] for line in lines})
+    table = Counter((line["planted"], named(line)[0]) for line in lines)
+
+    def draw(axes):
+        shares = [[table[cause, name] / sum(table[cause, one] for one in names) for name in names] for cause in planted]
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(len(planted)), planted)
+        for y, cause in enumerate(planted):
+            for x, name in enumerate(names):
+                if table[cause, name]:
+                    color = "white" if shares[y][x] > 0.5 else "black"
+                    axes.text(x, y, table[cause, name], ha="center", va="center", color=color)
+        axes.set(xlabel="named first", ylabel="planted")
+        axes.set_title(summary(lines), fontsize=9)
+
+    path.write_bytes(picture(draw, path.suffix))
+
+
 def main():
     every = [f"{framework}/{cause}" for framework, (_, causes) in PROGRAMS.items() for cause in causes]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON a job; what it has is not redone")
+    parser.add_argument("--plot", type=Path, help="draw them all as one SVG or PNG; with --minutes 0 nothing else")
     parser.add_argument("--repeats", type=int, default=5, help="jobs of each cause at each strength")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so many")
     parser.add_argument("--only", default=",".join(every), help="which jobs, of " + ", ".join(every))
@@ -149,6 +174,8 @@ def main():
         if any(line["framework"] == framework for line in lines):
             print(f"\n{matrix(lines, framework)}")
     print(f"\n{summary(lines)}")
+    if arguments.plot:
+        plot(lines, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The pictures of the documentation, drawn by the tools themselves from files of the repository: `make figures`."""
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ WIDTH, HEIGHT = 1000, 760
 # What commands draw, of a file in docs/data or of the numbers that they are given.
 PLOTS = {
     "rates.svg": "plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,8 --warmup-epochs 3",
+    "scaling.svg": "bench show docs/data/scaling.json",
     "predict.svg": "predict --alpha-us 10 --bandwidth-gbit 25 --ppn 4 --plan docs/data/vgg16.json --step-ms 489 "
     "--at 8,16,32,64,128,256,512 --fusion-threshold-mb 64 --cycle-time-ms 5",
 }
@@ -32,13 +34,29 @@ def timeline_report() -> None:
 
 
 def plots() -> None:
-    """Learning rates, a prediction."""
+    """Learning rates, a prediction, scaling."""
     for name, words in PLOTS.items():
         command = [sys.executable, "-m", "hvdkit", *words.split(), "--plot", f"docs/{name}"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
+def large_batch() -> None:
+    """The example trains twice, some 20 s each, and draws both."""
+    with tempfile.TemporaryDirectory() as directory:
+        script = ROOT / "examples/keras/large_batch.py"
+        subprocess.run([sys.executable, script, "--device", "cpu"], cwd=directory, check=True)
+        shutil.copy(Path(directory) / "large_batch.png", ROOT / "docs")
+
+
+def confusion() -> None:
+    """What `hvdkit explain` named, of the jobs in docs/data."""
+    words = "benchmarks/explain.py --out docs/data/explain.jsonl --minutes 0 --plot docs/explain.svg"
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
 if __name__ == "__main__":
     timeline_report()
     plots()
+    large_batch()
+    confusion()
     subprocess.run([sys.executable, "tests/tools/test_watch.py"], cwd=ROOT, check=True)

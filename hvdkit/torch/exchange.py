@@ -13,7 +13,7 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
@@ -93,12 +93,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: torch.nn.Module,
-        options: GradientOptions,
-        layout: Layout,
-        ranks: Any,
+        self, optimizer: Optimizer, model: torch.nn.Module, options: GradientOptions, layout: Layout, ranks: Any
     ) -> None:
         self.optimizer = weakref.ref(optimizer)  # parameters live longer than an optimizer, and hold their hooks
         self._model = weakref.ref(model)
@@ -113,6 +108,7 @@ class Exchange:
         self._agreed: _Agreed | None = None
         self._averaged = False
         self._parting = Parting()
+        self._by_hand = parting.ByHand(self._among_others)
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in EXCHANGES))
@@ -164,6 +160,8 @@ class Exchange:
         trains = parameter.requires_grad
         parameter.requires_grad_(True)  # hooks can be put only on what trains, and stay when it no longer does
         hooks = [parameter.register_post_accumulate_grad_hook(self._take)]  # type: ignore[no-untyped-call]
+        if not self._members:
+            hooks.append(self._by_hand.follow(parameter))
         if self._options.op == "sum":
             # The mean of n-fold gradients is their sum, and stays it when it is averaged again.
             hooks.append(parameter.register_hook(self._times_ranks))  # type: ignore[no-untyped-call]
@@ -190,6 +188,7 @@ class Exchange:
     def begin(self, late: bool = False) -> None:
         """The first gradient of a backward is there; ``late``: none was, and a step is about to be taken."""
         self.active = self._among_others()
+        self._by_hand.exchanged()
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0

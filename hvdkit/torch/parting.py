@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hvdkit.torch.backward import eagerly
 from hvdkit.torch.bucket_layout import Named, Parameter
 from hvdkit.torch.state import parameters_of
 
 _PART = 1 << 22
 """Numbers that are looked at together: PyTorch copies them to float64."""
+_MOVES, _LOOKS = 3, 50
+"""How often a parameter has moved when that is told, and how often one is looked at: inner loops need not move it."""
 
 
 def facts_of(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
@@ -53,3 +58,43 @@ def warn_of_clipped(gradients: list[torch.Tensor]) -> None:
             "rank's own norm: give .grad the mean over ranks by hvd.allreduce, and clip then.",
             stacklevel=5,
         )
+
+
+class ByHand:
+    """Warns where parameters move between gradients of ``torch.autograd.grad``, which nobody averages.
+
+    Args:
+        counts: whether the ranks are several.
+    """
+
+    def __init__(self, counts: Callable[[], bool]) -> None:
+        self._counts = counts
+        self._looks, self._asked, self._moved = _LOOKS, 0, 0
+        self._facts: npt.NDArray[np.float64] | None = None
+
+    def exchanged(self) -> None:
+        """A backward, or a step without one, averages gradients."""
+        self._asked, self._moved, self._facts = 0, 0, None
+
+    def follow(self, parameter: Parameter) -> Any:
+        """The handle of a hook that sees each gradient of a parameter, of a backward or not."""
+        held = weakref.ref(parameter)
+        return parameter.register_hook(lambda _: self._ask(held()))  # type: ignore[no-untyped-call]
+
+    @eagerly
+    def _ask(self, parameter: Parameter | None) -> None:
+        self._asked += 1
+        if self._asked < 2 or not self._looks or parameter is None or not (self._counts() and can_look()):
+            return  # the one of a backward
+        self._looks -= 1
+        facts = facts_of([parameter])
+        self._moved += self._facts is not None and not np.array_equal(facts, self._facts)
+        self._facts = facts
+        if self._moved == _MOVES:
+            self._looks = 0
+            warnings.warn(
+                "the parameters move between gradients of torch.autograd.grad, which hvdkit does not average: only "
+                "backward() and step() do. Assign these gradients to .grad and call step(), or average them by "
+                "hvd.allreduce.",
+                stacklevel=3,
+            )

@@ -1,5 +1,6 @@
 """PyTorch programs whose ranks train apart end with one error on every rank; those that only seem to, go on."""
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -185,6 +186,54 @@ def test_clipping_gradients_that_no_backward_made_is_a_warning(hk, world, clips)
             torch.nn.utils.clip_grad_norm_(parameters, 0.1)
         optimizer.step()
     hk.check_agreement(model, optimizer, world)
+
+
+def by_hand(model: Any, parameters: list[Any], loss: Any) -> None:
+    """A step of gradient descent without optimizer and backward."""
+    import torch
+
+    for one, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        one.data -= 0.1 * gradient
+
+
+def by_hand_and_back(model: Any, parameters: list[Any], loss: Any) -> None:
+    """An inner step at other weights, which are put back, and a backward: what first-order MAML does."""
+    kept = [one.detach().clone() for one in parameters]
+    by_hand(model, parameters, loss)
+    loss_of(model, *batch_of_ones()).backward()
+    for one, value in zip(parameters, kept, strict=True):
+        one.data.copy_(value)
+
+
+def slopes(model: Any, parameters: list[Any], loss: Any) -> None:
+    """What a second order asks for: several gradients, and nothing moves."""
+    import torch
+
+    for _ in range(4):
+        torch.autograd.grad(loss, parameters, retain_graph=True)
+
+
+def batch_of_ones() -> tuple[Any, Any]:
+    import torch
+
+    return torch.ones(4, 6, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("step_of", "told"), [(by_hand, True), (by_hand_and_back, False), (slopes, False)])
+@on_ranks("torch", n=2)
+def test_steps_by_hand_from_gradients_that_nobody_averages_are_one_warning(hk, world, step_of, told):
+    model, optimizer = begin(hk)
+    hk.broadcast_state(model, optimizer)
+    parameters = list(model.parameters())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            step_of(model, parameters, loss_of(model, *batch(world, step)))
+            if step_of is by_hand_and_back:
+                optimizer.step()
+    said = [str(one.message) for one in found if "torch.autograd.grad" in str(one.message)]
+    assert len(said) == told and all("average them by hvd.allreduce" in one for one in said)
 
 
 @on_ranks("torch", n=2)

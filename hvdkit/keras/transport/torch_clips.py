@@ -11,15 +11,15 @@ from torch.nn import utils
 
 from hvdkit.errors import InvalidArgumentError
 
-_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _CLIPPED = "_hvdkit_clipped"
 
 
 def mark() -> None:
     """Mark what PyTorch's functions clip from now on; called where an optimizer is distributed."""
     for name in _FUNCTIONS:
-        plain = getattr(utils, name)
-        if not hasattr(plain, _CLIPPED):
+        plain = getattr(utils, name, None)  # the last is of PyTorch 2.6
+        if plain is not None and not hasattr(plain, _CLIPPED):
             setattr(utils, name, _marking(plain))
 
 

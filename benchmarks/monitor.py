@@ -41,6 +41,7 @@ def cost(rounds: int) -> None:
     hk.pin_device(world)
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.001), model)
+    hk.broadcast_state(model, optimizer)
     x, y = torch.randn(64, 256), torch.randint(10, (64,))
 
     def steps(watched: bool, folder: str) -> float:

@@ -152,7 +152,7 @@ class Monitor(ABC):
         """The batches of an epoch, each of which is a step; the loop over them is what is watched."""
         if self._steps is None and self._epochs is not None and isinstance(batches, Sized):
             self._steps = self._epochs * len(batches)
-        return step_times.RecordedSteps(batches, self)
+        return step_times.RecordedSteps(step_times.record_steps(batches), self)
 
     def log(self, **values: Any) -> None:
         """Numbers of this step, the same names on every rank; the history has their mean, weighted by samples.

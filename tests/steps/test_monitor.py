@@ -70,6 +70,20 @@ def test_the_history_of_a_loop(tmp_path):
     assert step_times.MONITORS == []
 
 
+@pytest.mark.parametrize("also_recorded", [False, True])
+def test_a_loop_that_is_watched_is_recorded_for_bench(tmp_path, monkeypatch, also_recorded):
+    monkeypatch.setenv(step_times.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(step_times, "_recorder", None)
+    with Monitor(None, WORLD, every=3) as watching:
+        batches = [np.zeros((4, 2))] * 4
+        for _ in range(2):
+            for _ in watching(step_times.record_steps(batches) if also_recorded else batches):
+                pass
+    _, *steps = (tmp_path / "rank-0.jsonl").read_text().splitlines()
+    times = [json.loads(line) for line in steps if line.startswith("[")]
+    assert len(times) == 8 and all(asked <= given <= end for asked, given, _, end in times)
+
+
 def test_the_mean_is_weighted_by_samples(tmp_path):
     with Monitor(tmp_path, WORLD, every=2) as watching:
         for batch in watching([np.zeros((3, 1)), np.zeros((1, 1))]):

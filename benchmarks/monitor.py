@@ -71,7 +71,7 @@ def cost(rounds: int) -> None:
         print(f"step {1e3 * plain:.3f} ms, with a monitor {1e6 * more:+.1f} us ({more / plain:+.2%}), {rounds} pairs")
 
 
-def planted(minutes: float) -> None:
+def planted(minutes: float, only: list[str]) -> None:
     """Print, of each job, what was reported and in which window."""
     from hvdkit.steps.history import read
 
@@ -79,7 +79,7 @@ def planted(minutes: float) -> None:
     frameworks = ("torch", "tensorflow", "keras")
     jobs = [(cause, PLANTED[cause], framework, PLANTED_S) for cause in PLANTED for framework in frameworks]
     jobs += [("none", 0.0, framework, 60 * minutes / len(frameworks)) for framework in frameworks]
-    for cause, share, framework, seconds in jobs:
+    for cause, share, framework, seconds in [job for job in jobs if job[0] in only]:
         with tempfile.TemporaryDirectory() as folder:
             program = str(Path(__file__).parent / "planted" / "watched.py")
             launch = [sys.executable, "-m", "hvdkit", "launch", "-n", "2", "--threads", "1", "--", program]
@@ -126,6 +126,7 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=40)
     arguments.add_argument("--planted", action="store_true")
+    arguments.add_argument("--only", default=",".join([*PLANTED, "none"]), help="what is planted: of %(default)s")
     arguments.add_argument("--minutes", type=float, default=30, help="that the jobs with nothing wrong take together")
     arguments.add_argument("--simulate", action="store_true")
     arguments.add_argument("--windows", type=int, default=1000)
@@ -133,6 +134,6 @@ if __name__ == "__main__":
     if given.simulate:
         simulate(given.windows)
     elif given.planted:
-        planted(given.minutes)
+        planted(given.minutes, given.only.split(","))
     else:
         cost(given.rounds)

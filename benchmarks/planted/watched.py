@@ -89,7 +89,7 @@ def keras_fit():
 
     model = keras.Sequential([keras.Input((FEATURES,)), Computes(), keras.layers.Dense(1)])
     model.compile(hk.distribute(keras.optimizers.SGD(1e-6)), "mse")
-    pairs = ((x, x[:, :1]) for x in samples())
+    pairs = ((x, x[:, :1]) for x in samples(hidden=planting.STEP_S))  # fit reads ahead
     callbacks = [hk.BroadcastState(), hk.Monitor(DIRECTORY, world)]
     model.fit(pairs, steps_per_epoch=STEPS, verbose=0, callbacks=callbacks)
 

@@ -249,7 +249,7 @@ class _Growth:
         new = self._lasting.window(grows, first)
         if not new:
             return []
-        everybody = len(held) > 1 and bool(grows.all())
+        everybody = len(held) > 1 and bool((self._lasting.windows >= LASTING).all())
         if everybody and told:
             return []
         reports = []

@@ -96,6 +96,10 @@ def test_memory_that_grows():
     assert report.rank is None
     assert report.text.startswith("Every rank's memory grows")
     assert Job(3).windows(9, memory=(2, MB)) == []
+    job = Job(2)  # the other rank's memory grows once, in the window of the report
+    job.windows(3, memory=(1, 50 * MB))
+    (report,) = job.windows(1, memory=(slice(None), 50 * MB))
+    assert (report.rank, report.step) == (1, 200)
 
 
 def test_a_loss_that_parts_from_the_others():

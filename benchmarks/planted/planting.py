@@ -100,8 +100,6 @@ def settings():
     """Variables of Horovod's that are the cause, for who starts the job."""
     if CAUSE == "small-tensors":
         return {"HOROVOD_FUSION_THRESHOLD": "0"}
-    if CAUSE == "cycle":
-        return {"HOROVOD_CYCLE_TIME": f"{1500 * MORE:.0f}"}
     return {}
 
 

@@ -19,9 +19,9 @@ FEATURES = 16
 held = []
 
 
-def samples():
+def samples(hidden=0.0):
     for _ in range(STEPS):
-        planting.sample()
+        planting.sample(hidden)
         yield np.ones((4, FEATURES), "float32")
 
 

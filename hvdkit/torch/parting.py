@@ -64,11 +64,11 @@ class ByHand:
     """Warns where parameters move between gradients of ``torch.autograd.grad``, which nobody averages.
 
     Args:
-        counts: whether the ranks are several.
+        counts: a method, whether the ranks are several; not held, or a parameter would hold whose it is for ever.
     """
 
     def __init__(self, counts: Callable[[], bool]) -> None:
-        self._counts = counts
+        self._counts = weakref.WeakMethod(counts)
         self._looks, self._asked, self._moved = _LOOKS, 0, 0
         self._facts: npt.NDArray[np.float64] | None = None
 
@@ -84,8 +84,9 @@ class ByHand:
     @eagerly
     def _ask(self, parameter: Parameter | None) -> None:
         self._asked += 1
-        if self._asked < 2 or not self._looks or parameter is None or not (self._counts() and can_look()):
-            return  # the one of a backward
+        counts = self._counts()
+        if self._asked < 2 or not self._looks or parameter is None or counts is None or not (counts() and can_look()):
+            return  # the first is the one of a backward
         self._looks -= 1
         facts = facts_of([parameter])
         self._moved += self._facts is not None and not np.array_equal(facts, self._facts)

@@ -111,6 +111,14 @@ def input_everywhere(job):
     job.input += 0.01
 
 
+def input_of_another_rank_each_step(job):
+    job.input[job.rng.integers(0, 4, STEPS), np.arange(STEPS)] += 0.01
+
+
+def uneven_input_everywhere(job):
+    job.input += job.rng.uniform(0.0, 0.0125, job.shape)
+
+
 def few_cores(job):
     job.queued[:] = 0.006
 
@@ -128,6 +136,8 @@ PLANTED = {
     late_now_and_then: ("random-late", (1,), 10e-3),
     another_rank_each_step: ("random-late", (), 10e-3),
     input_everywhere: ("input-everywhere", (), 10e-3),
+    input_of_another_rank_each_step: ("input-everywhere", (), 10e-3),
+    uneven_input_everywhere: ("input-everywhere", (), 10e-3),
     few_cores: ("few-cores", (), 6e-3),
     first_step: ("first-step", (), 10.0),
 }
@@ -155,6 +165,18 @@ def test_two_ranks_and_a_cause_on_one_of_them(tmp_path):
     job.input[1] += 0.01
     (cause,) = job.told(tmp_path).causes
     assert (cause.kind, cause.ranks) == ("input", (1,))
+
+
+def test_an_input_that_all_ranks_read_ahead_is_not_that_of_the_one_that_waits_more(tmp_path):
+    job = Job(ranks=2)
+    turn = np.arange(STEPS) // 10 % 3 == 0
+    job.input[0] += np.where(turn, 0, 0.02)
+    job.input[1] += np.where(turn, 0.0155, 0)
+    (cause,) = job.told(tmp_path).causes
+    assert (cause.kind, cause.ranks) == ("input-everywhere", ())
+    job.input[1] -= np.where(turn, 0.014, 0)
+    (cause,) = job.told(tmp_path).causes
+    assert (cause.kind, cause.ranks) == ("input", (0,))
 
 
 def test_who_keeps_the_cores_from_the_ranks(tmp_path):

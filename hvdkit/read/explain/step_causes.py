@@ -27,12 +27,14 @@ LEAST = 10
 """Steps that are enough to tell a cause."""
 STEADY = 0.4
 """Part of the mean loss by a rank that half of its steps must reach, else it is late now and then."""
+OTHERS = 1 / 3
+"""Part of a slow rank's wait for its input from which on the others' wait is no accident."""
 LEAST_LATE, LEAST_RANDOM, LEAST_CORES, LEAST_INPUT = 0.04, 0.1, 0.08, 0.1
 """Shares of a step from which on a cause is believed; what is below, jobs with nothing wrong reach by chance."""
 OWN_USE = 0.6
 """Part of the cores that the ranks use, below which it is others who keep them from them."""
-FIRST_STEP_S, FIRST_STEP = 0.5, 0.1
-"""Seconds, and share of what was recorded, from which on the first step is a cause."""
+FIRST_STEP_S, FIRST_STEP = 1.0, 0.1
+"""Seconds, and share of what was recorded, from which on the first step is a cause: a graph is traced in less."""
 EXCHANGE = 0.2
 """Share of a step after the last rank was ready from which on it is said that this recording does not explain it."""
 _Floats = NDArray[np.float64]
@@ -95,7 +97,7 @@ def look(times: Sequence[RankTimes], where: Path, launched: Launched | None = No
         )
     table = _table(times, count, where)
     causes, untold = _late(table, times)
-    causes += [*_input_everywhere(table), *_few_cores(table, times, launched)]
+    causes += _few_cores(table, times, launched)
     if any(
         cause.kind in ("few-cores", "host") and not cause.ranks for cause in causes
     ):  # who gets no core is late, now this rank, now that one
@@ -146,7 +148,7 @@ def _table(times: Sequence[RankTimes], count: int, where: Path) -> _Table:
 def _late(table: _Table, times: Sequence[RankTimes]) -> tuple[list[Cause], list[str]]:
     """Ranks for which the others wait."""
     if len(table.numbers) == 1:
-        return [], []
+        return _input_everywhere(table, 0.0), []
     own = table.input if table.own is None else table.own
     untold = []
     if table.own is None:
@@ -158,41 +160,62 @@ def _late(table: _Table, times: Sequence[RankTimes]) -> tuple[list[Cause], list[
     lost = own.max(axis=0) - lower_median(own)
     at_last = np.take_along_axis(table.input, last[None], 0)[0]
     by_input = np.clip(at_last - lower_median(table.input), 0.0, lost)
-    causes = [
-        *_late_by(table, times, by_input, last, table.input, of_input=True),
-        *_late_by(table, times, lost - by_input, last, own - table.input, of_input=False),
-    ]
-    return causes, untold
+    return [*_late_by_input(table, by_input, last), *_late_by_work(table, times, lost - by_input, last, own)], untold
 
 
-def _late_by(
-    table: _Table, times: Sequence[RankTimes], lost: _Floats, last: NDArray[np.intp], part: _Floats, *, of_input: bool
+def _to_blame(lost: _Floats, last: NDArray[np.intp], ranks: int) -> list[int]:
+    """Rows of the ranks that cost the steps that, few or none."""
+    return list(to_blame(dict(enumerate(np.bincount(last, lost, minlength=ranks).tolist())), one_in=2))
+
+
+def _seen(slow: list[int], lost: _Floats, part: _Floats) -> str:
+    usual = np.median(np.delete(part, slow, axis=0), axis=0).mean()
+    longer = share_text((lost > 0.5 * lost.mean()).mean())
+    return f"{_ms(part[slow].mean())} a step there, the others {_ms(usual)}; longer in {longer} of {len(lost)} steps"
+
+
+def _late_by_input(table: _Table, lost: _Floats, last: NDArray[np.intp]) -> list[Cause]:
+    """What the steps lost by batches that came late, on some ranks or everywhere."""
+    cost = float(lost.mean())
+    share = cost / table.step_s
+    slow = _to_blame(lost, last, len(table.input))
+    if not slow or _others_wait(table.input, slow):
+        return _input_everywhere(table, cost)
+    found = _input_everywhere(table, 0.0)
+    if share < LEAST_LATE:
+        return found
+    ranks = tuple(table.numbers[row] for row in slow)
+    who, verb = name_ranks(ranks), "s" if len(ranks) == 1 else ""
+    one = Cause(
+        "input", cost, share, f"{who.capitalize()} wait{verb} for {'its' if verb else 'their'} input.",
+        f"{table.where}: {_seen(slow, lost, table.input)}.",
+        f"Look at how {who} read{verb}: file system, size of the shard, number of workers, prefetching. "
+        "Another rank that is as slow and reads ahead hides it behind this wait.",
+        ranks=ranks,
+    )  # fmt: skip
+    return [one, *found]
+
+
+def _others_wait(waits: _Floats, slow: list[int]) -> bool:
+    """Whether the other ranks' batches come late, too: where all read ahead, one of them hides another for a while."""
+    over = (waits - np.quantile(waits, 0.1, axis=1).min()).mean(axis=1)
+    return bool(np.median(np.delete(over, slow)) > OTHERS * over[slow].mean())
+
+
+def _late_by_work(
+    table: _Table, times: Sequence[RankTimes], lost: _Floats, last: NDArray[np.intp], own: _Floats
 ) -> list[Cause]:
-    """The cause in what the steps lost by input, or by computation."""
+    """What the steps lost by computation, and by what ranks do between two steps."""
+    part = own - table.input
     cost = float(lost.mean())
     share = cost / table.step_s
     if share < LEAST_LATE:
         return []
-    by_rank = np.bincount(last, lost, minlength=len(part))
-    slow = list(to_blame(dict(enumerate(by_rank.tolist())), one_in=2))
-    in_steps = float((lost > 0.5 * cost).mean())
+    slow = _to_blame(lost, last, len(part))
     if not slow:
-        return _late_anywhere(table, cost, share, in_steps, of_input=of_input)
+        return _late_anywhere(table, lost)
     ranks = tuple(table.numbers[row] for row in slow)
-    others = np.delete(part, slow, axis=0)
-    usual = f"the others {_ms(np.median(others, axis=0).mean())}"
-    seen = f"{_ms(part[slow].mean())} a step there, {usual}; longer in {share_text(in_steps)} of {len(lost)} steps"
-    who, verb = name_ranks(ranks), "s" if len(ranks) == 1 else ""
-    if of_input:
-        return [
-            Cause(
-                "input", cost, share, f"{who.capitalize()} wait{verb} for {'its' if verb else 'their'} input.",
-                f"{table.where}: {seen}.",
-                f"Look at how {who} read{verb}: file system, size of the shard, number of workers, "
-                "prefetching.",
-                ranks=ranks,
-            )
-        ]  # fmt: skip
+    who, verb, seen = name_ranks(ranks), "s" if len(ranks) == 1 else "", _seen(slow, lost, part)
     excess = part[slow].mean(axis=0) - lower_median(part)
     if float(np.median(excess)) < STEADY * float(excess.mean()):
         if share < LEAST_RANDOM:
@@ -209,20 +232,16 @@ def _late_by(
     return [_slow(table, times, slow, cost, share, seen)]
 
 
-def _late_anywhere(table: _Table, cost: float, share: float, in_steps: float, *, of_input: bool) -> list[Cause]:
+def _late_anywhere(table: _Table, lost: _Floats) -> list[Cause]:
+    cost = float(lost.mean())
+    share = cost / table.step_s
     if share < LEAST_RANDOM:
         return []
-    seen = f"{table.where}: no rank causes most of it; in {share_text(in_steps)} of {table.whole.shape[1]} steps."
-    if of_input:
-        return [
-            Cause(
-                "input", cost, share, "In each step another rank waits for its input.", seen,
-                "Read ahead (more workers, prefetching), so that a slow sample is not waited for.",
-            )
-        ]  # fmt: skip
+    in_steps = share_text((lost > 0.5 * cost).mean())
     return [
         Cause(
-            "random-late", cost, share, "In each step another rank is late at random.", seen,
+            "random-late", cost, share, "In each step another rank is late at random.",
+            f"{table.where}: no rank causes most of it; in {in_steps} of {len(lost)} steps.",
             "Give the same work to all ranks in a step (samples of one length together), and keep other programs off "
             "their cores (hvdkit preflight, --bind core).",
         )
@@ -267,16 +286,24 @@ def _queued(rank: RankTimes) -> float | None:
     return None if rank.cores is None else rank.cores.queued / rank.cores.steps
 
 
-def _input_everywhere(table: _Table) -> list[Cause]:
-    cost = float(lower_median(table.input).mean())
+def _input_everywhere(table: _Table, scattered: float) -> list[Cause]:
+    """Args: scattered: seconds a step by which now this rank waits longer for its input and now that one."""
+    middle = float(lower_median(table.input).mean())
+    cost = middle + scattered
     share = cost / table.step_s
     if share < LEAST_INPUT:
         return []
-    who = "Every rank waits" if len(table.numbers) > 1 else "The one rank waits"
+    who, seen = "The one rank waits", "it waits"
+    if len(table.numbers) > 1:
+        who, seen = "Every rank waits", "the middle rank waits"
+    if scattered > 0:
+        seen += f" {_ms(middle)}, the last one"
+    if scattered > middle:
+        who = "In each step another rank waits"
     return [
         Cause(
             "input-everywhere", cost, share, f"{who} for its input.",
-            f"{table.where}: the middle rank waits {_ms(cost)} for each batch of {_ms(table.step_s)} a step.",
+            f"{table.where}: {seen} {_ms(cost)} for each batch of {_ms(table.step_s)} a step.",
             "Load ahead of the computation: more workers, prefetching, a cache, files nearer to the ranks.",
         )
     ]  # fmt: skip

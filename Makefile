@@ -42,6 +42,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell README.md CHANGELOG.md docs/*.md
+	$(BIN)/proselint check --config .proselintrc.json README.md CHANGELOG.md CONTRIBUTING.md docs/*.md
 	@! git grep -nE '^(<{7}|>{7}) '
 
 format: $(READY)

@@ -22,6 +22,8 @@ copyright = "the authors of hvdkit; Apache-2.0"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["dark.css"]
 html_title = f"hvdkit {release}"
 exclude_patterns = ["_build", "data"]
 # Their names are enough: the site needs no build of Horovod and no MPI.

@@ -23,7 +23,7 @@ CODE = re.compile(r"^ *```.*?^ *```|(?<=\n\n) {4}\S[^\n]*(?:\n(?: *\n)? {4}[^\n]
 BLOCKS = re.compile(r"\n\s*\n|\n(?=\||#| *(?:[-*>]|\d+\.) )")
 WORDS = 30
 """In a sentence, or in a part of one that a semicolon or a colon ends; what is in parentheses does not count."""
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r'(?:\]\(|src(?:set)?=")([^)"\s]+)')
 
 
 def anchors(text: str) -> set[str]:
@@ -116,9 +116,13 @@ def test_every_python_block_of_a_page_runs_in_a_test() -> None:
 
 
 def test_every_picture_has_an_alternative_text_and_is_small() -> None:
+    dark = r'<source media="[^"]*dark[^"]*" srcset="([^"]+)">\s*<img src="[^"]+" alt="([^"]+)">'
     found = []
     for page in PAGES:
-        for text, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        written = page.read_text(encoding="utf-8")
+        pictures = [*re.findall(r'<img src="([^"]+)" alt="([^"]+)">', written), *re.findall(dark, written)]
+        pictures += [(path, text) for text, path in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)\)", written)]
+        for path, text in pictures:
             found.append((page.parent / path).resolve())
             assert len(text.split()) >= 4, f"{page.name}: {path}"
             assert found[-1].stat().st_size < 100_000, path

@@ -56,7 +56,8 @@ def svg(figure: Figure) -> bytes:
     from hvdkit.common import render
 
     template = render.environment("hvdkit.measure.bench").get_template("plot.svg.j2")
-    return template.render(figure=figure, style=render.resource("hvdkit.measure.bench", "figures.css")).encode()
+    style = render.resource("hvdkit.measure.bench", "figures.css") + plot.DARK
+    return template.render(figure=figure, style=style).encode()
 
 
 def png(figure: Figure) -> bytes:

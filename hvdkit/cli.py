@@ -19,36 +19,39 @@ FLOORS = {
             "hvdkit.prepare.install.cli:install",
             "Build Horovod for the frameworks found here and install it.",
         ),
-        "doctor": ("hvdkit.prepare.doctor.cli:doctor", "Say what is installed, what does not fit and how to fix it."),
-        "test": ("hvdkit.prepare.test.cli:test", "Train on two ranks of this machine: does it work at all?"),
+        "doctor": (
+            "hvdkit.prepare.doctor.cli:doctor",
+            "Report what is installed, what does not fit and how to fix it.",
+        ),
+        "test": ("hvdkit.prepare.test.cli:test", "Train on two ranks of this machine, to see that it works."),
         "examples": ("hvdkit.prepare.examples.cli:examples", "List the example trainings, or copy them."),
-        "check": ("hvdkit.prepare.check.cli:check", "Say which of the eight steps a script does, and find mistakes."),
+        "check": ("hvdkit.prepare.check.cli:check", "Report which of the eight steps a script does, and its mistakes."),
         "port": ("hvdkit.prepare.port.cli:port", "Write the eight steps into a training script."),
         "preflight": (
             "hvdkit.prepare.preflight.cli:preflight",
-            "Inside a job, say whether all its ranks can train together.",
+            "Check inside a job whether all its ranks can train together.",
         ),
     },
     "A job": {
         "launch": ("hvdkit.run.launch.cli:launch", "Start a training script on N processes."),
-        "job": ("hvdkit.run.job.cli:job", "Write a batch script that starts one on several hosts."),
-        "watch": ("hvdkit.run.watch.cli:watch", "Show a training while it runs: progress, speed, slow ranks."),
+        "job": ("hvdkit.run.job.cli:job", "Write a batch script for a training on several hosts."),
+        "watch": ("hvdkit.run.watch.cli:watch", "Show a training while it runs: progress, speed, stragglers."),
         "tune": ("hvdkit.run.tune.cli:tune", "Find the settings that make a job fast here, by running it."),
     },
     "How fast, how big": {
         "bench": ("hvdkit.measure.bench.cli:bench", "Measure how a training scales with the number of ranks."),
-        "emulate": ("hvdkit.measure.emulate.cli:emulate", "Replay a model's collectives without the model, time them."),
-        "predict": ("hvdkit.measure.predict.cli:predict", "Say what a step will take on more ranks than there are."),
-        "memory": ("hvdkit.measure.memory.cli:memory", "Say what a training needs in memory, term by term."),
-        "plan": ("hvdkit.measure.plan.cli:plan", "Steps, batches and learning rates of a training, before it runs."),
+        "emulate": ("hvdkit.measure.emulate.cli:emulate", "Replay and time a model's collectives without the model."),
+        "predict": ("hvdkit.measure.predict.cli:predict", "Predict the time of a step on more ranks than you have."),
+        "memory": ("hvdkit.measure.memory.cli:memory", "Estimate the memory of a training, term by term."),
+        "plan": ("hvdkit.measure.plan.cli:plan", "Show steps, batches and learning rates before a training runs."),
     },
     "What happened": {
-        "explain": ("hvdkit.read.explain.cli:explain", "Say what costs a job most time, from all that was recorded."),
-        "timeline": ("hvdkit.read.timeline.cli:timeline", "Read what HOROVOD_TIMELINE recorded: what took the time?"),
+        "explain": ("hvdkit.read.explain.cli:explain", "Name what costs a job most time, from its recordings."),
+        "timeline": ("hvdkit.read.timeline.cli:timeline", "Read Horovod's timeline: what took the time?"),
         "trace": ("hvdkit.read.trace.cli:trace", "Read PyTorch profiler traces: operators, communication."),
         "mpi-profile": (
             "hvdkit.read.mpi_profile.cli:mpi_profile",
-            "Read what MPI did: calls, bytes and time by routine.",
+            "Read MPI profiles: calls, bytes and time by routine.",
         ),
     },
 }
@@ -69,7 +72,7 @@ def hvdkit_command() -> None:
     A new machine:   hvdkit install && hvdkit doctor && hvdkit test
     A first job:     hvdkit launch -n 2 -- python examples/pytorch/cnn.py
 
-    Every command has its own --help with an example. Exit status: 0 success, 1 what was checked failed,
+    Every command has its own --help with an example. Exit status: 0 success, 1 a check failed,
     2 bad usage; `launch` passes on the exit status of the first process that failed.
     """
 

@@ -2,7 +2,7 @@
 
 The head, a few values before the gradients, travels with them or, when they are many, before them. It says of each
 rank how much its gradients count, which are missing, and whether it failed, so that an error on one rank is an error on
-all of them and none waits for ever.
+all of them and none waits forever.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 
 def distributed_rows(optimizers: Mapping[str, Any]) -> list[str]:
-    """Which optimizers combine their gradients, for the comparison of ranks: one that does alone waits for ever."""
+    """Which optimizers combine their gradients, for the comparison of ranks: one that does alone waits forever."""
     named = [(shown({name: one}), is_distributed(one)) for name, one in optimizers.items()]
     return [f"{name} {'' if distributed else 'not '}distributed" for name, distributed in named]
 

@@ -204,7 +204,7 @@ class OverMpi(Collectives):
 
 
 def end_the_job_with_the_process(comm: Any) -> None:
-    """Without this, a rank that raises leaves the others waiting in their next MPI call for ever."""
+    """Without this, a rank that raises leaves the others waiting in their next MPI call forever."""
     report, process = sys.excepthook, os.getpid()
 
     def abort(*error: Any) -> None:

@@ -29,7 +29,7 @@ STALLED_STATUS = 75
 def hand_in_stacks_when_asked() -> bool:
     """Have the Python stacks of all threads written to the launcher's pipe when the launcher's signal comes.
 
-    Written in C by ``faulthandler``, so that it works in a process that waits for ever in a C library or a lock. The
+    Written in C by ``faulthandler``, so that it works in a process that waits forever in a C library or a lock. The
     program sees nothing of it and goes on.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Horovod's own ``horovod.tensorflow.elastic`` is not used: it looks for the lost peer in texts that TensorFlow no longer
 writes, takes what it does not find for success, and its states broadcast when they are made, where a rank that joins
-waits for ever.
+waits forever.
 """
 
 from __future__ import annotations

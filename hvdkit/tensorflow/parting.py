@@ -103,7 +103,7 @@ def _compare(ours: Sequence[tf.Variable], names: Sequence[str], counter: _Counte
     whole = hvd.allreduce(sent, op=hvd.Sum, name=call, process_set=process_set, ignore_name_scope=True)
     roundings = [_ROUNDINGS.get(one.dtype, 1.0) for one in ours]
 
-    def judge(seen: Any) -> Any:  # TensorFlow keeps it, and what it holds, for ever
+    def judge(seen: Any) -> Any:  # TensorFlow keeps it, and what it holds, forever
         parting.judge(np.asarray(seen), names, roundings, counter.exchanges)
         return np.True_
 

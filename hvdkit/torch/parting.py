@@ -64,7 +64,7 @@ class ByHand:
     """Warns where parameters move between gradients of ``torch.autograd.grad``, which nobody averages.
 
     Args:
-        counts: a method, whether the ranks are several; not held, or a parameter would hold whose it is for ever.
+        counts: a method, whether the ranks are several; not held, or a parameter would hold whose it is forever.
     """
 
     def __init__(self, counts: Callable[[], bool]) -> None:

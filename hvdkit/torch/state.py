@@ -19,7 +19,7 @@ from hvdkit.torch.nested import Outline, Placing, rebuilt
 
 RANKS = OverHorovod(hvd, torch.from_numpy)
 DISTRIBUTED = "_hvdkit_distributed"
-"""Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits for ever."""
+"""Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits forever."""
 
 
 def plain_name(name: str) -> str:

@@ -157,7 +157,7 @@ def pair(train):
     (*found, page, other), said = train(
         2, *words, OF_THE_PAGE[1], ("--data", "h5", "--data_file", f"../{WITH_FILE}/transformer.h5", "--seed", "1", 8)
     )
-    assert other.status == "2" and said.count("holds other data") == 2, "both ranks say so, and none waits for ever"
+    assert other.status == "2" and said.count("holds other data") == 2, "both ranks say so, and none waits forever"
     return {**dict(zip(PAIR, found, strict=True)), "page": page}
 
 

@@ -310,7 +310,7 @@ def test_a_damaged_file_is_one_sentence_or_the_librarys_samples(tmp_path, monkey
     with h5py.File("source.h5", "w") as file:
         file["x"] = X
     with h5py.File("whole.h5", "w", libver=libver) as file:
-        file.attrs["made"] = 3.0  # no text: for a damaged one the HDF5 library itself can loop for ever
+        file.attrs["made"] = 3.0  # no text: for a damaged one the HDF5 library itself can loop forever
         write(file)
     files = [name for name in ("whole.h5", "source.h5", "raw.bin") if os.path.exists(name)]  # noqa: PTH110
     whole = {name: (tmp_path / name).read_bytes() for name in files}

@@ -122,11 +122,11 @@ def require_same(name: str, values: list[int]) -> None:
         ranks = name_ranks([rank for rank, value in enumerate(values) if value == UNKNOWN])
         raise InvalidArgumentError(
             f"the number of {name} is unknown on {ranks} for this kind of data, and ranks with different numbers would "
-            "wait for each other for ever; give fit(steps_per_epoch=...) or data with a length."
+            "wait for each other forever; give fit(steps_per_epoch=...) or data with a length."
         )
     if len(set(values)) > 1:
         shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values[:8]))
         raise AgreementError(
             f"the ranks would take different numbers of {name} ({shown}{', ...' if len(values) > 8 else ''}) and wait "
-            "for each other for ever; give every rank the same, see shard and steps_per_epoch."
+            "for each other forever; give every rank the same, see shard and steps_per_epoch."
         )

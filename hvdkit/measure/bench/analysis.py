@@ -240,7 +240,7 @@ def causes(rows: Sequence[Row]) -> list[Cause]:
             kind, what = "input", f"{comes}: for the input."
             advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
     else:
-        kind, what = "random-late", "Now this rank is late and now that one."
+        kind, what = "random-late", "A different rank is late in each step."
         evidence = f"steps on {row.ranks} ranks"
         advice = "Even out what a step has to do (batches of unequal length), and give each rank cores of its own."
     return [Cause(kind, late.lost_s, late.lost_s / step_s, what, evidence, advice, ranks=late.ranks)]

@@ -13,12 +13,12 @@ SUBCOMMANDS = {
     ),
     "show": (
         "hvdkit.measure.bench.show_cli:show",
-        "Print what `scaling` measured, in another form, or plot it.",
+        "Print the results of `scaling` in another form, or plot them.",
     ),
-    "report": ("hvdkit.measure.bench.report_cli:report", "Write one HTML page about what `scaling` measured."),
+    "report": ("hvdkit.measure.bench.report_cli:report", "Write the results of `scaling` as one HTML page."),
     "compare": (
         "hvdkit.measure.bench.comparison_cli:compare",
-        "Say whether a second result is slower than a first.",
+        "Compare two results: is the second one slower?",
     ),
     "synthetic": (
         "hvdkit.measure.bench.synthetic_cli:synthetic",

@@ -20,12 +20,11 @@ from hvdkit.measure.bench.analysis import ranks_text
 def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> int:
     """Compare two results of `hvdkit bench scaling`, number of ranks by number of ranks.
 
-    The speed of B compared with A is above 1 where B is faster. What is different beside the measurements (commit,
-    versions, cores) is said. With --fail-below, a number of ranks at which A has jobs that count and B's all failed is
-    a failure too.
+    The speed of B compared with A is above 1 where B is faster. Other differences (commit, versions,
+    cores) are listed, too. With --fail-below it also fails where A has jobs that count and all jobs of B failed.
 
     \b
-    Example, for a continuous integration:
+    Example, for continuous integration:
       hvdkit bench compare main.json branch.json --fail-below 0.95
 
     Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.

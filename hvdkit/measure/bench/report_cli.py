@@ -15,7 +15,7 @@ from hvdkit.measure.bench import show_cli
 @click.argument("file", type=FILE)
 @click.option("-o", "output", type=PATH, required=True, metavar="HTML", help="The page to write.")
 def report(file: Path, output: Path) -> int:
-    """Write one HTML page about what `hvdkit bench scaling` kept in FILE; it opens from disk and loads nothing.
+    """Write the results of `hvdkit bench scaling` as one HTML page, which opens from disk and loads nothing.
 
     It holds the plots, the tables, every job, and where and how it was measured.
 

@@ -64,26 +64,25 @@ class _Shown(Watcher):
     "mode",
     flag_value=laws.STRONG,
     default=laws.STRONG,
-    help="All ranks together do the same work at every N (an epoch of the same data).",
+    help="Strong scaling: the same total work at every N (an epoch of the same data).",
 )
-@click.option("--weak", "mode", flag_value=laws.WEAK, help="Each rank does the same work in a step at every N.")
+@click.option("--weak", "mode", flag_value=laws.WEAK, help="Weak scaling: the same work per rank and step at every N.")
 @click.option("--repeats", type=AT_LEAST_1, default=5, metavar="R", help="Jobs at each N.")
 @click.option(
-    "--warmup-steps", type=AT_LEAST_0, default=5, metavar="K", help="First steps of each job that are left out."
+    "--warmup-steps", type=AT_LEAST_0, default=5, metavar="K", help="Warm-up steps of each job, which are not counted."
 )
 @click.option(
     "--timeline",
     is_flag=True,
-    help="Run one more job at each N above 1 with Horovod's timeline, and say what the communication consists of. It "
-    "enters no measurement.",
+    help="Run one more job, unmeasured, at each N above 1 with Horovod's timeline, and break its communication down.",
 )
 @click.option(
     "--timeout", type=float, callback=seconds_above_0, metavar="S", help="End a job after S seconds, as failed."
 )
-@click.option("--seed", type=AT_LEAST_0, default=0, help="Of the order of the jobs.")
+@click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the order of the jobs.")
 @options.LAUNCHER
 @options.THREADS
-@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks on each host; at smaller N that many.")
+@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks per host; all N where N is smaller.")
 @options.DEPTH
 @options.HOSTS
 @options.HOSTFILE
@@ -104,13 +103,13 @@ def scaling(
     command: tuple[str, ...],
     **where: Any,
 ) -> int:
-    """Run COMMAND on each of N ranks several times, in random order, and say how it scales.
+    """Run COMMAND several times on each number of ranks, in random order, and report how it scales.
 
     It measures the slowest rank's steps, without the warm-up, where COMMAND records them with `for x, y in
     hk.record_steps(loader)` (Keras: the callback hk.RecordSteps()). Else it takes the seconds of the closing line `Hvd
     Procs N Total time: X second`. Progress is on standard error.
 
-    Exit status: 0; 1 when at some N no job counts; 130 after Ctrl-C, after which the same command line goes on.
+    Exit status: 0; 1 when at some N no job counts; 130 after Ctrl-C; the same command line then resumes.
 
     \b
     Examples:

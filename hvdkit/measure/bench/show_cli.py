@@ -42,7 +42,7 @@ def show_analysis(analysis: Analysis, form: str | None) -> None:
     help="Draw speed-up and efficiency with their intervals and the ideal.",
 )
 def show(file: Path, form: str | None, plot: Path | None) -> int:
-    """Print what `hvdkit bench scaling` wrote to FILE; nothing is run.
+    """Print the results that `hvdkit bench scaling` wrote to FILE; nothing is run.
 
     \b
     Examples:

@@ -26,7 +26,12 @@ PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow",
     "--batch-size", "--batch_size", type=AT_LEAST_1, default=32, metavar="B", help="Images per step on each rank."
 )
 @click.option(
-    "--num-warmup-batches", "warmup_batches", type=AT_LEAST_0, default=10, metavar="K", help="Steps that do not count."
+    "--num-warmup-batches",
+    "warmup_batches",
+    type=AT_LEAST_0,
+    default=10,
+    metavar="K",
+    help="Warm-up steps, which are not counted.",
 )
 @click.option(
     "--num-batches-per-iter",
@@ -34,9 +39,9 @@ PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow",
     type=AT_LEAST_1,
     default=10,
     metavar="K",
-    help="Steps that are timed together.",
+    help="Steps per measurement.",
 )
-@click.option("--num-iters", "iters", type=AT_LEAST_1, default=10, metavar="K", help="How many times.")
+@click.option("--num-iters", "iters", type=AT_LEAST_1, default=10, metavar="K", help="Number of measurements.")
 @click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
 @click.option(
     "--use-adasum",
@@ -44,7 +49,7 @@ PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow",
     is_flag=True,
     help="Combine gradients with Adasum, on 1, 2, 4, 8 ... ranks; not with keras.",
 )
-@click.option("--no-cuda", is_flag=True, help="Use no GPU.")
+@click.option("--no-cuda", is_flag=True, help="Train on the CPU.")
 @click.option(
     "--image-size",
     type=click.IntRange(min=steps.LEAST_IMAGE_SIZE),
@@ -53,10 +58,10 @@ PROGRAMS = {name: f"hvdkit.synthetic.{name}" for name in ("torch", "tensorflow",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> int:
-    """Train a model on random data, and say how many images a second that makes.
+    """Train a model on random data, and report images per second.
 
-    Flags and lines are those of Horovod's synthetic benchmarks. Without -n it is one rank: of the job that it was
-    Every step is recorded: `hvdkit bench scaling --weak` can measure it.
+    Flags and lines are those of Horovod's synthetic benchmarks. Without -n it runs as
+    one rank of the job that started it, or alone. Every step is recorded: `hvdkit bench scaling --weak` can measure it.
 
     \b
       cnn             28 x 28, 1.2 million parameters    deep   60 layers of 256: many small tensors

@@ -22,13 +22,13 @@ from hvdkit.run.launch import options
 SUBCOMMANDS = {
     "sizes": (
         "hvdkit.measure.emulate.sizes_cli:sizes",
-        "Say which collectives a step makes, and save the plan.",
+        "List the collectives of a step, and save the plan.",
     ),
     "plan": ("hvdkit.measure.emulate.sizes_cli:sizes", "Another name of `sizes`."),
-    "show": ("hvdkit.measure.emulate.show_cli:show", "Print what was measured, once more or in another form."),
+    "show": ("hvdkit.measure.emulate.show_cli:show", "Print the results again, or in another form."),
     "compare": (
         "hvdkit.measure.emulate.compare_cli:compare",
-        "Say whether a second result is slower than a first.",
+        "Compare two results: is the second one slower?",
     ),
 }
 
@@ -43,7 +43,7 @@ _OPTIONS = (
         "--engine",
         type=click.Choice(list(run_setup.ENGINES)),
         default="horovod",
-        help="What carries the collectives out: Horovod, MPI's own choice (mpi), this tool's ring over MPI messages "
+        help="What runs the collectives: Horovod, MPI's own choice (mpi), this tool's ring over MPI messages "
         "(ring), torch.distributed (torch: NCCL where there are GPUs, else Gloo; or name one of the two).",
     ),
     click.option("--collective", type=click.Choice(COLLECTIVES), default=ALLREDUCE),
@@ -59,28 +59,30 @@ _OPTIONS = (
         "other, each alone  [default: on; off with --begin]",
     ),
     *options.OF_HOROVOD,
-    click.option("--warmup-trials", type=AT_LEAST_0, default=2, metavar="K", help="Steps before those that count."),
     click.option(
-        "--straggler", multiple=True, metavar="RANK:MS", help="Have a rank come late to every collective; repeatable."
+        "--warmup-trials", type=AT_LEAST_0, default=2, metavar="K", help="Warm-up steps, which are not counted."
+    ),
+    click.option(
+        "--straggler", multiple=True, metavar="RANK:MS", help="Delay this rank before every collective; repeatable."
     ),
     click.option(
         "--delay",
         metavar="MS[:RANK[:P]]",
-        help="Random delays before collectives: exponential with this mean, on one rank or on all (*), with "
+        help="Delay collectives at random: exponential with mean MS, on one rank or on all (*), with "
         "probability P  [default: all, 1]",
     ),
     click.option(
         "--compute",
         type=click.Choice(COMPUTE),
         default=BUSY,
-        help="What a rank does in the gaps of the plan: multiply matrices, as a training keeps its core, or sleep.",
+        help="What a rank does between collectives: multiply matrices (which keeps its core busy) or sleep.",
     ),
     click.option(
         "--check/--no-check",
         default=True,
-        help="Check every element of every result on every rank, outside of the time that is measured.",
+        help="Check every element of every result on every rank, outside the measured time.",
     ),
-    click.option("--seed", type=AT_LEAST_0, default=0, help="Of the random delays."),
+    click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the delays."),
     _file("--json", "Write all samples and the summary (docs/json.md)."),
     _file("--plot", "Draw the distribution of the delays, .svg or .png."),
     _file("--size-plot", "Draw the delays by size."),
@@ -106,15 +108,15 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     """Replay the collectives of a training without its model, on N processes, and measure every one of them.
 
     It replays the collectives of a step, last layer first, as often as the training has steps. They come from --sizes,
-    --begin and --end, --csv, --model, --timeline or --plan (see `hvdkit emulate sizes --help`). All ranks give integers
-    whose sums are known, and every result is checked. A wrong one ends the job with the rank, the collective and the
+    --begin and --end, --csv, --model, --timeline or --plan (see `hvdkit emulate sizes --help`). Ranks contribute
+    integers with known sums, and every result is checked. A wrong one ends the job with its rank, collective and
     element.
 
     A collective's time has two parts: skew, from the first rank's arrival to the last one's, and transfer, from then
     until the last rank is done. Algorithm and bus bandwidth are of the transfer, as in nccl-tests.
 
-    Exit status: 0; 1 when a result is wrong or the job fails; 2 for bad usage; 130 after Ctrl-C, which keeps what was
-    measured until then. On several hosts start it in a directory that they share.
+    Exit status: 0; 1 when a result is wrong or the job fails; 2 for bad usage; 130 after Ctrl-C, which keeps the
+    measurements so far. On several hosts, start it in a directory that they share.
 
     \b
     Examples:

@@ -29,8 +29,8 @@ from hvdkit.measure.emulate.tables import DIGITS
 def compare(before: Path, after: Path, by: str, limit: float | None, want_json: bool) -> int:
     """Compare two results of `hvdkit emulate`, size by size and for whole steps.
 
-    The speed of B compared with A is above 1 where B is faster. What is different beside the measurements (engine,
-    ranks, versions) is said.
+    The speed of B compared with A is above 1 where B is faster. Other differences (engine, ranks,
+    versions) are listed, too.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ from hvdkit.measure.emulate.analysis import analyse
 @click.option("--size-plot", type=PATH, metavar="FILE", help="Draw the delays by size (.svg, .png).")
 @click.option("--report", type=PATH, metavar="FILE", help="Write an HTML page.")
 def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None, report: Path | None) -> int:
-    """Print what `hvdkit emulate --json FILE` measured, once more or in another form; nothing is run.
+    """Print the results of `hvdkit emulate --json FILE` again, or in another form; nothing is run.
 
     \b
     Examples:

@@ -46,7 +46,7 @@ PLAN_OPTIONS = (
         metavar="B",
         help="As nccl-tests: sizes from B bytes (8, 32K, 128M) to --end, each alone, smallest first.",
     ),
-    click.option("-e", "--end", "--maxbytes", "end", callback=_bytes, metavar="B", help="The largest that may be."),
+    click.option("-e", "--end", "--maxbytes", "end", callback=_bytes, metavar="B", help="Largest size of the sweep."),
     click.option(
         "-f",
         "--factor",
@@ -54,10 +54,14 @@ PLAN_OPTIONS = (
         "factor",
         type=click.IntRange(min=2),
         metavar="F",
-        help="Between one size and the next  [default: 2]",
+        help="Factor between two sizes of the sweep  [default: 2]",
     ),
     click.option(
-        "--csv", "csv_file", type=PATH, metavar="FILE", help="Columns name, bytes or elements, dtype, gap_ms; or bytes."
+        "--csv",
+        "csv_file",
+        type=PATH,
+        metavar="FILE",
+        help="A table with the columns name, bytes or elements, dtype, gap_ms; or with bytes alone.",
     ),
     click.option(
         "--model",
@@ -65,22 +69,26 @@ PLAN_OPTIONS = (
         help="A function (or class) that returns a model, or (model, inputs); PyTorch, Keras or TensorFlow. "
         "FILE.py:FACTORY works too.",
     ),
-    click.option("--framework", type=click.Choice(FRAMEWORKS), help="Of the model  [default: auto]"),
+    click.option("--framework", type=click.Choice(FRAMEWORKS), help="Framework of the model  [default: auto]"),
     click.option("--per", type=click.Choice(PER), help="One collective per ... of the model  [default: parameter]"),
     click.option(
         "--input-shape",
         callback=_numbers,
         metavar="N,N,...",
-        help="Of an input of zeros for the model, with the batch, such as 2,784, where FACTORY returns no inputs.",
+        help="Shape of an input of zeros, batch first, such as 2,784; for a FACTORY that returns no inputs.",
     ),
-    click.option("--timeline", type=PATH, metavar="FILE", help="What HOROVOD_TIMELINE recorded: sizes, order, gaps."),
+    click.option(
+        "--timeline", type=PATH, metavar="FILE", help="A Horovod timeline: take sizes, order and gaps from it."
+    ),
     click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="A plan that `hvdkit emulate sizes -o` saved."),
-    click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of --sizes and --csv  [default: float32]"),
+    click.option(
+        "--dtype", type=click.Choice(list(DTYPES)), help="Data type for --sizes and --csv  [default: float32]"
+    ),
     click.option(
         "--order",
         type=click.Choice([making.LAYERS, making.REPLAY]),
-        help="Of --sizes and --csv: layers are replayed from the last to the first, as backward does; replay: as "
-        "listed  [default: layers]",
+        help="Order for --sizes and --csv. layers: from the last to the first, as in backward; replay: as listed  "
+        "[default: layers]",
     ),
     click.option(
         "--trials", type=AT_LEAST_1, metavar="T", help=f"Steps to replay  [default: the plan's, else {TRIALS}]"
@@ -89,10 +97,11 @@ PLAN_OPTIONS = (
         "--samples",
         type=AT_LEAST_1,
         metavar="S",
-        help="Samples of the data set, instead of --trials: T is S / B, rounded up (a last, smaller batch counts), "
-        "times E.",
+        help="Samples of the data set, in place of --trials: then T is S / B, rounded up, times E.",
     ),
-    click.option("--batch-size", type=AT_LEAST_1, metavar="B", help="Samples of a step, all ranks together."),
+    click.option(
+        "--batch-size", type=AT_LEAST_1, metavar="B", help="Global batch size: samples per step of all ranks."
+    ),
     click.option("--epochs", type=AT_LEAST_1, metavar="E", help="Passes over the data set  [default: 1]"),
     click.option(
         "--gap-ms",
@@ -125,10 +134,10 @@ def plan_of(**wanted: Any) -> Plan:
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Save the plan, for --plan.")
 @click.option("--json", "want_json", is_flag=True, help="Print JSON.")
 def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
-    """Say which collectives a training step makes, how large they are and in which order: the plan of an emulation.
+    """List the collectives of a training step, their sizes and their order: the plan of an emulation.
 
     Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory. With
-    inputs, one backward is run or traced, and the order is that in which the gradients really arrive.
+    inputs, one backward is run or traced, and gradients keep the order in which they arrive.
 
     \b
     Examples:

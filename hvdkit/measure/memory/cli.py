@@ -35,40 +35,44 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
 @click.command()
 @click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
               "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
-@click.option("--parameters", callback=count, metavar="P", help="Their number: 25557032, 1e12, 7B.")
+@click.option("--parameters", callback=count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
 @click.option("--batch", "--batch-size", "batch", type=_WHOLE, default=1, metavar="B", help="Samples on a rank.")
 @click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam")
 @click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32",
-              help="Of parameters and all else (with --parameters).")  # fmt: skip
+              help="Data type of parameters, gradients and activations (with --parameters).")  # fmt: skip
 @click.option("--mixed", is_flag=True, help="The optimizer keeps float32 states and a float32 copy of the parameters.")
-@click.option("--layers", type=_WHOLE, metavar="L", help="Of a transformer, as are the next three.")
-@click.option("--sequence", type=_WHOLE, metavar="S")
-@click.option("--hidden", type=_WHOLE, metavar="H")
-@click.option("--heads", type=_WHOLE, metavar="A", help="Count all that a layer keeps, not only its output.")
+@click.option(
+    "--layers", type=_WHOLE, metavar="L", help="Layers of a transformer; with --sequence, --hidden and --heads."
+)
+@click.option("--sequence", type=_WHOLE, metavar="S", help="Tokens per sample.")
+@click.option("--hidden", type=_WHOLE, metavar="H", help="Width of a layer.")
+@click.option(
+    "--heads", type=_WHOLE, metavar="A", help="Attention heads; counts all activations of a layer, not only its output."
+)
 @click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto")
-@click.option("--input-shape", callback=_shape, metavar="B,...", help="Of an input of zeros, batch first.")
+@click.option("--input-shape", callback=_shape, metavar="B,...", help="Shape of an input of zeros, batch first.")
 @click.option("--device", type=click.Choice(live.DEVICES), default="cpu",
-              help="Where small steps of the model are run; meta computes shapes only.")  # fmt: skip
+              help="Device on which small steps of the model run; meta computes shapes only.")  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")
-@click.option("--fp16-allreduce", is_flag=True, help="Gradients travel in half precision.")
+@click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
 @click.option("--fusion-threshold-mb", type=click.FloatRange(min=0), callback=number(0), metavar="MB",
-              help="Horovod's buffer (default: its own, 128 MiB).")  # fmt: skip
+              help="Horovod's fusion buffer, in MiB  [default: 128]")  # fmt: skip
 @click.option("-n", "ranks", callback=numbers_of_ranks, default="1,8,64", metavar="N,...")
 @click.option("--capacity-gb", type=click.FloatRange(min=0, min_open=True), callback=number(0, above=True),
-              metavar="GB", help="What a rank has.")  # fmt: skip
+              metavar="GB", help="Memory of one rank's device.")  # fmt: skip
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--json", "form", flag_value="json", help="Print JSON; sizes are bytes.")
 @click.pass_context
 def memory(
     ctx: click.Context, /, form: str | None, ranks: tuple[int, ...], capacity_gb: float | None, **wanted: Any
 ) -> int:
-    """Say what a training needs in memory on each rank: parameters, gradients, optimizer, activations, buffers.
+    """Estimate the memory of a training on each rank: parameters, gradients, optimizer, activations, buffers.
 
-    For a live model small steps are run and extended to B samples; for plain numbers the terms are computed. Plain data
-    parallelism needs the whole on every rank; what the stages of ZeRO would save is shown beside it.
+    For a real model, small steps are run and extrapolated to B samples; for plain numbers the terms are computed. Plain
+    data parallelism needs all of it on every rank; the savings of ZeRO's stages are shown beside it.
 
-    Exit status: 0; 1 when a rank needs more than --capacity-gb with data parallelism, or that cannot be told because
-    its activations are not known.
+    Exit status: 0; 1 when a rank needs more than --capacity-gb with data parallelism, or this cannot be told
+    without its activations.
 
     \b
     Examples:

@@ -27,7 +27,7 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @click.command()
 @click.option("--samples", callback=count, required=True, metavar="S", help="Samples in the training set.")
-@click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples a step on a rank.")
+@click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples per step on each rank.")
 @click.option(
     "--lr",
     type=float,
@@ -40,32 +40,41 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 @click.option(
     "-n", "ranks", required=True, callback=numbers_of_ranks, metavar="N,...", help="Numbers of ranks, such as 1,2,4,8."
 )
-@click.option("--rule", type=click.Choice(RULES), default="linear", help="Scales the rate.")
 @click.option(
-    "--warmup-epochs", type=float, callback=number(0, most=_MOST_EPOCHS), default=5.0, metavar="W", help="0: none."
+    "--rule", type=click.Choice(RULES), default="linear", help="How the learning rate scales with the number of ranks."
+)
+@click.option(
+    "--warmup-epochs",
+    type=float,
+    callback=number(0, most=_MOST_EPOCHS),
+    default=5.0,
+    metavar="W",
+    help="Epochs of warmup; 0 for none.",
 )
 @click.option(
     "--remainder",
     type=click.Choice(REMAINDERS),
     default="drop",
-    help="What becomes of the ragged end of an epoch; all three are shown, the steps are those of this one.",
+    help="What happens to the last, incomplete batch of an epoch. All three are shown; steps are counted for this one.",
 )
 @click.option(
     "--checkpoint-epochs",
     type=AT_LEAST_1,
     default=1,
     metavar="K",
-    help="A checkpoint after every K epochs, and after the last.",
+    help="Save a checkpoint every K epochs and after the last one.",
 )
-@click.option("--parameters", callback=count, metavar="P", help="Of the model; its gradients are as many.")
-@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", help="Of gradients.")
+@click.option(
+    "--parameters", callback=count, metavar="P", help="Number of parameters of the model, such as 25557032 or 7B."
+)
+@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", help="Data type of the gradients.")
 @click.option(
     "--fit",
     "fits",
     type=FILE,
     multiple=True,
     metavar="FILE",
-    help="Of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes and, without "
+    help="A file of `hvdkit emulate --fusion off --json`: how long the allreduce of the gradients takes and, without "
     "--parameters, how large they are. May be repeated.",
 )
 @click.option(
@@ -90,9 +99,9 @@ def plan(
     plot: Path | None,
     form: str | None,
 ) -> int:
-    """Say what a training will do on each of N ranks; no process is started.
+    """Show what a training will do on each number of ranks; nothing is started.
 
-    The numbers are those that hvdkit's functions will give the training. They are steps per epoch, global batch,
+    The training will get the same numbers from hvdkit's functions. They are steps per epoch, global batch,
     samples that a remainder policy leaves out or uses twice, the learning rate with its warmup, checkpoints and the
     size of the gradients.
 

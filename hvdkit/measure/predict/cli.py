@@ -39,8 +39,7 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     type=FILE,
     multiple=True,
     metavar="FILE...",
-    help="What `hvdkit emulate --json` wrote; several files may follow. One host, several hosts, or both; two numbers "
-    "of ranks or more.",
+    help="Files of `hvdkit emulate --json`. One host, several hosts, or both; two numbers of ranks or more.",
 )
 @click.argument("more", nargs=-1, type=FILE, metavar="")
 @click.option(
@@ -49,7 +48,7 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     metavar="N,...",
     help="Numbers of ranks.  [default: 1, 2, 4 ... 1024, as far as the measurements reach]",
 )
-@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks that a host holds.  [default: as measured]")
+@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks per host.  [default: as measured]")
 @click.option(
     "--step-ms",
     type=float,
@@ -79,13 +78,17 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     metavar="P",
     help=f"In place of --plan: how many a model has, such as 25557032 or 7B, in {_TENSORS} equal float32 gradients.",
 )
-@click.option("--algorithm", type=click.Choice([model.LIBRARY, *formulas.ALGORITHMS]), help="[default: as measured]")
+@click.option(
+    "--algorithm",
+    type=click.Choice([model.LIBRARY, *formulas.ALGORITHMS]),
+    help="Allreduce algorithm of the model  [default: as measured]",
+)
 @click.option(
     "--alpha-us",
     type=float,
     callback=number(0),
     metavar="US",
-    help="The network's alpha: microseconds of a message without content.",
+    help="Latency of the network (alpha): microseconds per message.",
 )
 @click.option(
     "--bandwidth-gbit",
@@ -93,18 +96,18 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     type=float,
     callback=number(0, above=True),
     metavar="G",
-    help="The rate of one host's link, in Gbit/s.",
+    help="Bandwidth of one host's link, in Gbit/s.",
 )
 @click.option(
     "--faster-links",
     type=float,
     callback=number(0, above=True),
     metavar="X",
-    help="What if the network carried X times as many bytes in a second?",
+    help="Predict for a network with X times the bandwidth.",
 )
-@click.option("--fp16-allreduce", "--fp16", "fp16", is_flag=True, help="What if gradients were sent in half precision?")
+@click.option("--fp16-allreduce", "--fp16", "fp16", is_flag=True, help="Predict for gradients sent in half precision.")
 @click.option(
-    "--accumulate", type=AT_LEAST_1, default=1, metavar="K", help="What if K backward passes went before each exchange?"
+    "--accumulate", type=AT_LEAST_1, default=1, metavar="K", help="Predict for K backward passes before each exchange."
 )
 @click.option(
     "--fusion-threshold-mb",
@@ -124,19 +127,19 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
     metavar="MS",
     help="Horovod's cycle time.",
 )
-@click.option("--no-overlap", is_flag=True, help="What if communication began when backward has ended?")
-@click.option("--seed", type=AT_LEAST_0, default=0, help="Of the resamples.")
+@click.option("--no-overlap", is_flag=True, help="Predict without overlap: communication starts after backward.")
+@click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the bootstrap.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print Markdown.")
 @click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each number of ranks, in seconds.")
 @click.option("--json", "form", flag_value="json", help="Print JSON, in seconds.")
 @click.option("--plot", "figure", type=PATH, metavar="FILE", help="Draw the efficiency, too: .png, .svg or .pdf.")
 def predict(**given: Any) -> int:
-    """Say what a training step will take on more ranks than there are.
+    """Predict the time of a training step on more ranks than you have.
 
-    A model of alpha (microseconds of a message), beta (time of a byte) and gamma (time of a sum) is fitted to what
-    `hvdkit emulate` measured on a few ranks. The step also counts what backward hides, and how long the slowest rank
-    keeps the others waiting. What was measured within one host says nothing about a network: beyond one host its alpha
-    and bandwidth have to be measured or given.
+    A model of alpha (latency of a message), beta (time per byte) and gamma (time per sum) is fitted to measurements of
+    `hvdkit emulate` on a few ranks. The step also counts what overlaps with backward, and the wait for the slowest
+    rank. Measurements within one host say nothing about a network: beyond one host its latency and bandwidth have to
+    be measured or given.
 
     \b
     Examples:

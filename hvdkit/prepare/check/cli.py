@@ -16,7 +16,7 @@ _WIDEST = 110
 @click.argument("scripts", nargs=-1, required=True, metavar="SCRIPT.py ...")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
 def check(scripts: tuple[str, ...], json_: bool) -> int:
-    """Say which of the eight steps a training script does, and what in it is wrong.
+    """Report which of the eight steps a training script does, and its mistakes.
 
     Reads the text of the scripts; runs nothing and imports nothing from them. It understands scripts that use
     Horovod (horovod.torch, horovod.tensorflow, horovod.tensorflow.keras, horovod.keras), hvdkit or PyTorch's
@@ -29,7 +29,7 @@ def check(scripts: tuple[str, ...], json_: bool) -> int:
       not needed   and why: DDP, for example, broadcasts the model itself
       undecided    what the text does not settle: data that another module loads, for example
 
-    Then come the findings by line, each with what, why and fix. Examples are a rank that is compared without being
+    Then it lists findings by line, each with what, why and fix. Examples are a rank that is compared without being
     called, a checkpoint that every rank writes, and a collective on a branch that one rank takes. docs/check.md lists
     all rules. A finding is what the text shows for certain.
 

@@ -268,7 +268,7 @@ RULES = (
     Rule(
         "steps-differ",
         "the number of steps depends on the rank",
-        "the rank with one step more waits for ever for the others",
+        "the rank with one step more waits forever for the others",
         "reckon it from the size alone, the same on every rank",
         step_data.differing_steps,
     ),
@@ -298,7 +298,7 @@ RULES = (
     Rule(
         "collective-on-some-ranks",
         "`{}` is a call that all ranks make together, on a branch that only some take",
-        "the ranks on the branch wait for ever for the others",
+        "the ranks on the branch wait forever for the others",
         "call it on every rank and keep under the condition only what belongs to one, such as printing",
         collectives.on_some_ranks,
     ),

@@ -81,7 +81,7 @@ def steps_per_epoch(case: Case) -> Verdict:
 
 def _why(parts: list[Part]) -> str:
     if any(part.kind == SHARDED for part in parts):
-        return "the parts may differ by a sample, and one batch more on one rank makes it wait for ever"
+        return "the parts may differ by a sample, and one batch more on one rank makes it wait forever"
     return "how many steps make an epoch the text does not show"
 
 

@@ -27,10 +27,10 @@ _WIDEST = 110
     callback=seconds_above_0,  # not a number is in every range
     default=DEFAULT_SECONDS,
     metavar="SECONDS",
-    help="Time for each import and trial run; a slow network file system may need more.",
+    help="Time limit of each import and trial run; raise it on a slow network file system.",
 )
 def doctor(json_: bool, report: bool, timeout: float) -> int:
-    """Say what is installed, what does not fit together and how to fix it.
+    """Report what is installed, what does not fit together and how to fix it.
 
     Looks at the environment that `hvdkit` itself runs in. It imports each framework, Horovod and mpi4py in a process of
     its own: a crash or a hang there becomes a finding. Then Horovod does an allreduce over MPI and over Gloo in each
@@ -43,8 +43,8 @@ def doctor(json_: bool, report: bool, timeout: float) -> int:
       the accelerators and cores that there are with those that training would use,
       HOROVOD_* and OMP_NUM_THREADS with what they can be.
 
-    Each finding says what, why and fix. An error means that training would not work; a warning, that it works badly, or
-    not in every use.
+    Each finding says what, why and fix. An error means that training would not work. A warning means that it works
+    badly, or not in every case.
 
     \b
     Examples:

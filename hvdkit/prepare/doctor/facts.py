@@ -17,7 +17,7 @@ CONTROLLERS = ("MPI", "Gloo")
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an import or a run did not succeed.
+    """Why an import or a run failed.
 
     Attributes:
         how: "raised" an exception, died by a "signal", "exit" (the process ended), "timeout".

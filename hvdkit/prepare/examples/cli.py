@@ -30,7 +30,7 @@ def examples() -> None:
 
 @examples.command("list")
 def list_() -> None:
-    """Say which there are and what each shows."""
+    """List the examples and what each shows."""
     root = source()
     for script in scripts(root):
         told = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
@@ -40,7 +40,7 @@ def list_() -> None:
 @examples.command()
 @click.argument("directory", type=PATH)
 def copy(directory: Path) -> None:
-    """Copy all of them to DIRECTORY, which must not exist yet."""
+    """Copy the examples to DIRECTORY, which must not exist yet."""
     root = source()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -37,12 +37,14 @@ DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 @click.command()
-@click.option("--gpu", type=click.Choice([*GPU_OPERATIONS, "auto"]), default="none", help="Collectives on GPUs.")
-@click.option("--without-mpi", is_flag=True, help="Build with Gloo alone.")
-@click.option("--frameworks", metavar="LIST", help="torch, tensorflow or both, with a comma.  [default: all installed]")
+@click.option(
+    "--gpu", type=click.Choice([*GPU_OPERATIONS, "auto"]), default="none", help="Library for collectives on GPUs."
+)
+@click.option("--without-mpi", is_flag=True, help="Build without MPI, with Gloo only.")
+@click.option("--frameworks", metavar="LIST", help="torch, tensorflow or torch,tensorflow.  [default: all installed]")
 @click.option("--plain", is_flag=True, help="Leave out the changes that only make Horovod faster.")
 @click.option("--force", is_flag=True, help="Compile again, even if this build is installed or in the cache.")
-@click.option("--explain", is_flag=True, help="Say what would be done and why each change is made; do nothing.")
+@click.option("--explain", is_flag=True, help="Print what would be done and the reason for each change; do nothing.")
 @click.option("--wheel", "keep", type=PATH, metavar="DIR", help="Keep the wheel in DIR for others; install nothing.")
 @click.option("--from", "ready", type=DIRECTORY, metavar="DIR", help="Install a wheel from DIR; compile nothing.")
 def install(

@@ -36,7 +36,7 @@ def run(
         log: file that gets the command and every line after what it has.
         on_line: called with each line as it comes.
     Raises:
-        InstallError: it did not succeed; the message holds its first error and the path of the log.
+        InstallError: it failed; the message holds its first error and the path of the log.
     """
     lines: list[str] = []
     with log.open("a", encoding="utf-8", errors="replace") as file, _process(argv, environ, cwd) as process:

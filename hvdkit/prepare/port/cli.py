@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 @click.argument("script", metavar="SCRIPT.py")
 @click.argument("arguments", metavar="[-- ARGUMENT ...]", nargs=-1)
 @click.option("-o", "--output", metavar="OUT", type=click.Path(path_type=Path), help="Write the ported script there.")
-@click.option("--in-place", is_flag=True, help="Write it over SCRIPT.py.")
+@click.option("--in-place", is_flag=True, help="Overwrite SCRIPT.py with the ported script.")
 @click.option("--diff", is_flag=True, help="Show what changes, as a unified diff, and write nothing.")
 @click.option("--try", "try_", is_flag=True, help="Run both scripts for some steps, and compare their weights.")
-@click.option("--try-steps", type=click.IntRange(1, 1000), default=5, show_default=True, metavar="N", help="So many.")
+@click.option(
+    "--try-steps", type=click.IntRange(1, 1000), default=5, show_default=True, metavar="N", help="Steps of --try."
+)
 @click.option(
     "--try-timeout",
     type=click.FloatRange(min=1),
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="For each of the four runs.",
+    help="Time limit of each of the four runs of --try.",
 )
 def port(
     script: str,

@@ -22,7 +22,7 @@ from hvdkit.prepare.preflight.report import look
     callback=seconds_above_0,  # not a number is in every range
     default=60.0,
     metavar="SECONDS",
-    help="Time for all ranks to meet.",
+    help="Time limit for all ranks to join.",
 )
 @click.option("--report", type=click.Path(file_okay=False, exists=True, path_type=Path), hidden=True)
 def preflight(json_: bool, timeout: float, report: Path | None) -> int:

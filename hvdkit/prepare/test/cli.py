@@ -65,7 +65,7 @@ class SmokeTest(Document, frozen=True):
     "frameworks",
     multiple=True,
     type=click.Choice(FRAMEWORKS),
-    help="Test this one; repeatable  [default: all that are installed]",
+    help="Framework to test; repeatable  [default: all that are installed]",
 )
 @click.option(
     "--timeout",
@@ -74,10 +74,10 @@ class SmokeTest(Document, frozen=True):
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time for each framework; a slow network file system may need more.",
+    help="Time limit for each framework; raise it on a slow network file system.",
 )
 def test(json_: bool, frameworks: tuple[str, ...], timeout: float) -> int:
-    """Train on 2 ranks of this machine, in every framework that is installed: does it work at all?
+    """Train on 2 ranks of this machine, in every installed framework, to see that it works.
 
     Builds and changes nothing. For each of PyTorch, TensorFlow and Keras, `hvdkit launch` starts 2 ranks. They add up
     their numbers through Horovod, each takes 10 training steps on data of its own, and their weights must be the same

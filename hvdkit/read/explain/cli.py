@@ -15,9 +15,9 @@ from hvdkit.read.explain.join import explain as explanation
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="FILE|DIR...")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def explain(paths: tuple[Path, ...], json_: bool) -> int:
-    """Say what costs a job most time, how much, how that was seen and what to do, in at most ten lines.
+    """Name what costs a job most time: how much, the evidence and the fix, in at most ten lines.
 
-    Reads what was recorded of one job: the times of its steps, Horovod's timeline, PyTorch's traces, MPI profiles,
+    Reads the recordings of one job: the times of its steps, Horovod's timeline, PyTorch's traces, MPI profiles,
     stall reports, how it was launched. DIR stands for all of these in it. Causes are weighed by the time that they
     cost. Those below 2 % of it are not named.
 

@@ -107,7 +107,7 @@ def _anew(columns: Columns, rows: NDArray[np.bool_]) -> str:
 def _waiting(waiting: float, step: float, anew: str, where: str) -> Cause:
     what, advice = {
         "names": (
-            "Tensors have new names all the time, and the ranks exchange their requests anew.",
+            "Tensors get new names in every step, so the ranks negotiate all of them anew.",
             "Give each tensor the same name in every step (name= of Horovod's calls).",
         ),
         "cache": (

@@ -240,7 +240,7 @@ def _late_anywhere(table: _Table, lost: _Floats) -> list[Cause]:
     in_steps = share_text((lost > 0.5 * cost).mean())
     return [
         Cause(
-            "random-late", cost, share, "In each step another rank is late at random.",
+            "random-late", cost, share, "A different rank is late in each step.",
             f"{table.where}: no rank causes most of it; in {in_steps} of {len(lost)} steps.",
             "Give the same work to all ranks in a step (samples of one length together), and keep other programs off "
             "their cores (hvdkit preflight, --bind core).",
@@ -293,16 +293,16 @@ def _input_everywhere(table: _Table, scattered: float) -> list[Cause]:
     share = cost / table.step_s
     if share < LEAST_INPUT:
         return []
-    who, seen = "The one rank waits", "it waits"
+    what, seen = "The one rank waits for its input.", "it waits"
     if len(table.numbers) > 1:
-        who, seen = "Every rank waits", "the middle rank waits"
+        what, seen = "Every rank waits for its input.", "the middle rank waits"
     if scattered > 0:
         seen += f" {_ms(middle)}, the last one"
     if scattered > middle:
-        who = "In each step another rank waits"
+        what = "A different rank waits for its input in each step."
     return [
         Cause(
-            "input-everywhere", cost, share, f"{who} for its input.",
+            "input-everywhere", cost, share, what,
             f"{table.where}: {seen} {_ms(cost)} for each batch of {_ms(table.step_s)} a step.",
             "Load ahead of the computation: more workers, prefetching, a cache, files nearer to the ranks.",
         )

@@ -76,7 +76,7 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
         "large-tensors",
         lost,
         traffic.rank.seconds,
-        "Large tensors are reduced, and what the backward pass does not hide is lost.",
+        "Large tensors are reduced, and the backward pass does not hide all of it.",
         evidence,
         "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
         "network; hvdkit timeline merge says how much of it is hidden.",

@@ -17,7 +17,7 @@ SUBCOMMANDS = {
 
 @click.group(cls=group_of(SUBCOMMANDS))
 def mpi_profile() -> None:
-    """Read what MPI did on every rank: calls, bytes and time by routine and size.
+    """Read MPI profiles of every rank: calls, bytes and time by routine and size.
 
     Profiles are recorded by `hvdkit launch --mpi-profile DIR`; those of IBM's mpitrace and of mpiP are read, too. MPI
     alone is seen, not what goes over NCCL or Gloo.

@@ -23,7 +23,7 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.option("--rank", "number", type=AT_LEAST_0, metavar="R", help="The rank to show  [default: the lowest there is]")
 @click.option("--json", "want_json", is_flag=True, help="Print JSON; times in seconds.")
 def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
-    """Print what the ranks of a job called, for how long, and what stands out.
+    """Print which MPI routines the ranks of a job called, for how long, and what stands out.
 
     DIR is that of `hvdkit launch --mpi-profile DIR`; or give the files mpi_profile.* of IBM's mpitrace, or one report
     of mpiP. Tables are of one rank, with the least, median and most time over all ranks. Control is Horovod's

@@ -69,7 +69,7 @@ def _setup(summary: Summary) -> Cause | None:
         summary,
         "NCCL is set up before the first collective.",
         f"INIT_NCCL, {duration_text(summary.setup)} of {duration_text(summary.duration)} of the timeline",
-        "A longer job does not notice it: leave it out of measurements. NCCL_DEBUG=INFO says what it looks for, and "
+        "It weighs less the longer the job: leave it out of measurements. NCCL_DEBUG=INFO says what it looks for, and "
         "NCCL_SOCKET_IFNAME names the network at once.",
     )
 
@@ -83,7 +83,7 @@ def _new_names(summary: Summary) -> Cause | None:
         "negotiation",
         summary.negotiating,
         summary,
-        "Tensors have new names all the time, so that the ranks exchange their requests anew.",
+        "Tensors get new names in every step, so the ranks negotiate all of them anew.",
         f"{summary.missed} of {summary.operations} operations, on {named} tensors, were not in the response cache",
         "Give each tensor the same name in every step (name= of Horovod's calls).",
     )
@@ -102,7 +102,7 @@ def _first_step(summary: Summary, steps: Steps, duration: Distribution) -> Cause
         summary,
         "The first step takes longer: compilation, allocation, the first read of the data.",
         f"first step {duration_text(steps.first)}{beside}, the usual one {duration_text(duration.p50)}",
-        "Leave it out of measurements, as the step times of the summary do; a longer job does not notice it.",
+        "Leave it out of measurements, as the step times of the summary do; it weighs less the longer the job.",
     )
 
 
@@ -117,7 +117,7 @@ def _late(summary: Summary, steps: Steps, duration: Distribution) -> Cause | Non
             "random-late",
             lost,
             duration,
-            "Now this rank is late and now that one.",
+            "A different rank is late in each step.",
             f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
             "Even out what a step has to do (batches of unequal length), and give each rank cores of its own.",
         )
@@ -128,8 +128,7 @@ def _late(summary: Summary, steps: Steps, duration: Distribution) -> Cause | Non
         duration,
         f"{names.capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait.",
         f"ticks of the timeline, by rank: {_costs_text(costs)} of each step",
-        f"Whether it is the input, the computation or the host of {names} a timeline does not say: "
-        "hvdkit launch --explain-job records it.",
+        "A timeline does not say whether that is input, computation or host: hvdkit launch --explain-job records it.",
         ranks,
     )
 
@@ -146,9 +145,9 @@ def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:
         "late",
         steps.late,
         duration,
-        "Tensors wait until the last rank has announced them, and which one that is this recording does not say.",
+        "Tensors wait until the last rank has announced them; this recording does not say which rank that is.",
         f"{duration_text(steps.late)} of negotiation in the mean step beyond one cycle",
-        "Record which one and why: hvdkit launch --explain-job, or which one alone: --timeline FILE --skew.",
+        "Record which one and why with hvdkit launch --explain-job, or which one alone with --timeline FILE --skew.",
     )
 
 
@@ -205,7 +204,7 @@ def _large(summary: Summary, steps: Steps, duration: Distribution) -> Cause | No
     if lost < _MOST_HIDDEN * _mean(duration):
         return None
     size = "Large tensors" if steps.bytes is None else f"{bytes_text(steps.bytes)} per step"
-    what = f"{size} {'are' if steps.bytes is None else 'is'} reduced, and what the backward pass does not hide is lost."
+    what = f"{size} {'are' if steps.bytes is None else 'is'} reduced, and the backward pass does not hide all of it."
     biggest, evidence = _biggest(summary, steps), f"collectives of the timeline, {duration_text(lost)} of the mean step"
     advice = "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
     advice += "network; hvdkit timeline merge says how much of it is hidden."

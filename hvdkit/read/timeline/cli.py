@@ -11,17 +11,17 @@ from hvdkit.common.commands import group_of
 
 SUBCOMMANDS = {
     "summary": ("hvdkit.read.timeline.summary_cli:summary", "Where the time went, in numbers, and what to try."),
-    "report": ("hvdkit.read.timeline.report_cli:report", "As one HTML page, to look into."),
-    "slice": ("hvdkit.read.timeline.tools_cli:slice_", "A part of it as a file of its own."),
-    "diff": ("hvdkit.read.timeline.tools_cli:diff", "What takes longer in one than in another."),
-    "merge": ("hvdkit.read.timeline.tools_cli:merge", "On one time axis with a trace of torch.profiler."),
-    "export": ("hvdkit.read.timeline.tools_cli:export", "For Perfetto, or as a CSV table."),
+    "report": ("hvdkit.read.timeline.report_cli:report", "Write one HTML page, to zoom into."),
+    "slice": ("hvdkit.read.timeline.tools_cli:slice_", "Write part of it to its own file."),
+    "diff": ("hvdkit.read.timeline.tools_cli:diff", "Compare two timelines: what takes longer?"),
+    "merge": ("hvdkit.read.timeline.tools_cli:merge", "Merge it with a trace of torch.profiler."),
+    "export": ("hvdkit.read.timeline.tools_cli:export", "Write it for Perfetto, or as a CSV table."),
 }
 
 
 @click.group(cls=group_of(SUBCOMMANDS))
 def timeline() -> None:
-    """Read a file that Horovod wrote with HOROVOD_TIMELINE: where did the time go, and what to try?
+    """Read a timeline of Horovod (HOROVOD_TIMELINE): where did the time go, and what to try?
 
     Reads any such file, also compressed with gzip, cut off or damaged. Rank 0 writes it:
 

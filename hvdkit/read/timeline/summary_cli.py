@@ -24,7 +24,7 @@ from hvdkit.read.timeline.summary import summarize
 @of_the_job
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
 def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
-    """Say what costs a job time and what to try, then where the time of a recording went, in numbers.
+    """Name what costs a job time and what to try, then show where the time went, in numbers.
 
     Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
     is the time in which at least one collective ran: fused tensors, which Horovod writes once each, count once.

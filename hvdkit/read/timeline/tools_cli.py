@@ -26,15 +26,19 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
 
 @click.command("slice")
 @click.argument("file", type=PATH)
-@click.option("--since", type=float, metavar="SECONDS", help="What began at this time of the recording or later.")
-@click.option("--until", type=float, metavar="SECONDS", help="What began before this time.")
-@click.option("--steps", callback=_steps, metavar="A..B", help="Training steps A to B, both included, from 0.")
+@click.option(
+    "--since", type=float, metavar="SECONDS", help="Keep operations that began at this time of the recording or later."
+)
+@click.option("--until", type=float, metavar="SECONDS", help="Keep operations that began before this time.")
+@click.option(
+    "--steps", callback=_steps, metavar="A..B", help="Keep training steps A to B, inclusive; the first one is 0."
+)
 @click.option("-o", "--output", type=PATH, required=True, metavar="OUT.json[.gz]", help="The file to write.")
 @click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
 def slice_(
     file: Path, since: float | None, until: float | None, steps: tuple[int, int] | None, output: Path, json_: bool
 ) -> int:
-    """Write a part of a timeline to a file of its own, for a viewer that the whole is too large for.
+    """Write part of a timeline to its own file, for viewers that cannot open all of it.
 
     Operations that began in the part are kept whole, with the times that they have in the source.
 
@@ -67,7 +71,10 @@ def slice_(
 @click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
 @click.option("--all", "show_all", is_flag=True, help="Also print changes that may be chance.")
 @click.option(
-    "--fail-above", type=float, metavar="RATIO", help="Exit 1 when a phase became slower by more than this, like 1.2."
+    "--fail-above",
+    type=float,
+    metavar="RATIO",
+    help="Exit with 1 if a phase became slower by more than this factor, such as 1.2.",
 )
 @click.option(
     "--at-least-us",
@@ -75,14 +82,14 @@ def slice_(
     callback=not_below_0,
     default=10.0,
     metavar="US",
-    help="Growth of a median that --fail-above takes notice of.",
+    help="Smallest growth of a median that counts for --fail-above.",
 )
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, at_least_us: float, json_: bool) -> int:
-    """Say what takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
+    """Show what takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
 
     Medians are compared with the Mann-Whitney U test, corrected for the number of comparisons (false discovery rate 5
-    %, Benjamini and Yekutieli). Changes are sorted by the time that they explain: how much longer B is on account of
+    %, Benjamini and Yekutieli). Changes are sorted by the time that they explain: how much longer B takes because of
     each. Rare long operations count; the first of each tensor (set-up, compilation) is left out. Tensors of one fused
     exchange each carry all of its time, so these times do not add up.
 
@@ -110,10 +117,10 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
 @click.argument("timeline", type=PATH)
 @click.argument("trace", type=PATH)
 @click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
-@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE")
+@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE.")
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
 def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bool) -> int:
-    """Put a timeline and a trace of torch.profiler on one time axis, and say how much communication is exposed.
+    """Merge a timeline and a trace of torch.profiler on one time axis, and show how much communication is exposed.
 
     TRACE is what export_chrome_trace wrote on rank 0 in the same run. Exposed is the time in which a collective ran and
     nothing was computed: neither a GPU kernel nor, without GPUs, an operator of the training thread.
@@ -153,7 +160,7 @@ def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bo
 def export(file: Path, output: Path, json_: bool) -> int:
     """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.
 
-    The ending of the output decides. .pftrace has a track for each tensor, with its negotiation below it, and one for
+    The output's suffix decides. .pftrace has a track for each tensor, with its negotiation below it, and one for
     the cycles. .csv has a row for each operation, with the microseconds of every phase. .gz may follow.
 
     \b

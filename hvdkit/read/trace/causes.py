@@ -56,7 +56,7 @@ def _late(summary: Summary, skew: Skew) -> Cause:
             summary,
             "random-late",
             lost,
-            "Now this rank is late and now that one.",
+            "A different rank is late in each step.",
             f"time of the ranks in {skew.collectives} collectives",
             "Even out what a step has to do (batches of unequal length), and give each rank cores of its own.",
         )

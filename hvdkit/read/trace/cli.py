@@ -11,7 +11,7 @@ from hvdkit.common.commands import group_of
 
 SUBCOMMANDS = {
     "summary": ("hvdkit.read.trace.commands:summary", "Operators, communication, data loading, memory, rank by rank."),
-    "diff": ("hvdkit.read.trace.commands:diff", "What takes longer in one than in another."),
+    "diff": ("hvdkit.read.trace.commands:diff", "Compare two traces: what takes longer?"),
 }
 
 

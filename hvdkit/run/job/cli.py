@@ -31,7 +31,7 @@ from hvdkit.run.job.systems import SYSTEMS
 )
 @click.option("--nodes", type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
 @click.option("--ppn", type=AT_LEAST_1, required=True, metavar="P", help="Ranks on each host.")
-@click.option("--walltime", required=True, metavar="HH:MM:SS", help="The most time that the job may take.")
+@click.option("--walltime", required=True, metavar="HH:MM:SS", help="Time limit of the job.")
 @click.option("--queue", metavar="Q", help="Queue or partition  [default: the first of the site's that fits]")
 @click.option("--qos", metavar="Q", help="Slurm: quality of service.")
 @click.option("--constraint", metavar="C", help="Slurm: features that the hosts must have  [default: the site's]")
@@ -39,10 +39,10 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores of each rank  [default: the site's]")
 @click.option("--gpus-per-node", type=AT_LEAST_0, metavar="G", help="GPUs on each host, 0 to train on its CPUs.")
 @click.option("--mem", metavar="M", help="Memory of each host, such as 64G.")
-@click.option("--exclusive", is_flag=True, help="No other job on the hosts.")
+@click.option("--exclusive", is_flag=True, help="Request whole hosts.")
 @click.option("--stage", is_flag=True, help="Copy the environment to the hosts' local disks first.")
-@click.option("--array", metavar="A-B[:S][%M]", help="Submit so many jobs at once, at most M running.")
-@click.option("--output", "log", metavar="LOG", help="File for what the job prints, in the batch system's pattern.")
+@click.option("--array", metavar="A-B[:S][%M]", help="Submit a job array, with at most M jobs running.")
+@click.option("--output", "log", metavar="LOG", help="File for the job's output, in the batch system's pattern.")
 @click.option("--image", help="Kubernetes: the container image.")
 @click.option(
     "--volume", "volumes", multiple=True, metavar="CLAIM:DIR", help="Kubernetes: a volume for every pod; repeatable."
@@ -53,12 +53,12 @@ from hvdkit.run.job.systems import SYSTEMS
     metavar="DIR",
     help=f"Kubernetes: where the image's user has ssh keys; {kubernetes.ROOT} for root.",
 )
-@click.option("--min-np", type=AT_LEAST_1, metavar="N", help="Kubernetes: elastic, wait below so many ranks.")
-@click.option("--max-np", type=AT_LEAST_1, metavar="N", help="Kubernetes: elastic, never more ranks.")
+@click.option("--min-np", type=AT_LEAST_1, metavar="N", help="Kubernetes: elastic, minimum number of ranks.")
+@click.option("--max-np", type=AT_LEAST_1, metavar="N", help="Kubernetes: elastic, maximum number of ranks.")
 @click.option("--name", default="hvdkit", help="Name of the job and of its logs.")
-@click.option("-o", "output", type=PATH, metavar="FILE", help="Write to FILE, not to the screen.")
+@click.option("-o", "output", type=PATH, metavar="FILE", help="Write the script to FILE, not to standard output.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@click.option("--submit", "submit_it", is_flag=True, help="Submit it, show what the job prints, end with its status.")
+@click.option("--submit", "submit_it", is_flag=True, help="Submit the job, show its output, and exit with its status.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[--] COMMAND [ARGUMENT]...")
 def job(
     *,
@@ -77,8 +77,8 @@ def job(
     """Write a batch script that runs COMMAND on N hosts with P ranks each, through `hvdkit launch`.
 
     For Kubernetes it is an MPIJob of N worker pods, for the Kubeflow MPI Operator. Nothing is submitted without
-    --submit. What no queue or host of the site gives is refused. COMMAND is quoted: the script's shell passes it on as
-    typed.
+    --submit. Requests that no queue or host of the site can meet are refused. COMMAND is quoted: the script's shell
+    passes it on as typed.
 
     \b
     Examples:

@@ -64,15 +64,15 @@ def launch(
 ) -> int:
     """Start COMMAND on N processes of this machine or of several hosts, with settings that suit Horovod.
 
-    Options of `hvdkit launch` come before COMMAND; everything after it is passed on untouched. A COMMAND that is a
+    Options of `hvdkit launch` come before COMMAND; everything after it is passed on unchanged. A COMMAND that is a
     .py file is run by the Python that hvdkit is installed in. The ranks read nothing from standard input.
 
     Each line of output is tagged with the rank it comes from. When a rank fails, Ctrl-C is pressed or this program is
     told to end, every process is ended. The traceback of the rank that failed first is printed last; ranks that only
-    lost it take one line each.
+    lost contact with it take one line each.
 
     The exit status is that of the rank that failed first: its own, or 128 + N when signal N killed it (137: SIGKILL,
-    often for want of memory). It is 130 after Ctrl-C, and 75 when a collective waited longer than --stall-timeout.
+    often because memory ran out). It is 130 after Ctrl-C, and 75 when a collective waited longer than --stall-timeout.
 
     \b
     Examples:

@@ -97,7 +97,7 @@ def settings(n: int, elastic: Elastic, found: Mapping[str, int], slots: int | No
         Setting("ranks that it never exceeds", ("--max-np", str(elastic.max_np))),
         Setting("asked again and again for the hosts", ("--host-discovery-script", str(elastic.script))),
         Setting(
-            "a host with a failed worker is left out for a while, not for ever",
+            "a host with a failed worker is left out for a while, not forever",
             ("--blacklist-cooldown-range", *map(str, COOLDOWN_S)),
         ),
     ]

@@ -84,7 +84,10 @@ HOSTS = click.option(
     "--hosts", "-H", metavar="H:S,...", help="Hosts and the ranks that each may take  [default: the batch job's]"
 )
 HOSTFILE = click.option(
-    "--hostfile", type=PATH, metavar="FILE", help="The same from a file, one HOST:SLOTS or HOST slots=SLOTS a line."
+    "--hostfile",
+    type=PATH,
+    metavar="FILE",
+    help="Read --hosts from a file, one HOST:SLOTS or HOST slots=SLOTS per line.",
 )
 THREADS = click.option(
     "--threads",
@@ -92,7 +95,7 @@ THREADS = click.option(
     metavar="T",
     help="Compute threads per rank (OMP_NUM_THREADS)  [default: yours, else --depth, else cores / N]",
 )
-DEPTH = click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores of each rank, to which it is tied.")
+DEPTH = click.option("--depth", type=AT_LEAST_1, metavar="D", help="Cores per rank; each rank is bound to its cores.")
 ENV = click.option(
     "--env",
     "variables",
@@ -107,7 +110,7 @@ OF_HOROVOD = (
         type=float,
         callback=not_below_0,
         metavar="MS",
-        help="Time between two negotiations (HOROVOD_CYCLE_TIME).",
+        help="Horovod's cycle time: time between two negotiations (HOROVOD_CYCLE_TIME).",
     ),
     click.option(
         "--fusion-threshold-mb",
@@ -120,12 +123,12 @@ OF_HOROVOD = (
         "--cache-capacity",
         type=AT_LEAST_0,
         metavar="N",
-        help="Tensors whose negotiation Horovod remembers, 0 for none (HOROVOD_CACHE_CAPACITY).",
+        help="Tensors in Horovod's response cache, 0 for none (HOROVOD_CACHE_CAPACITY).",
     ),
     click.option(
         "--hierarchical-allreduce/--no-hierarchical-allreduce",
         default=None,
-        help="Within each host first, then between hosts (NCCL).",
+        help="Reduce within each host first, then between hosts (NCCL).",
     ),
 )
 """Options that other commands take, too, for the jobs that they run."""
@@ -138,18 +141,18 @@ OPTIONS = (
     HOSTFILE,
     THREADS,
     DEPTH,
-    click.option("--gpus-per-node", type=AT_LEAST_1, metavar="G", help="GPUs to ask srun or jsrun for."),
-    click.option("--gpus-per-task", type=AT_LEAST_1, metavar="G", help="The same for each rank."),
+    click.option("--gpus-per-node", type=AT_LEAST_1, metavar="G", help="GPUs per host to request from srun or jsrun."),
+    click.option("--gpus-per-task", type=AT_LEAST_1, metavar="G", help="GPUs per rank to request from srun or jsrun."),
     click.option(
         "--bind",
         type=click.Choice(BINDINGS),
         default="none",
-        help="Tie each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
+        help="Bind each rank to its share of the cores, to a socket or to a NUMA domain (not horovodrun).",
     ),
     click.option(
         "--cpu-bind",
         metavar="SPEC",
-        help="The same in the words of srun, PALS's mpiexec or aprun, such as list:0-7:8-15; passed on as it is.",
+        help="Binding in the syntax of srun, PALS's mpiexec or aprun, such as list:0-7:8-15; passed on unchanged.",
     ),
     ENV,
     click.option(
@@ -163,7 +166,7 @@ OPTIONS = (
     click.option(
         "--skew",
         is_flag=True,
-        help="Have the timeline say in every step which rank was late, at the price of slower negotiation (no cache).",
+        help="Record in the timeline which rank was late in every step. Negotiation gets slower (no response cache).",
     ),
     _directory(
         "--monitor", "Keep the history of the run in DIR and report stragglers, without a change of the script."
@@ -174,7 +177,7 @@ OPTIONS = (
     click.option(
         "--mpi-profile-wait",
         is_flag=True,
-        help="Also measure how long each rank waits in collectives for the others, by a barrier before each one.",
+        help="Also measure how long ranks wait for each other, with a barrier before each collective.",
     ),
     _directory(
         "--torch-profile",
@@ -184,7 +187,7 @@ OPTIONS = (
         "--torch-profile-steps",
         callback=_profiled_steps,
         metavar="WAIT,WARMUP,ACTIVE",
-        help="Optimizer steps to leave out, to trace and throw away, to record  [default: 10,2,5]",
+        help="Optimizer steps to skip, to trace and discard, and to record  [default: 10,2,5]",
     ),
     click.option(
         "--explain-job",
@@ -221,7 +224,7 @@ OPTIONS = (
         "--stall-dir",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
-        help="Where those stacks are written  [default: hvdkit-stall-TIME in the current directory]",
+        help="Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]",
     ),
     click.option(
         "--stage",
@@ -233,26 +236,30 @@ OPTIONS = (
         type=click.Path(path_type=Path, file_okay=False),
         callback=_absolute,
         metavar="DIR",
-        help="Where, the same on every host; copies stay there for later jobs  [default: $TMPDIR, else /tmp]",
+        help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
     ),
     click.option(
-        "--preflight", "first", is_flag=True, help="Look at every rank first, and start COMMAND only if it can train."
+        "--preflight",
+        "first",
+        is_flag=True,
+        help="Check every rank first (hvdkit preflight); start COMMAND only if all can train.",
     ),
     click.option(
         "--restarts",
         type=AT_LEAST_0,
         default=0,
         metavar="K",
-        help="Start a job that fails again, at most K times; COMMAND goes on from its own checkpoints "
-        "(HVDKIT_RESTART counts)",
+        help="Restart a failed job at most K times; COMMAND resumes from its own checkpoints (HVDKIT_RESTART counts)",
     ),
-    click.option("--min-np", type=AT_LEAST_1, metavar="N", help="Elastic: wait below so many ranks."),
-    click.option("--max-np", type=AT_LEAST_1, metavar="N", help="Elastic: never more ranks."),
+    click.option(
+        "--min-np", type=AT_LEAST_1, metavar="N", help="Elastic: minimum number of ranks; below it the job waits."
+    ),
+    click.option("--max-np", type=AT_LEAST_1, metavar="N", help="Elastic: maximum number of ranks."),
     click.option(
         "--host-discovery-script",
         type=FILE,
         metavar="FILE",
-        help="Elastic: a script that prints the hosts that there are now, one HOST:SLOTS a line; or HOST, with --ppn.",
+        help="Elastic: a script that prints the available hosts, one HOST:SLOTS per line; or HOST, with --ppn.",
     ),
     click.option("--tag/--no-tag", default=True, help="Put [rank] before each line of output."),
     click.option("--verbose", is_flag=True, help="Show TensorFlow's own start-up lines of every rank, too."),

@@ -58,8 +58,8 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     "--launcher",
     type=click.Choice(["auto", *plan.LAUNCHERS]),
     default="auto",
-    help="Use this one in every job; auto: start as `hvdkit launch` does, and try the other one of mpirun and "
-    "horovodrun that is here.",
+    help="Launcher of every job. auto: that of `hvdkit launch`, and as a candidate the other one of mpirun and "
+    "horovodrun.",
 )
 @click.option(
     "--threads",
@@ -100,13 +100,19 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     type=click.IntRange(min=3),
     default=8,
     metavar="R",
-    help="Fresh runs of the two finalists and of the default; they alone decide.",
+    help="Final runs of the two best settings and of the default; only these decide.",
 )
 @click.option(
-    "--budget", type=float, callback=seconds_above_0, metavar="S", help="Begin no job that would end after S seconds."
+    "--budget",
+    type=float,
+    callback=seconds_above_0,
+    metavar="S",
+    help="Time limit in seconds; no job starts that would end after it.",
 )
-@click.option("--wall", is_flag=True, help="Compare the wall time of whole jobs, even where a closing line tells more.")
-@click.option("--seed", type=AT_LEAST_0, default=0, help="Of the order of the jobs.")
+@click.option(
+    "--wall", is_flag=True, help="Compare the wall time of whole jobs, even if the program prints a step rate."
+)
+@click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the order of the jobs.")
 @options.PPN
 @options.DEPTH
 @options.HOSTS
@@ -131,7 +137,7 @@ def tune(
     want_json: bool,
     **where: Any,
 ) -> int:
-    """Find launcher, cycle time, fusion threshold and threads that make COMMAND fast on N ranks here, by running it.
+    """Find the launcher, cycle time, fusion threshold and threads that make COMMAND fast on N ranks, by running it.
 
     COMMAND is run many times, whole, with `hvdkit launch`: keep it short (seconds), but with the model and the batch
     size that matter. The seconds of its closing line `Hvd Procs N Total time: X second` are compared, else the wall
@@ -139,7 +145,7 @@ def tune(
     confidence interval that lies above 1. Progress is on standard error.
 
     Exit status: 0, also when nothing is better than the default; 1 when the job fails with the default settings; 130
-    after Ctrl-C. Ctrl-C tells the best so far and writes no file.
+    after Ctrl-C. Ctrl-C prints the best setting so far and writes no file.
 
     \b
     Examples:

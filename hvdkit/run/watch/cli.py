@@ -25,13 +25,13 @@ _COLUMNS = 80
 
 @click.command()
 @click.argument("directory", type=PATH, metavar="DIR")
-@click.option("--once", is_flag=True, help="Show it as it is now, and end.")
-@click.option("--json", "want_json", is_flag=True, help="Print it as JSON, once.")
+@click.option("--once", is_flag=True, help="Show the current state once and exit.")
+@click.option("--json", "want_json", is_flag=True, help="Print the current state as JSON and exit.")
 @click.option(
-    "--html", type=PATH, callback=output_file, metavar="FILE", help="Write a page that stands by itself, once."
+    "--html", type=PATH, callback=output_file, metavar="FILE", help="Write the current state as one HTML file and exit."
 )
 @click.option(
-    "--interval", type=float, default=1.0, callback=seconds_above_0, metavar="S", help="Seconds between two looks."
+    "--interval", type=float, default=1.0, callback=seconds_above_0, metavar="S", help="Seconds between two updates."
 )
 def watch(directory: Path, once: bool, want_json: bool, html: Path | None, interval: float) -> int:
     """Show a training while it runs, or after it: progress, speed, loss, stragglers, memory, checkpoints, reports.

@@ -37,7 +37,7 @@ class Told(Part, frozen=True):
     Attributes:
         time: when, in seconds since 1970.
         step: in which window's last step.
-        about, cause: in a word.
+        about, cause: what it is about, and why, one word each.
         rank: whose; None where it is several ranks'.
         since: step after which it began.
         cost_s: seconds per step that it costs the job.

@@ -134,7 +134,7 @@ def _unpack(sink: Pieces, part: Path) -> None:
     try:
         archive.unpack(sink, part)
     finally:
-        sink.drain()  # who writes would wait for ever
+        sink.drain()  # who writes would wait forever
 
 
 def spread(group: Any, source: Pieces | None, sink: Pieces | None, fan_out: int) -> bool:

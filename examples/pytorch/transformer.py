@@ -87,7 +87,7 @@ def broadcast(backend, value):
     if backend == "horovod":
         import horovod.torch as hvd
 
-        # Horovod's own name is the type's, and ranks that name a tensor differently wait for each other for ever.
+        # Horovod's own name is the type's, and ranks that name a tensor differently wait for each other forever.
         return hvd.broadcast_object(value, root_rank=0, name="transformer.file")
     box = [value]
     dist.broadcast_object_list(box)

@@ -190,7 +190,7 @@ def _late_by_input(table: _Table, lost: _Floats, last: NDArray[np.intp]) -> list
         "input", cost, share, f"{who.capitalize()} wait{verb} for {'its' if verb else 'their'} input.",
         f"{table.where}: {_seen(slow, lost, table.input)}.",
         f"Look at how {who} read{verb}: file system, size of the shard, number of workers, prefetching. "
-        "Another rank that is as slow and reads ahead hides it behind this wait.",
+        "Reading ahead can hide that other ranks are as slow.",
         ranks=ranks,
     )  # fmt: skip
     return [one, *found]

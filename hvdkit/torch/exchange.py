@@ -17,14 +17,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
-from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.parting import Parting
 from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
 from hvdkit.torch.buckets import Travelling, Wire, in_buckets, obstacle_to, total_norm
-from hvdkit.torch.state import layout, parameters_of, plain_name
+from hvdkit.torch.state import OverTorch, layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 """Those whose parameters are still in use."""
@@ -251,7 +250,7 @@ class Exchange:
         named = parting.own(self._training(), self.optimizer())
         names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
         call = f"parameters.{agreed.number}"
-        self._parting.compare(OverHorovod(hvd, torch.from_numpy, self._ranks), names, roundings, call)
+        self._parting.compare(OverTorch(self._ranks), names, roundings, call)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -259,7 +258,7 @@ class Exchange:
         sparse = {key for key, member in self._members.items() if member.sparse}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
-        ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
+        ranks = OverTorch(self._ranks)
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())

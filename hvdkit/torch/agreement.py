@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,10 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 def _loader_facts(loader: Any) -> dict[str, float]:
     if loader is None:
         return {}
-    return require_sharded(loader).share.facts(loader.epoch)
+    facts: dict[str, float] = require_sharded(loader).share.facts(loader.epoch)
+    if isinstance(loader.dataset, torch.utils.data.Subset):  # random_split draws another one where it is not seeded
+        facts["loader.subset"] = float(zlib.crc32(np.asarray(loader.dataset.indices, dtype=np.int64).tobytes()))
+    return facts
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> tuple[str, npt.NDArray[Any]]:

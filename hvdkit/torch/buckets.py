@@ -96,6 +96,21 @@ def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
+def obstacle_to(parameter: Parameter) -> str | None:
+    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
+    if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
+        why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
+    elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
+        why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
+        fix = "distribute takes plain dense parameters, whole on every rank"
+    elif parameter.device.type not in ("cpu", "cuda"):
+        why = f"it is on {parameter.device}"
+        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
+    else:
+        return None
+    return f"{why}; {fix}."
+
+
 class Travelling(Protocol):
     """Gradients that leave together."""
 

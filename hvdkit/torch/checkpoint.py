@@ -193,6 +193,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         if states is not None and self._has_this_size(saved):
             _try_random_state(saved, states[hvd.rank()])
 
+    @torch.inference_mode(False)
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         """uint8 (size, length)."""
         return hvd.allgather(_random_state().unsqueeze(0), name="hvdkit.random_states").numpy()

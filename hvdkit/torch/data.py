@@ -227,10 +227,12 @@ class _Sizes:
     def __exit__(self, *_: object) -> None:
         self._used.discard(self._name)
 
+    @torch.inference_mode(False)
     def ask(self, size: int, mark: int) -> None:
         mine = torch.tensor([[size, mark]], dtype=torch.int64)
         self._unread[self._name] = hvd.allgather_async(mine, name=self._name)
 
+    @torch.inference_mode(False)
     def answers(self) -> tuple[list[int], list[int]]:
         sizes, marks = hvd.synchronize(self._unread.pop(self._name)).T.tolist()
         return sizes, marks

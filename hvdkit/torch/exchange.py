@@ -17,33 +17,17 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
-from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.parting import Parting
 from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
-from hvdkit.torch.buckets import Travelling, Wire, in_buckets, total_norm
-from hvdkit.torch.state import layout, parameters_of, plain_name
+from hvdkit.torch.buckets import Travelling, Wire, in_buckets, obstacle_to, total_norm
+from hvdkit.torch.state import OverTorch, layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 """Those whose parameters are still in use."""
 _NUMBERS = itertools.count()
-
-
-def _obstacle(parameter: Parameter) -> str | None:
-    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
-    if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
-        why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
-    elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
-        why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
-        fix = "distribute takes plain dense parameters, whole on every rank"
-    elif parameter.device.type not in ("cpu", "cuda"):
-        why = f"it is on {parameter.device}"
-        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
-    else:
-        return None
-    return f"{why}; {fix}."
 
 
 def named_of(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -112,7 +96,7 @@ class Exchange:
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in EXCHANGES))
-        self._take_on(one for one in others if _obstacle(one) is None)
+        self._take_on(one for one in others if obstacle_to(one) is None)
         _look_before_steps()
         added = optimizer.add_param_group
 
@@ -143,7 +127,7 @@ class Exchange:
         for one in new:
             later = len(places) + len(self._members)
             name, order = places.get(id(one), (f"added.{later}", later))
-            obstacle = _obstacle(one)
+            obstacle = obstacle_to(one)
             if obstacle is not None:
                 raise InvalidArgumentError(f"the gradient of {name} cannot travel: {obstacle}")
             for other in EXCHANGES:
@@ -189,6 +173,8 @@ class Exchange:
         """The first gradient of a backward is there; ``late``: none was, and a step is about to be taken."""
         self.active = self._among_others()
         self._by_hand.exchanged()
+        if self.active and not late:
+            parting.UNDISTRIBUTED.exchanged()
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
@@ -264,7 +250,7 @@ class Exchange:
         named = parting.own(self._training(), self.optimizer())
         names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
         call = f"parameters.{agreed.number}"
-        self._parting.compare(OverHorovod(hvd, torch.from_numpy, self._ranks), names, roundings, call)
+        self._parting.compare(OverTorch(self._ranks), names, roundings, call)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -272,7 +258,7 @@ class Exchange:
         sparse = {key for key, member in self._members.items() if member.sparse}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
-        ranks = OverHorovod(hvd, torch.from_numpy, self._ranks)
+        ranks = OverTorch(self._ranks)
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())
@@ -321,10 +307,10 @@ class Exchange:
 
         That is the one within it, where its own is a wrapper (SAM, Lookahead).
         """
-        mine = self.optimizer() is optimizer
-        if not mine and not (self._local and any(map(self.has, parameters_of(optimizer)))):
+        mine, within = self.optimizer() is optimizer, torch._C._current_graph_task_id() != -1
+        if not mine and not ((within or self._local) and any(map(self.has, parameters_of(optimizer)))):
             return
-        if torch._C._current_graph_task_id() != -1 and self._among_others():
+        if within and self._among_others():
             raise InvalidArgumentError(
                 "step() within backward(), where gradients are this rank's own and the mean is not there yet; step "
                 "after backward()."
@@ -373,6 +359,8 @@ def _look_before_steps() -> None:
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
     exchanges = sorted(EXCHANGES, key=lambda one: one.number)
+    if not any(one.optimizer() is optimizer for one in exchanges):
+        parting.UNDISTRIBUTED.look(optimizer, lambda parameter: any(one.has(parameter) for one in exchanges))
     for one in exchanges:
         one.note(optimizer)
     if len(args) > 1 and callable(args[1]):

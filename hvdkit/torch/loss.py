@@ -95,7 +95,7 @@ def _over_targets(
 
     def weighted(output: torch.Tensor, target: Any, weights: torch.Tensor | None = None) -> torch.Tensor:
         losses = _losses(each, output, target)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             if ignored is None or target.is_floating_point():
                 count = torch.tensor(float(losses.numel()), dtype=torch.float64, device=losses.device)
             else:

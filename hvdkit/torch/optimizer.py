@@ -50,7 +50,8 @@ def distributed(
         raise InvalidArgumentError(
             f"the optimizer holds {len(named)} parameters, {len(named) - len(missing)} of them in the model; make the "
             "optimizer from this model's parameters(), after moving the model to its device. If it trains several "
-            "models, distribute torch.nn.ModuleList([model, other]); a lone tensor goes into a torch.nn.ParameterList."
+            "models, distribute torch.nn.ModuleList([model, other]). Make a lone tensor a torch.nn.Parameter before "
+            "the optimizer gets it, and distribute torch.nn.ParameterList([it])."
         )
     ranks = hvd.global_process_set if process_set is None else process_set
     if hvd.size() > 1:  # else Horovod leaves Adasum out

@@ -18,7 +18,7 @@ from hvdkit.torch.state import parameters_of
 _PART = 1 << 22
 """Numbers that are looked at together: PyTorch copies them to float64."""
 _MOVES, _LOOKS = 3, 50
-"""How often a parameter has moved when that is told, and how often one is looked at: inner loops need not move it."""
+"""How often what nobody averages has moved when that is told; how often one looks: inner loops need not move it."""
 
 
 def facts_of(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
@@ -58,6 +58,41 @@ def warn_of_clipped(gradients: list[torch.Tensor]) -> None:
             "rank's own norm: give .grad the mean over ranks by hvd.allreduce, and clip then.",
             stacklevel=5,
         )
+
+
+class Undistributed:
+    """Warns of an optimizer that steps, beside distributed ones, with gradients that nobody averages.
+
+    Inner loops may have such an optimizer: it steps between two exchanges, and is then another one.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges = 0
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def exchanged(self) -> None:
+        """A backward has reached what a distributed optimizer trains."""
+        self._exchanges += 1
+
+    def look(self, optimizer: torch.optim.Optimizer, averaged: Callable[[Parameter], bool]) -> None:
+        """An optimizer that was not distributed is about to step; ``averaged``: whether a parameter's gradient is."""
+        last, times = self._seen.get(optimizer, (0, 0))
+        if last == self._exchanges or times == _MOVES or type(optimizer).__module__.startswith("horovod."):
+            return
+        own = sum(one.grad is not None and not averaged(one) for one in parameters_of(optimizer))
+        if not own:
+            return
+        self._seen[optimizer] = self._exchanges, times + 1
+        if times + 1 == _MOVES:
+            warnings.warn(
+                f"an optimizer ({type(optimizer).__name__}) that distribute has not got steps beside one that it has: "
+                f"{own} of its parameters have this rank's own gradients, and the ranks train apart. Distribute it, "
+                "too, and broadcast its model, unless every rank is to train these parameters for itself.",
+                stacklevel=6,
+            )
+
+
+UNDISTRIBUTED = Undistributed()
 
 
 class ByHand:

@@ -17,7 +17,22 @@ from hvdkit.steps.root import on_root
 from hvdkit.torch import seeds
 from hvdkit.torch.nested import Outline, Placing, rebuilt
 
-RANKS = OverHorovod(hvd, torch.from_numpy)
+
+class OverTorch(OverHorovod):
+    """Also within ``torch.inference_mode``: Horovod's thread may not write to the tensors that are made there."""
+
+    def __init__(self, process_set: Any = None) -> None:
+        super().__init__(hvd, torch.from_numpy, process_set)
+
+    gather = torch.inference_mode(False)(OverHorovod.gather)
+    sum = torch.inference_mode(False)(OverHorovod.sum)
+    minimum = torch.inference_mode(False)(OverHorovod.minimum)
+    broadcast = torch.inference_mode(False)(OverHorovod.broadcast)
+    broadcast_object = torch.inference_mode(False)(OverHorovod.broadcast_object)
+    aside = torch.inference_mode(False)(OverHorovod.aside)
+
+
+RANKS = OverTorch()
 DISTRIBUTED = "_hvdkit_distributed"
 """Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits forever."""
 

@@ -59,6 +59,9 @@ TORCH = {
         "torch itertools hk world everyone all_lines",
         "sorted(sum(everyone(torch.cat(list(hk.shard(Lines(), world, 2))).tolist()), [])) == list(range(8))",
     ),
+    Place("eight_steps.md", "PyTorch: contrastive losses"): Block(
+        "torch F=functional world loader=views model optimizer", GRADIENTS
+    ),
     Place("elastic.md", "Elastic trainings"): Block("hk epochs make", "state.step == len(loader) == 2"),
     Place("emulate.md", "The tutorial's network"): Block(
         "torch", "Classifier()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)"
@@ -114,7 +117,7 @@ class Shelf:
         import torch
 
         torch.manual_seed(0)
-        self.torch, self.nn = torch, torch.nn
+        self.torch, self.nn, self.functional = torch, torch.nn, torch.nn.functional
         self.hk, self.world, self.everyone = hk, world, everyone
 
     def pairs(self, number: int) -> Any:
@@ -142,6 +145,11 @@ class Shelf:
     @functools.cached_property
     def loader(self) -> Any:
         return self.shard(SAMPLES)
+
+    @functools.cached_property
+    def views(self) -> Any:
+        first = self.torch.randn(SAMPLES, FEATURES)
+        return self.hk.shard(self.torch.utils.data.TensorDataset(first, -first), self.world, BATCH)
 
     @functools.cached_property
     def one_batch(self) -> Any:

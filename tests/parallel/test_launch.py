@@ -270,6 +270,18 @@ print([os.environ.get(name) for name in names], sys.argv[1:-1], sys.executable, 
     assert sorted(done.stdout.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("given", [None, "7"])
+def test_a_set_of_words_has_the_same_order_on_every_rank(launch, launcher, given):
+    launch.environment.pop("PYTHONHASHSEED", None)
+    if given:
+        launch.environment["PYTHONHASHSEED"] = given
+    script = launch.script("print(os.environ['PYTHONHASHSEED'], list(set('a vocabulary of letters')))")
+    done = launch.run("-n", "2", "--launcher", launcher, script)
+    first, second = (line.partition("] ")[2] for line in done.stdout.decode().splitlines())
+    assert first == second and first.startswith(f"{given or 0} "), done.stderr.decode()
+
+
 @needs_mpi
 def test_python_is_the_one_hvdkit_runs_in_without_activation(launch):
     launch.environment["PATH"] = os.defpath

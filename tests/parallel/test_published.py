@@ -38,6 +38,9 @@ class Alone:
     def mean(self, value: float) -> float:
         return value
 
+    def gather(self, rows: Any) -> Any:
+        return rows
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -66,6 +69,14 @@ class Ranks:
 
     def mean(self, value: float) -> float:
         return self.hk.average_metrics({"value": value}, self.world)["value"]
+
+    def gather(self, rows: Any) -> Any:
+        import horovod.torch as hvd
+
+        everyone = hvd.allgather(rows)
+        if everyone.requires_grad:
+            everyone.register_hook(lambda gradient: gradient * self.world.size)
+        return everyone
 
 
 def random(*shape: int, seed: int = 0) -> Any:
@@ -380,6 +391,53 @@ def deep_checkpoints(steps):
     return [layers]
 
 
+def pairs_of_images_and_texts(steps):
+    """CLIP's loss: each rank compares its own with all, in both directions, and the temperature is trained."""
+    import torch
+    from torch.nn import functional
+
+    torch.manual_seed(steps.rank)
+    towers = torch.nn.ModuleList(torch.nn.Linear(6, 4) for _ in range(2)).double()
+    towers.scale = torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    optimizer = steps.distribute(torch.optim.AdamW(towers.parameters(), lr=0.02), towers)
+    own = steps.share(torch.arange(TOGETHER))
+    for number in range(4):
+        a, b = (
+            functional.normalize(tower(steps.share(random(TOGETHER, 6, seed=2 * number + side))), dim=1)
+            for side, tower in enumerate(towers)
+        )
+        scores = [towers.scale.exp() * mine @ steps.gather(theirs).T for mine, theirs in ((a, b), (b, a))]
+        optimizer.zero_grad()
+        sum(functional.cross_entropy(one, own) / 2 for one in scores).backward()
+        optimizer.step()
+    return [towers]
+
+
+def queue_of_negatives(steps):
+    """MoCo: a second encoder follows the first, and a queue keeps what it made of all ranks' samples."""
+    import torch
+    from torch.nn import functional
+
+    torch.manual_seed(steps.rank)
+    encoder, follower = (torch.nn.Linear(6, 4).double() for _ in range(2))
+    optimizer = steps.distribute(torch.optim.SGD(encoder.parameters(), lr=0.1, momentum=0.9), encoder)
+    follower.load_state_dict(encoder.state_dict())
+    queue = functional.normalize(random(24, 4, seed=9), dim=1)
+    for number in range(4):
+        first, second = (steps.share(random(TOGETHER, 6, seed=2 * number + side)) for side in range(2))
+        with torch.no_grad():
+            for slow, fast in zip(follower.parameters(), encoder.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+            keys = functional.normalize(follower(second), dim=1)
+        queries = functional.normalize(encoder(first), dim=1)
+        scores = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], dim=1) / 0.2
+        optimizer.zero_grad()
+        functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64)).backward()
+        optimizer.step()
+        queue = torch.cat([queue[TOGETHER:], steps.gather(keys)])
+    return [encoder, follower]
+
+
 PROGRAMS = [
     pretraining,
     pretraining_announced,
@@ -392,6 +450,8 @@ PROGRAMS = [
     penalized_critic,
     sharpness_aware,
     deep_checkpoints,
+    pairs_of_images_and_texts,
+    queue_of_negatives,
 ]
 
 

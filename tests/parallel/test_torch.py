@@ -1,5 +1,6 @@
 """hvdkit.torch on real ranks. Frameworks are imported within, where the ranks are."""
 
+import math
 import os
 from typing import Any
 
@@ -125,6 +126,26 @@ def test_metrics_are_means_over_ranks_and_over_counts(hk, world):
     assert means == pytest.approx({"loss": 1.0, "accuracy": 30 / 60})
     with pytest.raises(hvdkit.AgreementError, match="different metrics"):
         hk.average_metrics({f"loss{world.rank}": 1.0}, world)
+
+
+@on_ranks("torch", n=2)
+def test_a_validation_may_run_in_inference_mode(hk, world, everyone, tmp_path):
+    """Horovod cannot write to the tensors that are made there."""
+    import torch
+
+    class Own(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(torch.arange(3 + world.rank))
+
+    model = make_model()
+    loss_of = hk.weighted_loss(torch.nn.functional.cross_entropy, over="targets")
+    with torch.inference_mode():
+        assert hk.average_metrics({"loss": float(world.rank)}, world) == {"loss": 0.5}
+        hk.check_agreement(model, None, world)
+        assert len(list(hk.shard(Own(), world, 1, remainder="exact"))) == 4
+        assert everyone(loss_of(torch.zeros(1, 2), torch.tensor([0])).item()) == pytest.approx([math.log(2)] * 2)
+        hk.Checkpoints(tmp_path).save(model, None, step=1)
+    hk.Checkpoints(tmp_path).restore(model, None)
 
 
 @on_ranks("torch", n=2)

@@ -694,12 +694,14 @@ def test_a_step_with_clipped_gradients_of_one_rank_is_refused(hk, world):
             pass
 
 
+@pytest.mark.parametrize("whose", ["the distributed optimizer", "one for each parameter"])
 @on_ranks("torch", n=2)
-def test_a_step_within_backward_is_refused(hk, world):
+def test_a_step_within_backward_is_refused(hk, world, whose):
     model = net()
     optimizer = hk.distribute(adam(model), model)
     for one in model.parameters():
-        one.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        stepping = momentum([one]) if whose == "one for each parameter" else optimizer
+        one.register_post_accumulate_grad_hook(lambda _, stepping=stepping: stepping.step())
     with pytest.raises(hvdkit.InvalidArgumentError, match="step after backward"):
         loss_of(model, *next(batches(world))).backward()
 

@@ -330,6 +330,21 @@ def test_a_sampler_that_draws_differently_on_each_rank_is_found(hk, world):
         hk.check_agreement(torch.nn.ReLU(), None, world, loader=apart)
 
 
+@on_ranks("torch", n=2)
+def test_a_split_that_differs_between_ranks_is_found(hk, world):
+    """``random_split`` with PyTorch's generator, which a program has not seeded."""
+    import torch
+
+    def part(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.utils.data.random_split(map_style("number", 8), [6, 2], generator=generator)[0]
+
+    alike, apart = (hk.shard(part(seed), world, 2) for seed in (0, world.rank))
+    hk.check_agreement(torch.nn.ReLU(), None, world, loader=alike)
+    with pytest.raises(hvdkit.AgreementError, match=r"loader\.subset differs between rank 0 and rank 1"):
+        hk.check_agreement(torch.nn.ReLU(), None, world, loader=apart)
+
+
 @on_ranks("torch", n=1)
 def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
     import torch

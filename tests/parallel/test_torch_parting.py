@@ -1,5 +1,6 @@
 """PyTorch programs whose ranks train apart end with one error on every rank; those that only seem to, go on."""
 
+import copy
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -250,3 +251,67 @@ def test_the_rounding_of_a_type_is_no_parting(hk, world):
             optimizer.zero_grad()
             loss_of(model, *(one.to(kind) for one in batch(world, step))).backward()
             optimizer.step()
+
+
+def a_rival(hk: Any, world: Any, distributes: bool) -> None:
+    """Two models that train by turns, each with an optimizer."""
+    model, optimizer = begin(hk)
+    rival = net(1)
+    second = momentum(rival)
+    if distributes:
+        hk.distribute(second, rival)
+    for step in range(STEPS):
+        for one, its in ((model, optimizer), (rival, second)):
+            its.zero_grad()
+            loss_of(one, *batch(world, step)).backward()
+            its.step()
+
+
+def a_new_head(hk: Any, world: Any, distributes: bool) -> None:
+    """The second stage begins with a new last layer and a new optimizer."""
+    from torch import nn
+
+    model, _ = begin(hk)
+    model[2] = nn.Linear(5, 1).double()
+    second = momentum(model)
+    if distributes:
+        hk.distribute(second, model)
+    hk.broadcast_state(model, second)
+    for step in range(STEPS):
+        second.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        second.step()
+
+
+def inner_loops(hk: Any, world: Any, distributes: bool) -> None:
+    """A copy of the model is trained by this rank alone, and what it has learnt becomes the gradient."""
+    model, optimizer = begin(hk)
+    for step in range(STEPS):
+        learner = copy.deepcopy(model)
+        inner = momentum(learner)
+        for _ in range(5):
+            inner.zero_grad()
+            loss_of(learner, *batch(world, step)).backward()
+            inner.step()
+        optimizer.zero_grad()
+        (loss_of(model, *batch(world, step)) + loss_of(learner, *batch(world, step)).detach()).backward()
+        optimizer.step()
+
+
+def momentum(model: Any) -> Any:
+    import torch
+
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("program", "distributes", "told"),
+    [(a_rival, False, 1), (a_rival, True, 0), (a_new_head, False, 1), (a_new_head, True, 0), (inner_loops, True, 0)],
+)
+@on_ranks("torch", n=2)
+def test_an_optimizer_that_distribute_has_not_got_is_one_warning(hk, world, program, distributes, told):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        program(hk, world, distributes)
+    said = [str(one.message) for one in found if "that distribute has not got" in str(one.message)]
+    assert len(said) == told and all("(SGD)" in one for one in said)

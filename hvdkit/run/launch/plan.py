@@ -103,6 +103,9 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
         settings.append(Setting(why, variables={"PATH": facts.path}))
     if not environ.get("PYTHONUNBUFFERED"):
         settings.append(Setting("lines appear when they are printed", variables={"PYTHONUNBUFFERED": "1"}))
+    if not environ.get("PYTHONHASHSEED"):
+        why = "a set of strings has the same order on every rank: a vocabulary may be made from one"
+        settings.append(Setting(why, variables={"PYTHONHASHSEED": "0"}))
     if request.timeline is not None:
         settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
     if request.mark_cycles:

@@ -36,6 +36,12 @@ def made(seconds, trials=8, noise=0.0, seed=0, ranks=4, environment=ENVIRONMENT,
 
 
 def results(steps, samples, environment=ENVIRONMENT, notes=(), **changes):
+    ranks = len(samples[0].ranks_s) if samples else 4
     return Results(
-        asked=asked(**changes), environment=environment, plan=steps, samples=list(samples), notes=list(notes)
+        asked=asked(**{"ranks": ranks, **changes}),
+        environment=environment,
+        notes=list(notes),
+        plan=steps,
+        summary=None,
+        samples=list(samples),
     )

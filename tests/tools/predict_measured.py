@@ -34,4 +34,5 @@ def results(n, *, hosts=None, true="ring", known=True, noise=0.02, trials=20, si
     told = {"engine": "mpi", "collective": "allreduce", "algorithm": "ring" if known else "library", "ranks": n,
             "hosts": hosts, "ppn": -(-n // hosts), "check": True}  # fmt: skip
     plan = Plan(tuple(Collective(f"layer{index}", nbytes // 4) for index, nbytes in enumerate(sizes)), trials)
-    return Results(Asked(**{**told, **(asked or {})}), ENVIRONMENT, plan, samples)
+    wanted = Asked(**{**told, **(asked or {})})
+    return Results(asked=wanted, environment=ENVIRONMENT, notes=[], plan=plan, summary=None, samples=samples)

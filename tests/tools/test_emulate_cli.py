@@ -78,7 +78,7 @@ def fitting(value):
     """Whether a value is as the classes of the results and of their summary say, with no other name."""
     head = {"hvdkit": "1", "kind": Analysis.kind, "schema": Analysis.schema}
     try:
-        json_files.decode(json.dumps(value), results.File, "it")
+        json_files.decode(json.dumps(value), results.Results, "it")
         if value["summary"] is None:
             return True
         summary = json_files.decode(json.dumps({**value["summary"], **head}), Analysis, "its summary")

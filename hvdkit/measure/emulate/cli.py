@@ -137,8 +137,14 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     if outcome.failure is not None:
         _say(outcome.failure)
     joined = outcome.joined
-    notes = setup.notes(joined) + joined.notes
-    found = Results(setup.asked(joined), setup.environment(), setup.job.plan, joined.samples, notes)
+    found = Results(
+        asked=setup.asked(joined),
+        environment=setup.environment(),
+        notes=setup.notes(joined) + joined.notes,
+        plan=setup.job.plan,
+        summary=None,
+        samples=joined.samples,
+    )
     _show(found, json_file, files)
     return outcome.status
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ class Sample(Part, frozen=True, rename={"nbytes": "size"}):
     ranks_s: tuple[Seconds, ...]
 
 
-class File(Document, frozen=True):
+class Results(Document, frozen=True, kw_only=True):
     """Every collective of every trial.
 
     Attributes:
@@ -105,10 +104,10 @@ class File(Document, frozen=True):
 
     asked: Asked
     environment: WithLaunch
-    notes: tuple[str, ...]
+    notes: list[str]
     plan: Plan
     summary: Any
-    samples: tuple[Sample, ...]
+    samples: list[Sample]
 
     def __post_init__(self) -> None:
         collectives, ranks = self.plan.collectives, self.asked.ranks
@@ -124,25 +123,6 @@ class File(Document, frozen=True):
                 )
 
 
-@dataclass
-class Results:
-    """What was measured.
-
-    Attributes:
-        asked: engine, collective, algorithm, ranks, ...
-        environment: versions, cores and how it was launched.
-        plan: what was replayed.
-        samples: in the order of trials and of the plan.
-        notes: what a reader of the numbers should know, full sentences.
-    """
-
-    asked: Asked
-    environment: WithLaunch
-    plan: Plan
-    samples: list[Sample] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 def write(path: Path, results: Results, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
 
@@ -153,13 +133,12 @@ def write(path: Path, results: Results, summary: Document | None = None) -> None
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    known = results.asked, results.environment, tuple(results.notes), results.plan
-    json_files.write(path, File(*known, summary, tuple(results.samples)), _in_lines)
+    json_files.write(path, msgspec.structs.replace(results, summary=summary), _in_lines)
 
 
-def _in_lines(file: File) -> str:
+def _in_lines(file: Results) -> str:
     """A line for each sample, so that a long file can be read and compared."""
-    text = json_files.encode(msgspec.structs.replace(file, samples=()), indent=1)
+    text = json_files.encode(msgspec.structs.replace(file, samples=[]), indent=1)
     lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in file.samples)
     return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
 
@@ -171,5 +150,4 @@ def read(path: Path) -> Results:
         DataNotFoundError: there is none.
         DataError: it cannot be read, is something else, or holds what cannot be.
     """
-    found = json_files.read(path, File)
-    return Results(found.asked, found.environment, found.plan, list(found.samples), list(found.notes))
+    return json_files.read(path, Results)

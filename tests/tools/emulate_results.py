@@ -4,7 +4,8 @@ import numpy as np
 
 from hvdkit.measure.bench.subject import Launch
 from hvdkit.measure.emulate import plan
-from hvdkit.measure.emulate.results import Asked, Results, Sample, WithLaunch
+from hvdkit.measure.emulate.results import Results, Sample, WithLaunch
+from hvdkit.measure.emulate.run_job import Asked
 
 ENVIRONMENT = WithLaunch("1", "3.11", "Linux", {"mpi4py": "4"}, 4, Launch(4, "mpirun", 1, False, ()))
 

@@ -4,7 +4,8 @@ import numpy as np
 from emulate_results import ENVIRONMENT
 
 from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.results import Asked, Results, Sample
+from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.run_job import Asked
 from hvdkit.measure.predict import formulas
 
 SIZES = tuple(2**power for power in range(16, 25))

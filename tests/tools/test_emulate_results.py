@@ -11,7 +11,8 @@ from hvdkit.measure.emulate import results, run_join
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.clock import Reading
 from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.results import Asked, Results, Sample
+from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.run_job import Asked
 from hvdkit.measure.emulate.worker_files import Writer, file_of, head_of, read
 
 PLAN = Plan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)

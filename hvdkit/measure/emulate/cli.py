@@ -176,7 +176,7 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
 
     settings = take("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
     where = take("launcher", "hosts", "hostfile", "ppn", "threads", "variables")
-    job = take("collective", "warmup_trials", "check", "seed", "compute", "algorithm")
+    asked = take("collective", "warmup_trials", "check", "seed", "compute", "algorithm")
     fusion, engine, json_file = wanted.pop("fusion"), wanted.pop("engine"), wanted.pop("json")
     if wanted["begin"] is not None and engine == "horovod" and settings["fusion_threshold_mb"] is None:
         fusion = fusion or "off"  # else Horovod makes one of them all
@@ -188,9 +188,9 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
         settings,
         fusion=None if fusion is None else fusion == "on",
         json_file=json_file,
-        stragglers=late,
+        straggler_s=late,
         delay=delay,
-        **job,
+        **asked,
     )
 
 

@@ -8,48 +8,10 @@ from typing import Any
 import msgspec
 
 from hvdkit.common import json_files
-from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
+from hvdkit.common.json_files import Document, Part, Seconds, Whole
 from hvdkit.measure.bench.subject import Environment, Launch
 from hvdkit.measure.emulate.plan import Plan
-from hvdkit.measure.emulate.run_job import Delay
-
-
-class Asked(Part, frozen=True):
-    """What was to be measured; no names of hosts.
-
-    Attributes:
-        engine: "horovod", "mpi" or "torch".
-        collective: one of ``check.COLLECTIVES``.
-        algorithm: "library", or "ring" for hvdkit's own over MPI messages.
-        ranks: how many.
-        hosts: on how many the ranks ran.
-        check: every element of every result was compared with what it must be.
-        ppn: ranks on each host; None where hosts had different numbers.
-        backend: of engine "torch", as it was asked for; None for what there is.
-        fusion: Horovod was given all tensors of a step before the first was waited for.
-        warmup_trials: steps that were not kept.
-        straggler_s: seconds by which a rank came late, by rank.
-        delay: random delays.
-        seed: of the random delays.
-        compute: what ranks did in gaps, "busy" or "sleep".
-        settings: variables of Horovod that were set.
-    """
-
-    engine: str
-    collective: str
-    algorithm: str
-    ranks: Positive
-    hosts: Positive
-    check: bool
-    ppn: Positive | None = None
-    backend: str | None = None
-    fusion: bool = False
-    warmup_trials: Whole = 0
-    straggler_s: dict[int, Seconds] = msgspec.field(default_factory=dict)
-    delay: Delay | None = None
-    seed: Whole = 0
-    compute: str = "busy"
-    settings: dict[str, str] = msgspec.field(default_factory=dict)
+from hvdkit.measure.emulate.run_job import Asked
 
 
 class WithLaunch(Environment, frozen=True):

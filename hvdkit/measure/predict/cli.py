@@ -203,7 +203,7 @@ def _plan(files: list[Results], path: Path | None, parameters: int | None) -> Pl
         sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
         return plans.from_sizes([size for size in sizes if size])
     if path is not None:
-        return plans.read(path)
+        return json_files.read(path, Plan)
     if not files:
         raise InvalidArgumentError(
             "without --fit the gradients have to be named: --plan FILE of 'hvdkit emulate sizes', or --parameters."

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,13 @@ def with_options(options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         return command
 
     return decorate
+
+
+def print_any_name() -> None:
+    """Have standard output and error take names, from files, that are no text in their encoding."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdkit.measure.emulate import engines, engines_mpi, worker
 from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.run_job import Asked, Job
 from hvdkit.measure.emulate.worker_replay import Replay
 
 SIZES = (1, 3, 650, 200_001)
@@ -18,13 +18,16 @@ def collectives(engine, ranks, todo, folder, algorithm="library", fusion=False, 
     """Replay every (collective, dtype) of ``todo``, checked; what was verified. Modules ``without`` are not there."""
     sys.modules.update(dict.fromkeys(without))
     plan = Plan(tuple(Collective(f"t{count}", count, "float32") for count in SIZES), trials=2)
-    job = Job(Path(folder), plan, ranks, engine, backend, algorithm=algorithm, fusion=fusion)
-    connected = engines.connect(job)
+
+    def job(collective, plan):
+        asked = Asked(engine, collective, algorithm, ranks, hosts=1, check=True, backend=backend, fusion=fusion)
+        return Job(Path(folder), plan, asked)
+
+    connected = engines.connect(job("allreduce", plan))
     verified = []
     for collective, dtype in todo:
         plan = Plan(tuple(Collective(f"t{count}", count, dtype) for count in SIZES), trials=2)
-        own = Job(Path(folder), plan, ranks, engine, backend, collective, algorithm, fusion)
-        kept = []
+        own, kept = job(collective, plan), []
         Replay(own, Renamed(connected, len(verified)), lambda *times, kept=kept: kept.append(times)).run()
         verified.append([collective, dtype, len(kept)])
     connected.close()

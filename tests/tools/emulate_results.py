@@ -4,7 +4,8 @@ import numpy as np
 
 from hvdkit.measure.bench.subject import Launch
 from hvdkit.measure.emulate import plan
-from hvdkit.measure.emulate.results import Asked, Results, Sample, WithLaunch
+from hvdkit.measure.emulate.results import Results, Sample, WithLaunch
+from hvdkit.measure.emulate.run_job import Asked
 
 ENVIRONMENT = WithLaunch("1", "3.11", "Linux", {"mpi4py": "4"}, 4, Launch(4, "mpirun", 1, False, ()))
 
@@ -36,6 +37,12 @@ def made(seconds, trials=8, noise=0.0, seed=0, ranks=4, environment=ENVIRONMENT,
 
 
 def results(steps, samples, environment=ENVIRONMENT, notes=(), **changes):
+    ranks = len(samples[0].ranks_s) if samples else 4
     return Results(
-        asked=asked(**changes), environment=environment, plan=steps, samples=list(samples), notes=list(notes)
+        asked=asked(**{"ranks": ranks, **changes}),
+        environment=environment,
+        notes=list(notes),
+        plan=steps,
+        summary=None,
+        samples=list(samples),
     )

@@ -331,10 +331,10 @@ def test_a_limit_is_a_ratio(capsys):
 def test_a_step_whose_collectives_overlap_takes_as_long_as_the_longest():
     steps = plan.from_sizes([40, 80])
     samples = [sample(t, i, s, [0.1 + 0.2 * i]) for t in range(3) for i, s in enumerate((40, 80))]
-    found = analyse(results(steps, samples, fusion=True, ranks=2))
+    found = analyse(results(steps, samples, fusion=True))
     assert found.step.max == pytest.approx(0.3) and "overlap" in found.step_is
     assert found.overall.algbw.value == pytest.approx(120 / 0.3)
-    apart = analyse(results(steps, samples, fusion=False, ranks=2))
+    apart = analyse(results(steps, samples, fusion=False))
     assert apart.step.max == pytest.approx(0.4) and apart.overall.algbw.value == pytest.approx(120 / 0.4)
 
 

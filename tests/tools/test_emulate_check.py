@@ -11,7 +11,7 @@ from hvdkit import InvalidArgumentError
 from hvdkit.measure.emulate import clock, worker
 from hvdkit.measure.emulate.check import EXACT, Values, split, storage
 from hvdkit.measure.emulate.plan import DTYPES, Collective, Plan
-from hvdkit.measure.emulate.run_job import Delay, Job, read, write
+from hvdkit.measure.emulate.run_job import Asked, Delay, Job, read, write
 from hvdkit.measure.emulate.run_join import join
 from hvdkit.measure.emulate.worker_files import Writer, head_of
 from hvdkit.measure.emulate.worker_replay import Replay, WrongResultError
@@ -160,10 +160,16 @@ def test_a_machine_has_one_name():
 # The job's file
 
 
+def asked(ranks, engine, **changes):
+    return Asked(engine, "allreduce", "library", ranks, hosts=1, **{"check": True, **changes})
+
+
 def test_a_job_is_read_as_it_was_written(tmp_path):
     job = Job(
-        tmp_path, Plan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4), 3, "torch", "gloo",
-        stragglers={2: 0.05}, delay=Delay(0.02, 1, 0.1), apart=True, compute="sleep", check=False,
+        tmp_path, Plan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4),
+        asked(
+            3, "torch", backend="gloo", straggler_s={2: 0.05}, delay=Delay(0.02, 1, 0.1), compute="sleep", check=False,
+        ), apart=True,
     )  # fmt: skip
     write(job)
     assert read(tmp_path) == job
@@ -220,7 +226,7 @@ class AloneOperation:
 def replay(engine, **options):
     plan = Plan((Collective("fc4", 5), Collective("fc3", 7)), trials=options.pop("trials", 2))
     kept = []
-    Replay(Job(Path(), plan, 1, "mpi", **options), engine, lambda *times: kept.append(times)).run()
+    Replay(Job(Path(), plan, asked(1, "mpi", **options)), engine, lambda *times: kept.append(times)).run()
     return kept
 
 
@@ -273,7 +279,7 @@ def test_without_a_check_it_is_not_seen():
 def test_a_straggler_and_random_delays_come_before_the_arrival(monkeypatch):
     slept = []
     monkeypatch.setattr("hvdkit.measure.emulate.worker_replay.time.sleep", slept.append)
-    replay(Alone(), stragglers={0: 0.05, 3: 9.0})
+    replay(Alone(), straggler_s={0: 0.05, 3: 9.0})
     assert slept == [0.05] * 4
     slept.clear()
     replay(Alone(), delay=Delay(0.02, None, 0.5), trials=500)

@@ -78,7 +78,7 @@ def fitting(value):
     """Whether a value is as the classes of the results and of their summary say, with no other name."""
     head = {"hvdkit": "1", "kind": Analysis.kind, "schema": Analysis.schema}
     try:
-        json_files.decode(json.dumps(value), results.File, "it")
+        json_files.decode(json.dumps(value), results.Results, "it")
         if value["summary"] is None:
             return True
         summary = json_files.decode(json.dumps({**value["summary"], **head}), Analysis, "its summary")
@@ -127,11 +127,12 @@ def test_what_the_ranks_are_told(ranks):
     words = ["--straggler", "2:50", "--delay", "20:1:0.25", "--warmup-trials", "1", "--seed", "9", "--no-check"]
     assert emulate("--engine", "gloo", *words, "--threads", "2", "--env", "A=b", "--timeout", "60") == 0
     (job,), ((launch, _, timeout_s),) = ranks.jobs, ranks.launches
-    assert (job.engine, job.backend, job.fusion, job.check, job.warmup_trials, job.seed) == (
+    asked = job.asked
+    assert (asked.engine, asked.backend, asked.fusion, asked.check, asked.warmup_trials, asked.seed) == (
         "torch", "gloo", False, False, 1, 9,
     )  # fmt: skip
-    assert job.stragglers == {2: 0.05}
-    assert job.delay == run_job.Delay(0.02, 1, 0.25)
+    assert asked.straggler_s == {2: 0.05}
+    assert asked.delay == run_job.Delay(0.02, 1, 0.25)
     assert (launch.n, timeout_s) == (4, 60)
     assert list(launch.options) == ["--threads", "2", "--env", "A=b"]
     assert launch.command[1:3] == ("-m", "hvdkit.measure.emulate.worker")
@@ -140,7 +141,7 @@ def test_what_the_ranks_are_told(ranks):
 def test_horovod_s_settings(ranks):
     assert emulate("--cycle-time-ms", "0.5", "--fusion-threshold-mb", "4") == 0
     assert emulate("--fusion", "off") == 0
-    assert [job.fusion for job in ranks.jobs] == [True, False]
+    assert [job.asked.fusion for job in ranks.jobs] == [True, False]
     first, second = (setting.variables() for _, setting, _ in ranks.launches)
     assert first == {"HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_FUSION_THRESHOLD": str(4 << 20)}
     assert second == {"HOROVOD_FUSION_THRESHOLD": "0"}
@@ -155,7 +156,7 @@ def test_a_sweep_goes_from_the_least_to_the_greatest_size_each_alone(ranks, caps
     assert [row["size"] for row in saved()["summary"]["rows"]] == expected
     for words in (["--fusion", "on"], ["--fusion-threshold-mb", "4"], ["--engine", "mpi"]):
         assert cli.run([*sweep, *words]) == 0
-    assert [job.fusion for job in ranks.jobs] == [False, True, True, False]
+    assert [job.asked.fusion for job in ranks.jobs] == [False, True, True, False]
     assert ranks.launches[0][1].variables() == {"HOROVOD_FUSION_THRESHOLD": "0"}
 
 

@@ -11,7 +11,8 @@ from hvdkit.measure.emulate import results, run_join
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.clock import Reading
 from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.results import Asked, Results, Sample
+from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.run_job import Asked
 from hvdkit.measure.emulate.worker_files import Writer, file_of, head_of, read
 
 PLAN = Plan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
@@ -120,13 +121,17 @@ def test_a_folder_that_hosts_do_not_share_is_said(tmp_path):
 # The file of results
 
 
+def of(samples, asked=ASKED, notes=()):
+    return Results(asked=asked, environment=ENVIRONMENT, notes=list(notes), plan=PLAN, summary=None, samples=samples)
+
+
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "r.json"
-    found = Results(ASKED, ENVIRONMENT, PLAN, [sample(), sample(1, 1)], ["A note."])
+    found = of([sample(), sample(1, 1)], notes=["A note."])
     results.write(path, found)
     assert results.read(path) == found
     assert json.loads(path.read_text())["summary"] is None
-    results.write(path, Results(ASKED, ENVIRONMENT, PLAN))
+    results.write(path, of([]))
     assert results.read(path).samples == []
 
 
@@ -134,7 +139,7 @@ def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
     path = tmp_path / "r.json"
     unchecked = msgspec.structs.replace(ASKED, check=False, collective="broadcast")
     for asked, redop, wrong in ((ASKED, "sum", 0), (unchecked, "none", None)):
-        found = Results(asked, ENVIRONMENT, PLAN, [sample()])
+        found = of([sample()], asked)
         results.write(path, found, analyse(found))
         (row,) = json.loads(path.read_text())["summary"]["rows"]
         assert (row["size"], row["count"], row["type"], row["redop"], row["wrong"]) == (40, 10, "float32", redop, wrong)
@@ -142,16 +147,16 @@ def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
 
 def test_a_line_for_each_sample(tmp_path):
     path = tmp_path / "r.json"
-    results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample(trial) for trial in range(5)]))
+    results.write(path, of([sample(trial) for trial in range(5)]))
     lines = [line for line in path.read_text().splitlines() if '"ranks_s"' in line]
     assert len(lines) == 5 and json.loads(lines[-1])["trial"] == 4
 
 
 def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):
     path = tmp_path / "r.json"
-    results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample()]))
+    results.write(path, of([sample()]))
     with pytest.raises(DataError, match=r"samples\[0\]\.skew_s is null: expected `float`"):
-        results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample(skew_s=float("nan"))]))
+        results.write(path, of([sample(skew_s=float("nan"))]))
     assert len(results.read(path).samples) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
@@ -190,7 +195,7 @@ def changed(change):
 )
 def test_another_file_is_refused(tmp_path, broken):
     path = tmp_path / "r.json"
-    results.write(path, Results(ASKED, ENVIRONMENT, PLAN, [sample()]))
+    results.write(path, of([sample()]))
     path.write_text(broken(json.loads(path.read_text())))
     with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(emulate-results, schema 1\)"):
         results.read(path)

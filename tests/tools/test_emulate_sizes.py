@@ -296,7 +296,7 @@ def test_a_plan_is_saved_and_comes_back(capsys):
     plan = sizes(
         capsys, "--sizes", "40,80", "--samples", "100", "--batch-size", "32", "--gap-ms", "3", "-o", "plan.json"
     )
-    assert plans.read(Path("plan.json")) == plan
+    assert json_files.read(Path("plan.json"), Plan) == plan
     again = sizes(capsys, "--plan", "plan.json")
     assert again == plan and again.trials == 4 and again.collectives[0].gap_s == 0.003
     other = sizes(capsys, "--plan", "plan.json", "--trials", "9", "--gap-ms", "0")
@@ -325,11 +325,11 @@ def test_a_plan_is_saved_and_comes_back(capsys):
 )
 def test_a_plan_that_cannot_be_right_is_refused(capsys, change, said):
     plan = Plan((Collective("a", 2),), 4, "", 100, 32, 1, 4)
-    plans.write(Path("plan.json"), plan)
+    json_files.write(Path("plan.json"), plan)
     value = json.loads(Path("plan.json").read_text())
     Path("plan.json").write_text(json.dumps({**value, **change}))
     with pytest.raises(DataError, match="not a file of 'hvdkit emulate sizes'"):
-        plans.read(Path("plan.json"))
+        json_files.read(Path("plan.json"), Plan)
     err = sizes(capsys, "--plan", "plan.json", status=1)
     assert said in err and "plan.json" in err
 

@@ -12,7 +12,7 @@ import pytest
 from predict_measured import results
 
 from hvdkit import cli
-from hvdkit.measure.emulate import plan as plans
+from hvdkit.common import json_files
 from hvdkit.measure.emulate import results as files
 from hvdkit.measure.emulate.plan import from_sizes
 from hvdkit.measure.predict.prediction import OPTIMISM
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     for n in (2, 3):
         files.write(path / f"net{n}.json", results(n, trials=10))
         files.write(path / f"host{n}.json", results(n, hosts=1, trials=10))
-    plans.write(path / "plan.json", from_sizes([4_000_000] * 25))
+    json_files.write(path / "plan.json", from_sizes([4_000_000] * 25))
     return path
 
 
@@ -159,7 +159,7 @@ def test_parameters_stand_for_a_plan(capsys):
     link = ("--alpha-us", "10", "--bandwidth-gbit", "25", "--step-ms", "300", "--at", "64")
     short = answer(capsys, "--parameters", "25M", *link)
     assert any("100 of 100 MB in all." in note for note in short["notes"])
-    plans.write("own.json", from_sizes([1_000_000] * 100))
+    json_files.write(Path("own.json"), from_sizes([1_000_000] * 100))
     assert answer(capsys, "--plan", "own.json", *link)["rows"] == short["rows"]
     assert answer(capsys, "--parameters", "7", *link)["notes"][0].startswith("Gradients: 7 of 28 B")
     assert predicted("--parameters", "25M", "--plan", "own.json", *link) == 2

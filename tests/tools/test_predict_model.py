@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from predict_measured import ALPHA, BETA, OVERHEAD, SIZES, results, seconds
 
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.predict import fitting, formulas, model
+from hvdkit.measure.predict import formulas, link, model
 
 EVERYWHERE = [1, 2, 3, 4, 5, 8, 100, 1023, 1024, 100_000]
 
@@ -113,7 +113,12 @@ def test_a_byte_that_costs_more_beyond_a_burst_is_found():
     errors = [costs.allreduce_s(nbytes, 4).value / limited("", nbytes, 4) - 1 for nbytes in SIZES]
     assert np.median(np.abs(errors)) < 0.1
     for nbytes in SIZES:
-        assert costs.allreduce_s(nbytes, 4).value >= costs.bound_s(nbytes, 4) * (1 - 1e-9)
+        assert costs.allreduce_s(nbytes, 4).value >= bound_s(costs.network, nbytes, 4) * (1 - 1e-9)
+
+
+def bound_s(level, nbytes, n):
+    """The least that any flat allreduce takes: 2(n-1)/n * nbytes at the rate of the fastest piece."""
+    return formulas.ring(nbytes, n).moved * min(slope for _, slope, _ in level.pieces())
 
 
 def stepped(_true, nbytes, n):
@@ -164,7 +169,7 @@ def test_it_grows_with_ranks_and_bytes_and_keeps_the_bound(how):
         times = [costs.allreduce_s(nbytes, n, "ring").value for n in EVERYWHERE]
         assert times == sorted(times)
         for n, taken in zip(EVERYWHERE, times, strict=True):
-            assert taken >= costs.bound_s(nbytes, n) * (1 - 1e-9)
+            assert taken >= bound_s(costs.network, nbytes, n) * (1 - 1e-9)
     for n in EVERYWHERE:
         times = [costs.allreduce_s(nbytes, n).value for nbytes in (0, 1, 1000, *SIZES, 1 << 33)]
         assert times == sorted(times) and min(times) >= 0
@@ -172,8 +177,8 @@ def test_it_grows_with_ranks_and_bytes_and_keeps_the_bound(how):
 
 def test_the_bound_is_that_of_the_link():
     costs = model.given(1e-6, 1e9)
-    assert costs.bound_s(1 << 30, 512) == pytest.approx(2 * 511 / 512 * (1 << 30) / 1e9)
-    assert costs.allreduce_s(1 << 30, 512).value == pytest.approx(costs.bound_s(1 << 30, 512) + 2 * 511 * 1e-6)
+    assert bound_s(costs.network, 1 << 30, 512) == pytest.approx(2 * 511 / 512 * (1 << 30) / 1e9)
+    assert costs.allreduce_s(1 << 30, 512).value == pytest.approx(bound_s(costs.network, 1 << 30, 512) + 2 * 511 * 1e-6)
     assert costs.allreduce_s(1 << 30, 512).low is None
 
 
@@ -246,9 +251,9 @@ def test_two_numbers_of_ranks_are_not_called_one_where_they_tell_no_overhead():
 
 
 def test_an_interval_holds_its_value_and_one_value_has_none():
-    assert fitting.estimated(1.0, np.linspace(2, 3, 100)).low == 1.0
-    assert fitting.estimated(4.0, np.linspace(2, 3, 100)).high == 4.0
-    assert fitting.estimated(2.0, np.full(100, 2.0)).low is None
+    assert link.estimated(1.0, np.linspace(2, 3, 100)).low == 1.0
+    assert link.estimated(4.0, np.linspace(2, 3, 100)).high == 4.0
+    assert link.estimated(2.0, np.full(100, 2.0)).low is None
 
 
 @pytest.mark.parametrize(

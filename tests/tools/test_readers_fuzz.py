@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
-from hvdkit.measure.emulate import plan, results
+from hvdkit.measure.emulate import results
 from hvdkit.read.explain.launched import Launched
 from hvdkit.run.job import site
 from hvdkit.run.launch import placement, tuned
@@ -125,7 +125,7 @@ def real(place: Path) -> Callable[[str], bytes]:
         assert run_bench("--timeline", "--repeats", "2", ranks="1,2") == 0
     made = emulate_results.made({1024: 1e-4, 1 << 20: 1e-3}, trials=3)
     results.write(place / "emulate.json", made)
-    plan.write(place / "plan.json", made.plan)
+    json_files.write(place / "plan.json", made.plan)
     tuned.write(place / "tuned.json", tuned.Tuned("mpirun", 2, 1.5, 1 << 20, 512, True, False, False))
     CheckpointDirectory(place / "run").save(1, lambda folder: None, {"epoch": 2, "data": {"position": 8}}, score=0.5)
     steps = b'{"hvdkit": "step times", "version": 1, "rank": 0, "host": 7}\n'

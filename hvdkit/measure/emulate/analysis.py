@@ -14,7 +14,8 @@ from hvdkit.common.units import share_text
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import spread
 from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
-from hvdkit.measure.emulate.results import Asked, Results, Sample
+from hvdkit.measure.emulate.results import Results, Sample
+from hvdkit.measure.emulate.run_job import Asked
 from hvdkit.measure.emulate.spread import Distribution, Floats, Times
 
 RULE = (

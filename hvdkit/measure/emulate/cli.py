@@ -139,8 +139,14 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     if outcome.failure is not None:
         _say(outcome.failure)
     joined = outcome.joined
-    notes = setup.notes(joined) + joined.notes
-    found = Results(setup.asked(joined), setup.environment(), setup.job.plan, joined.samples, notes)
+    found = Results(
+        asked=setup.asked(joined),
+        environment=setup.environment(),
+        notes=setup.notes(joined) + joined.notes,
+        plan=setup.job.plan,
+        summary=None,
+        samples=joined.samples,
+    )
     _show(found, json_file, files)
     return outcome.status
 
@@ -172,7 +178,7 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
 
     settings = take("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
     where = take("launcher", "hosts", "hostfile", "ppn", "threads", "variables")
-    job = take("collective", "warmup_trials", "check", "seed", "compute", "algorithm")
+    asked = take("collective", "warmup_trials", "check", "seed", "compute", "algorithm")
     fusion, engine, json_file = wanted.pop("fusion"), wanted.pop("engine"), wanted.pop("json")
     if wanted["begin"] is not None and engine == "horovod" and settings["fusion_threshold_mb"] is None:
         fusion = fusion or "off"  # else Horovod makes one of them all
@@ -184,9 +190,9 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
         settings,
         fusion=None if fusion is None else fusion == "on",
         json_file=json_file,
-        stragglers=late,
+        straggler_s=late,
         delay=delay,
-        **job,
+        **asked,
     )
 
 

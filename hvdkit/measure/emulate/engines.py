@@ -84,28 +84,29 @@ def refuse(job: Job) -> None:
         InvalidArgumentError: a ring of all-to-alls, another engine's algorithm, a type that it does not take, or one
             whose sums over so many ranks cannot be checked.
     """
-    if job.algorithm == "ring" and job.engine != "mpi":
+    asked = job.asked
+    if asked.algorithm == "ring" and asked.engine != "mpi":
         raise InvalidArgumentError(
-            f"--algorithm ring is this tool's own ring over MPI messages, got --engine {job.engine}; use --engine "
+            f"--algorithm ring is this tool's own ring over MPI messages, got --engine {asked.engine}; use --engine "
             "ring, or --algorithm library."
         )
-    if job.algorithm == "ring" and job.collective == ALL_TO_ALL:
+    if asked.algorithm == "ring" and asked.collective == ALL_TO_ALL:
         raise InvalidArgumentError(
             "An all-to-all over a ring would send every block through all the ranks between; use --engine mpi, or "
             "another --collective."
         )
-    known = TYPES["ring" if job.algorithm == "ring" else job.engine]
+    by = "ring" if asked.algorithm == "ring" else asked.engine
+    known = TYPES[by]
     for one in job.plan.collectives:
         if one.dtype not in known:
-            by = "ring" if job.algorithm == "ring" else job.engine
             others = [name for name, types in TYPES.items() if one.dtype in types]
-            does = "cannot add" if job.collective in (ALLREDUCE, REDUCE_SCATTER) else "does not carry here"
+            does = "cannot add" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "does not carry here"
             raise InvalidArgumentError(
                 f"{one.name!r} is {one.dtype}, which --engine {by} {does}; use --engine {' or '.join(others)}, or one "
                 f"of {', '.join(known)}."
             )
-        if job.check:
-            check.refuse(job.collective, one.dtype, job.ranks)
+        if asked.check:
+            check.refuse(asked.collective, one.dtype, asked.ranks)
 
 
 def connect(job: Job) -> Engine:
@@ -115,18 +116,19 @@ def connect(job: Job) -> Engine:
         MissingFrameworkError: the engine's package is not installed here.
         LauncherError: the engine sees other ranks than were started.
     """
-    module, _, function = ENGINES[job.engine].partition(":")
+    name, ranks = job.asked.engine, job.asked.ranks
+    module, _, function = ENGINES[name].partition(":")
     try:
         engine: Engine = getattr(importlib.import_module(module), function)(job)
     except ImportError as error:
         if isinstance(error, MissingFrameworkError):
             raise
         raise MissingFrameworkError(
-            f"--engine {job.engine} cannot be used here ({error}); {_MISSING.get(job.engine, 'install it')}."
+            f"--engine {name} cannot be used here ({error}); {_MISSING.get(name, 'install it')}."
         ) from error
-    if engine.size != job.ranks:
+    if engine.size != ranks:
         raise LauncherError(
-            f"{job.ranks} ranks were started, and --engine {job.engine} sees {engine.size} (process {os.getpid()}): "
+            f"{ranks} ranks were started, and --engine {name} sees {engine.size} (process {os.getpid()}): "
             "the launcher belongs to another MPI; run 'hvdkit doctor', or choose another --launcher."
         )
     return engine

@@ -64,7 +64,7 @@ class OfTorch(_Horovod):
     def __init__(self, hvd: Any, torch: Any, job: Job) -> None:
         super().__init__(hvd)
         self._torch = torch
-        self.overlaps = job.fusion
+        self.overlaps = job.asked.fusion
 
     def operation(self, index: int, collective: str, elements: int, dtype: str) -> TorchOperation:
         return TorchOperation(self._hvd, self._torch, f"hvdkit.emulate.{index}", collective, elements, dtype)
@@ -113,7 +113,7 @@ class OfTensorFlow(_Horovod):
     def __init__(self, hvd: Any, tensorflow: Any, job: Job) -> None:
         super().__init__(hvd)
         self._tensorflow = tensorflow
-        self.notes = (_ONE_BY_ONE,) if job.fusion else ()
+        self.notes = (_ONE_BY_ONE,) if job.asked.fusion else ()
 
     def barrier(self) -> None:
         """See ``engines.Engine``; this binding has no barrier, and nobody leaves an allreduce before all have come."""

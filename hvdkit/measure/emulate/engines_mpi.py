@@ -16,7 +16,7 @@ from hvdkit.measure.emulate.run_job import Job
 def connect(job: Job) -> Mpi:
     """Start MPI, without its locks: one thread of this process uses it."""
     importlib.import_module("mpi4py").rc.thread_level = "single"
-    return Mpi(importlib.import_module("mpi4py.MPI"), job.algorithm)
+    return Mpi(importlib.import_module("mpi4py.MPI"), job.asked.algorithm)
 
 
 class Mpi:

@@ -29,23 +29,23 @@ def connect(job: Job) -> Torch:
     torch: Any = importlib.import_module("torch")
     distributed: Any = importlib.import_module("torch.distributed")
     launched = launchers.detect(os.environ)
-    if launched is None and job.ranks > 1:
+    if launched is None and job.asked.ranks > 1:
         raise LauncherError(f"No launcher known here started this rank; known are {', '.join(launchers.KNOWN)}.")
     rank = launched.rank if launched is not None else 0
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend = job.backend or ("nccl" if visible else "gloo")
+    backend = job.asked.backend or ("nccl" if visible else "gloo")
     if backend == "nccl":
         if not visible:
             raise InvalidArgumentError("NCCL needs a GPU for each rank, and PyTorch sees none; use --engine gloo.")
         local_rank = launched.local_rank if launched is not None and launched.local_rank is not None else rank
         torch.cuda.set_device(device.device_index(local_rank, visible))
-    store = distributed.FileStore(str(job.folder / "store"), job.ranks)
+    store = distributed.FileStore(str(job.folder / "store"), job.asked.ranks)
     store.set_timeout(timedelta(seconds=_WAIT_S))
     if backend == "gloo" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(store, rank, job.ranks)
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(store, rank, job.asked.ranks)
     wait = timedelta(seconds=_WAIT_S)
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=job.ranks, timeout=wait)
-    return Torch(torch, distributed, backend, rank, job.ranks)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=job.asked.ranks, timeout=wait)
+    return Torch(torch, distributed, backend, rank, job.asked.ranks)
 
 
 def _interface(store: Any, rank: int, size: int) -> str:

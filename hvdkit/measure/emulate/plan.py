@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from msgspec.structs import force_setattr
 
-from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import InvalidArgumentError
 
@@ -112,25 +110,6 @@ class Plan(Document, frozen=True, rename={"nbytes": "bytes"}):
                     f"it says batch_count {self.batch_count} and trials {self.trials}."
                 )
         force_setattr(self, "nbytes", sum(one.nbytes for one in self.collectives))
-
-
-def read(path: Path) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        DataNotFoundError: there is none.
-        DataError: it cannot be read, or is something else.
-    """
-    return json_files.read(path, Plan)
-
-
-def write(path: Path, plan: Plan) -> None:
-    """Write a plan file; an older one stays whole until the new one is complete.
-
-    Raises:
-        DataError, InvalidArgumentError: it cannot be written.
-    """
-    json_files.write(Path(path), plan)
 
 
 def from_sizes(

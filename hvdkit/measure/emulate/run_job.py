@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from hvdkit.common.json_files import Part
+from hvdkit.common.json_files import Part, Positive, Seconds, Whole
 from hvdkit.errors import DataError
 from hvdkit.measure.emulate.plan import Plan
 
@@ -29,41 +28,57 @@ class Delay(Part, frozen=True):
     probability: float = 1.0
 
 
+class Asked(Part, frozen=True):
+    """What was to be measured; no names of hosts.
+
+    Attributes:
+        engine: "horovod", "mpi" or "torch".
+        collective: one of ``check.COLLECTIVES``.
+        algorithm: "library", or "ring" for hvdkit's own over MPI messages.
+        ranks: how many.
+        hosts: on how many the ranks ran.
+        check: every element of every result was compared with what it must be.
+        ppn: ranks on each host; None where hosts had different numbers.
+        backend: of engine "torch", as it was asked for; None for what there is.
+        fusion: Horovod was given all tensors of a step before the first was waited for.
+        warmup_trials: steps that were not kept.
+        straggler_s: seconds by which a rank came late, by rank.
+        delay: random delays.
+        seed: of the random delays.
+        compute: what ranks did in gaps, "busy" or "sleep".
+        settings: variables of Horovod that were set.
+    """
+
+    engine: str
+    collective: str
+    algorithm: str
+    ranks: Positive
+    hosts: Positive
+    check: bool
+    ppn: Positive | None = None
+    backend: str | None = None
+    fusion: bool = False
+    warmup_trials: Whole = 0
+    straggler_s: dict[int, Seconds] = msgspec.field(default_factory=dict)
+    delay: Delay | None = None
+    seed: Whole = 0
+    compute: str = BUSY
+    settings: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 class Job(Part, frozen=True):
     """What the ranks do.
 
     Attributes:
         folder: shared by all ranks; the job, what they write, and where they meet.
         plan: the collectives of a step, and how many steps.
-        ranks: how many.
-        engine: a key of ``engines.ENGINES``.
-        backend: of engine "torch": "gloo", "nccl", or "" for what there is.
-        collective: one of ``check.COLLECTIVES``.
-        algorithm: "library" or "ring".
-        fusion: Horovod is given all tensors of a step before the first is waited for.
-        check: every element of every result is checked.
-        warmup_trials: steps before those that are kept, >= 0.
-        stragglers: seconds by which a rank comes later to every collective, by rank.
-        delay: random delays, None for none.
-        seed: of the random delays.
-        compute: what a rank does in a gap: "busy" (computes) or "sleep".
+        asked: how they are carried out; on which hosts is the launcher's to say.
         apart: the ranks may be on several machines, whose clocks have to be compared.
     """
 
     folder: Path
     plan: Plan
-    ranks: int
-    engine: str
-    backend: str = ""
-    collective: str = "allreduce"
-    algorithm: str = "library"
-    fusion: bool = False
-    check: bool = True
-    warmup_trials: int = 0
-    stragglers: Mapping[int, float] | None = None
-    delay: Delay | None = None
-    seed: int = 0
-    compute: str = BUSY
+    asked: Asked
     apart: bool = False
 
 

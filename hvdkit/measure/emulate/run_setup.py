@@ -8,23 +8,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench import subject as bench
 from hvdkit.measure.emulate.plan import Plan
-from hvdkit.measure.emulate.results import Asked, WithLaunch
+from hvdkit.measure.emulate.results import WithLaunch
 from hvdkit.measure.emulate.run import WORKER, check
-from hvdkit.measure.emulate.run_job import Delay, Job
+from hvdkit.measure.emulate.run_job import Asked, Delay, Job
 from hvdkit.measure.emulate.run_join import Joined
 from hvdkit.run.launch import tuned as tuned_settings
 from hvdkit.run.launch.tuned import Tuned
 from hvdkit.run.trials import here
 from hvdkit.run.trials.here import Here, Wish
 
-ENGINES: dict[str, tuple[str, str, str]] = {
-    "horovod": ("horovod", "library", ""),
-    "mpi": ("mpi", "library", ""),
-    "ring": ("mpi", "ring", ""),
-    "torch": ("torch", "library", ""),
+ENGINES: dict[str, tuple[str, str, str | None]] = {
+    "horovod": ("horovod", "library", None),
+    "mpi": ("mpi", "library", None),
+    "ring": ("mpi", "ring", None),
+    "torch": ("torch", "library", None),
     "gloo": ("torch", "library", "gloo"),
     "nccl": ("torch", "library", "nccl"),
 }
@@ -54,28 +56,15 @@ class Setup:
 
         What is asked for may come otherwise: a launcher fills one host before the next, or a binding cannot fuse.
         """
-        job, placed = self.job, joined.placed
-        return Asked(
-            job.engine,
-            job.collective,
-            job.algorithm,
-            job.ranks,
-            hosts=len(placed) or max(1, len(self.here.plan.hosts)),
-            check=job.check,
-            ppn=placed[0] if len(set(placed)) == 1 else None if placed else self.here.request.ppn,
-            backend=job.backend or None,
-            fusion=job.fusion and joined.overlapped is not False,
-            warmup_trials=job.warmup_trials,
-            straggler_s=dict(job.stragglers or {}),
-            delay=job.delay,
-            seed=job.seed,
-            compute=job.compute,
-            settings=self.tuned.variables(),
-        )
+        asked, placed = self.job.asked, joined.placed
+        if placed:
+            ppn = placed[0] if len(set(placed)) == 1 else None
+            asked = structs.replace(asked, hosts=len(placed), ppn=ppn)
+        return structs.replace(asked, fusion=asked.fusion and joined.overlapped is not False)
 
     def environment(self) -> WithLaunch:
         """For the file of results: versions, cores, and how the ranks are launched; without names of hosts."""
-        asked = bench.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.ranks,))
+        asked = bench.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.asked.ranks,))
         found = bench.describe(asked, [self.here])
         where = found.environment
         return WithLaunch(where.hvdkit, where.python, where.system, where.packages, where.cores, found.launches[0])
@@ -83,13 +72,13 @@ class Setup:
     def notes(self, joined: Joined) -> list[str]:
         """What a reader of the numbers should know, full sentences."""
         notes = list(self.here.notes())
-        meant = len(self.here.plan.hosts)
+        meant, asked = len(self.here.plan.hosts), self.job.asked
         if joined.placed and len(joined.placed) < meant:
             notes.append(
-                f"The launcher put all {self.job.ranks} ranks on {len(joined.placed)} of the {meant} hosts; give hosts "
+                f"The launcher put all {asked.ranks} ranks on {len(joined.placed)} of the {meant} hosts; give hosts "
                 "as many slots as they are to run ranks, such as --hosts h1:1,h2:1, or --ppn."
             )
-        if self.job.fusion and joined.overlapped is not False:
+        if asked.fusion and joined.overlapped is not False:
             notes.append(
                 "Horovod was given all tensors of a step before the first was waited for, and may have sent several as "
                 "one (--fusion on): a time is from giving a tensor to seeing it done, that of a tensor that is fused "
@@ -107,7 +96,7 @@ def prepare(
     fusion: bool | None,
     algorithm: str | None,
     json_file: Path | None,
-    **job: Any,
+    **asked: Any,
 ) -> Setup:
     """Make a job of the options.
 
@@ -119,7 +108,7 @@ def prepare(
         fusion: None for Horovod's own way.
         algorithm: "library", "ring", or None for what the engine's name says.
         json_file: where the results are to go, None for nowhere.
-        job: further fields of ``Job``.
+        asked: further fields of ``Asked``.
     Raises:
         InvalidArgumentError: options that do not go together.
         LaunchError: there is nothing to launch with.
@@ -133,17 +122,18 @@ def prepare(
         wish = replace(wish, launcher="mpirun")  # Horovod here has no MPI, but the engine needs it
         looked = here.look(wish)
     apart = looked.plan.direct
-    made = Job(
-        Path(),
-        plan,
-        wish.n,
+    how = Asked(
         name,
-        backend,
         algorithm=algorithm or own,
+        ranks=wish.n,
+        hosts=max(1, len(looked.plan.hosts)),
+        ppn=looked.request.ppn,
+        backend=backend,
         fusion=name == "horovod" and fusion is not False,
-        apart=apart,
-        **job,
+        settings=tuned.variables(),
+        **asked,
     )
+    made = Job(Path(), plan, how, apart)
     check(made, looked)
     beside = json_file.absolute().parent if json_file is not None else Path.cwd() if apart else None
     return Setup(made, tuple(wish.options()), tuned, looked, beside)

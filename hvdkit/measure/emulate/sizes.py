@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate.plan import Collective, Plan
@@ -94,7 +95,7 @@ def plan_of(wanted: Wanted) -> Plan:
     source = _source(wanted)
     _check_belongs(wanted, source)
     if wanted.plan_file is not None:
-        plan = plans.read(wanted.plan_file)
+        plan = json_files.read(wanted.plan_file, Plan)
     else:
         collectives, words = _collectives(wanted)
         plan = Plan(tuple(collectives), source=words)

@@ -10,7 +10,6 @@ import click
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, shortened, with_options
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
 from hvdkit.measure.emulate.plan import DTYPES, TRIALS, Plan
@@ -150,7 +149,7 @@ def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
     """
     plan = plan_of(**wanted)
     if output is not None:
-        plans.write(output, plan)
+        json_files.write(output, plan)
     if want_json:
         click.echo(json_files.encode(plan), nl=False)
         return 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hvdkit.errors import HvdkitError, InvalidArgumentError
 from hvdkit.measure.emulate.check import Values
 from hvdkit.measure.emulate.engines import Engine, Operation
-from hvdkit.measure.emulate.run_job import BUSY, Job
+from hvdkit.measure.emulate.run_job import BUSY, Asked, Job
 
 Keep = Callable[[int, list[float], list[float]], None]
 """Is given each trial that counts: its number, when this rank came to each collective and when it had its result."""
@@ -37,13 +37,13 @@ class Replay:
 
     def __init__(self, job: Job, engine: Engine, keep: Keep) -> None:
         self._job, self._engine, self._keep = job, engine, keep
-        collectives = job.plan.collectives
+        asked, collectives = job.asked, job.plan.collectives
         try:
             self._values = [
-                Values(job.collective, one.elements, one.dtype, job.ranks, check=job.check) for one in collectives
+                Values(asked.collective, one.elements, one.dtype, asked.ranks, check=asked.check) for one in collectives
             ]
             self._operations: list[Operation] = [
-                engine.operation(index, job.collective, one.elements, one.dtype)
+                engine.operation(index, asked.collective, one.elements, one.dtype)
                 for index, one in enumerate(collectives)
             ]
         except MemoryError as error:
@@ -51,7 +51,7 @@ class Replay:
                 f"Rank {engine.rank} has no memory for the {job.plan.nbytes} bytes of a step ({error}); replay smaller "
                 "sizes, or have fewer ranks on a host."
             ) from error
-        self._late = _Lateness(job, engine.rank)
+        self._late = _Lateness(asked, engine.rank)
         self._work = np.ones((_BUSY_SIZE, _BUSY_SIZE), np.float32)
 
     def run(self) -> None:
@@ -60,13 +60,14 @@ class Replay:
         Raises:
             WrongResultError: a result is not what it must be.
         """
-        for trial in range(-self._job.warmup_trials, self._job.plan.trials):
-            number = trial + self._job.warmup_trials
+        asked = self._job.asked
+        for trial in range(-asked.warmup_trials, self._job.plan.trials):
+            number = trial + asked.warmup_trials
             for operation, values in zip(self._operations, self._values, strict=True):
                 operation.load(values.given(self._engine.rank, number))
             self._engine.barrier()
             arrived, done = self._overlapping() if self._engine.overlaps else self._one_by_one()
-            if self._job.check:
+            if asked.check:
                 self._check(number, trial)
             if trial >= 0:
                 self._keep(trial, arrived, done)
@@ -102,13 +103,13 @@ class Replay:
 
     def _compute(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        if self._job.compute != BUSY:
+        if self._job.asked.compute != BUSY:
             time.sleep(seconds)
         while time.monotonic() < end:
             self._work = self._work @ self._work * np.float32(1 / _BUSY_SIZE)
 
     def _check(self, number: int, trial: int) -> None:
-        rank = self._engine.rank
+        rank, asked = self._engine.rank, self._job.asked
         for index, (operation, values) in enumerate(zip(self._operations, self._values, strict=True)):
             result: NDArray[Any] = operation.result()
             wrong = values.wrong(result, rank, number)
@@ -116,18 +117,18 @@ class Replay:
                 one = self._job.plan.collectives[index]
                 when = f"trial {trial}" if trial >= 0 else "the warm-up"
                 raise WrongResultError(
-                    f"Rank {rank} got a wrong result of {self._job.collective} {index} ({one.name}, {one.nbytes} bytes "
-                    f"of {one.dtype}) in {when}: {wrong}. Engine {self._job.engine} cannot be trusted here."
+                    f"Rank {rank} got a wrong result of {asked.collective} {index} ({one.name}, {one.nbytes} bytes "
+                    f"of {one.dtype}) in {when}: {wrong}. Engine {asked.engine} cannot be trusted here."
                 )
 
 
 class _Lateness:
     """By how much a rank comes late to the next collective: as a straggler always, and by chance."""
 
-    def __init__(self, job: Job, rank: int) -> None:
-        self._always = (job.stragglers or {}).get(rank, 0.0)
-        self._delay = job.delay if job.delay is not None and job.delay.rank in (None, rank) else None
-        self._rng = np.random.default_rng([job.seed, rank])
+    def __init__(self, asked: Asked, rank: int) -> None:
+        self._always = asked.straggler_s.get(rank, 0.0)
+        self._delay = asked.delay if asked.delay is not None and asked.delay.rank in (None, rank) else None
+        self._rng = np.random.default_rng([asked.seed, rank])
 
     def seconds(self) -> float:
         if self._delay is None or self._rng.random() >= self._delay.probability:

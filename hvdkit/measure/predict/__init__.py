@@ -7,7 +7,8 @@ they reach.
 ::
 
     formulas ──── what each algorithm costs: messages, bytes, sums
-    fitting ───── seconds per message and byte from measurements: robust, never negative, with resamples
+    link ──────── what the messages and bytes of a level cost
+       └── fitting   that from measurements: robust, never negative, with resamples
        └── model     the cost of an allreduce of any size on any number of ranks
     overlap ───── which part of the communication backward hides
     stragglers ── how long the slowest of n ranks keeps the others waiting

@@ -171,10 +171,14 @@ def predict(**given: Any) -> int:
         raise InvalidArgumentError(f"nothing can be predicted. {rows[0].refused}")
     notes = [*costs.notes, *_notes(grads, delays, costs, rows, given)]
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
-    shown = tables.Prediction(costs, tuple(rows), asked, tuple(notes))
     if given["figure"] is not None:
         plot.draw(given["figure"], rows)
-    _print(shown, given["form"])
+    if given["form"] == "json":
+        click.echo(json_files.encode(tables.predicted(costs, rows, asked, notes)), nl=False)
+    elif given["form"] == "csv":
+        click.echo(tables.comma_separated(rows), nl=False)
+    else:
+        tables.page(costs, rows, notes).print(given["form"])
     return 0
 
 
@@ -202,7 +206,7 @@ def _plan(files: list[Results], path: Path | None, parameters: int | None) -> Pl
         sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
         return plans.from_sizes([size for size in sizes if size])
     if path is not None:
-        return plans.read(path)
+        return json_files.read(path, Plan)
     if not files:
         raise InvalidArgumentError(
             "without --fit the gradients have to be named: --plan FILE of 'hvdkit emulate sizes', or --parameters."
@@ -262,12 +266,3 @@ def _notes(
             "--bandwidth-gbit, or measure between hosts."
         )
     return notes
-
-
-def _print(shown: tables.Prediction, form: str | None) -> None:
-    if form == "json":
-        click.echo(json_files.encode(tables.predicted(shown)), nl=False)
-    elif form == "csv":
-        click.echo(tables.comma_separated(shown), nl=False)
-    else:
-        tables.page(shown).print(form)

@@ -15,17 +15,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common.extras import of_extra
-from hvdkit.common.intervals import Estimate, estimate, resampled_medians
+from hvdkit.common.intervals import resampled_medians
 from hvdkit.measure.predict.formulas import Terms
+from hvdkit.measure.predict.link import ALPHA, DRAWS, GAMMA, OVERHEAD, Array, Link, Misfit, features, slopes, steps
 
-DRAWS = 500
-"""Resamples of the measurements, each of which is fitted."""
 _ROUNDS = 12
 _NOISE = 0.005
 """Relative error that is not worth a parameter."""
@@ -34,10 +32,6 @@ _CLEARLY = 6.0
 _TOLD_APART = 0.05
 """Share of a column that must be its own before its coefficient is looked for."""
 _KNOTS = 8
-_NEAREST = 8
-OVERHEAD, ALPHA, GAMMA, FIRST_SLOPE = range(4)
-"""Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,54 +53,6 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
-    """How far measurements are off the formula, by how much they move: what is small is noisier than what is large.
-
-    Attributes:
-        moved: logarithm of the bytes of each cell, shape (cells,).
-        spread: logarithm of measured / fitted, larger by what the fit has used up of it, shape (cells,).
-        luck: where in the spread each draw is, from 0 to 1, shape (DRAWS,).
-    """
-
-    moved: Array
-    spread: Array
-    luck: Array
-
-    def factors(self, moved: float) -> Array:
-        """What to multiply the draws with at so many bytes, > 0: the quantiles of the nearest cells' spread."""
-        nearest = np.argsort(np.abs(self.moved - np.log(moved)), kind="stable")[:_NEAREST]
-        return np.asarray(np.exp(np.quantile(self.spread[nearest], self.luck)))
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """Coefficients: overhead s, alpha s, gamma s/byte, the slopes of the pieces s/byte, the steps between them s.
-
-    Attributes:
-        algorithm: what the library's choice behaves like; "ring" where nothing but rings was measured.
-        knots: where the pieces begin, in bytes, the first at 0.
-        best: from the measurements, shape (2 + 2 pieces,).
-        draws: from their resamples, shape (DRAWS, 2 + 2 pieces).
-        misfit: how far measurements are off the formula; None where nothing was measured.
-        told: which coefficients the measurements tell, shape (2 + 2 pieces,); the others are 0.
-        residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
-        rivals: algorithms that fit about as well.
-    """
-
-    algorithm: str
-    knots: tuple[float, ...]
-    best: Array
-    draws: Array
-    misfit: Misfit | None
-    told: tuple[bool, ...]
-    residuals: tuple[float, ...] = ()
-    rivals: tuple[str, ...] = ()
-
-
-F = TypeVar("F", bound=Fitted)
-
-
-@dataclass(frozen=True, slots=True)
 class _Candidate:
     algorithm: str
     knots: tuple[float, ...]
@@ -117,35 +63,15 @@ class _Candidate:
     score: float
 
 
-def features(terms: Terms, knots: Sequence[float]) -> Array:
-    """What is multiplied with the coefficients, shape (2 + 2 pieces,)."""
-    ends = (*knots[1:], np.inf)
-    pieces = [max(0.0, min(terms.moved, end) - start) for start, end in zip(knots, ends, strict=True)]
-    steps = [float(terms.moved > knot) for knot in knots[1:]]
-    return np.array([float(terms.messages > 0), terms.messages, terms.reduced, *pieces, *steps])
-
-
-def slopes(knots: Sequence[float]) -> slice:
-    """The columns of the pieces' slopes, in s/byte."""
-    return slice(FIRST_SLOPE, FIRST_SLOPE + len(knots))
-
-
-def steps(knots: Sequence[float]) -> slice:
-    """The columns of the steps, in s."""
-    return slice(FIRST_SLOPE + len(knots), None)
-
-
 def fit(
-    kind: type[F],
     cells: Sequence[Cell],
     algorithms: Sequence[str],
     terms: Callable[[Cell, str], Terms],
     rng: np.random.Generator,
-) -> F:
+) -> Link:
     """Fit the cells.
 
     Args:
-        kind: of what is returned.
         cells: two or more sizes.
         algorithms: what a library's choice may be, the likeliest first.
         terms: of a cell by an algorithm.
@@ -170,7 +96,7 @@ def fit(
     spread = np.log1p(np.clip(residuals, -0.9, None)) * np.sqrt(len(cells) / freedom)
     moved = np.log([terms(cell, best.algorithm).moved for cell in cells])
     luck = rng.permutation((np.arange(DRAWS) + 0.5) / DRAWS)
-    return kind(
+    return Link(
         best.algorithm,
         best.knots,
         best.best,
@@ -264,17 +190,6 @@ def solve(relative: Array, rounds: int = _ROUNDS) -> Array:
         errors = scaled @ solution - 1
         weights = (1 + (errors / _scale(errors)) ** 2) ** -0.25  # the square root of soft-L1's weight
     return np.asarray(solution / sizes)
-
-
-def estimated(best: float, draws: Array) -> Estimate:
-    """A value with the interval of its draws, which is made to hold it: misfit need not lie evenly on both sides.
-
-    Without ends where all draws are the value itself.
-    """
-    found = estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
-    if found.low is None or found.high is None:
-        return found
-    return Estimate(best, min(found.low, best), max(found.high, best))
 
 
 def _resampled(medians: Array, best: _Candidate, rng: np.random.Generator) -> Array:

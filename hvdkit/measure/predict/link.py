@@ -2,36 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hvdkit.common.intervals import Estimate
-from hvdkit.measure.predict import fitting, formulas
-from hvdkit.measure.predict.fitting import Array, Fitted, estimated
+from hvdkit.common.intervals import Estimate, estimate
+from hvdkit.measure.predict import formulas
 from hvdkit.measure.predict.formulas import Terms
+
+DRAWS = 500
+"""Resamples of the measurements, each of which is fitted."""
+_NEAREST = 8
+OVERHEAD, ALPHA, GAMMA, FIRST_SLOPE = range(4)
+"""Columns of the coefficients. The slopes of all pieces are followed by the steps with which later pieces begin."""
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Link(Fitted):
-    """What a level costs: the memory of a host, or the network between hosts."""
+class Misfit:
+    """How far measurements are off the formula, by how much they move: what is small is noisier than what is large.
+
+    Attributes:
+        moved: logarithm of the bytes of each cell, shape (cells,).
+        spread: logarithm of measured / fitted, larger by what the fit has used up of it, shape (cells,).
+        luck: where in the spread each draw is, from 0 to 1, shape (DRAWS,).
+    """
+
+    moved: Array
+    spread: Array
+    luck: Array
+
+    def factors(self, moved: float) -> Array:
+        """What to multiply the draws with at so many bytes, > 0: the quantiles of the nearest cells' spread."""
+        nearest = np.argsort(np.abs(self.moved - np.log(moved)), kind="stable")[:_NEAREST]
+        return np.asarray(np.exp(np.quantile(self.spread[nearest], self.luck)))
+
+
+def features(terms: Terms, knots: Sequence[float]) -> Array:
+    """What is multiplied with the coefficients, shape (2 + 2 pieces,)."""
+    ends = (*knots[1:], np.inf)
+    pieces = [max(0.0, min(terms.moved, end) - start) for start, end in zip(knots, ends, strict=True)]
+    steps = [float(terms.moved > knot) for knot in knots[1:]]
+    return np.array([float(terms.messages > 0), terms.messages, terms.reduced, *pieces, *steps])
+
+
+def slopes(knots: Sequence[float]) -> slice:
+    """The columns of the pieces' slopes, in s/byte."""
+    return slice(FIRST_SLOPE, FIRST_SLOPE + len(knots))
+
+
+def steps(knots: Sequence[float]) -> slice:
+    """The columns of the steps, in s."""
+    return slice(FIRST_SLOPE + len(knots), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a level costs: the memory of a host, or the network between hosts.
+
+    Coefficients are: overhead s, alpha s, gamma s/byte, the slopes of the pieces s/byte, the steps between them s.
+
+    Attributes:
+        algorithm: what the library's choice behaves like; "ring" where nothing but rings was measured.
+        knots: where the pieces begin, in bytes, the first at 0.
+        best: from the measurements, shape (2 + 2 pieces,).
+        draws: from their resamples, shape (DRAWS, 2 + 2 pieces).
+        misfit: how far measurements are off the formula; None where nothing was measured.
+        told: which coefficients the measurements tell, shape (2 + 2 pieces,); the others are 0.
+        residuals: measured / fitted - 1, by number of ranks and size; empty where nothing was measured.
+        rivals: algorithms that fit about as well.
+    """
+
+    algorithm: str
+    knots: tuple[float, ...]
+    best: Array
+    draws: Array
+    misfit: Misfit | None
+    told: tuple[bool, ...]
+    residuals: tuple[float, ...] = ()
+    rivals: tuple[str, ...] = ()
 
     def seconds(self, terms: Terms) -> tuple[float, Array]:
-        """The time of an allreduce with these terms: the best one, and by draw, shape (fitting.DRAWS,)."""
-        row = fitting.features(terms, self.knots)
+        """The time of an allreduce with these terms: the best one, and by draw, shape (DRAWS,)."""
+        row = features(terms, self.knots)
         factors = 1.0 if self.misfit is None else self.misfit.factors(terms.moved)
         return float(self.best @ row), np.asarray(self.draws @ row * factors)
 
     def parameters(self) -> dict[str, Estimate]:
         """Overhead and alpha in s, beta of the largest messages and gamma in s/byte; only those that are known."""
-        largest = range(len(self.best))[fitting.slopes(self.knots)][-1]
+        largest = range(len(self.best))[slopes(self.knots)][-1]
         columns = {
-            "overhead_s": fitting.OVERHEAD,
-            "alpha_s": fitting.ALPHA,
+            "overhead_s": OVERHEAD,
+            "alpha_s": ALPHA,
             "beta_s_per_byte": largest,
-            "gamma_s_per_byte": fitting.GAMMA,
+            "gamma_s_per_byte": GAMMA,
         }
         return {
             name: estimated(float(self.best[column]), self.draws[:, column])
@@ -39,32 +106,28 @@ class Link(Fitted):
             if self.told[column]
         }
 
-    def least_s_per_byte(self) -> float:
-        """The slope of the fastest piece."""
-        return float(self.best[fitting.slopes(self.knots)].min())
-
     def faster(self, times: float) -> Link:
         """The level with links that carry ``times`` as many bytes in a second; messages and steps stay as they are."""
         scale = np.ones(len(self.best))
-        scale[fitting.slopes(self.knots)] = 1 / times
+        scale[slopes(self.knots)] = 1 / times
         return replace(self, best=self.best * scale, draws=self.draws * scale)
 
     def pieces(self) -> Iterator[tuple[float, float, float]]:
         """Of each piece where it begins, in bytes, its slope in s/byte, and the step in s with which it begins."""
-        steps = [0.0, *self.best[fitting.steps(self.knots)]]
-        for knot, slope, step in zip(self.knots, self.best[fitting.slopes(self.knots)], steps, strict=True):
+        once = [0.0, *self.best[steps(self.knots)]]
+        for knot, slope, step in zip(self.knots, self.best[slopes(self.knots)], once, strict=True):
             yield knot, float(slope), float(step)
 
     def with_alpha(self, alpha_s: float) -> Link:
         """The level with messages that cost ``alpha_s`` each."""
         best, draws = self.best.copy(), self.draws.copy()
-        best[fitting.ALPHA] = draws[:, fitting.ALPHA] = alpha_s
-        told = (self.told[fitting.OVERHEAD], True, *self.told[fitting.GAMMA :])
+        best[ALPHA] = draws[:, ALPHA] = alpha_s
+        told = (self.told[OVERHEAD], True, *self.told[GAMMA:])
         return replace(self, best=best, draws=draws, told=told)
 
     def with_bandwidth(self, bytes_per_s: float) -> Link:
         """The level with one rate for all sizes in place of its pieces."""
-        others = slice(0, fitting.FIRST_SLOPE)
+        others = slice(0, FIRST_SLOPE)
         return replace(
             self,
             knots=(0.0,),
@@ -90,8 +153,19 @@ class Link(Fitted):
 
 def untold(host: Link | None) -> Link:
     """A network without alpha and beta; the overhead of a call and the time of sums are the host's, if known."""
-    best, draws, told = np.zeros(4), np.zeros((fitting.DRAWS, 4)), [False] * 4
+    best, draws, told = np.zeros(4), np.zeros((DRAWS, 4)), [False] * 4
     if host is not None:
-        for column in (fitting.OVERHEAD, fitting.GAMMA):
+        for column in (OVERHEAD, GAMMA):
             best[column], draws[:, column], told[column] = host.best[column], host.draws[:, column], host.told[column]
     return Link(formulas.RING if host is None else host.algorithm, (0.0,), best, draws, None, tuple(told))
+
+
+def estimated(best: float, draws: Array) -> Estimate:
+    """A value with the interval of its draws, which is made to hold it: misfit need not lie evenly on both sides.
+
+    Without ends where all draws are the value itself.
+    """
+    found = estimate(best, draws, alone=bool(np.ptp(draws) <= 1e-12 * abs(best)))
+    if found.low is None or found.high is None:
+        return found
+    return Estimate(best, min(found.low, best), max(found.high, best))

@@ -13,9 +13,9 @@ from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.predict import fitting, formulas
-from hvdkit.measure.predict.fitting import Array, Cell, estimated
+from hvdkit.measure.predict.fitting import Cell
 from hvdkit.measure.predict.formulas import Terms
-from hvdkit.measure.predict.link import Link, untold
+from hvdkit.measure.predict.link import DRAWS, GAMMA, OVERHEAD, Array, Link, estimated, untold
 
 if TYPE_CHECKING:
     from hvdkit.measure.emulate.results import Results
@@ -72,14 +72,14 @@ class CostModel:
         return estimated(best, draws)
 
     def draws_s(self, nbytes: float, ranks: int, algorithm: str | None = None) -> tuple[float, Array]:
-        """As ``allreduce_s``: the best value, and one for each draw, shape (fitting.DRAWS,)."""
+        """As ``allreduce_s``: the best value, and one for each draw, shape (link.DRAWS,)."""
         _check(nbytes, ranks)
         chosen = algorithm or self.algorithm
         if chosen not in (*formulas.ALGORITHMS, LIBRARY):
             expected = ", ".join((LIBRARY, *formulas.ALGORITHMS))
             raise InvalidArgumentError(f"the algorithm is {chosen!r}; expected one of {expected}.")
         if ranks == 1 or nbytes == 0:
-            return 0.0, np.zeros(fitting.DRAWS)
+            return 0.0, np.zeros(DRAWS)
         if chosen == formulas.HIERARCHICAL:
             return self._hierarchical(nbytes, ranks)
         link = self._link(ranks)
@@ -89,14 +89,6 @@ class CostModel:
             inside, more = self.host.seconds(self._terms(self.host, chosen, nbytes, ranks))
             best, draws = max(best, inside), np.maximum(draws, more)
         return best, draws
-
-    def bound_s(self, nbytes: float, ranks: int) -> float:
-        """The least that any flat allreduce takes: 2(n-1)/n * nbytes at the rate of the fastest piece.
-
-        Source: Patarasuk, Yuan 2009, section 2.
-        """
-        _check(nbytes, ranks)
-        return formulas.ring(nbytes, ranks).moved * self._link(ranks).least_s_per_byte() if ranks > 1 else 0.0
 
     def hosts(self, ranks: int) -> int:
         """How many hosts hold so many ranks."""
@@ -153,7 +145,7 @@ class CostModel:
 
     def _hierarchical(self, nbytes: float, ranks: int) -> tuple[float, Array]:
         inside, between = formulas.hierarchical(nbytes, ranks, self.ppn)
-        total, draws = 0.0, np.zeros(fitting.DRAWS)
+        total, draws = 0.0, np.zeros(DRAWS)
         if inside.messages > 0:
             if self.host is None:
                 raise InvalidArgumentError(
@@ -312,7 +304,7 @@ def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> L
         return formulas.shared(formulas.RING if cell.ring else algorithm, cell.nbytes, cell.ranks, ppn)
 
     algorithms = (formulas.RING,) if all(cell.ring for cell in cells) else _LIKELY
-    return fitting.fit(Link, cells, algorithms, terms, rng)
+    return fitting.fit(cells, algorithms, terms, rng)
 
 
 def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
@@ -321,17 +313,17 @@ def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
     if not all(cell.ring for cell in cells):
         others = f"; {', '.join(link.rivals)} fit about as well, and predict otherwise" if link.rivals else ""
         notes.append(f"The library's allreduce {where} behaves like {link.algorithm}{others}.")
-    if not link.told[fitting.OVERHEAD] and len({cell.ranks for cell in cells}) > 1:
+    if not link.told[OVERHEAD] and len({cell.ranks for cell in cells}) > 1:
         notes.append(
             f"The times measured {where} do not tell what a call costs from what each message costs, so all of it is "
             "taken to grow with the ranks; measure more often, on a machine that does nothing else."
         )
-    elif not link.told[fitting.OVERHEAD]:
+    elif not link.told[OVERHEAD]:
         notes.append(
             f"Measured {where} with one number of ranks: what a call costs cannot be told from what each message "
             "costs, so all of it grows with the ranks; measure with a second number of ranks."
         )
-    if not link.told[fitting.GAMMA]:
+    if not link.told[GAMMA]:
         notes.append(
             f"The time of the sums {where} is part of the time of a byte: one algorithm does not tell them apart."
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdkit.common.intervals import Estimate
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.predict.fitting import Array, estimated
+from hvdkit.measure.predict.link import Array, estimated
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Exchange, Fusion, Gradient, exchange
 from hvdkit.measure.predict.stragglers import Delays

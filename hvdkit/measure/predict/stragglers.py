@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdkit.measure.predict.fitting import Array
+from hvdkit.measure.predict.link import Array
 
 if TYPE_CHECKING:
     from hvdkit.measure.emulate.results import Results

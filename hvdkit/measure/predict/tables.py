@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,23 +17,6 @@ from hvdkit.measure.predict.prediction import Row
 
 _NAMES = ("ranks", "hosts", "communication ms", "exposed ms", "straggler ms", "step ms", "efficiency")
 _TIMES = ("communication", "exposed", "straggler", "step", "efficiency")
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What is shown.
-
-    Attributes:
-        model: the cost of an allreduce.
-        rows: one for each number of ranks.
-        assumed: what was given beside the measurements, by name.
-        notes: full sentences: what a reader should know.
-    """
-
-    model: CostModel
-    rows: tuple[Row, ...]
-    assumed: dict[str, Any]
-    notes: tuple[str, ...]
 
 
 class Predicted(Document, frozen=True):
@@ -59,40 +42,40 @@ class Predicted(Document, frozen=True):
     confidence: float = CONFIDENCE
 
 
-def predicted(prediction: Prediction) -> Predicted:
-    """The prediction for a program."""
+def predicted(model: CostModel, rows: Sequence[Row], given: dict[str, Any], notes: Sequence[str]) -> Predicted:
+    """A prediction for a program; ``given`` is what was given beside the measurements, by name."""
     units = {"_ms": 1e-3, "_us": 1e-6}
     assumed = {
         json_files.name_in_seconds(name) if name[-3:] in units else name: value * units[name[-3:]]
         if name[-3:] in units and value is not None
         else value
-        for name, value in prediction.assumed.items()
+        for name, value in given.items()
     }
-    return Predicted(prediction.model.as_json(), assumed, prediction.rows, prediction.notes)
+    return Predicted(model.as_json(), assumed, tuple(rows), tuple(notes))
 
 
-def page(prediction: Prediction) -> Page:
+def page(model: CostModel, rows: Sequence[Row], notes: Sequence[str]) -> Page:
     """The parameters of the model and a line for each number of ranks."""
     found: list[Table | str] = [
         f"{_WHERE[level]}: {_parameters(link)}"
-        for level, link in ((HOST, prediction.model.host), (NETWORK, prediction.model.network))
+        for level, link in ((HOST, model.host), (NETWORK, model.network))
         if link is not None
     ]
-    known = [row.communication for row in prediction.rows if row.communication is not None and row.ranks > 1]
+    known = [row.communication for row in rows if row.communication is not None and row.ranks > 1]
     what = "95% intervals" if all(one.low is not None for one in known) else "intervals from published errors alone"
-    found.append(Table(f"Prediction with {what}", _NAMES, [_words(row) for row in prediction.rows]))
-    return Page(found, prediction.notes)
+    found.append(Table(f"Prediction with {what}", _NAMES, [_words(row) for row in rows]))
+    return Page(found, notes)
 
 
-def comma_separated(prediction: Prediction) -> str:
+def comma_separated(rows: Sequence[Row]) -> str:
     """One line for each number of ranks, in seconds; empty where something is not known."""
     columns = [name if name == "efficiency" else f"{name}_s" for name in _TIMES]
     ends = [f"{name}{end}" for name in columns for end in ("", "_low", "_high")]
-    rows = (
+    lines = (
         [row.ranks, row.hosts, row.buckets, *chain(*map(table.ends, _estimates(row))), int(row.extrapolated)]
-        for row in prediction.rows
+        for row in rows
     )
-    return table.comma_separated(["ranks", "hosts", "buckets", *ends, "extrapolated"], rows)
+    return table.comma_separated(["ranks", "hosts", "buckets", *ends, "extrapolated"], lines)
 
 
 _WHERE = {HOST: "Within a host", NETWORK: "Between hosts"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -100,16 +99,6 @@ class RankFile(Document, frozen=True, forbid_unknown_fields=False):
     threads: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    job: str
-    size: int
-    rank: Rank
-    library: str
-    lost: int
-
-
 def read(files: Sequence[tuple[Path, str]]) -> Profile:
     """The profile of a job.
 
@@ -119,28 +108,27 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
     Raises:
         CorruptDataError: a file is cut off or holds what cannot be.
     """
-    found = [_read_one(path, text) for path, text in files]
-    newest = max(found, key=lambda file: file.path.stat().st_mtime_ns if file.path.exists() else 0)
-    of_job = sorted((file for file in found if file.job == newest.job), key=lambda file: file.rank.rank)
-    numbers = [file.rank.rank for file in of_job]
-    for first, second in itertools.pairwise(of_job):
-        if first.rank.rank == second.rank.rank:
-            raise CorruptDataError(
-                f"Rank {first.rank.rank} is in two files, {first.path} and {second.path}; give each rank once."
-            )
-    if any(file.size != newest.size for file in of_job) or numbers[-1] >= newest.size:
-        raise CorruptDataError(f"The files beside {newest.path} disagree about the number of ranks; record again.")
+    found = [(path, json_files.decode(text, RankFile, str(path), CorruptDataError)) for path, text in files]
+    path, newest = max(found, key=lambda one: one[0].stat().st_mtime_ns if one[0].exists() else 0)
+    of_job = sorted((one for one in found if one[1].job == newest.job), key=lambda one: one[1].rank)
+    for (first, file), (second, other) in itertools.pairwise(of_job):
+        if file.rank == other.rank:
+            raise CorruptDataError(f"Rank {file.rank} is in two files, {first} and {second}; give each rank once.")
+    files_of_job = [file for _, file in of_job]
+    if any(file.size != newest.size for file in files_of_job) or files_of_job[-1].rank >= newest.size:
+        raise CorruptDataError(f"The files beside {path} disagree about the number of ranks; record again.")
+    ranks = tuple(Rank(file.rank, file.seconds, _calls(file), file.state) for file in files_of_job)
     return Profile(
         source=HVDKIT,
         size=newest.size,
-        ranks=tuple(file.rank for file in of_job),
-        mpi_seconds={file.rank.rank: file.rank.mpi_seconds for file in of_job},
-        notes=tuple(_notes(of_job, len(found) - len(of_job))),
+        ranks=ranks,
+        mpi_seconds={rank.rank: rank.mpi_seconds for rank in ranks},
+        notes=tuple(_notes(files_of_job, len(found) - len(ranks))),
         library=newest.library,
     )
 
 
-def _notes(files: Sequence[_File], older: int) -> list[str]:
+def _notes(files: Sequence[RankFile], older: int) -> list[str]:
     notes = []
     if older:
         notes.append(f"{older} {'file' if older == 1 else 'files'} of an earlier job in the same directory left out.")
@@ -149,7 +137,7 @@ def _notes(files: Sequence[_File], older: int) -> list[str]:
         ("exited", "ended without MPI_Finalize"),
         ("aborted", "called MPI_Abort"),
     ):
-        ranks = [str(file.rank.rank) for file in files if file.rank.state == state]
+        ranks = [str(file.rank) for file in files if file.state == state]
         if ranks:
             notes.append(f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(ranks)} {what}.")
     lost = sum(file.lost for file in files)
@@ -158,11 +146,8 @@ def _notes(files: Sequence[_File], older: int) -> list[str]:
     return notes
 
 
-def _read_one(path: Path, text: str) -> _File:
-    found = json_files.decode(text, RankFile, str(path), CorruptDataError)
-    calls = tuple(row for group in found.calls for row in _rows(group, measured=found.wait_measured))
-    rank = Rank(found.rank, found.seconds, calls, found.state)
-    return _File(path, found.job, found.size, rank, found.library, found.lost)
+def _calls(file: RankFile) -> tuple[Calls, ...]:
+    return tuple(row for group in file.calls for row in _rows(group, measured=file.wait_measured))
 
 
 def _rows(group: Group, *, measured: bool) -> Iterator[Calls]:

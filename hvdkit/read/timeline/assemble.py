@@ -4,36 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
-from hvdkit.read.timeline.model import CycleMark, Operation, Phase, parse_shape, size_in_bytes
+from hvdkit.read.timeline.model import CycleMark, Event, Operation, Phase, parse_shape, size_in_bytes
 
 LATEST = 1e17
 """Microseconds (three thousand years) past which a time is damage."""
-
-
-class _Arguments(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> str: ...
-    @property
-    def start_time_since_epoch_in_micros(self) -> int | None: ...
-
-
-class _Event(Protocol):
-    @property
-    def ph(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def ts(self) -> float: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def args(self) -> _Arguments | None: ...
 
 
 class _Open:
@@ -64,7 +39,7 @@ class Assembler:
         self._open: dict[int, _Open] = {}
         self._shapes: dict[tuple[str, str], tuple[tuple[int, ...] | None, int | None]] = {}
 
-    def add(self, events: Sequence[_Event]) -> list[Operation | CycleMark]:
+    def add(self, events: Sequence[Event]) -> list[Operation | CycleMark]:
         """The operations that end and the cycles that start in these events."""
         done: list[Operation | CycleMark] = []
         opened, dropped = self._open, self.dropped
@@ -124,7 +99,7 @@ class Assembler:
             state.clear()
         state.negotiated, state.negotiate_start = kind, ts
 
-    def _end(self, event: _Event, state: _Open, name: str, start: float) -> Operation | None:
+    def _end(self, event: Event, state: _Open, name: str, start: float) -> Operation | None:
         if event.ts < start:
             self.dropped["ends before it begins"] += 1
             if not state.stack:
@@ -135,7 +110,7 @@ class Assembler:
             return self._operation(event, state, name, start)
         return None
 
-    def _operation(self, event: _Event, state: _Open, kind: str, start: float) -> Operation:
+    def _operation(self, event: Event, state: _Open, kind: str, start: float) -> Operation:
         args = event.args
         dtype = args.dtype if args else ""
         shape, size = self._shape(dtype, args.shape) if args else (None, None)
@@ -167,13 +142,13 @@ class Assembler:
             found = self._shapes[dtype, text] = (shape, size_in_bytes(dtype, shape))
         return found
 
-    def _tick(self, event: _Event, state: _Open | None) -> None:
+    def _tick(self, event: Event, state: _Open | None) -> None:
         if state is None or not state.stack or not (event.name.isascii() and event.name.isdecimal()):
             self.dropped["unknown event"] += 1
         elif len(event.name) < 10:
             state.ticks[int(event.name)] = event.ts
 
-    def _name(self, event: _Event) -> None:
+    def _name(self, event: Event) -> None:
         args = event.args
         if event.name == "process_name" and args is not None:
             if (start := args.start_time_since_epoch_in_micros) is not None:

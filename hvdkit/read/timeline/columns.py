@@ -6,6 +6,7 @@ import struct
 from array import array
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,12 @@ class Columns:
     setup: Floats
     dropped: Counter[str]
     events: int
+
+    def rows_by_tensor(self) -> list[NDArray[np.intp]]:
+        """The rows of each of ``tensors``, in order of time."""
+        order = np.argsort(self.tensor, kind="stable")
+        edges = np.searchsorted(self.tensor[order], np.arange(len(self.tensors) + 1))
+        return [order[first:last] for first, last in pairwise(edges.tolist())]
 
 
 def collect(recording: Recording) -> Columns:

@@ -189,12 +189,8 @@ def _collect(path: str | Path) -> Columns:
 
 def _rows(columns: Columns) -> dict[tuple[str, str], NDArray[np.intp]]:
     """The rows of each tensor under each kind of collective."""
-    order = np.argsort(columns.tensor, kind="stable")
-    bounds = np.searchsorted(columns.tensor[order], np.arange(len(columns.tensors) + 1))
-    return {
-        (tensor.name, tensor.kind): order[bounds[number] : bounds[number + 1]]
-        for number, tensor in enumerate(columns.tensors)
-    }
+    names = [(tensor.name, tensor.kind) for tensor in columns.tensors]
+    return dict(zip(names, columns.rows_by_tensor(), strict=True))
 
 
 def _whole(path: str | Path, columns: Columns) -> Whole:

@@ -70,8 +70,8 @@ def export(source: str | Path, output: str | Path) -> Exported:
 def _write(recording: Recording, writer: _PerfettoWriter | _CsvWriter, output: Path) -> Exported:
     tensors: set[str] = set()
     operations = cycles = 0
-    for batch in recording.batches():
-        if not operations and not cycles:
+    for number, batch in enumerate(recording.batches()):
+        if not number:
             writer.start(recording.start_time_since_epoch)
         for item in batch:
             if isinstance(item, CycleMark):
@@ -94,12 +94,9 @@ class _CsvWriter:
         self._text = io.StringIO(newline="")
         self._rows = csv.writer(self._text)
         self._file = file
-        self._started = False
 
     def start(self, start_time_since_epoch: int | None) -> None:  # noqa: ARG002
-        if not self._started:
-            self._rows.writerow(COLUMNS)
-        self._started = True
+        self._rows.writerow(COLUMNS)
 
     def cycle(self, mark: CycleMark) -> None:
         """A table of operations has no place for it."""
@@ -137,12 +134,8 @@ class _PerfettoWriter:
         self._packets: Any = perfetto_trace_pb2.Trace()
         self._file = file
         self._tracks: dict[str, int] = {}
-        self._started = False
 
     def start(self, start_time_since_epoch: int | None) -> None:
-        if self._started:
-            return
-        self._started = True
         if start_time_since_epoch is not None:
             self._clocks(start_time_since_epoch)
         self._describe(_ROOT, "Horovod", None)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdkit.common.drawing import shown_name
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.read.timeline.measures import Floats
+from hvdkit.read.timeline.measures import Floats, step_window
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording
 from hvdkit.read.timeline.results import Summary
@@ -81,10 +81,7 @@ def choose_window(
             raise InvalidArgumentError(
                 f"step is {step} and since or until is given too; expected either a step or a part in seconds."
             )
-        if not 0 <= step < len(begins):
-            has = f"steps 0 to {len(begins) - 1}" if begins else "no steps (no tensor is reduced three times)"
-            raise InvalidArgumentError(f"step is {step}; the recording has {has}.")
-        return begins[step], begins[step + 1] if step + 1 < len(begins) else end, f"step {step}"
+        return *step_window(begins, step, end), f"step {step}"
     if since is not None or until is not None:
         first = summary.since if since is None else since * 1e6
         last = end if until is None else until * 1e6

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 COLLECTIVE_PREFIXES = ("MPI_", "NCCL_", "GLOO_", "CCL_", "DDL_")
 """How the names of the phases start in which data is exchanged between ranks."""
 
@@ -26,6 +28,25 @@ ITEM_SIZES = {
 
 GROUPS = ("negotiate", "wait for data", "queue", "set up", "memcpy in", "collective", "memcpy out", "other")
 """Into what the phases of all operations and of all libraries are sorted, in the order in which they happen."""
+
+
+class Arguments(msgspec.Struct, gc=False):
+    """The ``args`` of an event."""
+
+    name: str = ""
+    dtype: str = ""
+    shape: str = ""
+    start_time_since_epoch_in_micros: int | None = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event of the file; ``ts`` in microseconds since the recording started."""
+
+    ph: str = ""
+    name: str = ""
+    ts: float = -1.0
+    pid: int = -1
+    args: Arguments | None = None
 
 
 class Phase(NamedTuple):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from hvdkit.read.timeline.reader import Event, decode_one, open_file, pieces
+from hvdkit.read.timeline.model import Event
+from hvdkit.read.timeline.reader import decode_one, open_file, pieces
 
 _EVENTS = msgspec.json.Decoder(list[Event])
 _TEXTS = msgspec.json.Decoder(list[msgspec.Raw])

@@ -19,7 +19,7 @@ import msgspec
 from hvdkit.common import files
 from hvdkit.errors import DataError, DataNotFoundError
 from hvdkit.read.timeline.assemble import Assembler
-from hvdkit.read.timeline.model import CycleMark, Operation
+from hvdkit.read.timeline.model import CycleMark, Event, Operation
 
 PIECE = 1 << 17
 """Bytes that are read and decoded at once."""
@@ -29,25 +29,6 @@ LONGEST_EVENT = 1 << 16
 """Bytes after which something that does not end is not an event."""
 LONGEST_GAP = 1 << 24
 """Bytes without an event after which the rest is not read: a hole, or zeros that unpack from nearly nothing."""
-
-
-class Arguments(msgspec.Struct, gc=False):
-    """The ``args`` of an event."""
-
-    name: str = ""
-    dtype: str = ""
-    shape: str = ""
-    start_time_since_epoch_in_micros: int | None = None
-
-
-class Event(msgspec.Struct, gc=False):
-    """One event of the file; ``ts`` in microseconds since the recording started."""
-
-    ph: str = ""
-    name: str = ""
-    ts: float = -1.0
-    pid: int = -1
-    args: Arguments | None = None
 
 
 _EVENTS = msgspec.json.Decoder(list[Event])

@@ -20,7 +20,7 @@ from hvdkit.common.drawing import LABEL, Figure, number, shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
-from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import figures
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.columns import collect
@@ -31,7 +31,7 @@ from hvdkit.read.timeline.model import GROUPS, group_of
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.timeline.results import TOGETHER, Skew, Summary, TensorSummary
 from hvdkit.read.timeline.show import NO_SKEW
-from hvdkit.read.timeline.summary import FUSION_THRESHOLD, summarize
+from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
 RANKS = 32
 """How many ranks are listed."""
@@ -93,11 +93,7 @@ def render_report(
     columns = collect(given)
     summary = summarize(given, ranks=ranks, fusion_threshold=fusion_threshold, columns=columns)
     if not summary.operations:
-        dropped = "; ".join(f"{count} x {reason}" for reason, count in summary.dropped.items()) or "nothing"
-        raise CorruptDataError(
-            f"no operation of Horovod in {str(given.path)!r} ({summary.events} events read, dropped: {dropped}); "
-            "expected a file that HOROVOD_TIMELINE named, of a job that reduced something."
-        )
+        raise nothing_in(given.path, summary)
     lanes = collect_lanes(Recording(given.path), choose_window(summary, since, until, step), summary, operations)
     if not lanes.total:
         raise InvalidArgumentError(

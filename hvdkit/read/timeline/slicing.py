@@ -9,8 +9,9 @@ from pathlib import Path
 from hvdkit.common.files import replacing
 from hvdkit.common.json_files import Document
 from hvdkit.errors import DataError, InvalidArgumentError
+from hvdkit.read.timeline.model import Event
 from hvdkit.read.timeline.raw import raw_events
-from hvdkit.read.timeline.reader import Event, read
+from hvdkit.read.timeline.reader import read
 from hvdkit.read.timeline.summary import summarize
 
 _NEGOTIATE = "NEGOTIATE_"

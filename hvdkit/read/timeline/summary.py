@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common import lateness
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.columns import Columns, Tensor, collect
 from hvdkit.read.timeline.exchanges import exchanges
@@ -79,6 +79,15 @@ def summarize(
         window[1] if step is not None and window[1] < np.inf else end,
     )
     return _summary(recording, columns, numbers, in_steps, shown, number_of_ranks, fusion_threshold)
+
+
+def nothing_in(path: Path, summary: Summary) -> CorruptDataError:
+    """The error for a file whose summary has no operation."""
+    dropped = "; ".join(f"{count} x {reason}" for reason, count in summary.dropped.items()) or "nothing"
+    return CorruptDataError(
+        f"no operation of Horovod in {str(path)!r} ({summary.events} events read, dropped: {dropped}); expected a file "
+        "that HOROVOD_TIMELINE named, of a job that reduced something."
+    )
 
 
 def _summary(
@@ -168,10 +177,8 @@ def _window(
     if step is None:
         return first, last
     begins = columns.begin[in_steps][np.unique(numbers[in_steps], return_index=True)[1]]
-    if not 0 <= step < len(begins):
-        has = f"steps 0 to {len(begins) - 1}" if len(begins) else "no steps (no tensor is reduced three times)"
-        raise InvalidArgumentError(f"step is {step}; the recording has {has}.")
-    return max(first, begins[step]), min(last, begins[step + 1] if step + 1 < len(begins) else np.inf)
+    begin, end = measures.step_window(begins.tolist(), step, np.inf)
+    return max(first, begin), min(last, end)
 
 
 def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
@@ -200,12 +207,10 @@ def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
 
 
 def _by_tensor(columns: Columns) -> tuple[list[TensorSummary], list[TensorSummary]]:
-    order = np.argsort(columns.tensor, kind="stable")
-    edges = np.searchsorted(columns.tensor[order], np.arange(len(columns.tensors) + 1))
     tensors = [
-        _tensor(columns, order[first:last], tensor)
-        for tensor, first, last in zip(columns.tensors, edges[:-1], edges[1:], strict=True)
-        if last > first
+        _tensor(columns, rows, tensor)
+        for tensor, rows in zip(columns.tensors, columns.rows_by_tensor(), strict=True)
+        if len(rows)
     ]
     kind_of = np.array([tensor.kind for tensor in columns.tensors], dtype=object)
     kinds = []

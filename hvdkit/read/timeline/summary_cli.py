@@ -9,10 +9,10 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH
-from hvdkit.errors import CorruptDataError, DataError
+from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
 from hvdkit.read.timeline.options import of_the_job
-from hvdkit.read.timeline.summary import summarize
+from hvdkit.read.timeline.summary import nothing_in, summarize
 
 
 @click.command()
@@ -41,11 +41,7 @@ def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
     found = summarize(file, **part)
     if not found.operations:
         _check_part(file)
-        dropped = "; ".join(f"{count} x {reason}" for reason, count in found.dropped.items()) or "nothing"
-        raise CorruptDataError(
-            f"no operation of Horovod in {str(file)!r} ({found.events} events read, dropped: {dropped}); expected a "
-            "file that HOROVOD_TIMELINE named, of a job that reduced something."
-        )
+        raise nothing_in(file, found)
     if json_:
         click.echo(json_files.encode(show.found_as(found, top)), nl=False)
     else:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import sys
-
 import click
 
-from hvdkit.common.commands import group_of
+from hvdkit.common.commands import group_of, print_any_name
 
 SUBCOMMANDS = {
     "summary": ("hvdkit.read.trace.commands:summary", "Operators, communication, data loading, memory, rank by rank."),
@@ -27,6 +24,4 @@ def trace() -> None:
 
     Each subcommand has its own --help with an example.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    print_any_name()

@@ -27,6 +27,13 @@ def in_memory(dataset: Any) -> Any:
     return arrays
 
 
+def has_first(samples: int, dataset: tf.data.Dataset, arrays: Any) -> bool:
+    """Whether the arrays have the data set's first samples, read again; those of a random map are others each time."""
+    known = {hash(tuple(row.tobytes() for row in rows)) for rows in zip(*tf.nest.flatten(arrays), strict=True)}
+    again = (tf.nest.flatten(sample) for sample in dataset.take(samples).as_numpy_iterator())
+    return all(hash(tuple(np.asarray(part).tobytes() for part in sample)) in known for sample in again)
+
+
 def untuned(whole: tf.data.Dataset) -> tf.data.Dataset:
     """The same without TensorFlow's tuner, for a pipeline of hvdkit's alone, which has nothing to tune.
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_samples import CountedIterator, in_memory, untuned
+from hvdkit.common.tf_samples import CountedIterator, has_first, in_memory, untuned
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
@@ -78,6 +78,8 @@ def arrays_or_stream(
     files = _find_files(dataset)
     few = files is None and _bytes(dataset) <= IN_MEMORY
     arrays = in_memory(dataset) if few else None
+    if few and not has_first(HEAD, dataset, arrays):
+        few, arrays = False, None
     stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), totals, weigh, files)
     if world.size > 1:
         mark = 0
@@ -88,7 +90,7 @@ def arrays_or_stream(
             raise AgreementError(
                 "the ranks' data sets hold different samples, or the same in different orders: some would be seen "
                 "twice and others by nobody; give every rank the same data set, its shuffle a seed "
-                "(shuffle(n, seed=...)), or leave shuffling to shard."
+                "(shuffle(n, seed=...)) or leave shuffling to shard, and put random maps behind shard."
             )
     return arrays, stream
 

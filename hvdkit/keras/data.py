@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -96,6 +96,7 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             self._weights = keras.tree.map_structure(_as_weights, arrays[2])
         elif share.remainder == "exact":
             self._weights = np.ones(share.n_samples, keras.config.floatx())
+        self._maps: tuple[Callable[..., Any], ...] = ()
         self._plan: list[Batch] = []
         self._training = False
         self._read = 0
@@ -152,6 +153,19 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             reader._weights = weights if self._weights is None else self._weights * weights
         return reader
 
+    def map(self, map_func: Callable[..., Any], *_: Any, **__: Any) -> ShardedData:
+        """As of ``tf.data.Dataset``, on batches of TensorFlow's tensors: ``(x, y)``, with "exact" ``(x, y, w)``.
+
+        Each batch is mapped when it is read, so that a random map draws anew in every epoch, and on every rank.
+        """
+        mapped = copy.copy(self)
+        mapped._maps = (*self._maps, map_func)
+        return mapped
+
+    def prefetch(self, buffer_size: Any = None) -> ShardedData:  # noqa: ARG002
+        """Nothing: batches are read ahead already."""
+        return self
+
     def go_to(self, other: ShardedData) -> None:
         """Begin the next pass where ``other`` begins its."""
         self.share, self.position, self._next = other.share, other._next, other._next
@@ -201,11 +215,12 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         from hvdkit.tensorflow import rows
 
         floatx = keras.config.floatx()
-        return untuned(
-            rows.batches(
-                self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
-            )
+        batches = rows.batches(
+            self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
         )
+        for function in self._maps:
+            batches = batches.map(function).prefetch(1)
+        return untuned(batches)
 
     @property
     def _parts(self) -> tuple[Any, ...]:
@@ -220,7 +235,8 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def _contents(self, batch: Batch) -> Any:
         rows = keras.tree.map_structure(lambda array: _rows(array, batch.indices), self._parts)
-        return self._pack(rows, np.asarray(batch.weight, keras.config.floatx()))
+        packed = self._pack(rows, np.asarray(batch.weight, keras.config.floatx()))
+        return _mapped(packed, self._maps) if self._maps else packed
 
     def _pack(self, rows: tuple[Any, ...], weight: Any) -> Any:
         """A batch as ``fit(x, y, sample_weight)`` would make it."""
@@ -228,6 +244,16 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             return keras.utils.pack_x_y_sample_weight(*rows)
         y = rows[1] if self.has_labels else None
         return rows[0], y, keras.tree.map_structure(lambda one: one * weight, rows[-1])
+
+
+def _mapped(batch: Any, functions: tuple[Callable[..., Any], ...]) -> Any:
+    tf = importlib.import_module("tensorflow")
+    batch = tf.nest.map_structure(lambda one: None if one is None else tf.convert_to_tensor(one), batch)
+    for function in functions:
+        batch = function(*batch) if isinstance(batch, tuple) else function(batch)
+    if keras.backend.backend() == "tensorflow":
+        return batch
+    return tf.nest.map_structure(lambda one: None if one is None else np.asarray(one), batch)
 
 
 def _rows(array: Any, indices: Any) -> Any:

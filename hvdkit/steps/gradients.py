@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 
@@ -68,3 +69,17 @@ class GradientOptions:
             raise InvalidArgumentError(
                 f"op='adasum' needs all ranks and a power of two of them, got {ranks}; use op='average'."
             )
+
+
+def clipped_too_early(place: str, shape: Any, also: str = "") -> InvalidArgumentError:
+    """What is raised where a rank has clipped its gradients before they are averaged.
+
+    Args:
+        place: which gradient of how many, "1 of 2".
+        shape: its shape.
+        also: another way to clip, for the message.
+    """
+    return InvalidArgumentError(
+        f"gradient {place}, of shape {shape}, was clipped before it is averaged, by what this rank has; one process "
+        f"clips that of all samples. Give the optimizer global_clipnorm=, clipnorm= or clipvalue={also} instead."
+    )

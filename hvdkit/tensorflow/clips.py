@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.util import dispatch
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.gradients import clipped_too_early
 
 _FUNCTIONS = ("clip_by_global_norm", "clip_by_norm", "clip_by_value")
 _CLIPPED = "_hvdkit_clipped"
+_DISPATCHED = getattr(dispatch, "_TYPE_BASED_DISPATCH_SIGNATURES", {})
+"""Where ``tf.experimental.dispatch_for_api`` looks a function up; no public name leads there."""
 
 
 def mark() -> None:
@@ -19,7 +22,10 @@ def mark() -> None:
     for name in _FUNCTIONS:
         plain = getattr(tf, name)
         if not hasattr(plain, _CLIPPED):
-            setattr(tf, name, _marking(plain))
+            marking = _marking(plain)
+            if plain in _DISPATCHED:
+                _DISPATCHED[marking] = _DISPATCHED[plain]
+            setattr(tf, name, marking)
 
 
 def _marking(plain: Callable[..., Any]) -> Any:
@@ -41,8 +47,5 @@ def refuse(gradients: Sequence[Any]) -> None:
     """Raise InvalidArgumentError where a gradient that is about to be averaged has been clipped."""
     for number, gradient in enumerate(gradients, 1):
         if getattr(gradient, _CLIPPED, False):
-            raise InvalidArgumentError(
-                f"gradient {number} of {len(gradients)}, of shape {gradient.shape}, was clipped before it is averaged, "
-                "by what this rank has; one process clips that of all samples. Distribute the tape and clip what "
-                "its gradient() returns, or give the optimizer global_clipnorm=, clipnorm= or clipvalue=."
-            )
+            also = ", or distribute the tape and clip what its gradient() returns,"
+            raise clipped_too_early(f"{number} of {len(gradients)}", gradient.shape, also)

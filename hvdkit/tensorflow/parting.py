@@ -78,12 +78,21 @@ def look(variables: Iterable[Any], process_set: Any) -> None:
     if not named:
         return
     names, ours = zip(*named, strict=True)
+    call = f"hvdkit.parameters.{process_set.process_set_id}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
     if not graph:
-        _compare(ours, names, counter, process_set)
+        _compare(ours, names, counter, process_set, call)
         return
+    call = _among_equals(call)
     with tf.control_dependencies([ours[0].value()]):  # after the step before, where a function takes several
         due = tf.numpy_function(counter.is_due, [], tf.bool, name="hvdkit_due")
-    tf.cond(due, lambda: _compare(ours, names, counter, process_set), lambda: False)
+    tf.cond(due, lambda: _compare(ours, names, counter, process_set, call), lambda: False)
+
+
+def _among_equals(call: str) -> str:
+    """Models of the same layers in one function may compare at once, and Horovod tells them apart by name alone."""
+    graph = tf.compat.v1.get_default_graph()
+    graph._hvdkit_calls = [*getattr(graph, "_hvdkit_calls", []), call]
+    return f"{call}.{graph._hvdkit_calls.count(call)}"
 
 
 def _counter(first: Any, number: int, process_set: Any) -> _Counter:
@@ -95,10 +104,9 @@ def _counter(first: Any, number: int, process_set: Any) -> _Counter:
     return _COUNTERS[key]
 
 
-def _compare(ours: Sequence[tf.Variable], names: Sequence[str], counter: _Counter, process_set: Any) -> Any:
+def _compare(ours: Sequence[tf.Variable], names: Sequence[str], counter: _Counter, process_set: Any, call: str) -> Any:
     mine = tf.reshape([fact for one in ours for fact in _facts(one)], [-1])
     sent = tf.concat([tf.ones(3, tf.float64), mine, mine**2], 0)
-    call = f"hvdkit.parameters.{process_set.process_set_id}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
     # Without the scopes of the graph around it, which may be another on another rank.
     whole = hvd.allreduce(sent, op=hvd.Sum, name=call, process_set=process_set, ignore_name_scope=True)
     roundings = [_ROUNDINGS.get(one.dtype, 1.0) for one in ours]

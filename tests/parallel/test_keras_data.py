@@ -168,6 +168,31 @@ def test_class_weights_are_those_of_keras(hk, world):
     assert sharded == pytest.approx(plain, rel=1e-5, abs=1e-6)
 
 
+def train_mapped(hk: Any, world: Any) -> list[float]:
+    """A map after ``shard`` of few samples, which are kept as arrays; in one process after ``batch``."""
+    import tensorflow as tf
+
+    double = tf.autograph.experimental.do_not_convert(lambda x, y, *w: (2 * tf.abs(x), 2 - y, *w))
+    samples, model = tf.data.Dataset.from_tensor_slices((X, Y)), classifier(hk)
+    data: Any = samples.batch(GLOBAL_BATCH).map(double).prefetch(2)
+    if hk is not None:
+        batch = GLOBAL_BATCH // world.size
+        data = hk.shard(samples, world, batch, remainder="exact", shuffle=False).map(double).prefetch(2)
+    model.fit(data, epochs=2, verbose=0, callbacks=[hk.BroadcastState()] if hk else [])
+    return weights(model)
+
+
+def train_mapped_alone() -> list[float]:
+    return train_mapped(None, None)
+
+
+@on_ranks(*KERAS)
+def test_a_map_after_shard_is_that_of_one_process(hk, world, everyone, alone):
+    found = train_mapped(hk, world)
+    assert everyone(found) == [found] * world.size
+    assert found == pytest.approx(alone(train_mapped_alone), rel=1e-5, abs=1e-6)
+
+
 @on_ranks(*KERAS)
 def test_what_cannot_be_sharded_says_what_to_give(hk, world, everyone):
     import keras

@@ -541,6 +541,36 @@ def test_a_train_step_that_clips_before_the_average_is_refused(hk, world):
         model.fit(data, verbose=0)
 
 
+@on_ranks("keras-jax")
+@pytest.mark.parametrize("by", ["jnp.clip", "optax"])
+def test_a_train_step_on_jax_that_clips_before_the_average_is_refused(hk, world, by):
+    import jax
+    import keras
+
+    class Clips(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            trainable, fixed, slots, metrics = state
+            compute = jax.grad(self.compute_loss_and_updates, has_aux=True)
+            gradients, (loss, *_) = compute(trainable, fixed, metrics, *data, None, True, slots)
+            if by == "optax":
+                gradients = clip.update(gradients, clip.init(gradients))[0]
+            else:
+                gradients = [jax.numpy.clip(one, -1.0, 1.0) for one in gradients]
+            trainable, slots = self.optimizer.stateless_apply(slots, gradients, trainable)
+            return {"loss": loss}, (trainable, fixed, slots, metrics)
+
+    if by == "optax":
+        optax = pytest.importorskip("optax")
+        hk.init()  # on these ranks the first one was before this import
+        clip = optax.chain(optax.clip_by_global_norm(1.0), optax.identity())
+    keras.utils.set_random_seed(0)
+    model = Clips([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+    model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
+    data = hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4)
+    with pytest.raises(hvdkit.InvalidArgumentError, match=r"gradient 1 of 2, of shape \(\d+, 3\), was clipped"):
+        model.fit(data, verbose=0)
+
+
 @on_ranks(*KERAS)
 def test_a_sum_that_is_averaged_is_one_warning(hk, world):
     import keras

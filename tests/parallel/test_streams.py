@@ -14,6 +14,8 @@ import pytest
 from programs_checks import message
 from ranks import KERAS, on_ranks
 
+import hvdkit
+
 SAMPLES = 203
 
 
@@ -449,3 +451,34 @@ def test_records_beyond_the_memory(run_job: Callable[..., Any], tmp_path: Path) 
                 writer.write(f"{number:08d}".encode().ljust(MEGABYTE, b"."))
                 number += 1
     run_job("tensorflow", train_in_little_memory, names=names, samples=number)
+
+
+def passes(data: Any) -> list[list[float]]:
+    """The samples of two epochs."""
+    return [np.concatenate([np.ravel(batch) for batch in data]).tolist() for _ in range(2)]
+
+
+@on_ranks("tensorflow", "keras")
+def test_a_random_map_draws_anew_in_each_epoch(hk: Any, world: Any) -> None:
+    """Also of data so few that they are kept in memory; one before shard would be another on each rank."""
+    import tensorflow as tf
+
+    def noise(x: Any) -> Any:
+        return x + tf.random.uniform(tf.shape(x))
+
+    few = tf.data.Dataset.from_tensor_slices(np.zeros(8, "float32"))
+    first, second = passes(hk.shard(few, world, 2, shuffle=False).map(noise))
+    assert len(first) == 4 and first != second
+    with pytest.raises(hvdkit.AgreementError, match="random maps behind shard"):
+        passes(hk.shard(few.map(noise), world, 2, shuffle=False))
+
+
+@on_ranks("tensorflow", "keras", n=1)
+def test_a_random_map_before_shard_is_no_constant(hk: Any, world: Any) -> None:
+    import tensorflow as tf
+
+    few = tf.data.Dataset.from_tensor_slices(np.zeros(8, "float32"))
+    first, second = passes(hk.shard(few.map(lambda x: x + tf.random.uniform(())), world, 2, shuffle=False))
+    assert len(first) == 8 and first != second
+    shuffled = hk.shard(tf.data.Dataset.range(8).shuffle(8, seed=3), world, 2, shuffle=False)
+    assert len(shuffled) == 4  # arrays still

@@ -204,3 +204,44 @@ def test_gradients_that_a_rank_has_clipped_are_refused_by_a_distributed_optimize
     ours, alone = train(net(), sgd(), hk.distribute, world), train(net(), sgd(), lambda tape: tape, None)
     for one, other in zip(ours, alone, strict=True):
         assert abs(one - other).numpy().max() < 1e-12
+
+
+@on_ranks("tensorflow", n=1)
+def test_functions_that_clip_still_dispatch(hk, world):
+    """A program's own types take part in tf.clip_by_value, before and after hvdkit has marked it."""
+    import tensorflow as tf
+
+    class Both(tf.experimental.ExtensionType):  # type: ignore[misc]
+        value: tf.Tensor
+
+    hk.distribute(sgd())
+
+    @tf.experimental.dispatch_for_api(tf.clip_by_value)  # type: ignore[untyped-decorator]
+    def clip(t: Both, clip_value_min, clip_value_max, name=None):  # TensorFlow matches what has an annotation
+        return Both(tf.clip_by_value(t.value, clip_value_min, clip_value_max))
+
+    try:
+        assert tf.clip_by_value(Both(tf.constant([5.0])), 0.0, 1.0).value.numpy() == [1.0]
+    finally:
+        tf.experimental.unregister_dispatch_for(clip)
+
+
+@on_ranks("tensorflow", n=2)
+def test_models_of_the_same_layers_compare_in_one_function(hk, world):
+    """A CycleGAN's four; all are due at the same step."""
+    import tensorflow as tf
+
+    nets = [net() for _ in range(4)]
+    optimizers = [sgd() for _ in nets]
+    for variables, optimizer in zip(nets, optimizers, strict=True):
+        optimizer.build(variables)
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        for variables, optimizer in zip(nets, optimizers, strict=True):
+            with hk.distribute(tf.GradientTape()) as tape:
+                loss = loss_of(variables, x, y)
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    for number in range(STEPS):
+        step(*data(world, number))

@@ -58,6 +58,10 @@ def install() -> None:
     private.replace(private.REST, private.go_on_in_mid_epoch)
     if keras.backend.backend() == "tensorflow":
         private.replace(private.BUILD, private.build_by_first_batch)
+    if keras.backend.backend() == "jax":
+        from hvdkit.keras.transport import jax_clips
+
+        jax_clips.mark()  # here: a model makes optax's transformations before its optimizer is distributed
     private.replace(private.STANDARDIZE, private.as_packed)
     private.replace(private.TF_DATASET, private.by_tf_data)
 

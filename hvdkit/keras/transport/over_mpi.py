@@ -47,6 +47,8 @@ class HostBuffers(Transport):
         import jax.numpy as jnp
         from jax.experimental import io_callback
 
+        from hvdkit.keras.transport import jax_clips
+
         name, ranks = naming(), self.host_ranks(process_set)
 
         def on_host(*buffers: Any) -> list[Array]:
@@ -59,6 +61,7 @@ class HostBuffers(Transport):
         def reduce(gradients: list[Any]) -> list[Any]:
             if is_alone(ranks, self.size()):
                 return gradients
+            jax_clips.refuse(gradients)
             groups = by_sent_type([str(gradient.dtype) for gradient in gradients], options)
             flats = [
                 jnp.concatenate([jnp.ravel(gradients[position]).astype(sent_as) for position in positions])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import utils
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.gradients import clipped_too_early
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 _CLIPPED = "_hvdkit_clipped"
@@ -41,8 +41,4 @@ def refuse(gradients: Sequence[Any]) -> None:
     """Raise InvalidArgumentError where a gradient that is about to be averaged has been clipped."""
     for number, gradient in enumerate(gradients, 1):
         if getattr(gradient, _CLIPPED, False):
-            raise InvalidArgumentError(
-                f"gradient {number} of {len(gradients)}, of shape {tuple(gradient.shape)}, was clipped before it is "
-                "averaged, by what this rank has; one process clips that of all samples. "
-                "Give the optimizer global_clipnorm=, clipnorm= or clipvalue= instead."
-            )
+            raise clipped_too_early(f"{number} of {len(gradients)}", tuple(gradient.shape))

@@ -2,7 +2,7 @@
 
 Keras and TensorFlow import jax, matplotlib and scikit-learn where these are installed, for their plots, converters and
 wrappers, and work without. Here they are missing for Keras and TensorFlow alone: a test's program and hvdkit import
-them as ever. The examples and tutorials that other tests start import all there is.
+them as ever. ``lean/`` does the same for whole processes.
 """
 
 import contextlib

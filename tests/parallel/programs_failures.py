@@ -80,18 +80,5 @@ def train_with_keras(how: str) -> None:
     model.fit(x, y, batch_size=8, epochs=1, verbose=0, callbacks=[Fail()])
 
 
-def train() -> None:
-    {"torch": train_with_torch, "keras": train_with_keras}[sys.argv[1]](sys.argv[2])
-
-
-def main() -> None:
-    """In a fork of a process that has imported the framework: an error ends it as it ends a program."""
-    try:
-        train()
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    train()
+    {"torch": train_with_torch, "keras": train_with_keras}[sys.argv[1]](sys.argv[2])

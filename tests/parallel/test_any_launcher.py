@@ -113,31 +113,37 @@ def test_horovod_under_torchrun(ranks_command, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_the_ddp_example_trains_under_each_launcher_and_goes_on_in_one_process(ranks_command, tmp_path, launcher):
-    """Under mpirun, which hvdkit launch starts, it is a command of docs/tutorials.md: see test_tutorials.py."""
+    """Under mpirun, which hvdkit launch starts, it is a command of docs/tutorials.md: see test_tutorials.py.
+
+    Here its ranks are forks of a process that has imported PyTorch.
+    """
     _, environment = ranks_command(1, "mpi")
-    script = [str(EXAMPLES / "cnn_ddp.py"), "--epochs", "6", "--checkpoint_dir", str(tmp_path / "run")]
+    script = warm("torch").stub("rank_script", str(EXAMPLES / "cnn_ddp.py"), "--checkpoint_dir", str(tmp_path / "run"))
+    command = [*script, "--epochs", "4"]
     if launcher == "srun":
-        text = outputs(start_as_srun(2, "503", [sys.executable, *script], environment))[0]
+        text = outputs(start_as_srun(2, "503", command, environment))[0]
     else:
-        done = subprocess.run(torchrun(2, *script), env=environment, capture_output=True, text=True, timeout=180)
+        command = torchrun(2, "--no-python", *command)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr
         text = done.stdout
     assert float(re.search(r"Test accuracy: ([\d.]+) %", text)[1]) > 90
     assert re.search(r"Hvd Procs 2 Total time: [\d.]+ second", text)
     assert len(list((tmp_path / "run").glob("step-*"))) == 3
     if launcher == "torchrun":
-        command = [sys.executable, *script, "--epochs", "7", "--resume"]
+        command = [*script, "--epochs", "5", "--resume"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-        assert "epoch 7/7" in done.stdout and "epoch 6/7" not in done.stdout
+        assert "epoch 5/5" in done.stdout and "epoch 4/5" not in done.stdout
         assert "no launcher" not in done.stdout
 
 
-def test_one_process_over_gloo_alone(ranks_command):
+def test_one_process_over_gloo_alone(ranks_command, tmp_path):
     """Ray, Spark and scripts set HOROVOD_CONTROLLER whatever the number of ranks."""
     _, environment = ranks_command(1, "mpi")
-    program = "import torch, hvdkit.torch as hk; hk.init(); print(hk.hvd.allreduce(torch.ones(2)).tolist())"
-    command = [sys.executable, "-c", program]
+    program = tmp_path / "program.py"
+    program.write_text("import torch, hvdkit.torch as hk; hk.init(); print(hk.hvd.allreduce(torch.ones(2)).tolist())")
+    command = warm("torch").stub("rank_script", str(program))
     environment["HOROVOD_CONTROLLER"] = "gloo"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("[1.0, 1.0]\n", 0), done.stderr

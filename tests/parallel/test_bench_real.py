@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import missing
+from ranks import missing, warm
 
 pytestmark = pytest.mark.parallel
 
@@ -58,8 +58,9 @@ def argv(*words):
 @pytest.mark.skipif(bool(missing("torch")), reason="needs PyTorch and Horovod")
 def test_a_rank_that_computes_longer_is_shown_as_wait_of_the_other(tmp_path, environment):
     (tmp_path / "train.py").write_text(TORCH)
+    train = warm("torch").stub("rank_script", "train.py")
     done = subprocess.run(
-        argv("-n", "1,2", "--weak", "--repeats", "1", "--threads", "1", "--", "train.py"),
+        argv("-n", "1,2", "--weak", "--repeats", "1", "--threads", "1", "--", *train),
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from ranks import warm
 
 from hvdkit.steps.checkpoint import CheckpointDirectory
 from hvdkit.steps.history import read
@@ -26,16 +27,21 @@ SAMPLES, EPOCHS, COMMIT_EVERY = 210, 4, 3
 
 @pytest.fixture
 def elastic(ranks_command, tmp_path):
-    """Run a program of two workers on two "hosts" (names of this one), since a failed host is left out for a while."""
+    """Run a program of two workers on two "hosts" (names of this one), since a failed host is left out for a while.
+
+    Each worker is a fork of a process that has imported the framework.
+    """
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)
 
-    def run(program, *arguments):
+    def run(framework, killed_at):
+        program = str(HERE / f"programs_elastic_{framework}.py")
         horovodrun, variables = ranks_command(2, "gloo")
         options = ["--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts)]
         options += ["--blacklist-cooldown-range", "2", "5"]
-        command = [*horovodrun, *options, sys.executable, str(HERE / program), str(tmp_path), *map(str, arguments)]
+        worker = warm(framework).stub("rank_script", program, str(tmp_path), str(killed_at))
+        command = [*horovodrun, *options, *worker]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, cwd=tmp_path)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
         events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
@@ -51,7 +57,7 @@ def test_a_killed_worker_is_replaced_and_no_sample_is_lost_or_repeated(elastic, 
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     killed_at = random.randrange(4, 20)  # noqa: S311
     print(f"killed after step {killed_at}")
-    events, ranks = elastic(f"programs_elastic_{framework}.py", killed_at)
+    events, ranks = elastic(framework, killed_at)
     (killed,) = [when for event, when, *_ in events if event == "killed"]
     (alone,) = [event for event in events if event[0] == "enter" and event[2] == 1]
     assert alone[1] - killed < 100, "the other one waited out a time limit"

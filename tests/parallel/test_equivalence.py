@@ -11,6 +11,8 @@ from hvdkit.steps.shards import Shard
 
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 RANKS = (2, 3, 4)
+FEW = (2, 3)
+"""For what does not depend on how many ranks share the ragged end."""
 OVER_MPI = {("torch", 2), ("torch", 4), ("tensorflow", 2), ("keras", 2)}
 SAMPLES, GLOBAL_BATCH, EPOCHS = 53, 12, 3
 TWO_EACH = 56  # leaves a rank of 4 two samples at the end: one alone has no variance
@@ -100,14 +102,14 @@ def test_n_ranks_end_with_the_weights_of_one_process(hk, on, world, everyone, al
         assert set(on.OPTIONS) == {one for one, _ in BUCKETS.values()}
 
 
-@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+@on_ranks(*FRAMEWORKS, n=FEW, mpi=OVER_MPI)
 def test_float32_ends_within_its_rounding(hk, on, world, everyone, alone):
     weights = train(hk, on, world, dtype="float32")
     assert weights == same(alone(train, dtype="float32"), rel=1e-5, abs=1e-6)
     assert all(one == weights for one in everyone(weights))
 
 
-@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+@on_ranks(*FRAMEWORKS, n=FEW, mpi=OVER_MPI)
 def test_fp16_gradients_stay_within_their_rounding(hk, on, world, everyone, alone):
     """Each gradient is rounded to 11 bits (2**-11 = 0.0005 of itself) and added up in 11 bits, n times at most."""
     exact, weights = np.array(alone(train)), train(hk, on, world, compression="fp16")
@@ -135,7 +137,7 @@ def test_global_batch_norm_is_that_of_one_process(hk, on, world, everyone, alone
     assert all(one == weights for one in everyone(weights))
 
 
-@on_ranks(*FRAMEWORKS, n=RANKS, mpi=OVER_MPI)
+@on_ranks(*FRAMEWORKS, n=2, mpi=OVER_MPI)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_comparison_finds_each_mistake(hk, on, world, everyone, alone, mistake):
     right = alone(train)

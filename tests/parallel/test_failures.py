@@ -24,8 +24,9 @@ BIN = Path(sys.executable).parent
 TIMEOUT_S = 180
 FAIL_FAST_S = 60.0
 """Longer takes a job that waits for a time limit of Horovod, Gloo or TCP; docs/failures.md has the seconds."""
-STALL_TIMEOUT_S = 15
-"""Less, and a busy machine's slower rank, not the one that hangs, is what the others waited for."""
+STALL_TIMEOUT_S = {"hang": 10, "before": 15}
+"""Less, and a busy machine's slower rank, not the one that hangs, is what the others waited for. Before ``init`` that
+is one that imports its framework."""
 AT_A_TIME = 3
 
 STATUSES = {"raise": 1, "kill": 137, "exit": 3, "leave": 1, "_exit": 4, "segfault": 139, "hang": 75, "before": 75}
@@ -37,6 +38,9 @@ MATRIX = [
         for launcher in ("mpirun", "horovodrun")
     ),
 ]
+
+OF_THEIR_OWN = {"mpirun": ("raise", "kill", "segfault", "before"), "horovodrun": ("raise", "before")}
+"""How ranks of PyTorch fail that are processes of the launcher."""
 
 
 def on_path(program: str) -> bool:
@@ -63,14 +67,14 @@ def launch(directory, *words):
 def failing(framework, how, launcher):
     """The words for ``launch`` of one cell of the matrix.
 
-    PyTorch's ranks are processes of the launcher over MPI, and one way to fail over Gloo; all others are forks of a
-    process that has imported the framework. Not where they hang: a fork hands in no stacks.
+    All but some of PyTorch's ranks are forks of a process that has imported the framework. A fork does not say when it
+    goes into ``init``.
     """
     options, command = ["--launcher", launcher], [sys.executable, str(HERE / "programs_failures.py")]
-    if STATUSES[how] == 75:
-        options += ["--stall-timeout", str(STALL_TIMEOUT_S), "--stall-dir", "stacks"]
-    elif framework == "keras" or (launcher == "horovodrun" and how != "raise"):
-        command = warm(framework).stub("programs_failures")
+    if how in STALL_TIMEOUT_S:
+        options += ["--stall-timeout", str(STALL_TIMEOUT_S[how]), "--stall-dir", "stacks"]
+    if framework == "keras" or how not in OF_THEIR_OWN[launcher]:
+        command = warm(framework).stub("rank_script", command[1])
     return [*options, "--", *command, framework, how]
 
 
@@ -108,7 +112,7 @@ def test_the_failure_matrix(failures, framework, how, launcher):
     assert status == status_wanted, text
     assert "[0] Traceback" not in text, "the error of rank 0 is a consequence, to be folded"
     if status == 75:
-        check_the_explanation(errors[-1], directory / "stacks")
+        check_the_explanation(errors[-1], directory / "stacks", STALL_TIMEOUT_S[how])
         return
     assert seconds < FAIL_FAST_S
     assert re.fullmatch(r"hvdkit launch: rank 1 \(pid \d+\) (exited|was killed).*; the job was ended\.", errors[-1])
@@ -123,8 +127,8 @@ def test_the_failure_matrix(failures, framework, how, launcher):
         assert all(line.startswith("[1] ") for line in errors[start:-1])
 
 
-def check_the_explanation(verdict, directory):
-    waited = f"hvdkit launch: a collective waited longer than {STALL_TIMEOUT_S} s: "
+def check_the_explanation(verdict, directory, seconds):
+    waited = f"hvdkit launch: a collective waited longer than {seconds} s: "
     assert verdict.startswith(f"{waited}rank 1 did not arrive at ")
     assert str(directory) in verdict
     assert sorted(path.name for path in directory.iterdir()) == ["rank-0.txt", "rank-1.txt"]

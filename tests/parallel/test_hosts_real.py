@@ -13,6 +13,7 @@ from pathlib import Path
 import namespaces
 import pytest
 import yaml
+from ranks import warm
 
 from hvdkit.run.job import kubernetes
 from hvdkit.run.job.model import Job
@@ -66,12 +67,15 @@ def compare(run_ranks, local, tmp_path):
 
 @pytest.fixture
 def rank_of(ranks_command, tmp_path):
-    """The command that runs a function of programs_hosts.py on one rank, and its environment."""
+    """The command that runs a function of programs_hosts.py on one rank, and its environment.
+
+    Each rank is a fork of a process that has imported PyTorch; it is on the host where it is started.
+    """
     _, environment = ranks_command(1, "mpi")
 
     def build(function, **arguments):
-        words = [HERE / "rank_main.py", HERE / "programs_hosts.py", function, tmp_path, json.dumps(arguments)]
-        return [sys.executable, *map(str, words)], environment
+        words = [HERE / "programs_hosts.py", function, tmp_path, json.dumps(arguments)]
+        return warm("torch").stub("rank_main", *map(str, words)), environment
 
     return build
 

@@ -3,10 +3,10 @@
 Frameworks and hvdkit are imported within, on the ranks.
 """
 
-import importlib.util
-import os
+import contextlib
+import io
 import random
-import subprocess
+import runpy
 import sys
 import warnings
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 from programs_checks import message, signs
 from ranks import KERAS, on_ranks
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "keras"
 BETWEEN = "differs between rank 0 and rank 1, by at most"
 FEATURES, CLASSES, SAMPLES = 6, 3, 48
 X = np.random.default_rng(5).normal(size=(SAMPLES, FEATURES)).astype("float32")
@@ -349,21 +350,19 @@ def test_seeds_give_the_same_model_and_different_streams_again_in_every_run(hk, 
             assert by_itself[name] == firsts[0][name]
 
 
+def large_batch(script: str) -> str:
+    """What the example prints."""
+    sys.argv = [script, "--epochs", "4", "--device", "cpu"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert ended.value.code == 0
+    return printed.getvalue()
+
+
 @pytest.mark.parallel
-@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs tensorflow")
-def test_warmup_makes_the_large_batch_converge(tmp_path):
-    checkout = Path(__file__).parents[2]
-    script = checkout / "examples" / "keras" / "large_batch.py"
-    backend = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    done = subprocess.run(
-        [sys.executable, str(script), "--epochs", "4", "--device", "cpu"],
-        env={**os.environ, **backend, "PYTHONPATH": str(checkout)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    titles, _, *rows = [line for line in done.stdout.splitlines() if "|" in line]
+def test_warmup_makes_the_large_batch_converge(run_job, tmp_path):
+    (printed,) = run_job("keras", large_batch, n=1, script=str(EXAMPLES / "large_batch.py"))
+    titles, _, *rows = [line for line in printed.splitlines() if "|" in line]
     assert "no warmup" in titles and "3 epochs of warmup" in titles
     _, without, warmed = (column.split() for column in rows[-1].split("|"))
     assert len(rows) == 4 and float(without[1]) < 0.3 and float(warmed[1]) > 0.8

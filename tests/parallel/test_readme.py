@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import rank_environment
+from ranks import rank_environment, warm
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,10 +26,11 @@ def side(sign: str) -> str:
 )
 @pytest.mark.parametrize(("sign", "n"), [("-", 1), ("+", 1), ("+", 2)])
 def test_both_programs_train(sign, n, tmp_path):
+    """In forks of a process that has imported PyTorch and scikit-learn."""
     (tmp_path / "digits.py").write_text(side(sign))
-    start = ["-m", "hvdkit.cli", "launch", "-n", str(n), "--no-tag", "--", sys.executable] if sign == "+" else []
+    start = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", str(n), "--no-tag", "--"] if sign == "+" else []
     done = subprocess.run(
-        [sys.executable, *start, "digits.py"],
+        [*start, *warm("torch").stub("rank_script", "digits.py")],
         cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

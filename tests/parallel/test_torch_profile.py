@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from ranks import warm
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -54,8 +55,12 @@ if __name__ == "__main__":
 """
 
 
-def launched(tmp_path, n, script, *options, launcher="mpirun", command=(), steps="9"):
-    """The end of a job that profiles ``script``, which is started with ``steps`` as its argument."""
+def launched(tmp_path, n, script, *options, launcher="mpirun", command=(), steps="9", forked=False):
+    """The end of a job that profiles ``script``, which is started with ``steps`` as its argument.
+
+    Its ranks are processes of the launcher, or forks of one that has imported PyTorch.
+    """
+    command = warm("torch").stub("rank_script") if forked else command
     (tmp_path / "train it.py").write_text(script)
     ours = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -76,7 +81,8 @@ def files_of(size):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
 def test_every_rank_leaves_the_steps_that_were_asked_for(tmp_path, launcher):
-    done = launched(tmp_path, 2, HOROVOD, "--torch-profile-steps", "3,1,2", launcher=launcher)
+    how = {"launcher": launcher, "forked": launcher == "horovodrun"}
+    done = launched(tmp_path, 2, HOROVOD, "--torch-profile-steps", "3,1,2", **how)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("arguments ['9'] __main__\n") == 2
     assert f"PyTorch profile of 2 ranks; look at it with 'hvdkit trace summary {tmp_path / 'profile'}'." in done.stderr
@@ -122,7 +128,7 @@ def test_ranks_that_torchrun_starts_are_profiled(tmp_path):
     ],
 )
 def test_a_loop_that_ends_before_is_told(tmp_path, steps, said):
-    done = launched(tmp_path, 1, HOROVOD, steps=steps)
+    done = launched(tmp_path, 1, HOROVOD, steps=steps, forked=True)
     assert done.returncode == 0
     assert "hvdkit launch: no rank wrote a profile: none took enough steps of a PyTorch optimizer" in done.stderr
     assert said is None or said in done.stderr

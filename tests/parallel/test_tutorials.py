@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import tutorials_page
@@ -21,6 +22,7 @@ pytestmark = [
 RUN = [block for block in BLOCKS if block.kind != "executed by"]
 ELSEWHERE = [block for block in BLOCKS if block.kind == "executed by"]
 LONGEST_S = 280
+LEAN = Path(__file__).parent / "lean"
 
 
 def found(name: str) -> bool:
@@ -103,6 +105,7 @@ def test_the_commands_run(block, tmp_path):
         pytest.skip(f"needs {', '.join(absent)}")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {**rank_environment(), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = f"{LEAN}{os.pathsep}{environment['PYTHONPATH']}"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=tmp_path,

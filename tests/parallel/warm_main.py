@@ -2,13 +2,15 @@
 
 Whoever wants a rank connects and sends what a process of its own would have: environment, directory, arguments and open
 files (``rank_stub.py`` does so for a launcher, ``ranks.py`` itself for ranks over Gloo). The fork runs ``main`` of a
-module beside this file; its exit status comes back when it ends, and where the connection ends first, the fork is
-killed. Nothing of hvdkit is imported here: each rank imports it itself.
+module beside this file; its exit status comes back when it ends, a signal's number that is sent later is sent on to
+it, and where the connection ends first, the fork is killed. It is on the host of who wants it, where that is a
+namespace of its own (``namespaces.py``). Nothing of hvdkit is imported here: each rank imports it itself.
 
 Usage: python warm_main.py DESCRIPTOR MODULE ...   DESCRIPTOR: of a listening socket; ends with standard input
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -17,8 +19,10 @@ import random
 import selectors
 import signal
 import socket
+import struct
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,19 +55,20 @@ class Forks:
                         os.kill(process, signal.SIGKILL)
                     return
                 if isinstance(key.data, int):
-                    self._kill(key.data)
+                    self._signal(key.data)
                 else:
                     key.data()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        data, files, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+        data, files, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 4)
         while data and not data.endswith(b"\n"):
             more = connection.recv(LONGEST_REQUEST)
             data = data + more if more else b""
         if not data:
             connection.close()
             return
+        wants = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         process = os.fork()
         if not process:
             signal.set_wakeup_fd(-1)
@@ -71,17 +76,19 @@ class Forks:
             self._events.close()
             for one in (connection, self._listener, self._ended, self._noted, *self._connections.values()):
                 one.close()
-            be_rank(json.loads(data), files)
+            be_rank(json.loads(data), files, wants)
         for file in files:
             os.close(file)
         self._connections[process] = connection
         self._events.register(connection, selectors.EVENT_READ, process)
 
-    def _kill(self, process: int) -> None:
-        """Who asked for it is gone."""
+    def _signal(self, process: int) -> None:
+        """Who asked for it sends a signal, or is gone."""
         if process in self._connections:
-            os.kill(process, signal.SIGKILL)
-            self._events.unregister(self._connections[process])
+            number = self._connections[process].recv(100)
+            os.kill(process, int(number or signal.SIGKILL))
+            if not number:
+                self._events.unregister(self._connections[process])
 
     def _reap(self) -> None:
         self._ended.recv(4096)
@@ -96,15 +103,29 @@ class Forks:
                 connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def be_rank(request: dict[str, Any], files: list[int]) -> None:
+def enter_host(process: int) -> None:
+    """Be where another process is: in its network, with its host's name and its disks."""
+    for kind in ("net", "uts", "mnt"):  # the last one changes what is found under /proc
+        theirs = Path(f"/proc/{process}/ns/{kind}")
+        if theirs.readlink() != Path(f"/proc/self/ns/{kind}").readlink():
+            with theirs.open() as opened:
+                if ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {theirs}")
+
+
+def be_rank(request: dict[str, Any], files: list[int], wants: int) -> None:
     """In the fork: does not return, but ends as a program of its own does, with all that is registered for the end."""
     status: Any = 1
     try:
-        for number, file in enumerate(files):
+        for number, file in enumerate(files[:3]):
             os.dup2(file, number)
             os.close(file)
         os.environ.clear()
         os.environ.update(request["environment"])
+        for file in files[3:]:  # its number is another one here
+            _, _, rest = os.environ["HVDKIT_STACKS"].partition(":")
+            os.environ["HVDKIT_STACKS"] = f"{file}:{rest}"
+        enter_host(wants)
         os.chdir(request["directory"])
         gc.set_threshold(50_000, 20, 20)  # what is frozen does not count, so that the default searches all the time
         random.seed()  # as in a process that has just begun

@@ -24,12 +24,22 @@ def live(framework):
     return lambda test: pytest.mark.parallel(skipped(test))
 
 
-needs_torch_alone, needs_keras = live("torch"), live("keras")
+needs_torch_alone = live("torch")
 
 
 def needs_torch(test):
     """In a fork of a process that has PyTorch loaded already, which takes most of the time of most tests."""
     return pytest.mark.usefixtures("forked")(needs_torch_alone(test))
+
+
+def needs_keras(test):
+    """In a process of its own that imports Keras without what Keras imports on the side."""
+    return pytest.mark.usefixtures("lean")(live("keras")(test))
+
+
+@pytest.fixture
+def lean(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "parallel" / "lean"))
 
 
 def answer_in_fork(process, words):

@@ -235,6 +235,7 @@ def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction) -> list[Any
             received = _allreduce(sent, f"{name}.{sent_as.name}.{number}", reduction)
             for position, tensor in zip(part, received, strict=True):
                 results[position] = tf.cast(tensor, tensors[position].dtype)
+    _end_with_this_turn(results)
     return results
 
 
@@ -255,6 +256,20 @@ def _allreduce(tensors: list[Any], name: str, reduction: Reduction) -> list[Any]
     if reduction.options.op == "adasum":  # Horovod's grouped form of it fails
         return [hvd.allreduce(tensor, name=f"{name}.{number}", **options) for number, tensor in enumerate(tensors)]
     return list(hvd.grouped_allreduce(tensors, name=name, **options))
+
+
+def _end_with_this_turn(reduced: Sequence[Any]) -> None:
+    """Have a loop of a graph reduce turn by turn: Horovod takes a name once at a time.
+
+    Turns run beside one another where none depends on the one before (accumulation), but each operation with a side
+    effect ends before the next turn begins, and what it waits for.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and not getattr(graph, "name", "").startswith("while_body"):
+        graph = getattr(graph, "outer_graph", None)
+    if graph is not None:
+        with tf.control_dependencies(tf.nest.flatten(reduced, expand_composites=True)):
+            tf.timestamp()
 
 
 def _reduce_slices(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:

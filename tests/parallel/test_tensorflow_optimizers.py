@@ -115,3 +115,31 @@ def test_an_optimizer_distributed_on_one_rank_alone_is_an_error_on_all(hk, world
         hk.distribute(optimizer)
     error = message(lambda: hk.broadcast_state(model, optimizer))
     assert f"rank {world.rank} has optimizer (SGD) {'' if world.rank == 1 else 'not '}distributed" in error
+
+
+@on_ranks("tensorflow", n=(2, 3))
+def test_gradients_add_up_in_a_loop_of_a_graph(hk: Any, world: Any) -> None:
+    """Accumulation: no turn needs the gradients of the one before, and TensorFlow runs turns side by side."""
+    import tensorflow as tf
+
+    turns, mean = 12, (world.size + 1) / 2
+    weights = [tf.Variable(np.ones(300 + number)) for number in range(4)]
+    table = tf.Variable(np.ones((turns + world.size, 4)))
+
+    @tf.function
+    def accumulated(x: Any) -> Any:
+        sums, rows = [tf.zeros_like(one) for one in weights], tf.zeros_like(table)
+        for turn in tf.range(turns):
+            with hk.distribute(tf.GradientTape()) as tape:
+                loss = tf.add_n([tf.reduce_sum(x * tf.cast(turn, tf.float64) * one**2) for one in weights])
+                loss += tf.reduce_sum(x * tf.gather(table, [turn, turn + world.rank]))
+            *dense, sparse = tape.gradient(loss, [*weights, table])
+            sums = [total + one for total, one in zip(sums, dense, strict=True)]
+            rows += tf.convert_to_tensor(sparse)
+        return sums, rows
+
+    for _ in range(10):
+        sums, rows = accumulated(tf.constant(float(world.rank + 1), tf.float64))
+    for total in sums:
+        np.testing.assert_allclose(total, mean * turns * (turns - 1), rtol=1e-12)
+    np.testing.assert_allclose(tf.reduce_sum(rows), mean * turns * 2 * 4, rtol=1e-12)

@@ -174,6 +174,10 @@ class Reduce:
         return True
 
     def _check(self, weight: float | None) -> None:
+        """Put this pass's weight, None where none was given, into the head that travels with the gradients.
+
+        Refuse a bad one.
+        """
         head = self._head
         if self._passes and (weight is not None) != bool(head[_WEIGHTED]):
             raise InvalidArgumentError("a weight was given in some passes of one step only; give it in all or in none.")

@@ -102,6 +102,7 @@ def _leave_word(lock: IO[str], message: str) -> None:
 
 
 def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
+    """Fetch one file into ``folder`` from the first server that has it whole; an error names what each server said."""
     failures: list[str] = []
     corrupt = False
     for url in file.urls:

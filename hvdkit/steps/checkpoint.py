@@ -194,6 +194,7 @@ class CheckpointDirectory:
             return self._prune()
 
     def _prune(self) -> list[Path]:
+        """Remove what ``keep`` and ``keep_best`` do not hold, and writes that were cut off; the removed checkpoints."""
         own = f"{_TEMPORARY}{self._lock.token}-"
         best = list(itertools.islice(filter(self._is_valid, self._best_first()), self.keep_best))
         kept, old = 0, []

@@ -65,6 +65,7 @@ class History:
         self.write("start", schema=SCHEMA, hvdkit=self._version, step=step, **facts)
 
     def _open(self, step: int) -> None:
+        """Lock the file and cut off what came after ``step``; with damaged lines begin anew, the old file beside it."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

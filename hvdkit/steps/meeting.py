@@ -317,6 +317,7 @@ def _listen(address: str, key: Key) -> socket.socket:
 
 
 def _visit(rank: int, size: int, address: str, key: Key, host: str, deadline: float, timeout: float) -> Meeting:
+    """Find rank 0 behind one of the ports of ``key`` and say who this is; LauncherError after ``timeout`` seconds."""
     reason = "no connection"
     while time.monotonic() < deadline:
         for port in ports(key):

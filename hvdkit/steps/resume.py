@@ -104,6 +104,10 @@ class CheckpointsBase(ABC):
         metadata: dict[str, Any],
         *more: Any,
     ) -> Any:
+        """Collect what each rank has, and have the root write it all with the model.
+
+        An error is raised on every rank.
+        """
         ranks = self._ranks()
         facts = {"size": ranks.size(), **self._facts(optimizer), **self._position(loader), **metadata}
         states = self._random_states(model)

@@ -146,6 +146,7 @@ class Recorder:
                 self.on_step(self._ended)
 
     def _write(self) -> None:
+        """Append the collected steps, and the cores' times so far, to this rank's file; a warning where it cannot."""
         head = {
             "hvdkit": MARK,
             "version": VERSION,

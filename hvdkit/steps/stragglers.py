@@ -170,6 +170,10 @@ class Scores:
     # All ranks slower than they were ---------------------------------------------------------------------------------
 
     def _slowdown(self, step: int, first: int, ranks: Mapping[str, Floats]) -> list[Report]:
+        """Report once when the typical rank has been slower than its past for a while.
+
+        ``ranks``: seconds by rank and part.
+        """
         now = {name: lower_median(ranks[name]) for name in ("input", "compute")}
         now["wait"] = float(np.min(ranks["wait"]))  # of the rank that comes last: what the network takes
         if not np.isfinite(list(now.values())).all():

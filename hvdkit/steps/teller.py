@@ -131,6 +131,7 @@ class Teller(threading.Thread):
         return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
 
     def _note(self, window: Window, scores: Scores) -> list[Report]:
+        """Exchange a window's facts with all ranks; what is wrong by them. The root also writes and reports."""
         names = sorted(window.logs)
         bad = self._bad_gradients.window(window)
         row = row_of(window, bad, self._device_bytes(), alone=self._size == 1)

@@ -182,6 +182,7 @@ def on_same_batches(ranks: Sequence[Recording]) -> bool:
 
 
 def _joined(packs: Sequence[tuple[dict[str, Any], dict[str, Array]]], arrays: dict[str, Array]) -> dict[str, Any]:
+    """The ranks' packed values as one, arrays one after the other; new arrays go into ``arrays``."""
     forms = [form for form, _ in packs]
     kinds = {kind for form in forms for kind in form}
     values = [next(iter(form.values())) for form in forms]

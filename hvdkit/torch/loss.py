@@ -87,6 +87,7 @@ def _taken_apart(loss: Any) -> tuple[Callable[..., torch.Tensor], bool, int | No
 def _over_targets(
     each: Callable[..., torch.Tensor], mean: bool, ignored: int | None, class_weights: torch.Tensor | None
 ) -> Callable[..., torch.Tensor]:
+    """A loss that is this rank's sum over the mean of the ranks' counts of targets (or of class weights)."""
     if not mean:
         raise InvalidArgumentError(
             "over='targets' needs a loss of PyTorch with reduction='mean', which says what it divides by; with a loss "

@@ -121,6 +121,18 @@ def test_every_public_name_has_a_docstring(trees):
     assert [name for name, docstring in public if not docstring] == []
 
 
+def test_every_long_private_function_says_what_it_takes_and_gives(trees):
+    long = [
+        (f"{path}:{node.name}", ast.get_docstring(node))
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__")
+        if node.end_lineno - node.lineno >= 19
+    ]
+    assert len(long) > 100
+    assert [name for name, docstring in long if not docstring] == []
+
+
 def test_every_module_has_a_docstring(trees):
     assert [path for path, tree in trees.items() if not ast.get_docstring(tree)] == []
 

@@ -67,6 +67,7 @@ def install() -> None:
 
 
 def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Keras' ``fit`` with what several ranks need around it: checks, its own reader, the guard."""
     signature = inspect.signature(plain)
 
     def fit(*args: Any, **kwargs: Any) -> Any:

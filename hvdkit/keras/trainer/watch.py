@@ -93,6 +93,7 @@ class Watch:
                 _watching.release()
 
     def _run(self) -> None:
+        """The second thread: tell the others where this rank is, until all have left or the ranks part."""
         before, quiet = None, 0
         try:
             while True:

@@ -173,6 +173,10 @@ def _notes_of_crowding(rows: Sequence[Row], cores: int) -> list[str]:
 
 
 def _notes_of_noise(mode: str, samples: dict[int, list[float]], rng: np.random.Generator) -> list[str]:
+    """Sentences on what the repeats cannot tell: too few of them, numbers of ranks that overlap.
+
+    ``samples``: seconds by ranks.
+    """
     notes = []
     ranks = sorted(samples)
     least = min(map(len, samples.values()), default=0)

@@ -346,6 +346,7 @@ def _outlier(results: Results, sample: Sample, median: float) -> Outlier:
 
 
 def _notes(rows: Sequence[Row], overall: Row, ranks: Sequence[RankRow], results: Results) -> list[str]:
+    """Sentences below the tables: what is left out, what the delays mostly are, what was not checked."""
     notes = []
     fewest = min(row.slowest.count for row in rows)
     missing = [name for name, least in spread.LEAST.items() if fewest < least]

@@ -132,6 +132,7 @@ def _check_belongs(wanted: Wanted, source: str) -> None:
 
 
 def _collectives(wanted: Wanted) -> tuple[list[Collective], str]:
+    """The collectives that the options ask for, in the order of their replay, and their origin."""
     if wanted.model is not None:
         from hvdkit.measure.emulate.model_sizes import of_model
 
@@ -165,6 +166,7 @@ def _with_gap(plan: Plan, gap_ms: float) -> Plan:
 
 
 def _with_trials(plan: Plan, wanted: Wanted) -> Plan:
+    """The plan with the number of steps that ``--trials``, or ``--samples`` and what belongs to it, ask for."""
     counted = [name for name in ("samples", "batch_size", "epochs") if name in wanted.given()]
     if wanted.trials is not None:
         if counted:

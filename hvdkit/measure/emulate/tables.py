@@ -162,6 +162,7 @@ def _rank(one: RankRow) -> list[object]:
 
 
 def _outliers(outliers: Sequence[Outlier]) -> Table:
+    """The table of the first ``OUTLIERS`` outliers; the note counts the others."""
     rest = len(outliers) - OUTLIERS
     more = f" The other {rest} are in the JSON." if rest > 0 else ""
     return Table(

@@ -148,6 +148,10 @@ def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
 
 
 def _course(made: Made, batch: int, question: Mapping[str, Any]) -> Course:
+    """Run two steps of a copy at this batch size.
+
+    The second one's live bytes by operation, and the sums of each term.
+    """
     inputs = _inputs(made, batch)
     model = _copy(made.model)
     optimizer = _optimizer(question["optimizer"], model.parameters())
@@ -208,6 +212,7 @@ def _saved_for_backward(own: list[Any]) -> Iterator[dict[int, int]]:
 
 
 def _inputs(made: Made, batch: int) -> Any:
+    """The model's inputs at this batch size: its own, repeated or cut, else zeros of ``--input-shape``."""
     import torch
     from torch.utils._pytree import tree_map
 

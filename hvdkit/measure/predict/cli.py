@@ -229,6 +229,7 @@ def _reachable(costs: CostModel, algorithm: str | None) -> tuple[int, ...]:
 def _notes(
     plan: Plan, delays: Delays, costs: CostModel, rows: list[prediction.Row], given: dict[str, Any]
 ) -> list[str]:
+    """Sentences below the prediction: what is missing, assumed or not measured."""
     own = given["plan"] or given["parameters"]
     measured = "" if own else ", the plan that was measured; --plan or --parameters name those of a model"
     notes = [*dict.fromkeys(f"No number for {row.ranks} ranks: {row.refused}" for row in rows if row.refused)]

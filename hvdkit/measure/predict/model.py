@@ -260,6 +260,7 @@ def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) ->
 
 
 def _cells(level: str, results: Sequence[Results]) -> list[Cell]:
+    """Measured transfers of one level (host or network) in seconds, by ranks, bytes and algorithm."""
     found: dict[tuple[int, int, int, bool], list[float]] = {}
     engines: dict[bool, set[str]] = {True: set(), False: set()}
     for one in results:
@@ -308,6 +309,7 @@ def _fit_level(level: str, cells: Sequence[Cell], rng: np.random.Generator) -> L
 
 
 def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
+    """Sentences on a fitted link: what its measurements do not tell apart."""
     where = _WHERE[level]
     notes = []
     if not all(cell.ring for cell in cells):

@@ -110,6 +110,7 @@ def predict(
 def _row(
     model: CostModel, delays: Delays, work: Workload, n: int, algorithm: str | None, rng: np.random.Generator
 ) -> Row:
+    """The prediction for ``n`` ranks with its interval; without numbers where the model refuses so many."""
     refused = model.why_not(n)
     if refused is not None:
         return Row(n, model.hosts(n), 0, None, None, None, None, None, False, refused)

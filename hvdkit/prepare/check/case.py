@@ -118,6 +118,10 @@ class Case(Training):
         passes_once: bool = False,
         arrays: bool = False,
     ) -> Part:
+        """Which part of the data a rank reads through these expressions.
+
+        ``divided``: whether its steps are divided by ranks.
+        """
         sharding = sorted({line for one in given for line in self.shard_lines(one)})
         if sharding:
             makers = [call for one in given for call in self.calls(one, through=True)]

@@ -250,6 +250,7 @@ class _Binder:
                 self._changes(node.value)
 
     def _bind_node(self, node: ast.AST) -> None:
+        """Note each name that this node binds, with the value that it is bound to."""
         match node:
             case ast.Assign():
                 for target in node.targets:

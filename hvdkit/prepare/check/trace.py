@@ -114,6 +114,7 @@ class Tracer:
         return leaks
 
     def _statement(self, node: ast.stmt, way: _Way) -> list[_Leak]:
+        """Follow a statement under the guards of ``way``; gives the ways by which a loop or function is left in it."""
         match node:
             case ast.If():
                 return self._if(node, way)
@@ -169,6 +170,7 @@ class Tracer:
         return [leak for leak in leaks if leak[1]]
 
     def _expression(self, node: ast.AST, way: _Way) -> None:
+        """Follow an expression under the guards of ``way``, down to the calls in it."""
         match node:
             case ast.IfExp():
                 self._expression(node.test, way)

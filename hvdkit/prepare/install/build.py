@@ -131,6 +131,7 @@ def _remove_if_left(directory: Path) -> None:
 
 
 def _environ(plan: Plan, facts: Facts, directory: Path) -> dict[str, str]:
+    """The environment of the compilation: tools of ``directory``, jobs that fit the memory, NCCL."""
     environ = build_environ(plan, facts.environ)
     tools = directory / "tools"
     memory = available_bytes(Path("/proc/meminfo").read_text(encoding="utf-8"))

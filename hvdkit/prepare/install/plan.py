@@ -246,6 +246,7 @@ def relative_to_environment(path: Path, python: PythonFacts) -> str:
 
 
 def _settings(used: Facts, target: Target, cxx: CompilerFacts, cc: CompilerFacts) -> dict[str, str]:
+    """What Horovod's build is told by variables, name to value, of the parts that will be used."""
     settings = {
         "CXX": shlex.join(cxx.command),
         "CC": shlex.join(cc.command),

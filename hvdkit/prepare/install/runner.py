@@ -57,6 +57,7 @@ def run(
 
 @contextlib.contextmanager
 def _process(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start ``argv`` in a session of its own; whatever happens, all of it has ended afterwards."""
     try:
         process = subprocess.Popen(
             list(argv),

@@ -119,6 +119,7 @@ def _optimizer(plan: Plan, event: Event, models: dict[str, str]) -> None:
 
 
 def _message(plan: Plan, event: Event) -> None:
+    """Replace a call of ``torch.distributed`` by Horovod's; raises Unsure where the text does not show what it does."""
     call = event.node
     last = plan.case.name(call).removeprefix(_DIST)
     if last == "destroy_process_group":

@@ -132,6 +132,7 @@ def _is_built(plan: Plan, model: str) -> bool:
 
 
 def _fit(plan: Plan, event: Event) -> None:
+    """Give ``fit`` sharded data and the callbacks of the steps; raises Unsure where its data are not known."""
     call, case, hk = event.node, plan.case, plan.hk
     write = f"fit({hk}.shard((x, y), {plan.world}, batch_size), callbacks=[{hk}.BroadcastState()])"
     x, y = argument(call, "x", 0), argument(call, "y", 1)

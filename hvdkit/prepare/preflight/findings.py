@@ -68,6 +68,8 @@ def _alone(reports: Reports) -> Iterator[Finding]:
 
 
 def _places(reports: Reports) -> Iterator[Finding]:
+    """Ranks that Horovod or mpi4py numbers otherwise than the launcher."""
+
     def elsewhere(report: Report, place: Place) -> bool:
         return place.size not in (None, 1) and (place.rank, place.size) != (report.rank, report.size)
 
@@ -117,6 +119,7 @@ def _by_host(reports: Reports) -> dict[str, list[Report]]:
 
 
 def _devices(reports: Reports) -> Iterator[Finding]:
+    """Ranks that share a GPU, have none of their own, or see none where others do."""
     for host, here in _by_host(reports).items():
         used = Counter(report.device for report in here if report.device is not None)
         for device, count in used.items():
@@ -149,6 +152,7 @@ def _devices(reports: Reports) -> Iterator[Finding]:
 
 
 def _versions(reports: Reports) -> Iterator[Finding]:
+    """Packages that some ranks lack, or have in another version."""
     for name in _MUST_BE_EQUAL:
         by_version: dict[str | None, list[Report]] = {}
         for report in reports:

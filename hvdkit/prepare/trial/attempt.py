@@ -98,6 +98,7 @@ def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: f
 
 
 def _one_rank(runs: _Runs, found: Trial) -> bool:
+    """Compare the ported script on 1 rank with the script itself; whether 2 ranks are worth a comparison."""
     (ours,) = runs.run("the ported script on 1 rank", "ours-1", 1)
     if not ours.steps:
         found.verdict = "Nothing was compared: no step of an optimizer of PyTorch or of Keras on TensorFlow was seen."

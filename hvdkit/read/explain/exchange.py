@@ -105,6 +105,7 @@ def _anew(columns: Columns, rows: NDArray[np.bool_]) -> str:
 
 
 def _waiting(waiting: float, step: float, anew: str, where: str) -> Cause:
+    """Microseconds of a step in which ranks wait for Horovod, as a cause; ``anew``: why tensors are negotiated anew."""
     what, advice = {
         "names": (
             "Tensors get new names in every step, so the ranks negotiate all of them anew.",

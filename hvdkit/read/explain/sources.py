@@ -93,6 +93,7 @@ def _parents(paths: Iterable[Path]) -> list[Path]:
 
 
 def _below(path: Path) -> Iterator[Path]:
+    """The files below a directory, nearest first, up to a depth and a number; a file is itself."""
     if not path.is_dir():
         yield path
         return

@@ -287,7 +287,7 @@ def _queued(rank: RankTimes) -> float | None:
 
 
 def _input_everywhere(table: _Table, scattered: float) -> list[Cause]:
-    """Args: scattered: seconds a step by which now this rank waits longer for its input and now that one."""
+    """What the middle rank waits for its batches, and ``scattered``: seconds that a different one waits longer."""
     middle = float(lower_median(table.input).mean())
     cost = middle + scattered
     share = cost / table.step_s
@@ -310,6 +310,7 @@ def _input_everywhere(table: _Table, scattered: float) -> list[Cause]:
 
 
 def _few_cores(table: _Table, times: Sequence[RankTimes], launched: Launched | None) -> list[Cause]:
+    """Cores that the middle rank's thread waits for: the job's own threads have them, or others."""
     queued = [_queued(rank) for rank in times]
     known = [one for one in queued if one is not None]
     if len(known) < len(times):

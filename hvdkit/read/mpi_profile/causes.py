@@ -54,6 +54,7 @@ def _of_job(
 
 
 def _large(profile: Profile, traffic: Traffic) -> Cause | None:
+    """The time of payload calls of at least 64 KiB on the shown rank, as a cause; None where there are none."""
     rows = [row for row in traffic.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
     whole = measures.total(rows)
     lost = whole.seconds - (whole.wait_s or 0.0)

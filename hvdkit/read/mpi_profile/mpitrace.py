@@ -63,6 +63,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
 
 
 def _read_one(path: Path, text: str) -> tuple[int, Rank]:
+    """One rank's file: the number of ranks, and the rank with its calls; an error where its sums do not fit."""
     lines = text.splitlines()
     head = HEAD.match(lines[0]) if lines else None
     if head is None:

@@ -111,6 +111,7 @@ class Assembler:
         return None
 
     def _operation(self, event: Event, state: _Open, kind: str, start: float) -> Operation:
+        """The operation that this event ends, of what is open on its tensor; clears that."""
         args = event.args
         dtype = args.dtype if args else ""
         shape, size = self._shape(dtype, args.shape) if args else (None, None)

@@ -107,6 +107,7 @@ def _first_step(summary: Summary, steps: Steps, duration: Distribution) -> Cause
 
 
 def _late(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    """The ranks that the others wait for, by the ticks of the timeline; some rank, where it has no ticks."""
     costs = {rank.rank: rank.cost for rank in summary.skew.ranks if rank.cost is not None} if summary.skew else {}
     if not costs:
         return _late_somewhere(steps, duration)
@@ -152,6 +153,7 @@ def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:
 
 
 def _negotiation(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    """What a step waits for within a cycle: the cycle itself, or requests that miss the cache."""
     lost = steps.negotiation
     if not lost or lost < _MOST_HIDDEN * _mean(duration):
         return None
@@ -197,6 +199,7 @@ def _small(summary: Summary, steps: Steps, duration: Distribution) -> Cause | No
 
 
 def _large(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+    """The time of collectives that are not small, as a cause, with the advice that the sizes suggest."""
     batches = summary.batches
     if steps.communication is None or batches is None:
         return None

@@ -104,6 +104,7 @@ class _Collector:
                 self._add(item)
 
     def _add(self, operation: Operation) -> None:
+        """Append an operation as a row: its times, the time in each group of phases, its tensor's number."""
         number = self.numbers.get((operation.tensor, operation.kind))
         if number is None or (operation.shape is not None and operation.shape != self.tensors[number].shape):
             number = self._tensor(operation, number)

@@ -68,6 +68,7 @@ def export(source: str | Path, output: str | Path) -> Exported:
 
 
 def _write(recording: Recording, writer: _PerfettoWriter | _CsvWriter, output: Path) -> Exported:
+    """Hand each operation and mark to the writer; gives their numbers. An error where there is no operation."""
     tensors: set[str] = set()
     operations = cycles = 0
     for number, batch in enumerate(recording.batches()):

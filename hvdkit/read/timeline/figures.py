@@ -86,6 +86,7 @@ def _step_marks(
     top: float,
     unit: Unit,
 ) -> None:
+    """Draw the steps' durations: each one, or bands of many; what is beyond the scale as a triangle at the ``top``."""
     count = len(durations)
     if count <= POINTS:
         middles = [(float(step), float(time)) for step, time in enumerate(durations)]

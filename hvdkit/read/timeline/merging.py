@@ -116,6 +116,7 @@ def _clock(profile: Trace, time: float) -> str:
 
 
 def _overlap(exchange: Floats, profile: Trace, since: float, until: float) -> Overlap:
+    """Milliseconds of communication, of computation and of both, between two times in microseconds."""
     window = np.array([since]), np.array([until])
 
     def inside(intervals: tuple[Floats, Floats]) -> float:

@@ -94,6 +94,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _decode(path: Path) -> tuple[dict[str, msgspec.Raw], list[msgspec.Raw], list[_Event]]:
+    """A trace's other entries, its events as they are, and the same events decoded."""
     try:
         content = files.content(path, most=_MOST_BYTES, unzip=True)
     except FileNotFoundError as error:

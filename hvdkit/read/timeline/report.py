@@ -105,6 +105,7 @@ def render_report(
 
 
 def _render(summary: Summary, every: Exchanges, lanes: Lanes, top: int) -> str:
+    """The whole page as HTML."""
     script = render.resource("hvdkit.read.timeline", "report.js")
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
     groups = [index for index, group in enumerate(GROUPS) if any(group in one.phases for one in tensors)]
@@ -155,6 +156,7 @@ def _subtitle(summary: Summary) -> str:
 
 
 def _facts(summary: Summary, every: Exchanges) -> list[Fact]:
+    """The numbers at the top of the page."""
     length = summary.duration or 1.0
     steps = summary.steps
     total = sum(tensor.total_bytes for tensor in summary.tensors)

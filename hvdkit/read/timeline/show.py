@@ -75,6 +75,7 @@ def page(summary: Summary, top: int) -> Page:
 
 
 def _lines(summary: Summary) -> list[tuple[str, str]]:
+    """The lines above the tables, (title, text) each."""
     parts = [
         (summary.communication, "in collectives"),
         (summary.copies, "in copies"),
@@ -121,6 +122,7 @@ def _step_lines(steps: Steps | None) -> list[tuple[str, str]]:
 
 
 def _batch_lines(batches: Batches | None, bandwidth: Bandwidth | None) -> list[tuple[str, str]]:
+    """The lines on fused exchanges and on bandwidth; none where nothing was reduced."""
     if batches is None:
         return []
     text = f"{batches.fused} fused"

@@ -222,6 +222,7 @@ def _by_tensor(columns: Columns) -> tuple[list[TensorSummary], list[TensorSummar
 
 
 def _tensor(columns: Columns, rows: NDArray[np.intp], tensor: Tensor) -> TensorSummary:
+    """What ``rows`` of the columns say of one tensor: distributions in microseconds, sizes in bytes."""
     whole = columns.end[rows] - columns.begin[rows]
     durations = columns.durations[rows]
     phases = {group: distribution(durations[:, index]) for index, group in enumerate(GROUPS)}
@@ -251,6 +252,7 @@ def _steps(
     setup: tuple[measures.Floats, measures.Floats],
     cycle: float,
 ) -> Steps | None:
+    """The steps from the rows that belong to them, by the ``numbers`` of their steps; None where there are none."""
     if not in_steps.any():
         return None
     own, first, per_step = np.unique(numbers[in_steps], return_index=True, return_counts=True)
@@ -302,6 +304,7 @@ def _last(columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool
 def _batches(
     columns: Columns, steps: Steps | None, ranks: int | None, threshold: int
 ) -> tuple[Batches | None, Bandwidth | None]:
+    """The exchanges, fused and single, and their bandwidth; None where nothing was reduced."""
     reduced = np.isin(columns.tensor, [i for i, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS])
     all_ = exchanges(columns, reduced)
     if not len(all_.bytes):

@@ -48,6 +48,7 @@ def _cause(
 
 
 def _late(summary: Summary, skew: Skew) -> Cause:
+    """The rank that the others wait for, and whether by data loading, computation or neither."""
     costs = {one.rank: one.cost for one in skew.ranks}
     ranks = to_blame(costs)
     lost = sum(costs[rank] for rank in ranks or costs)

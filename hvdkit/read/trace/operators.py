@@ -70,6 +70,7 @@ def _add_kernels(columns: Columns, calls: Calls) -> None:
 
 
 def _nest_thread(columns: Columns, calls: Calls, rows: NDArray[np.intp], allocations: NDArray[np.intp]) -> None:
+    """Share time, GPU time and memory out among the nested operators of one thread, in place in ``calls``."""
     starts, ends = columns.start[rows].tolist(), columns.end[rows].tolist()
     names, places = columns.name[rows].tolist(), rows.tolist()
     times = columns.memory_time[allocations].tolist()

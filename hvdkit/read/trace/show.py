@@ -74,6 +74,7 @@ def _same(texts: Sequence[str]) -> str:
 
 
 def _times(ranks: Sequence[Rank], skew: Skew | None) -> Table:
+    """The table of times: a row for each kind, a column for each rank, milliseconds and share."""
     stepped = all(rank.steps for rank in ranks)
     counts = [len(rank.steps) if stepped else 1 for rank in ranks]
     windows = [f"{rank.times.window / count:.3f}" for rank, count in zip(ranks, counts, strict=True)]

@@ -93,6 +93,7 @@ def _claims(volumes: Sequence[str]) -> dict[str, str]:
 def _mpi_job(
     job: Job, image: str, claims: Mapping[str, str], ssh_directory: str, growing: elastic.Elastic | None
 ) -> dict[str, Any]:
+    """The MPIJob as a mapping, for YAML. ``claims``: directory to volume claim; ``growing``: of an elastic job."""
     hours, minutes, seconds = map(int, job.walltime.split(":"))
     launch = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
     # Not --depth: pods on one host see the same cores, and would tie their ranks to the same ones.

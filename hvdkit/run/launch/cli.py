@@ -145,6 +145,7 @@ def _request(
     skew: bool,
     **rest: Any,
 ) -> Request:
+    """The options as one request; an error where one needs or excludes another."""
     asked = {**rest, "stall_timeout": stall_timeout, "stall_dir": stall_dir, "skew": skew}
     for name, needed, why in _NEEDS:
         if asked[name] and not asked[needed]:

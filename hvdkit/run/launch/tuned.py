@@ -175,6 +175,7 @@ def _of_json(path: Path, text: str) -> Tuned:
 
 
 def _of_autotune_log(path: Path, text: str) -> Tuned:
+    """The settings of the best row of a HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB."""
     lines = text.splitlines()
     names = [name.strip() for name in lines[0].split(",")] if lines else []
     if not {"cycle_time_ms", "tensor_fusion_threshold", "score"} <= set(names):

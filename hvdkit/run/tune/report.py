@@ -228,6 +228,7 @@ def save(path: Path, search: Search, subject: Subject) -> Tuned:
 
 
 def _measured(search: Search, subject: Subject, *, interrupted: bool = False) -> Measured:
+    """What a search found, in the form of its file."""
     confirmed = tuple(
         Confirmed(
             settings_of(setting),

@@ -212,6 +212,7 @@ class Reader:
         return self._run
 
     def _take(self, text: bytes) -> None:
+        """Take in one line of the history; DataError where it is damaged, nothing where a later version wrote it."""
         self._line += 1
         try:
             kind = msgspec.json.decode(text, type=_Kind).kind

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 
-Reduce = Callable[[list[Any]], list[Any]]
+Reduce = Callable[[list[Any], list[Any]], list[Any]]
 Look = Callable[[list[Any]], None]
 _under_way = ContextVar("hvdkit_step_under_way", default=False)
 
@@ -33,7 +33,8 @@ class Distribution:
 
     Attributes:
         options: the caller's options.
-        reduce: gets the gradients that are not None, as the trainer made them, and returns as many, combined.
+        reduce: gets the gradients, as the trainer made them, None among them, and their variables (None where one
+            cannot tell). Returns as many gradients, combined; None where no rank has one.
         ranks: the ranks that take part; None: all.
         base: the user's own class.
         look: is given the variables before their gradients are combined; None: nothing is.
@@ -84,6 +85,18 @@ def distribute_optimizer(
     cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
     object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
     return optimizer
+
+
+def of_present(combine: Callable[[list[Any]], list[Any]]) -> Reduce:
+    """A ``Reduce`` that gives ``combine`` the gradients that are not None, and leaves the others."""
+
+    def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:  # noqa: ARG001
+        present = [position for position, gradient in enumerate(gradients) if gradient is not None]
+        reduced = combine([gradients[position] for position in present]) if present else []
+        results = dict(zip(present, reduced, strict=True))
+        return [results.get(position) for position in range(len(gradients))]
+
+    return reduce
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -200,14 +213,15 @@ def _overrides(distribution: Distribution) -> dict[str, Any]:
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         trainable_variables = None if trainable_variables is None else list(trainable_variables)
+        # Given none, Keras takes those for which the optimizer was built.
+        variables = trainable_variables or getattr(self, "_trainable_variables", [])
         if distribution.look is not None and not self.__dict__.get("_hvdkit_applying", False):
-            # Given none, Keras takes those for which the optimizer was built.
-            distribution.look(trainable_variables or getattr(self, "_trainable_variables", []))
-        with _combined(self, grads, distribution.reduce) as gradients:
+            distribution.look(variables)
+        with _combined(self, grads, variables, distribution.reduce) as gradients:
             return base.apply(self, gradients, trainable_variables)  # type: ignore[attr-defined]
 
     def stateless_apply(self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
-        with _combined(self, grads, distribution.reduce) as gradients:
+        with _combined(self, grads, list(trainable_variables), distribution.reduce) as gradients:
             return base.stateless_apply(self, optimizer_variables, gradients, trainable_variables)  # type: ignore[attr-defined]
 
     members: dict[str, Any] = {"apply": apply, "stateless_apply": stateless_apply}
@@ -215,17 +229,14 @@ def _overrides(distribution: Distribution) -> dict[str, Any]:
 
 
 @contextmanager
-def _combined(optimizer: Any, grads: Any, reduce: Reduce) -> Iterator[list[Any]]:
+def _combined(optimizer: Any, grads: Any, variables: list[Any], reduce: Reduce) -> Iterator[list[Any]]:
     """The gradients to apply; inside, the optimizer's other entrance takes them as they are."""
     gradients = list(grads)
     if optimizer.__dict__.get("_hvdkit_applying", False):
         yield gradients
         return
-    present = [position for position, gradient in enumerate(gradients) if gradient is not None]
-    if present:
-        reduced = reduce([gradients[position] for position in present])
-        for position, gradient in zip(present, reduced, strict=True):
-            gradients[position] = gradient
+    known = variables if len(variables) == len(gradients) else [None] * len(gradients)
+    gradients = reduce(gradients, known)
     optimizer.__dict__["_hvdkit_applying"] = True
     token = _under_way.set(True)
     try:

@@ -28,6 +28,8 @@ _SENT = (tf.float16, tf.float32, tf.float64)
 _DONE = "_hvdkit_reduced"
 SHOWN: dict[str, str] = {}
 """What is said of a gradient to those who look on, by place and name, and what is shown of it."""
+ROWS: dict[str, Any] = {}
+"""The type of the indices of the gradients that this rank has had as ``tf.IndexedSlices``."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,12 @@ class DistributedTape:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """``tf.GradientTape.gradient``, then reduced over the ranks; None where the target does not depend on a source.
+        """``tf.GradientTape.gradient``, then reduced over the ranks; None where no rank's target depends on a source.
 
-        Every rank must ask for the same sources, and a source must be connected on all ranks or on none.
+        Every rank must ask for the same sources. Eagerly, a rank whose target does not depend on a source counts as
+        zeros where another rank's does. A rank knows that a gradient is ``tf.IndexedSlices`` after its own first one;
+        with ``sparse_as_dense`` it need not. In ``tf.function``, and with Adasum, a source must be connected on all
+        ranks or on none.
 
         Raises:
             InvalidArgumentError: a source that is no variable, or a gradient that cannot be reduced.
@@ -98,7 +103,7 @@ class DistributedTape:
         # TensorFlow makes zeros for an unconnected tf.Variable, but not for a Keras 3 variable.
         local = self._local_tape.gradient(target, [*map(native, flat)], output_gradients, unconnected_gradients)
         names = [_source_name(source) for source in flat]
-        reduced = reduce_gradients(local, names, self._reduction)
+        reduced = reduce_gradients(local, flat, names, self._reduction)
         for gradient in reduced:
             if gradient is not None:
                 setattr(gradient, _DONE, True)
@@ -119,7 +124,7 @@ def _require_variables(sources: Sequence[Any]) -> None:
             )
 
 
-def reduce_once(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
+def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[Any]:
     """Reduce the gradients that an optimizer is about to apply.
 
     Raises:
@@ -131,31 +136,66 @@ def reduce_once(gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
         raise InvalidArgumentError(
             "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not both."
         )
-    return reduce_gradients(gradients, ["optimizer"] * len(gradients), reduction)
+    return reduce_gradients(gradients, variables, ["optimizer"] * len(gradients), reduction)
 
 
-def reduce_gradients(gradients: Sequence[Any], names: Sequence[str], reduction: Reduction) -> list[Any]:
-    """The ranks' gradients combined; None stays None.
+def reduce_gradients(
+    gradients: Sequence[Any], variables: Sequence[Any], names: Sequence[str], reduction: Reduction
+) -> list[Any]:
+    """The ranks' gradients combined; None stays None where no rank has a gradient.
+
+    Eagerly the group is the same whatever is None here: zeros go in its place. A graph is traced once for all steps,
+    so what is None in it is left out, as it must be on every rank.
 
     Args:
-        gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None each; the same on every rank, in the same order.
+        gradients: ``tf.Tensor``, ``tf.IndexedSlices`` or None each; of the same variables on every rank, in the same
+            order.
+        variables: what each is the gradient of; read where that is None.
         names: one for each; with the order they make the name under which the ranks find each other, so that ranks
             that trace or run other things in between cannot mix up gradients.
     Raises:
         InvalidArgumentError: a gradient that cannot be reduced.
     """
-    present = [position for position, gradient in enumerate(gradients) if gradient is not None]
-    if not present or not reduction.process_set.included():
+    eager = tf.executing_eagerly()
+    fills = eager and reduction.options.op != "adasum"
+    taking = [
+        position
+        for position, gradient in enumerate(gradients)
+        if gradient is not None or (fills and _is_floating(variables[position]))
+    ]
+    if not taking or not reduction.process_set.included():
         return list(gradients)
-    tensors = [_reducible(gradients[position], names[position], reduction) for position in present]
-    say_ready(tensors, [names[position] for position in present])
-    group = _group_name([names[position] for position in present])
-    # An eager operation has no name of its own in Horovod; one in a function does.
-    run = _function(group, reduction) if tf.executing_eagerly() else lambda given: _reduce(given, group, reduction)
+    group = _group_name([names[position] for position in taking])
+    tensors = [
+        _zeros(variables[position], f"{group}.{number}")
+        if gradients[position] is None
+        else _reducible(gradients[position], names[position], reduction)
+        for number, position in enumerate(taking)
+    ]
+    say_ready(tensors, [names[position] for position in taking])
+    has = [gradients[position] is not None for position in taking]
+    if eager:
+        received, counts = _function(group, reduction)(tensors, None if all(has) else tf.cast(has, tf.float32))
+    else:
+        received, counts = _reduce(tensors, group, reduction, None)
+    found = has if all(has) else (counts.numpy() > 0).tolist()  # only who lacks one waits for the numbers
     results = list(gradients)
-    for position, reduced in zip(present, run(tensors), strict=True):
-        results[position] = reduced
+    for position, one, reduced in zip(taking, found, received, strict=True):
+        results[position] = reduced if one else None
     return results
+
+
+def _is_floating(variable: Any) -> bool:
+    return variable is not None and bool(tf.as_dtype(native(variable).dtype).is_floating)
+
+
+def _zeros(variable: Any, name: str) -> Any:
+    """What stands in for a gradient that this rank lacks: no rows where it has met ``tf.IndexedSlices`` before."""
+    variable = native(variable)
+    if name not in ROWS:
+        return tf.zeros_like(variable)
+    rows = tf.zeros([0, *variable.shape[1:]], variable.dtype)
+    return tf.IndexedSlices(rows, tf.zeros([0], ROWS[name]), tf.shape(variable))
 
 
 def say_ready(gradients: Sequence[Any], names: Sequence[str]) -> None:
@@ -212,31 +252,49 @@ def _group_name(names: Sequence[str]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _function(name: str, reduction: Reduction) -> Callable[[list[Any]], list[Any]]:
-    """The reduction as a ``tf.function``, the same one in every step."""
-    function: Callable[[list[Any]], list[Any]] = tf.function(
-        lambda tensors: _reduce(tensors, name, reduction), autograph=False, reduce_retracing=True
+def _function(name: str, reduction: Reduction) -> Callable[[list[Any], Any], tuple[list[Any], Any]]:
+    """``_reduce`` as a ``tf.function``, the same one in every step; there None for ``has`` is all of them."""
+
+    def run(tensors: list[Any], has: Any) -> tuple[list[Any], Any]:
+        if has is None and reduction.options.op != "adasum":
+            has = tf.ones(len(tensors))
+        return _reduce(tensors, name, reduction, has)
+
+    function: Callable[[list[Any], Any], tuple[list[Any], Any]] = tf.function(
+        run, autograph=False, reduce_retracing=True
     )
     return function
 
 
-def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction) -> list[Any]:
-    results = list(tensors)
+def _reduce(tensors: Sequence[Any], name: str, reduction: Reduction, has: Any) -> tuple[list[Any], Any]:
+    """What the ranks' tensors become, and ``has``.
+
+    Args:
+        has: 1 or 0 for each tensor, whether it is a gradient of this rank, float (n,); it goes with the first group,
+            and is above 0 in what comes back where any rank has one. None: nobody asks.
+    """
+    results, counts = list(tensors), None
     dense: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, tf.IndexedSlices):
             results[position] = _reduce_slices(tensor, f"{name}.{position}", reduction)
         else:
             dense.setdefault(_sent_as(tensor.dtype, reduction), []).append(position)
+    if has is not None and not dense:
+        dense[has.dtype] = []
     for sent_as, positions in dense.items():  # one operation takes one type
-        parts = np.array_split(positions, min(reduction.groups, len(positions)))
+        parts = np.array_split(positions, max(1, min(reduction.groups, len(positions))))
         for number, part in enumerate(parts):
             sent = [tf.cast(tensors[position], sent_as) for position in part]
+            if has is not None and counts is None:
+                sent.append(tf.cast(has, sent_as))
             received = _allreduce(sent, f"{name}.{sent_as.name}.{number}", reduction)
+            if len(received) > len(part):
+                counts = received.pop()
             for position, tensor in zip(part, received, strict=True):
                 results[position] = tf.cast(tensor, tensors[position].dtype)
     _end_with_this_turn(results)
-    return results
+    return results, counts
 
 
 def _sent_as(dtype: Any, reduction: Reduction) -> Any:
@@ -274,6 +332,7 @@ def _end_with_this_turn(reduced: Sequence[Any]) -> None:
 
 def _reduce_slices(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
     """All ranks' rows, each index once: adaptive optimizers square every row, so repeats must be added before."""
+    ROWS[name] = slices.indices.dtype
     ranks = {"process_set": reduction.process_set}
     sent = tf.cast(slices.values, _sent_as(slices.dtype, reduction))
     values = tf.cast(hvd.allgather(sent, name=f"{name}.values", **ranks), slices.dtype)

@@ -95,15 +95,16 @@ class OverTensorflow(HorovodTransport):
         clips.mark()
         reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
 
-        def reduce(gradients: list[Any]) -> list[Any]:
+        def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
             # Dense even on one rank: Keras' adaptive optimizers square each row of IndexedSlices before they add those
             # of the same index, so that a training on one process would differ from the same on two.
-            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
             if is_alone(ranks, self.hvd.size()):
                 if os.environ.get(step_times.VARIABLE):
-                    optimizer.say_ready(dense, ["optimizer"] * len(dense))
+                    present = [one for one in dense if one is not None]
+                    optimizer.say_ready(present, ["optimizer"] * len(present))
                 return dense
-            return optimizer.reduce_once(dense, reduction)
+            return optimizer.reduce_once(dense, variables, reduction)
 
         return reduce, ranks
 
@@ -146,35 +147,62 @@ class OverTorch(HorovodTransport):
         def look_at(gradients: list[Any]) -> None:
             if step_times.MONITORS:
                 for place, one in enumerate(gradients):
+                    if one is None:
+                        continue
                     norm = norm_of(one)
                     if norm.is_cuda or not norm.isfinite():
                         step_times.looked(str(place), norm)
 
         def told(mean: list[Any]) -> list[Any]:
             if step_times.wants_norm():
-                norms = [norm_of(one) for one in mean]
-                step_times.tell_norm(torch.linalg.vector_norm(torch.stack(norms)))
+                norms = [norm_of(one) for one in mean if one is not None]
+                step_times.tell_norm(torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())])))
             return mean
 
         # torch.compile would trace into Horovod's extension; outside of it, it calls this as it is.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def reduce(gradients: list[Any]) -> list[Any]:
+        def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
             step_times.ready()
             look_at(gradients)
             if is_alone(ranks, self.hvd.size()):
                 return told(gradients)
             torch_clips.refuse(gradients)
-            scaling = self.scaling(options, process_set)
-            reduced = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-            for sent_as, positions in by_sent_type([_dtype_name(g) for g in reduced], options).items():
-                sent = [reduced[position].to(getattr(torch, sent_as)).contiguous() for position in positions]
-                received = self.hvd.grouped_allreduce(sent, name=f"{name()}.{sent_as}", **scaling)
-                for position, tensor in zip(positions, received, strict=True):
-                    reduced[position] = tensor.to(reduced[position].dtype)
+            reduced = self.combined(gradients, variables, name(), options, process_set)
             step_times.arrived()
             return told(reduced)
 
         return reduce, ranks
+
+    def combined(
+        self, gradients: list[Any], variables: list[Any], name: str, options: GradientOptions, process_set: Any
+    ) -> list[Any]:
+        """The ranks' gradients as one; zeros go where this rank has None, which it stays where no rank has one."""
+        import torch
+
+        reduced = list(gradients)
+        for position, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None and variable is not None:
+                reduced[position] = torch.zeros_like(variable.value)
+            elif gradient is not None and gradient.is_sparse:
+                reduced[position] = gradient.to_dense()
+        taking = [position for position, one in enumerate(reduced) if one is not None]
+        has = [float(gradients[position] is not None) for position in taking]
+        groups = by_sent_type([_dtype_name(reduced[position]) for position in taking], options)
+        counts: Any = None
+        for sent_as, numbers in groups.items():
+            positions = [taking[number] for number in numbers]
+            sent = [reduced[position].to(getattr(torch, sent_as)).contiguous() for position in positions]
+            if counts is None:  # beside the gradients they cost no operation of their own
+                sent.append(torch.tensor(has, dtype=sent[0].dtype, device=sent[0].device))
+            scaling = self.scaling(options, process_set)
+            received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
+            counts = received.pop() if counts is None else counts
+            for position, tensor in zip(positions, received, strict=True):
+                reduced[position] = tensor.to(reduced[position].dtype)
+        if not all(has):  # only who lacks one looks at the numbers
+            for position, count in zip(taking, counts.tolist(), strict=True):
+                reduced[position] = reduced[position] if count else None
+        return reduced
 
     def scaling(self, options: GradientOptions, process_set: Any) -> dict[str, Any]:
         """What Horovod's allreduce is told of the options."""

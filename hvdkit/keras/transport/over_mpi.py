@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import Reduce
+from hvdkit.common.keras_optimizer import Reduce, of_present
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
@@ -78,7 +78,7 @@ class HostBuffers(Transport):
                     reduced[position] = part.reshape(mine.shape).astype(mine.dtype)
             return reduced
 
-        return reduce, ranks
+        return of_present(reduce), ranks
 
 
 class HostBuffersOverTorch(HostBuffers, OverTorch):

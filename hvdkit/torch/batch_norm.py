@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.torch.gather import gathered
+from hvdkit.torch.gathered import gathered
 from hvdkit.torch.state import plain_name
 
 _statistics = ("running_mean", "running_var")

@@ -22,7 +22,8 @@ _UNEVEN = 0.05
 
 def causes(profile: Profile, traffic: Traffic) -> list[Cause]:
     """What costs time, on the rank of ``traffic``, in no order; nothing where it is not known how long it ran."""
-    found = [_large(profile, traffic), _small(traffic), _waiting(traffic), _late(profile, traffic)]
+    late = _late(profile, traffic) or _waiting(traffic)
+    found = [_large(profile, traffic), _small(profile, traffic), late]
     return [cause for cause in found if cause is not None]
 
 
@@ -57,7 +58,7 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
     """The time of payload calls of at least 64 KiB on the shown rank, as a cause; None where there are none."""
     rows = [row for row in traffic.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
     whole = measures.total(rows)
-    lost = whole.seconds - (whole.wait_s or 0.0)
+    lost = _moving(profile, traffic, whole)
     if not traffic.rank.seconds or not rows:
         return None
     lines = [
@@ -84,19 +85,27 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
     )
 
 
-def _small(traffic: Traffic) -> Cause | None:
+def _small(profile: Profile, traffic: Traffic) -> Cause | None:
     rows = [row for row in traffic.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL]
     small = measures.total(rows)
     if not traffic.rank.seconds or not rows:
         return None
     return _of_job(
         "small-tensors",
-        small.seconds - (small.wait_s or 0.0),
+        _moving(profile, traffic, small),
         traffic.rank.seconds,
         "Data goes in many small allreduces.",
         f"rank {traffic.rank.rank}: {small.calls:,} of them below 64 KiB",
         "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused.",
     )
+
+
+def _moving(profile: Profile, traffic: Traffic, calls: measures.Sums) -> float:
+    """Seconds of these calls without the wait for later ranks: the rank that spends the least time in MPI has none."""
+    if calls.wait_s or traffic.horovod or not traffic.rank.mpi_seconds:
+        return calls.seconds - (calls.wait_s or 0.0)
+    least = min(dict(profile.mpi_seconds).values(), default=traffic.rank.mpi_seconds)
+    return calls.seconds * min(1.0, least / traffic.rank.mpi_seconds)
 
 
 def _waiting(traffic: Traffic) -> Cause | None:

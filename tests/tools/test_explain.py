@@ -320,6 +320,16 @@ def test_a_late_rank_is_one_cause_and_the_times_of_the_steps_say_which(timeline_
     assert said.causes[0].evidence.endswith("So says timeline.json.")
 
 
+def test_a_later_recording_says_why_the_rank_is_late(timeline_says):
+    job = Job()
+    job.ready = False
+    late = replace(cause("late", 0.5, (2,)), what="Rank 2 comes late.")
+    said = timeline_says(job, late, replace(cause("input", 0.4, (2,)), what="Rank 2 waits for its input."))
+    assert [(one.kind, one.what, one.share) for one in said.causes] == [("input", "Rank 2 waits for its input.", 0.5)]
+    for other in (cause("input", 0.4, (1, 2)), replace(late, what="Another tool's words.")):
+        assert [one.what for one in timeline_says(job, late, other).causes] == ["Rank 2 comes late."]
+
+
 def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timeline_says):
     job = Job()
     job.ready = False

@@ -59,6 +59,7 @@ def test_the_real_files_say_what_the_timeline_of_the_same_job_says(capsys):
     assert run(["mpi-profile", "show", *map(str, MPITRACE)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Verdict: Large tensors are reduced") and "cycle" not in out.split("Routines on")[0]
+    assert "does not show: record hvdkit launch --explain-job" in out.split("Rank 0 of")[0]
 
 
 def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():

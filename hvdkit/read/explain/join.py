@@ -128,8 +128,11 @@ class _Joined:
         for at, other in enumerate(self._causes):
             late = cause.kind in LATE and other.kind in LATE and (timed or _same_delay(cause, other))
             if late or cause.kind == other.kind:
+                if other.kind == "late" != cause.kind and other.ranks == cause.ranks:  # and now it is known why
+                    other = replace(other, kind=cause.kind, what=cause.what, advice=cause.advice)
                 if place not in other.evidence:
-                    self._causes[at] = replace(other, evidence=f"{other.evidence.rstrip('.')}. So says {place}.")
+                    other = replace(other, evidence=f"{other.evidence.rstrip('.')}. So says {place}.")
+                self._causes[at] = other
                 return
         if cause.kind not in self._settled:
             self._causes.append(cause)

@@ -19,6 +19,11 @@ _SCALARS = 64
 _UNEVEN = 0.05
 """Imbalance from which on the ranks are not alike."""
 
+UNSEEN = (
+    "Which rank's input or computation is late an MPI profile of Horovod does not show: record hvdkit launch "
+    "--explain-job."
+)
+
 
 def causes(profile: Profile, traffic: Traffic) -> list[Cause]:
     """What costs time, on the rank of ``traffic``, in no order; nothing where it is not known how long it ran."""
@@ -42,10 +47,7 @@ def otherwise(traffic: Traffic) -> str:
         )
     if not traffic.rank.seconds:
         return "It cannot tell: the profile does not say how long the job ran."
-    return (
-        f"No data that MPI moved costs the job {share_text(WORTH_SAYING)} or more of its time. Which rank's input or "
-        "computation is late an MPI profile does not show: record hvdkit launch --explain-job."
-    )
+    return f"No data that MPI moved costs the job {share_text(WORTH_SAYING)} or more of its time. {UNSEEN}"
 
 
 def _of_job(

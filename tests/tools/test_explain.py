@@ -320,14 +320,15 @@ def test_a_late_rank_is_one_cause_and_the_times_of_the_steps_say_which(timeline_
     assert said.causes[0].evidence.endswith("So says timeline.json.")
 
 
-def test_a_later_recording_says_why_the_rank_is_late(timeline_says):
+@pytest.mark.parametrize(
+    ("kind", "ranks", "known"), [("input", (2,), "input"), ("input", (1, 2), "late"), ("late", (2,), "late")]
+)
+def test_a_later_recording_says_why_the_rank_is_late(timeline_says, kind, ranks, known):
     job = Job()
     job.ready = False
-    late = replace(cause("late", 0.5, (2,)), what="Rank 2 comes late.")
-    said = timeline_says(job, late, replace(cause("input", 0.4, (2,)), what="Rank 2 waits for its input."))
-    assert [(one.kind, one.what, one.share) for one in said.causes] == [("input", "Rank 2 waits for its input.", 0.5)]
-    for other in (cause("input", 0.4, (1, 2)), replace(late, what="Another tool's words.")):
-        assert [one.what for one in timeline_says(job, late, other).causes] == ["Rank 2 comes late."]
+    said = timeline_says(job, cause("late", 0.5, (2,)), replace(cause(kind, 0.4, ranks), what=f"Again {kind}."))
+    what = "Again input." if known == "input" else "late."
+    assert [(one.kind, one.what, one.share) for one in said.causes] == [(known, what, 0.5)]
 
 
 def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timeline_says):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WIDE = 200
 """Columns of what is not printed to a terminal, where COLUMNS does not say: a file or a pipe is as wide as a table."""
 _GAP = 2
+_NARROW = 8
+"""Columns that the first column of a table has in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,9 @@ class Table:
         lines = [[printable(name) for name in self.names], *self.words()]
         natural = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
         least = [self._least(cells) for cells in zip(*lines, strict=True)]
+        # where a name leaves no room for a number beside it, only the name is split
+        if self.names[0] in self.left:
+            least[0] = min(least[0], max(_NARROW, console.width - _GAP - max(least[1:], default=0)))
         for number, block in enumerate(_blocks(least, console.width)):
             if number:
                 console.print()
@@ -125,9 +130,17 @@ class Page:
         return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])])
 
 
+class _Console(Console):
+    """Where a reader of the output has enough, as head has, the command line ends well; rich alone ends it with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line."""
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
     """Standard output or error; where it is no terminal, wide enough for whole tables unless COLUMNS is set."""
-    made = Console(stderr=stderr, highlight=False, markup=False)
+    made = _Console(stderr=stderr, highlight=False, markup=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = WIDE
     return made

@@ -24,8 +24,8 @@ MONITOR = "HVDKIT_MONITOR"
 """Environment variable with the directory of the history that ``hvdkit launch --monitor`` asks for."""
 _SETTLED = 5
 """First steps that say nothing of the cores: what is built in them does not recur."""
-_KEPT = 512
-"""Steps that are kept in memory before they are written, so that a job that is killed leaves the most of them."""
+_KEPT, _KEPT_S = 512, (2.0, 60.0)
+"""Steps, and the least and most seconds, that are kept in memory, so that a job that is killed leaves most of them."""
 _T = TypeVar("_T")
 
 
@@ -58,6 +58,8 @@ class Recorder:
         self._open = False
         self._steps: list[tuple[float, float, float | None, float]] = []
         self._begun = False
+        self._started = time.perf_counter()
+        self._due = self._started + _KEPT_S[0]
         self.on_step: Callable[[int], None] | None = None
         self._ended = 0
         self._by_hand = False
@@ -140,8 +142,9 @@ class Recorder:
             self._ended += 1
             if self._ended == _SETTLED:
                 self._cores = _cores_now()
-            if len(self._steps) >= _KEPT:
+            if len(self._steps) >= _KEPT or now >= self._due:
                 self._write()
+                self._due = now + min(max(now - self._started, _KEPT_S[0]), _KEPT_S[1])  # as long again as it has run
             if self.on_step is not None:
                 self.on_step(self._ended)
 

@@ -45,6 +45,7 @@ from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
+from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
 from hvdkit.torch.seeds import seed_everything
@@ -61,6 +62,7 @@ __all__ = [
     "check_agreement",
     "distribute",
     "fit",
+    "gather",
     "init",
     "init_process_group",
     "join",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import Any, cast
+from typing import cast
 
 import horovod.torch as hvd
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.torch.gathered import gathered
 from hvdkit.torch.state import plain_name
 
 _statistics = ("running_mean", "running_var")
@@ -59,7 +60,7 @@ class SyncBatchNorm(_BatchNorm):
         exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         variance, mean = torch.var_mean(exact, over, correction=0)
         size = mean.new_full((1,), x.numel() // x.shape[1])
-        everyone = _gather(torch.cat([size, mean, variance]), self.name)
+        everyone = gathered(torch.cat([size, mean, variance]).unsqueeze(0), hvd.rank(), self.name)
         sizes, (means, variances) = everyone[:, :1], everyone[:, 1:].chunk(2, dim=1)
         total = sizes.sum()
         mean = (sizes * means).sum(0) / total
@@ -83,25 +84,6 @@ class SyncBatchNorm(_BatchNorm):
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
-
-
-def _gather(row: torch.Tensor, name: str) -> torch.Tensor:
-    return _Gather.apply(row, name)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Gather(torch.autograd.Function):
-    """One row of each rank, (n,) -> (size, n). Horovod's own backward averages over the ranks where a sum is due."""
-
-    @staticmethod
-    def forward(ctx: Any, row: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        gathered: torch.Tensor = hvd.allgather(row.detach().unsqueeze(0).contiguous(), name=name)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        total = hvd.allreduce(gradient.contiguous(), op=hvd.Sum, name=f"{ctx.name}.gradient")
-        return total[hvd.rank()], None
 
 
 def local_statistics(model: torch.nn.Module) -> list[str]:

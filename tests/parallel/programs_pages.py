@@ -60,7 +60,7 @@ TORCH = {
         "sorted(sum(everyone(torch.cat(list(hk.shard(Lines(), world, 2))).tolist()), [])) == list(range(8))",
     ),
     Place("eight_steps.md", "PyTorch: contrastive losses"): Block(
-        "torch F=functional world loader=views model optimizer", GRADIENTS
+        "hk torch F=functional world loader=views model optimizer", GRADIENTS
     ),
     Place("elastic.md", "Elastic trainings"): Block("hk epochs make", "state.step == len(loader) == 2"),
     Place("emulate.md", "The tutorial's network"): Block(

@@ -85,13 +85,13 @@ def test_a_block_trains_like_one_process_on_the_union_batch(hk, world, everyone,
 
 
 @on_ranks("torch", n=2)
-def test_collectives_are_horovods(hk, world):
+def test_collectives(hk, world):
     import torch
 
-    (block,) = BLOCKS["Collectives without a name of their own in hvdkit"]
-    names = run(block, {"world": world, "x": torch.full((1 + world.rank, 2), float(world.rank))[:1]})
+    (block,) = BLOCKS["Collectives"]
+    names = run(block, {"hk": hk, "world": world, "x": torch.full((1 + world.rank, 2), float(world.rank))[:1]})
     assert names["mean"].tolist() == [[0.5, 0.5]] and names["total"].tolist() == [[1.0, 1.0]]
     assert names["rows"].tolist() == [[0.0, 0.0], [1.0, 1.0]]
     assert names["objects"] == [{"rank": 0}, {"rank": 1}] and names["name"] == "run-1"
-    uneven = names["hvd"].allgather(torch.full((1 + world.rank, 2), float(world.rank)))
+    uneven = hk.gather(torch.full((1 + world.rank, 2), float(world.rank)))
     assert uneven.shape == (3, 2)

@@ -71,12 +71,7 @@ class Ranks:
         return self.hk.average_metrics({"value": value}, self.world)["value"]
 
     def gather(self, rows: Any) -> Any:
-        import horovod.torch as hvd
-
-        everyone = hvd.allgather(rows)
-        if everyone.requires_grad:
-            everyone.register_hook(lambda gradient: gradient * self.world.size)
-        return everyone
+        return self.hk.gather(rows)
 
 
 def random(*shape: int, seed: int = 0) -> Any:
@@ -413,6 +408,29 @@ def pairs_of_images_and_texts(steps):
     return [towers]
 
 
+def two_views_of_each_image(steps):
+    """SimCLR's loss: each view of a sample finds the other one among both views of all ranks' samples."""
+    import torch
+    from torch.nn import functional
+
+    torch.manual_seed(steps.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).double()
+    optimizer = steps.distribute(torch.optim.SGD(model.parameters(), lr=0.3), model)
+    places = steps.share(torch.arange(TOGETHER))
+    for number in range(4):
+        views = [
+            functional.normalize(model(steps.share(random(TOGETHER, 6, seed=2 * number + v))), dim=1) for v in (0, 1)
+        ]
+        everyone = torch.cat([steps.gather(view) for view in views])
+        scores = torch.cat(views) @ everyone.T / 0.5
+        own = torch.cat([places, places + TOGETHER])
+        scores = scores.masked_fill(functional.one_hot(own, 2 * TOGETHER).bool(), -torch.inf)
+        optimizer.zero_grad()
+        functional.cross_entropy(scores, (own + TOGETHER) % (2 * TOGETHER)).backward()
+        optimizer.step()
+    return [model]
+
+
 def queue_of_negatives(steps):
     """MoCo: a second encoder follows the first, and a queue keeps what it made of all ranks' samples."""
     import torch
@@ -450,6 +468,9 @@ PROGRAMS = [
     penalized_critic,
     sharpness_aware,
     deep_checkpoints,
+    pairs_of_images_and_texts,
+    two_views_of_each_image,
+    queue_of_negatives,
 ]
 
 
@@ -460,17 +481,6 @@ def weights_of(program: Any) -> list[Any]:
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
 @on_ranks("torch", n=(2, 3))
 def test_it_ends_as_one_process_does(hk, world, program):
-    compare(hk, world, program)
-
-
-@pytest.mark.parametrize("program", [pairs_of_images_and_texts, queue_of_negatives], ids=lambda one: one.__name__)
-@on_ranks("torch", n=(2, 3), fresh=True)
-def test_what_gathers_ends_as_one_process_does(hk, world, program):
-    """Horovod names the gradients of an allgather by the number of its calls, which tests before may leave apart."""
-    compare(hk, world, program)
-
-
-def compare(hk, world, program):
     models = program(Ranks(hk, world))
     ours = [one.detach() for model in models for one in model.parameters()]
     for mine, theirs in zip(ours, weights_of(program), strict=True):

@@ -118,9 +118,17 @@ def test_what_cannot_be_written_is_a_warning(directory, monkeypatch):
     ids=str,
 )
 def test_a_file_that_is_something_else_is_refused(tmp_path, lines):
-    (tmp_path / "rank-0.jsonl").write_text("\n".join(lines))
+    (tmp_path / "rank-0.jsonl").write_text("".join(f"{line}\n" for line in lines))
     with pytest.raises(DataError, match=r"rank-0\.jsonl"):
         step_files.read(tmp_path)
+
+
+@pytest.mark.parametrize("cut", ["", "[1", "[1, 2, null, 3]", '{"steps": 1, "ra'])
+def test_of_a_rank_that_was_killed_as_it_wrote_the_complete_lines_count(tmp_path, cut):
+    head = '{"hvdkit": "step times", "version": 1, "rank": 0}'
+    (tmp_path / "rank-0.jsonl").write_text(f"{head}\n[0, 1, null, 2]\n{cut}")
+    (times,) = step_files.read(tmp_path)
+    assert [step.ended for step in times.steps] == [2]
 
 
 def test_an_empty_file_is_refused_and_an_empty_directory_is_nothing(tmp_path):
@@ -158,6 +166,17 @@ def test_many_steps_are_written_before_the_end(clock, directory):
         next(steps)
     (times,) = step_files.read(directory)
     assert len(times.steps) == 512
+
+
+def test_a_job_that_is_killed_leaves_at_least_half_of_its_time_and_all_but_a_minute(clock, directory):
+    steps = iter(step_times.record_steps(slow(clock, 300, 1.0)))
+    left = []
+    for _ in range(300):
+        next(steps)
+        written = [times.steps[-1].ended for times in step_files.read(directory)]
+        left.append(clock.now + 1_000_000 - max(written, default=1_000_100))
+    assert all(lost <= max(4.0, seconds / 2 + 2) for seconds, lost in enumerate(left, start=1))
+    assert max(left) < 64 and sum(lost == 1 for lost in left) < 12
 
 
 # What is only seen of a script: its loader and its optimizer

@@ -19,6 +19,7 @@ from hvdkit.measure.bench.analysis import Row, causes
 from hvdkit.measure.bench.measurement import measure
 from hvdkit.measure.bench.scaling import order
 from hvdkit.measure.bench.subject import Asked, commit
+from hvdkit.read.explain import explain
 from hvdkit.run.trials.jobs import Job
 from hvdkit.steps.step_files import RankTimes, Step
 
@@ -103,6 +104,8 @@ def test_a_late_rank_is_shown_as_wait_of_the_others_and_the_parts_add_up(start, 
     assert "Verdict: Rank 1 comes late, and the others wait: the computation takes longer. It costs 6.0" in out
     (cause,) = saved()["summary"]["causes"]
     assert (cause["kind"], cause["ranks"]) == ("compute", [1])
+    (explained,) = explain([Path("results.json")]).causes
+    assert (explained.kind, explained.ranks, explained.lost) == ("compute", (1,), pytest.approx(0.006, rel=0.01))
 
 
 @pytest.mark.parametrize("marks", [True, False], ids=["ready", "without ready"])

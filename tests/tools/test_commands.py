@@ -12,6 +12,7 @@ from hvdkit import cli
 from hvdkit.common import commands
 
 JOB = ["--", "true"]
+TIMELINE = str(Path(__file__).parents[1] / "data" / "timelines" / "torch-mpi-2ranks-cycles.json")
 LIMITS = [
     ["emulate", "-n", "2", "--sizes", "4", "--timeout"],
     ["bench", "scaling", "-n", "1", "-o", "r.json", *JOB, "--timeout"],
@@ -184,11 +185,14 @@ def test_too_little_memory_is_one_sentence(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("hvdkit: The memory does not suffice")
 
 
-def test_a_reader_that_has_enough_is_no_error():
+@pytest.mark.parametrize(
+    "words", [("check", "--help"), ("timeline", "summary", TIMELINE), ("explain", TIMELINE)], ids=str
+)
+def test_a_reader_that_has_enough_is_no_error(words):
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "hvdkit.cli", "check", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "hvdkit.cli", *words], stdout=writing, stderr=subprocess.PIPE, text=True
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")

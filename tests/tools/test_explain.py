@@ -1,9 +1,11 @@
 """``hvdkit explain``: recorded and made-up jobs with one known cause each, and jobs with nothing wrong."""
 
+import gzip
 import json
 import sys
 import types
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from hvdkit.read.explain.launched import Launched
 from hvdkit.read.explain.results import Explanation
 from hvdkit.read.explain.show import LINES, lines
 from hvdkit.read.timeline import causes as timeline_causes
-from hvdkit.run.launch import explained
+from hvdkit.run.launch import explained, stall
 from hvdkit.steps import step_marks, step_times
 from hvdkit.steps.step_files import Cores, RankTimes, Step
 
@@ -197,6 +199,28 @@ def test_without_ready_input_is_told_and_the_rest_is_said_to_be_untold(tmp_path)
     assert any("--skew" in sentence for sentence in told.untold)
 
 
+@pytest.mark.parametrize(
+    ("longer", "kind", "says"),
+    [
+        (False, "late", "waits for its input or its device"),
+        (True, "compute", "computes longer"),
+        (None, "late", "late, by its input or computation"),
+    ],
+)
+def test_batches_of_no_loader_are_not_called_computation(tmp_path, longer, kind, says):
+    """``longer``: whether the thread of rank 1 ran longer; None where the kernel does not say it."""
+    job = Job(ranks=2)
+    job.compute[1, np.arange(STEPS) % 3 > 0] += 0.02
+    times = job.times()
+    for at, rank in enumerate(times):
+        steps = tuple(replace(step, given=step.asked) for step in rank.steps)
+        more = at * 20e-3 * 2 / 3 * STEPS if longer else 0.0
+        times[at] = replace(rank, steps=steps, cores=None if longer is None else replace(rank.cores, ran=1.0 + more))
+    (cause,) = step_causes.look(times, tmp_path / "steps").causes
+    assert (cause.kind, cause.ranks) == (kind, (1,)) and says in cause.what
+    assert ("record_steps" in cause.advice) == (kind == "late")
+
+
 def test_steps_of_a_validation_do_not_hide_the_others(tmp_path):
     job = Job()
     compute_of_one(job)
@@ -296,6 +320,17 @@ def test_a_late_rank_is_one_cause_and_the_times_of_the_steps_say_which(timeline_
     assert said.causes[0].evidence.endswith("So says timeline.json.")
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "known"), [("input", (2,), "input"), ("input", (1, 2), "late"), ("late", (2,), "late")]
+)
+def test_a_later_recording_says_why_the_rank_is_late(timeline_says, kind, ranks, known):
+    job = Job()
+    job.ready = False
+    said = timeline_says(job, cause("late", 0.5, (2,)), replace(cause(kind, 0.4, ranks), what=f"Again {kind}."))
+    what = "Again input." if known == "input" else "late."
+    assert [(one.kind, one.what, one.share) for one in said.causes] == [(known, what, 0.5)]
+
+
 def test_where_the_steps_do_not_say_when_they_were_ready_the_timeline_does(timeline_says):
     job = Job()
     job.ready = False
@@ -387,12 +422,42 @@ def test_how_it_was_launched_and_that_it_stalled(tmp_path):
     job.write(tmp_path)
     json_files.write(tmp_path / "launch.json", Launched(3, "mpirun", 8, 3, 2, {}))
     (tmp_path / "stall").mkdir()
-    (tmp_path / "stall" / "rank-0.txt").write_text("rank 0 has waited longest\n\nstack")
+    stall.write_stacks(tmp_path / "stall", stall.Stall({1: ("allreduce.metrics",)}), {0: b"stack", 1: b"stack"})
     said = explain([tmp_path])
     assert said.ranks == 3
-    assert said.untold[0].startswith("The job stalled: rank 0 has waited longest")
+    assert lines(said)[0].startswith("The job stalled: rank 1 did not arrive at allreduce 'metrics'. The stacks are in")
     assert any(sentence.startswith("1 of 3 ranks recorded no steps") for sentence in said.untold)
     assert {one.what for one in said.read} == {"launch", "step times", "stall report"}
+
+
+def test_logs_and_metrics_that_are_named_like_recordings_are_none(tmp_path):
+    Job().write(tmp_path)
+    (tmp_path / "timeline.json").write_bytes(timeline_files.REAL[1].read_bytes())
+    (tmp_path / "losses.json").write_text("[0.5, 0.25]\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.txt").write_text("epoch 1\n")
+    (tmp_path / "logs" / "rank-0.jsonl").write_text('{"loss": 0.5}\n')
+    said = explain([tmp_path])
+    assert said.stalled is None and [one.what for one in said.read] == ["step times", "timeline"]
+
+
+@pytest.mark.parametrize("name", ["timeline", "timeline.txt", "timeline.gz", "with blanks.json"])
+def test_a_file_that_is_named_is_known_by_what_it_holds(tmp_path, name):
+    content = timeline_files.REAL[1].read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert [one.what for one in explain([tmp_path / name]).read] == ["timeline"]
+
+
+def test_a_job_that_was_killed_is_explained_by_what_it_left(tmp_path):
+    job = Job()
+    input_of_one(job)
+    job.write(tmp_path)
+    cut = tmp_path / "steps" / "rank-1.jsonl"
+    cut.write_text(cut.read_text()[:-2000])
+    (tmp_path / "timeline.json").write_text("[\n")
+    said = explain([tmp_path])
+    assert [(one.kind, one.ranks) for one in said.causes] == [("input", (2,))]
+    assert any("holds no operation of Horovod" in sentence for sentence in said.untold)
 
 
 def test_a_job_is_told_to_record_some_steps_of_a_timeline_unless_it_records_one(tmp_path):

@@ -59,6 +59,7 @@ def test_the_real_files_say_what_the_timeline_of_the_same_job_says(capsys):
     assert run(["mpi-profile", "show", *map(str, MPITRACE)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Verdict: Large tensors are reduced") and "cycle" not in out.split("Routines on")[0]
+    assert "does not show: record hvdkit launch --explain-job" in out.split("Rank 0 of")[0]
 
 
 def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
@@ -195,6 +196,18 @@ def test_the_rank_with_the_least_time_is_the_one_that_the_others_wait_for(tmp_pa
     (cause,) = (one for one in costly(reading.read([write(tmp_path, *records)])) if one.kind == "late")
     assert cause.ranks == (1,) and cause.lost == pytest.approx(0.8)
     assert "rank 1 200 ms" in cause.evidence and "rank 3 1.10 s" in cause.evidence
+
+
+def test_what_a_rank_waits_for_a_later_one_is_no_transfer(tmp_path):
+    for wait in ((), (0.009,)):
+        calls = [[group("MPI_Allreduce", (100, 1 << 20, one, *wait[:at]), caller="mpi4py")]
+                 for at, one in ((1, 0.013), (0, 0.004))]  # fmt: skip
+        measured = {"wait_measured": bool(wait)}
+        records = [record(rank, 2, one, **measured) for rank, one in enumerate(calls)]
+        found = costly(reading.read([write(tmp_path, *records)]))
+        assert [(one.kind, one.ranks, one.lost) for one in found] == [
+            ("late", (1,), pytest.approx(0.9)), ("large-tensors", (), pytest.approx(0.4)),
+        ]  # fmt: skip
 
 
 def test_the_finding_is_about_the_rank_that_is_shown():

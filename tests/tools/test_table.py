@@ -50,6 +50,14 @@ def test_no_word_is_split_or_lost_and_no_line_is_too_wide(data, columns, width):
     assert not expected - found and set(found - expected) <= set(again)
 
 
+def test_where_a_name_leaves_no_room_no_number_is_split():
+    table = Table("", ["tensor", "count", "bytes"], [["x" * 38, 714, "4.72 MB"]], left=["tensor"])
+    lines = shown(table, 40).splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 40 and any("714" in line for line in lines)
+    assert any("4.72 MB" in line for line in lines)
+    assert "".join(lines).count("x") == 2 * 38, "the name is whole, in both blocks"
+
+
 def test_an_interval_is_never_in_two_lines():
     interval = "1.92 [1.88, 1.95]"
     table = Table("Twelve", ["ranks", *(f"column {at}" for at in range(12))], [[1024, *[interval] * 12]])

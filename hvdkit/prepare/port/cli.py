@@ -81,31 +81,37 @@ def port(
     ported = running.port(text.read(script))
     if diff:
         _show_diff(ported)
-    elif in_place and ported.after != ported.before.content:
+    elif in_place:
         _replace(Path(script).resolve(), ported)
     elif output is not None:
         with files.replacing(output, Path(script)) as file:
             file.write(ported.after)
-    elif not in_place:
+    else:
         sys.stdout.flush()
         sys.stdout.buffer.write(ported.after)
     told = in_place or output is not None
     click.echo(ported.as_text(), err=not told)
-    if not try_:
-        return 1 if ported.left else 0
-    from hvdkit.prepare.trial import attempt as trial
-
-    scripts = trial.Scripts(ported.before.path, ported.before.content, ported.after, ported.library == "ddp")
-    tried = trial.attempt(scripts, arguments, try_steps, try_timeout)
-    click.echo(tried.as_text(), err=not told)
-    return 1 if ported.left or not tried.ok else 0
+    equal = not try_ or _is_equal(ported, arguments, try_steps, try_timeout, err=not told)
+    return 1 if ported.left or not equal else 0
 
 
 def _replace(path: Path, ported: Ported) -> None:
+    if ported.after == ported.before.content:
+        return
     mode = path.stat().st_mode
     with files.replacing(path) as file:
         file.write(ported.after)
     path.chmod(mode)
+
+
+def _is_equal(ported: Ported, arguments: tuple[str, ...], steps: int, timeout: float, *, err: bool) -> bool:
+    """Run the script and the ported one, and say what came out; whether no difference was found."""
+    from hvdkit.prepare.trial import attempt as trial
+
+    scripts = trial.Scripts(ported.before.path, ported.before.content, ported.after, ported.library == "ddp")
+    tried = trial.attempt(scripts, arguments, steps, timeout)
+    click.echo(tried.as_text(), err=err)
+    return tried.ok
 
 
 def _show_diff(ported: Ported) -> None:

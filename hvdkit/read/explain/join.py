@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from hvdkit.common import files, json_files
 from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.units import printable, share_text
@@ -39,6 +41,7 @@ def explain(paths: Sequence[Path]) -> Explanation:
     joined.add_tool(TIMELINE, joined.of_timeline)
     joined.add_tool(TRACE, _of_traces)
     joined.add_tool(MPI, _of_mpi)
+    joined.add_tool(BENCH, _of_bench)
     joined.add_rest()
     return joined.answer()
 
@@ -55,6 +58,7 @@ class _Joined:
         self._read: list[Read] = []
         self._errors: list[str] = []
         self._settled: frozenset[str] = frozenset()
+        self._stalled: str | None = None
 
     def add_launch(self) -> None:
         """How the job was started."""
@@ -124,24 +128,24 @@ class _Joined:
         for at, other in enumerate(self._causes):
             late = cause.kind in LATE and other.kind in LATE and (timed or _same_delay(cause, other))
             if late or cause.kind == other.kind:
+                if other.kind == "late" != cause.kind and other.ranks == cause.ranks:  # and now it is known why
+                    other = replace(other, kind=cause.kind, what=cause.what, advice=cause.advice)
                 if place not in other.evidence:
-                    self._causes[at] = replace(other, evidence=f"{other.evidence} So says {place}.")
+                    other = replace(other, evidence=f"{other.evidence.rstrip('.')}. So says {place}.")
+                self._causes[at] = other
                 return
         if cause.kind not in self._settled:
             self._causes.append(cause)
 
     def add_rest(self) -> None:
-        """Stall reports, and what is only shown to be there."""
-        for path in self._sources.of(STALL)[:1]:
-            try:
-                first = files.text(path, errors="replace").partition("\n")[0]
-            except OSError:
-                continue
-            self._untold.insert(0, f"The job stalled: {printable(first)[:_LONGEST]}; the stacks are in {path.parent}.")
-            self._read.append(Read(str(path.parent), STALL, f"{len(self._sources.of(STALL))} ranks"))
+        """Stall reports, and where to look further."""
+        if stacks := self._sources.of(STALL):
+            said = [_first_line(path) for path in stacks]
+            missing = dict.fromkeys(line for line in said if "did not arrive" in line) or said[:1]
+            self._stalled = f"The job stalled: {'; '.join(missing)[:_LONGEST]}. The stacks are in {stacks[0].parent}."
+            self._read.append(Read(str(stacks[0].parent), STALL, f"{len(stacks)} ranks"))
         for path in self._sources.of(BENCH):
-            self._read.append(Read(str(path), BENCH, "its jobs were not recorded one by one"))
-            self._untold.append(f"Means over many jobs say little of one: see 'hvdkit bench show {path}'.")
+            self._untold.append(f"Means over many steps say little of one: see 'hvdkit bench show {path}'.")
 
     def answer(self) -> Explanation:
         """All of it, the dearest first.
@@ -172,10 +176,18 @@ class _Joined:
             causes=tuple(causes),
             untold=tuple([*self._untold, *self._errors]),
             read=tuple(self._read),
+            stalled=self._stalled,
         )
 
     def _known(self, kinds: frozenset[str]) -> bool:
         return any(cause.kind in kinds for cause in self._causes)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return printable(files.text(path, errors="replace").partition("\n")[0])
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
 
 
 def _same_delay(cause: Cause, known: Cause) -> bool:
@@ -197,3 +209,13 @@ def _of_mpi(paths: list[Path]) -> tuple[list[Cause], str]:
 
     profile = reading.read(paths)
     return causes(profile, traffic.of_profile(profile)[0]), f"{len(profile.ranks)} ranks"
+
+
+def _of_bench(paths: list[Path]) -> tuple[list[Cause], str]:
+    """What ``hvdkit bench`` found itself: its file has the answer, and the room that gives it lies above this one."""
+    try:
+        content = msgspec.json.decode(files.content(paths[0]))
+        summary = content.get("summary") or {"causes": ()}
+        return msgspec.convert(summary["causes"], list[Cause]), f"{len(content['jobs'])} jobs"
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError, msgspec.MsgspecError) as error:
+        raise DataError(f"{paths[0]} is not a complete file of 'hvdkit bench scaling': {error}.") from error

@@ -30,6 +30,7 @@ class Explanation(Document, frozen=True):
         causes: what recurs in every step first, then what happens once.
         untold: what could not be told and what to record for it, full sentences.
         read: the recordings.
+        stalled: who did not arrive where, a full sentence; None for a job without stall reports.
     """
 
     kind = "explanation"
@@ -42,3 +43,4 @@ class Explanation(Document, frozen=True):
     causes: tuple[Cause, ...]
     untold: tuple[str, ...]
     read: tuple[Read, ...]
+    stalled: str | None

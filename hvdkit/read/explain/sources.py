@@ -26,6 +26,11 @@ _BY_NAME = (
     ("mpi_profile.*", MPI),
     ("*.mpiP", MPI),
 )
+_SIGN = {
+    STEPS: re.compile(rb'"step times"'),
+    STALL: re.compile(rb"rank \d+ (did not arrive at|is not named by Horovod)"),
+}
+"""What stands in the beginning of such a file; others name their logs and metrics so, too."""
 _BY_KIND = {b"bench-scaling": BENCH, Launched.kind.encode(): LAUNCH}
 _KIND = re.compile(rb'"kind"\s*:\s*"([a-z-]{1,40})"')
 _HEAD = 4096
@@ -60,7 +65,7 @@ def find(paths: Sequence[Path]) -> Sources:
     sources = Sources()
     for path in paths:
         for file in _below(path):
-            what = _what(file)
+            what = _what(file, named=file == path)
             if what is None and file == path:
                 raise DataError(
                     f"{printable(str(path))} is no recording of a job; expected step times, a timeline, traces, MPI "
@@ -115,15 +120,17 @@ def _below(path: Path) -> Iterator[Path]:
                 yield entry
 
 
-def _what(file: Path) -> str | None:
+def _what(file: Path, *, named: bool) -> str | None:
+    """What a file is; one that was not named itself has to be called like one."""
     for pattern, what in _BY_NAME:
         if fnmatch.fnmatch(file.name, pattern):
-            return what
-    if not file.name.endswith((".json", ".json.gz")):
+            sign = _SIGN.get(what)
+            return what if sign is None or sign.search(_head(file)) else None
+    if not named and not file.name.endswith((".json", ".json.gz")):
         return None
     head = _head(file).lstrip()
-    if head.startswith(b"["):
-        return TIMELINE
+    if head.startswith(b"["):  # an array with events, or one that was cut off before them
+        return TIMELINE if b'"ph"' in head or not head.strip(b"[] \r\n") else None
     kind = _KIND.search(head)
     if kind is not None:
         return _BY_KIND.get(kind[1])
@@ -133,8 +140,10 @@ def _what(file: Path) -> str | None:
 def _head(file: Path) -> bytes:
     try:
         with files.opened(file) as stream:
-            if file.name.endswith(".gz"):
+            head = stream.read(_HEAD)
+            if head.startswith(files.GZIP_MAGIC):
+                stream.seek(0)
                 return gzip.GzipFile(fileobj=stream).read(_HEAD)
-            return stream.read(_HEAD)
+            return head
     except (OSError, EOFError, zlib.error):
         return b""

@@ -224,8 +224,8 @@ def _late_by_work(
             Cause(
                 "random-late", cost, share, f"{who.capitalize()} {'is' if verb else 'are'} late now and then.",
                 f"{table.where}: {seen}.",
-                f"Look for what runs now and then on {who} alone: logging, saving, evaluation, garbage "
-                "collection, or another job on the host.",
+                f"Look for what runs now and then on {who} alone: {'' if table.input.any() else 'reading its input, '}"
+                "logging, saving, evaluation, garbage collection, or another job on the host.",
                 ranks=ranks,
             )
         ]  # fmt: skip
@@ -273,10 +273,31 @@ def _slow(table: _Table, times: Sequence[RankTimes], slow: list[int], cost: floa
             "Compare that host with another one (hvdkit preflight there): clock rate, memory, devices, other jobs.",
             ranks=ranks,
         )  # fmt: skip
+    if not table.input.any() and (unseen := _input_unseen(table, times, slow, cost, seen)) is not None:
+        return unseen
     return Cause(
         "compute", cost, share, f"{who.capitalize()} compute{verb} longer.", f"{table.where}: {seen}.",
         f"See whether {who} ha{'s' if verb else 've'} more to compute (size of the batch, length of "
         "the samples, work that it alone does) or a slower core or device (hvdkit preflight).",
+        ranks=ranks,
+    )  # fmt: skip
+
+
+def _input_unseen(table: _Table, times: Sequence[RankTimes], slow: list[int], cost: float, seen: str) -> Cause | None:
+    """A late rank whose batches come from no loader that is seen; None where its thread ran so much longer."""
+    known = [rank.cores.ran / rank.cores.steps for rank in times if rank.cores is not None]
+    told = len(known) == len(times)
+    if told and min(known[row] for row in slow) - float(lower_median(np.array(known))) >= 0.5 * cost:
+        return None
+    ranks = tuple(table.numbers[row] for row in slow)
+    who, verb, its = name_ranks(ranks), "s" if len(ranks) == 1 else "", "its" if len(ranks) == 1 else "their"
+    what, ran = f"come{verb} late, by {its} input or computation", ""
+    if told:
+        what, ran = f"wait{verb} for {its} input or {its} device", "; the training thread there runs no longer"
+    return Cause(
+        "late", cost, cost / table.step_s, f"{who.capitalize()} {what}.", f"{table.where}: {seen}{ran}.",
+        f"Look at how {who} read{verb}, and at {its} device. Batches that come from no DataLoader are not seen: "
+        "put record_steps (hvdkit.torch) around them, and it is told.",
         ranks=ranks,
     )  # fmt: skip
 

@@ -19,10 +19,16 @@ _SCALARS = 64
 _UNEVEN = 0.05
 """Imbalance from which on the ranks are not alike."""
 
+UNSEEN = (
+    "Which rank's input or computation is late an MPI profile of Horovod does not show: record hvdkit launch "
+    "--explain-job."
+)
+
 
 def causes(profile: Profile, traffic: Traffic) -> list[Cause]:
     """What costs time, on the rank of ``traffic``, in no order; nothing where it is not known how long it ran."""
-    found = [_large(profile, traffic), _small(traffic), _waiting(traffic), _late(profile, traffic)]
+    late = _late(profile, traffic) or _waiting(traffic)
+    found = [_large(profile, traffic), _small(profile, traffic), late]
     return [cause for cause in found if cause is not None]
 
 
@@ -41,10 +47,7 @@ def otherwise(traffic: Traffic) -> str:
         )
     if not traffic.rank.seconds:
         return "It cannot tell: the profile does not say how long the job ran."
-    return (
-        f"No data that MPI moved costs the job {share_text(WORTH_SAYING)} or more of its time. Which rank's input or "
-        "computation is late an MPI profile does not show: record hvdkit launch --explain-job."
-    )
+    return f"No data that MPI moved costs the job {share_text(WORTH_SAYING)} or more of its time. {UNSEEN}"
 
 
 def _of_job(
@@ -57,7 +60,7 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
     """The time of payload calls of at least 64 KiB on the shown rank, as a cause; None where there are none."""
     rows = [row for row in traffic.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
     whole = measures.total(rows)
-    lost = whole.seconds - (whole.wait_s or 0.0)
+    lost = _moving(profile, traffic, whole)
     if not traffic.rank.seconds or not rows:
         return None
     lines = [
@@ -84,19 +87,27 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
     )
 
 
-def _small(traffic: Traffic) -> Cause | None:
+def _small(profile: Profile, traffic: Traffic) -> Cause | None:
     rows = [row for row in traffic.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL]
     small = measures.total(rows)
     if not traffic.rank.seconds or not rows:
         return None
     return _of_job(
         "small-tensors",
-        small.seconds - (small.wait_s or 0.0),
+        _moving(profile, traffic, small),
         traffic.rank.seconds,
         "Data goes in many small allreduces.",
         f"rank {traffic.rank.rank}: {small.calls:,} of them below 64 KiB",
         "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused.",
     )
+
+
+def _moving(profile: Profile, traffic: Traffic, calls: measures.Sums) -> float:
+    """Seconds of these calls without the wait for later ranks: the rank that spends the least time in MPI has none."""
+    if calls.wait_s or traffic.horovod or not traffic.rank.mpi_seconds:
+        return calls.seconds - (calls.wait_s or 0.0)
+    least = min(dict(profile.mpi_seconds).values(), default=traffic.rank.mpi_seconds)
+    return calls.seconds * min(1.0, least / traffic.rank.mpi_seconds)
 
 
 def _waiting(traffic: Traffic) -> Cause | None:

@@ -8,7 +8,7 @@ from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import findings, measures, results
-from hvdkit.read.mpi_profile.causes import causes, otherwise
+from hvdkit.read.mpi_profile.causes import UNSEEN, causes, otherwise
 from hvdkit.read.mpi_profile.comparison import Compared
 from hvdkit.read.mpi_profile.model import Profile
 from hvdkit.read.mpi_profile.traffic import CONTROL, Traffic
@@ -19,8 +19,10 @@ def page(profile: Profile, traffic: Traffic) -> Page:
     rank = traffic.rank
     elapsed = "" if rank.seconds is None else f" of {rank.seconds:.3f} s"
     library = f", {profile.library}" if profile.library else ""
+    first = verdict(causes(profile, traffic), otherwise(traffic))
     found: list[Table | str] = [
-        *verdict(causes(profile, traffic), otherwise(traffic)),
+        *first,
+        *([UNSEEN] if traffic.horovod and len(first) > 1 else []),
         "",
         f"Rank {rank.rank} of {profile.size} ({len(profile.ranks)} recorded by {profile.source}{library}): "
         f"{rank.mpi_seconds:.3f} s{elapsed} in MPI",

@@ -104,14 +104,22 @@ def launch(
     if growing is not None:
         with _recorded(request, job):
             return direct.run([*job.launcher, *job.command], job.environment).status
-    if first and not _could_train(job):
-        click.echo(f"hvdkit launch: {command[0]} was not started, since it could not train.", err=True)
-        return 1
-    if before is not None and (ended := attempts.started(before)).status:
-        click.echo(f"hvdkit launch: {command[0]} was not started, since the environment was not staged.", err=True)
-        return ended.status
+    if status := _prepared(command[0], job, before, first=first):
+        return status
     with _recorded(request, job):
         return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
+
+
+def _prepared(program: str, job: Plan, staging_job: Plan | None, *, first: bool) -> int:
+    """What has to go well before a job, --preflight and --stage; the status to leave with, or 0."""
+    status, why = 0, "it could not train"
+    if first and not _could_train(job):
+        status = 1
+    elif staging_job is not None:
+        status, why = attempts.started(staging_job).status, "the environment was not staged"
+    if status:
+        click.echo(f"hvdkit launch: {program} was not started, since {why}.", err=True)
+    return status
 
 
 def _could_train(job: Plan) -> bool:

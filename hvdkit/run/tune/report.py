@@ -76,7 +76,8 @@ def _nothing_adopted(search: Search) -> str:
 
 def text(search: Search, subject: Subject, *, interrupted: bool = False) -> str:
     """The outcome for a reader."""
-    lines = [f"{subject.n} ranks of: {' '.join(subject.command)}"]
+    lines = [f"Verdict: {verdict(search, interrupted=interrupted)}", ""]
+    lines.append(f"{subject.n} ranks of: {' '.join(subject.command)}")
     lines += [f"default: {subject.default}; {_measure(search)}", *subject.notes, ""]
     width = max(len(label(setting)) for setting in (DEFAULT, *search.candidates))
     lines.append(f"{'setting':{width}}  runs  median s  speed-up in the runs that select")
@@ -93,7 +94,7 @@ def text(search: Search, subject: Subject, *, interrupted: bool = False) -> str:
         ]
     for setting, reason in search.failures.items():
         lines += ["", f"Dropped: {label(setting)}, whose job {reason}"]
-    return "\n".join([*lines, "", verdict(search, interrupted=interrupted)])
+    return "\n".join(lines)
 
 
 class Confirmed(Part, frozen=True):

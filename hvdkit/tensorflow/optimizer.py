@@ -175,7 +175,9 @@ def reduce_gradients(
     say_ready(tensors, [names[position] for position in taking])
     has = [gradients[position] is not None for position in taking]
     if eager:
-        received, counts = _function(group, reduction)(tensors, None if all(has) else tf.cast(has, tf.float32))
+        # An argument even where it is all ones: TensorFlow would exchange a constant in the first call only.
+        asked = None if not fills else tf.ones(len(has)) if all(has) else tf.cast(has, tf.float32)
+        received, counts = _function(group, reduction)(tensors, asked)
     else:
         received, counts = _reduce(tensors, group, reduction, None)
     found = has if all(has) else (counts.numpy() > 0).tolist()  # only who lacks one waits for the numbers
@@ -253,15 +255,9 @@ def _group_name(names: Sequence[str]) -> str:
 
 @lru_cache(maxsize=1024)
 def _function(name: str, reduction: Reduction) -> Callable[[list[Any], Any], tuple[list[Any], Any]]:
-    """``_reduce`` as a ``tf.function``, the same one in every step; there None for ``has`` is all of them."""
-
-    def run(tensors: list[Any], has: Any) -> tuple[list[Any], Any]:
-        if has is None and reduction.options.op != "adasum":
-            has = tf.ones(len(tensors))
-        return _reduce(tensors, name, reduction, has)
-
+    """``_reduce`` as a ``tf.function``, the same one in every step."""
     function: Callable[[list[Any], Any], tuple[list[Any], Any]] = tf.function(
-        run, autograph=False, reduce_retracing=True
+        lambda tensors, has: _reduce(tensors, name, reduction, has), autograph=False, reduce_retracing=True
     )
     return function
 

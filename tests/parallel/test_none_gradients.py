@@ -39,8 +39,8 @@ def routed_class() -> type:
             for row, route in zip(*data, strict=True):
                 used = int(route) >= 0
                 made = self.experts[int(route)](self.shared(row[None])) if used else row[None]
-                losses.append(keras.ops.mean((made - 1.0) ** 2))
-            return keras.ops.mean(keras.ops.stack(losses))
+                losses.append(keras.ops.sum((made - 1.0) ** 2))
+            return sum(losses) / len(losses)
 
         def train_step(self, data: Any) -> dict[str, Any]:
             weights = self.trainable_variables
@@ -102,7 +102,11 @@ def trained(hk: Any, world: Any, way: str, batch: int) -> list[float]:
 def as_in_one_process(hk: Any, world: Any, everyone: Any, alone: Any, way: str) -> None:
     found = trained(hk, world, way, world.size)
     assert everyone(found) == [found] * world.size
-    np.testing.assert_allclose(found, alone(trained, way=way, batch=world.size), rtol=1e-9, atol=1e-12)
+    import keras
+
+    rounds = keras.backend.backend() == "torch"  # there a float64 Dense computes in float32, also on one process
+    bounds = {"rtol": 1e-5, "atol": 1e-6} if rounds else {"rtol": 1e-9, "atol": 1e-12}
+    np.testing.assert_allclose(found, alone(trained, way=way, batch=world.size), **bounds)
 
 
 @pytest.mark.parametrize("way", ["tape", "optimizer"])

@@ -21,6 +21,9 @@ READY := $(VENV)/.ready
 # Modules are compiled when they are first imported: of PyTorch and TensorFlow most never are.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
+# Python keeps what it compiles of modules; without it every process compiles TensorFlow anew, for 9 seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick lint format clean docs figures release-check
 .DELETE_ON_ERROR:
 

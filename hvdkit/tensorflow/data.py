@@ -71,6 +71,7 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         self._settings = options
         self._batches = rows.batches(arrays, self._epochs, self._epochs.pack).with_options(options)
+        self._untuned = untuned(self._batches)  # once: what iterates a new one first waits 50 ms
         self._set_length()
 
     def _set_length(self) -> None:
@@ -102,7 +103,7 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
         def took(batches: int) -> None:
             self._position = start.after(self.share, batches)
 
-        return CountedIterator(untuned(self._batches), begin, took, self._lose_count)
+        return CountedIterator(self._untuned, begin, took, self._lose_count)
 
     def _lose_count(self) -> None:
         self._epochs.counted = False

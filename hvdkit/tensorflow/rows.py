@@ -14,8 +14,11 @@ import tensorflow as tf
 
 from hvdkit.steps.shards import Batch
 
-LARGE = 16 * 1024
-"""Bytes of a row from which on TensorFlow gets a copy of the whole array, to read there."""
+LARGE, SMALL = 16 * 1024, 256 * 2**20
+"""TensorFlow gets a copy of an array whose rows have so many bytes and more, or that as a whole has no more than these.
+
+Python hands over rows at half of TensorFlow's rate, and waits with the training thread for the interpreter's lock.
+"""
 
 
 def batches(
@@ -61,8 +64,8 @@ def _within_tensorflow(array: Any) -> Any:
     if not isinstance(array, np.ndarray):
         return array
     text = array.dtype.kind in "OSU"
-    large = array.dtype.itemsize * math.prod(array.shape[1:]) >= LARGE and not isinstance(array, np.memmap)
-    if not (text or large):
+    worth = array.dtype.itemsize * math.prod(array.shape[1:]) >= LARGE or array.nbytes <= SMALL
+    if not text and (not worth or isinstance(array, np.memmap)):
         return array
     with tf.device("CPU:0"):
         return tf.constant(array)

@@ -1,0 +1,37 @@
+"""Batches of arrays, whoever takes their rows: TensorFlow, of a copy, or NumPy, of the array itself."""
+
+import numpy as np
+import pytest
+from ranks import on_ranks
+
+SAMPLES = 10
+
+
+@pytest.mark.parametrize("where", ["copied", "large rows", "in place", "mapped"])
+@on_ranks("tensorflow")
+def test_rows_are_those_of_the_arrays(hk, world, everyone, tmp_path, where):
+    import tensorflow as tf
+
+    from hvdkit.tensorflow import rows
+
+    width = rows.LARGE // 4 if where == "large rows" else 3
+    x = np.arange(SAMPLES * width, dtype=np.float32).reshape(SAMPLES, width)
+    if where == "mapped":
+        path = tmp_path / f"{world.rank}.npy"
+        np.save(path, x)
+        x = np.load(path, mmap_mode="r")
+    limit = rows.SMALL
+    rows.SMALL = limit if where in ("copied", "mapped") else 0
+    try:
+        loader = hk.shard((x, np.arange(SAMPLES)), world, 2)
+        copied = isinstance(rows._within_tensorflow(x), tf.Tensor)
+    finally:
+        rows.SMALL = limit
+    assert copied == (where in ("copied", "large rows"))
+    for _ in range(2):  # epochs
+        taken = []
+        for images, numbers in loader:
+            np.testing.assert_array_equal(images, x[numbers])
+            taken += numbers.numpy().tolist()
+        whole = sum(everyone(taken), [])
+        assert len(whole) == len(set(whole)) == SAMPLES - SAMPLES % (2 * world.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,25 +21,42 @@ _IN_GRAPHS = 4
 """So many variables, the largest, are looked at in ``tf.function``, where each costs every step some microseconds."""
 _COUNTERS: dict[tuple[int, int, int], _Counter] = {}
 """By the first variable, the number of them, and the ranks that exchange."""
+_NUMBERS = itertools.count()
 _ROUNDINGS = {tf.float64: 2**-52, tf.float32: 2**-23, tf.float16: 2**-10, tf.bfloat16: 2**-7}
 
 
 class _Counter:
-    """Exchanges of some variables' gradients."""
+    """Exchanges of some variables' gradients: eager ones, and those of ``tf.function``, where Python takes 0.1 ms."""
 
     def __init__(self) -> None:
-        self.exchanges = 0
+        self._name = f"hvdkit_exchanges_{next(_NUMBERS)}"
+        self.forget()
 
-    def is_due(self) -> np.bool_:
-        """Whether the exchange that now begins is compared."""
-        self.exchanges += 1
-        return np.bool_(self.exchanges >= _FIRST and parting.is_due(self.exchanges))
+    def forget(self) -> None:
+        """Begin to count."""
+        self._eager = 0
+        with tf.init_scope(), tf.device("CPU:0"):
+            tf.raw_ops.AssignVariableOp(resource=self._in_graphs(), value=tf.constant(0, tf.int64))
+
+    def count(self) -> Any:
+        """Which exchange this is, from 1 on: a number, in ``tf.function`` a tensor."""
+        if tf.executing_eagerly():
+            self._eager += 1
+            return self._eager
+        with tf.device("CPU:0"):
+            mine = self._in_graphs()
+            tf.raw_ops.AssignAddVariableOp(resource=mine, value=tf.constant(1, tf.int64))
+            return tf.raw_ops.ReadVariableOp(resource=mine, dtype=tf.int64)
+
+    def _in_graphs(self) -> Any:
+        # Found by its name: a tf.Variable that no model holds would keep a function from being exported.
+        return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=self._name)
 
 
 def forget() -> None:
     """Ranks have joined, or Horovod has started anew with others: all begin to count."""
     for counter in _COUNTERS.values():
-        counter.exchanges = 0
+        counter.forget()
 
 
 def _and_forget(plain: Callable[[], Any]) -> Callable[[], Any]:
@@ -70,7 +88,8 @@ def look(variables: Iterable[Any], process_set: Any) -> None:
     if not sources or not process_set.included() or (process_set.size() < 2 and not grows):
         return
     counter = _counter(sources[0], len(sources), process_set)
-    if not graph and not counter.is_due():
+    exchange = 0
+    if not graph and not _is_due(exchange := counter.count()):
         return
     named = [(canonical_name(one), one) for one in sources if isinstance(one, tf.Variable) and one.dtype.is_floating]
     if graph:
@@ -80,12 +99,16 @@ def look(variables: Iterable[Any], process_set: Any) -> None:
     names, ours = zip(*named, strict=True)
     call = f"hvdkit.parameters.{process_set.process_set_id}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
     if not graph:
-        _compare(ours, names, counter, process_set, call)
+        _compare(ours, names, exchange, process_set, call)
         return
     call = _among_equals(call)
     with tf.control_dependencies([ours[0].value()]):  # after the step before, where a function takes several
-        due = tf.numpy_function(counter.is_due, [], tf.bool, name="hvdkit_due")
-    tf.cond(due, lambda: _compare(ours, names, counter, process_set, call), lambda: False)
+        exchange = counter.count()
+    tf.cond(_is_due(exchange), lambda: _compare(ours, names, exchange, process_set, call), lambda: False)
+
+
+def _is_due(exchange: Any) -> Any:
+    return parting.is_due(exchange) & (exchange >= _FIRST)
 
 
 def _among_equals(call: str) -> str:
@@ -104,18 +127,18 @@ def _counter(first: Any, number: int, process_set: Any) -> _Counter:
     return _COUNTERS[key]
 
 
-def _compare(ours: Sequence[tf.Variable], names: Sequence[str], counter: _Counter, process_set: Any, call: str) -> Any:
+def _compare(ours: Sequence[tf.Variable], names: Sequence[str], exchange: Any, process_set: Any, call: str) -> Any:
     mine = tf.reshape([fact for one in ours for fact in _facts(one)], [-1])
     sent = tf.concat([tf.ones(3, tf.float64), mine, mine**2], 0)
     # Without the scopes of the graph around it, which may be another on another rank.
     whole = hvd.allreduce(sent, op=hvd.Sum, name=call, process_set=process_set, ignore_name_scope=True)
     roundings = [_ROUNDINGS.get(one.dtype, 1.0) for one in ours]
 
-    def judge(seen: Any) -> Any:  # TensorFlow keeps it, and what it holds, forever
-        parting.judge(np.asarray(seen), names, roundings, counter.exchanges)
+    def judge(seen: Any, exchanges: Any) -> Any:  # TensorFlow keeps it, and what it holds, forever
+        parting.judge(np.asarray(seen), names, roundings, int(exchanges))
         return np.True_
 
-    return judge(whole) if tf.executing_eagerly() else tf.numpy_function(judge, [whole], tf.bool)
+    return judge(whole, exchange) if tf.executing_eagerly() else tf.numpy_function(judge, [whole, exchange], tf.bool)
 
 
 def _facts(variable: tf.Variable) -> tuple[Any, Any]:

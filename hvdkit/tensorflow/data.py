@@ -1,7 +1,4 @@
-"""A rank's part of a data set as ``tf.data``; the inside of ``hvdkit.tensorflow.shard``.
-
-Why beside ``tensorflow_state.py``: input and state have nothing in common.
-"""
+"""A rank's part of a data set as ``tf.data``; the inside of ``hvdkit.tensorflow.shard``."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def look(variables: Iterable[Any], process_set: Any) -> None:
     if not sources or not process_set.included() or (process_set.size() < 2 and not grows):
         return
     counter = _counter(sources[0], len(sources), process_set)
-    exchange = 0
-    if not graph and not _is_due(exchange := counter.count()):
+    exchange = None if graph else counter.count()
+    if not graph and not _is_due(exchange):
         return
     named = [(canonical_name(one), one) for one in sources if isinstance(one, tf.Variable) and one.dtype.is_floating]
     if graph:

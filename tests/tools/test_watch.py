@@ -227,7 +227,15 @@ def test_on_a_terminal_it_stays_and_ctrl_c_is_quiet(tmp_path):
     main, other = pty.openpty()
     words = [sys.executable, "-m", "hvdkit.cli", "watch", str(tmp_path), "--interval", "0.05"]
     environ = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
-    job = subprocess.Popen(words, stdin=other, stdout=other, stderr=other, env=environ)
+    job = subprocess.Popen(
+        words,
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        env=environ,
+        # a suite in the background of a shell has inherited it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     os.close(other)
     said = read_until(main, b"step 50/400")
     with file.open("a") as out:

@@ -11,7 +11,8 @@ files are in the page cache: a file system that must be waited for comes on top.
 
 Arrays through ``hvdkit.tensorflow.shard`` and ``hvdkit.keras.shard`` on one rank, against plain ``tf.data`` (slices,
 shuffle, batch, prefetch), whole epochs in turn: large images (128, 128, 3) float32, and eight times as many small ones
-(28, 28, 1). The ratio is that of samples per second to plain tf.data's.
+(28, 28, 1). The last loader gets a ``tf.data.Dataset``, which is a stream where it is large: the ranks agree on each
+step. The ratio is that of samples per second to plain tf.data's.
 """
 
 import argparse
@@ -170,10 +171,12 @@ def image_loaders(shape, samples, batch_size):
     images = np.random.default_rng(0).random((samples, *shape), dtype=np.float32)
     data = images, np.arange(samples)
     plain = tf.data.Dataset.from_tensor_slices(data).shuffle(samples).batch(batch_size, drop_remainder=True)
+    stream = tf.data.Dataset.from_tensor_slices(data).take(samples)  # without it, shard takes the arrays
     return {
         "plain tf.data": plain.prefetch(tf.data.AUTOTUNE),
         "hvdkit.tensorflow.shard": hvdkit.tensorflow.shard(data, world, batch_size),
         "hvdkit.keras.shard": hvdkit.keras.shard(data, world, batch_size).reader().tf_dataset(),  # as fit reads it
+        "hvdkit.tensorflow.shard of a tf.data.Dataset": hvdkit.tensorflow.shard(stream, world, batch_size),
     }
 
 

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_samples import CountedIterator, has_first, in_memory, untuned
+from hvdkit.common.tf_functions import Flattened, Mapped, traced
+from hvdkit.common.tf_pass import PassIterator, Steps, flat, reading, repeated, windows
+from hvdkit.common.tf_samples import has_first, held, in_memory, untuned
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
-from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
+from hvdkit.steps.streams import HEAD, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
 
 IN_MEMORY = 64 * 2**20
-"""Bytes up to which a data set of known length and shapes is kept in memory, as arrays are."""
+"""Bytes up to which a data set of known length and shapes is kept in memory, as arrays and their slices are."""
 BUFFER = 1024
 """Samples in the shuffle buffer of ``shuffle=True``."""
 _READ_AHEAD = 2  # batches: TensorFlow's own choice may be hundreds, and memory with them
@@ -76,15 +78,16 @@ def arrays_or_stream(
         return in_memory(dataset), None
     _require_samples(dataset)
     files = _find_files(dataset)
-    few = files is None and _bytes(dataset) <= IN_MEMORY
-    arrays = in_memory(dataset) if few else None
-    if few and not has_first(HEAD, dataset, arrays):
-        few, arrays = False, None
+    arrays = held(dataset)
+    if arrays is None and files is None and _bytes(dataset) <= IN_MEMORY:
+        arrays = in_memory(dataset)
+        arrays = arrays if has_first(HEAD, dataset, arrays) else None
+    few = arrays is not None
     stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), totals, weigh, files)
     if world.size > 1:
         mark = 0
         for array in tf.nest.flatten(arrays) if few else ():
-            mark = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes(), mark)
+            mark = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)[:IN_MEMORY].data, mark)
         everyone = {tuple(row[0]) for row in ranks.gather(np.array([[few, mark]], dtype=np.int64), "hvdkit.shard")}
         if len(everyone) > 1:
             raise AgreementError(
@@ -131,8 +134,11 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         self._maps: tuple[tuple[Any, str | None], ...] = ()
         self.in_fit = False
         self._begin_stream(share, totals if share.world.size > 1 else lambda _: lambda mine: mine)
-        self._spec = self._batches(StreamPosition())[0].element_spec
-        self._element_spec = self._pipeline(lambda: [], self._spec[1]).element_spec
+        self._passes: WeakValueDictionary[int, Steps] = WeakValueDictionary()
+        self._reader = None if files is not None else traced(*reading(source, self._passes))
+        self._spec = self._batches(StreamPosition(), 0).element_spec[1]
+        self._step = traced(self._agreed(), tf.TensorSpec((), tf.int64))
+        self._element_spec = self._pipeline(0).element_spec
         super().__init__(None)
 
     def _inputs(self) -> list[Any]:
@@ -153,7 +159,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
     @property
     def parts(self) -> int:
         """1 where a sample is x alone, 2 of ``(x, y)``, 3 of ``(x, y, sample_weight)``."""
-        return len(self._spec[1]) if isinstance(self._spec[1], tuple) else 1
+        return len(self._spec) if isinstance(self._spec, tuple) else 1
 
     @property
     def has_labels(self) -> bool:
@@ -171,7 +177,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         """
         mapped = copy.copy(self)
         mapped._maps = (*self._maps, (map_func, name))
-        mapped._element_spec = mapped._pipeline(lambda: [], self._spec[1]).element_spec
+        mapped._element_spec = mapped._pipeline(0).element_spec
         return mapped
 
     def prefetch(self, buffer_size: Any, name: str | None = None) -> ShardedStream:  # noqa: ARG002
@@ -196,8 +202,8 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         if not tf.executing_eagerly():
             _raise_in_function()
         exchange, start = self._begin_pass()
-        batches, skipped = self._batches(start)
-        steps = Steps(iter(batches), exchange, self.share, skipped)
+        number = self._place.passes
+        steps = self._passes[number] = Steps(self._batches(start, number), exchange, self.share, start, self._mark)
         place = self._place
 
         def took(batches: int) -> None:
@@ -207,125 +213,47 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         def lost() -> None:
             place.lost = not self.in_fit
 
-        return PassIterator(self._pipeline(steps, self._spec[1]), exchange, place, steps, took, lost)
+        return PassIterator(self._pipeline(number), exchange, place, steps, took, lost)
 
-    def _batches(self, start: StreamPosition) -> tuple[Any, int]:
-        """The native part: (mark (m,), samples), from the epoch's beginning; and how many of them were taken."""
-        share, epoch = self.share, start.epoch
-        taken, first = divmod(start.samples, share.global_batch)
-        samples = self._source
+    def _batches(self, start: StreamPosition, number: int) -> Any:
+        """The native part of a pass: (index (m,), samples), from the epoch's beginning."""
+        share, samples = self.share, self._source
         if share.buffer:
-            seed = int(np.random.SeedSequence([share.seed, epoch]).generate_state(1)[0])
+            seed = int(np.random.SeedSequence([share.seed, start.epoch]).generate_state(1)[0])
             samples = samples.shuffle(share.buffer, seed=seed, reshuffle_each_iteration=False)
-        if share.by_files:
-            marked = samples.map(lambda *parts: (np.int64(self._mark), parts if len(parts) > 1 else parts[0]))
-        else:
-            start_of_scan = (tf.zeros((), tf.int64),) * 3
-            marked = samples.scan(start_of_scan, lambda state, one: _digested(state, one, first, share.world.size))
-            marked = marked.skip(first).shard(share.world.size, share.world.rank)
-        return marked.batch(share.batch_size).prefetch(_READ_AHEAD).with_options(_options()), taken
+        if self._reader is not None:
+            samples = Flattened(windows(samples, number), self._reader)
+        samples = samples.enumerate()
+        if not share.by_files:
+            samples = samples.skip(start.samples % share.global_batch).shard(share.world.size, share.world.rank)
+        return samples.batch(share.batch_size).prefetch(_READ_AHEAD).with_options(_options())
 
-    def _pipeline(self, steps: Callable[[], list[Any]], spec: Any) -> Any:
-        """The batches that are handed out, step by step as the ranks agree."""
-        flat = tf.nest.flatten(spec, expand_composites=True)
+    def _agreed(self) -> Callable[[Any], Any]:
+        """What hands out the next batch of a pass when the ranks agree on it, and ends the pass."""
+        exact, passes, spec, weigh = self.share.remainder == "exact", self._passes, self._spec, self._weigh
+        kinds = flat(spec)
 
-        def step(_: Any) -> tuple[Any, Any]:
-            weights, *parts = tf.py_function(steps, [], [tf.float64, *(part.dtype for part in flat)])
+        def next_of(number: Any) -> list[Any]:
+            if (steps := passes.get(int(number))) is None:
+                raise StopIteration
+            return steps()
+
+        def step(number: Any) -> Any:
+            weights, *parts = tf.py_function(next_of, [number], [tf.float64, *(kind.dtype for kind in kinds)])
             weights.set_shape((None,))
-            for part, like in zip(parts, flat, strict=True):
-                part.set_shape(like.shape)
-            return weights, tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+            for part, kind in zip(parts, kinds, strict=True):
+                part.set_shape(kind.shape)
+            packed = tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+            return weigh(packed, weights) if exact else packed
 
-        exact = self.share.remainder == "exact"
-        agreed = tf.data.Dataset.counter().map(step).take_while(lambda weights, _: tf.size(weights) > 0)
-        batches = agreed.map(lambda weights, parts: self._weigh(parts, weights) if exact else parts)
+        return step
+
+    def _pipeline(self, number: int) -> Any:
+        """The batches of a pass that are handed out, step by step as the ranks agree."""
+        batches = Mapped(repeated(number), self._step)
         for function, name in self._maps:
             batches = batches.map(function, name=name)
         return untuned(batches.prefetch(1).with_options(_options()))
-
-
-class Steps:
-    """One pass: each call is a step, the next batch of this rank and the weights (m,) of its samples, () at the end.
-
-    Args:
-        batches: of (mark (m,), samples).
-        exchange: of this pass.
-        share: this rank's part.
-        skipped: batches to leave out, which were trained before.
-    """
-
-    def __init__(self, batches: Any, exchange: Exchange, share: StreamShare, skipped: int) -> None:
-        self._batches, self._exchange, self._share, self._skipped = batches, exchange, share, skipped
-        self._first: Any = None
-
-    def __call__(self) -> list[Any]:
-        size, mark, parts, error = 0, 0, None, None
-        try:
-            size, mark, parts = self._read()
-        except Exception as failure:
-            error = failure
-        first = self._first
-        weight = self._exchange.ask(size, mark, error)
-        if weight is None:
-            self.close()
-            return [tf.zeros((0,), tf.float64), *_flat(first)]
-        if self._share.remainder == "pad":
-            parts, size = self._padded(first, parts, size), self._share.batch_size
-        elif size == 0:
-            parts, size = tf.nest.map_structure(lambda part: part[:1], first), 1
-        return [tf.fill((size,), tf.constant(weight, tf.float64)), *_flat(parts)]
-
-    def close(self) -> None:
-        """Let go of the native part, its threads and buffers: TensorFlow keeps a function that it once called."""
-        self._batches, self._first = iter(()), None
-
-    def _read(self) -> tuple[int, int, Any]:
-        while (found := next(self._batches, None)) is not None:
-            marks, parts = found
-            if self._first is None:
-                self._first, self._first_rows = parts, len(marks)
-            if not self._skipped:
-                return len(marks), int(marks[-1]), parts
-            self._skipped -= 1
-        if self._first is None and self._skipped:
-            raise InvalidArgumentError("the data set to go on in has no samples now; give the one of the checkpoint.")
-        return 0, 0, None
-
-    def _padded(self, first: Any, parts: Any, size: int) -> Any:
-        fill = np.arange(self._share.batch_size - size) % self._first_rows
-        added = tf.nest.map_structure(lambda part: tf.gather(part, fill), first)
-        return tf.nest.map_structure(lambda *both: tf.concat(both, 0), parts, added) if size else added
-
-
-class PassIterator(CountedIterator):
-    """An iterator of one pass that raises what went wrong there, and leaves together with the other ranks.
-
-    Args:
-        exchange: of the pass.
-        place: counts what was taken where the iterator cannot.
-        steps: of the pass.
-        took, lost: see ``CountedIterator``.
-    """
-
-    def __init__(self, dataset: Any, exchange: Exchange, place: Any, steps: Steps, took: Any, lost: Any) -> None:
-        self._exchange, self._place, self._steps = exchange, place, steps
-        super().__init__(dataset, lambda: None, took, lost)
-
-    def _next_internal(self) -> Any:
-        try:
-            return super()._next_internal()
-        except tf.errors.OutOfRangeError:
-            raise
-        except tf.errors.OpError:
-            if self._exchange.failure is not None:
-                raise self._exchange.failure from None
-            raise
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            trained = self._place.taken if self._place.exchange is self._exchange else 0
-            self._exchange.settle(max(self._taken, trained))
-            self._steps.close()
 
 
 def total(hvd: Any, name: str) -> Total:
@@ -353,18 +281,6 @@ def with_weights(parts: Any, weights: Any) -> Any:
     return (*parts, weights) if isinstance(parts, tuple) else (parts, weights)
 
 
-def _digested(state: Any, sample: Any, first: int, size: int) -> Any:
-    """A sample with a digest of those before its row of ``size`` samples, one for each rank."""
-    index, digest, row = state
-
-    def add() -> Any:
-        parts = map(tf.io.serialize_tensor, _flat(sample))
-        return tf.strings.to_hash_bucket_fast(tf.strings.join([tf.strings.as_string(digest), *parts]), 2**40)
-
-    row = tf.where(tf.math.floormod(index - first, size) == 0, digest, row)
-    return (index + 1, tf.cond(index < HEAD, add, lambda: digest), row), (row, sample)
-
-
 def _require_samples(dataset: Any) -> None:
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise InvalidArgumentError("shard needs a data set that ends, got an endless one; leave .repeat() out.")
@@ -386,11 +302,9 @@ def _options() -> Any:
     # The ranks ask ahead by one step, not by as many as TensorFlow likes.
     options.experimental_optimization.inject_prefetch = False
     options.experimental_optimization.map_parallelization = False
+    # Rewriting the pipeline takes 40 ms at the beginning of each pass.
+    options.experimental_optimization.apply_default_optimizations = False
     return options
-
-
-def _flat(parts: Any) -> list[Any]:
-    return tf.nest.flatten(parts, expand_composites=True)  # type: ignore[no-any-return]
 
 
 def _raise_in_function() -> None:

@@ -240,7 +240,8 @@ def shard(
         dataset: arrays with a common first axis, such as ``(x, y)``; ``np.memmap`` works and stays on disk. Or a
             ``tf.data.Dataset`` of single samples, the same in the same order on every rank, or built on what
             ``shard_files`` returned. It is streamed, never read into memory, whether its length is known or not; but
-            for at most 64 MiB of known length and shapes, which are read once, here, and kept as arrays.
+            for at most 64 MiB of known length and shapes, which are read once, here, and kept as arrays. What
+            ``from_tensor_slices`` made, with nothing behind it, counts as its arrays.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.common.tf_functions import Flattened, MappedByTwo, traced
 from hvdkit.steps.shards import Batch
 
 LARGE, SMALL = 16 * 1024, 256 * 2**20
@@ -34,7 +35,8 @@ def batches(
     flat = [_within_tensorflow(array) for array in tf.nest.flatten(arrays)]
     outside = [array for array in flat if isinstance(array, np.ndarray)]
 
-    def contents(indices: tf.Tensor, weight: tf.Tensor) -> Any:
+    def contents(indices: tf.Tensor, length: tf.Tensor, weight: tf.Tensor) -> Any:
+        indices = indices[:length]
         found: Iterator[Any] = iter(())
         if outside:
             types = [array.dtype for array in outside]
@@ -48,15 +50,14 @@ def batches(
 
     def plan(_: tf.Tensor) -> tf.data.Dataset:
         made = tf.numpy_function(lambda: _plan(epoch()), [], [tf.int64, tf.int64, tf.float64])
-        for one in made:
-            one.set_shape((None,))
-        indices, lengths, weights = made
-        return tf.data.Dataset.from_tensor_slices(
-            (tf.RaggedTensor.from_row_lengths(indices, lengths, validate=False), weights)
-        )
+        for one, rank in zip(made, (2, 1, 1), strict=True):
+            one.set_shape((None,) * rank)
+        return tf.data.Dataset.from_tensor_slices(tuple(made))
 
-    steps = tf.data.Dataset.range(1).flat_map(plan)  # from_generator takes as long to begin as ten batches of images
-    return steps.map(contents, num_parallel_calls=2, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    # from_generator takes as long to begin as ten batches of images.
+    epochs = tf.data.Dataset.range(1)
+    steps = Flattened(epochs, traced(plan, epochs.element_spec))
+    return MappedByTwo(steps, traced(contents, steps.element_spec)).prefetch(tf.data.AUTOTUNE)
 
 
 def _within_tensorflow(array: Any) -> Any:
@@ -72,7 +73,10 @@ def _within_tensorflow(array: Any) -> Any:
 
 
 def _plan(epoch: Iterable[Batch]) -> tuple[Any, Any, Any]:
-    """The indices of all steps, one after the other; how many are each step's, and its weight, (steps,)."""
+    """All steps' indices, (steps, longest), filled up with 0; how many are each step's, and its weight, (steps,)."""
     steps = list(epoch)
-    indices = np.concatenate([np.zeros(0, np.int64), *(step.indices for step in steps)])
-    return indices, np.array([len(step.indices) for step in steps], np.int64), np.array([step.weight for step in steps])
+    lengths = np.array([len(step.indices) for step in steps], np.int64)
+    indices = np.zeros((len(steps), max(lengths, default=0)), np.int64)
+    for row, step in zip(indices, steps, strict=True):
+        row[: len(step.indices)] = step.indices
+    return indices, lengths, np.array([step.weight for step in steps])

@@ -35,3 +35,23 @@ def test_rows_are_those_of_the_arrays(hk, world, everyone, tmp_path, where):
             taken += numbers.numpy().tolist()
         whole = [number for part in everyone(taken) for number in part]
         assert len(whole) == len(set(whole)) == SAMPLES - SAMPLES % (2 * world.size)
+
+
+@on_ranks("tensorflow", "keras", n=2)
+def test_slices_of_tensors_are_arrays_whatever_their_size(hk, world, everyone):
+    import tensorflow as tf
+
+    from hvdkit.common import tf_streams
+    from hvdkit.steps.streams import StreamInEpochs
+
+    slices = tf.data.Dataset.from_tensor_slices(({"x": np.arange(SAMPLES)}, np.zeros((SAMPLES, 2))))
+    limit, tf_streams.IN_MEMORY = tf_streams.IN_MEMORY, 0
+    try:
+        loaders = hk.shard(slices, world, 2), hk.shard(slices.prefetch(1), world, 2)
+        strings = hk.shard(tf.data.Dataset.from_tensor_slices(["a", "b", "c", "d"]), world, 2)
+    finally:
+        tf_streams.IN_MEMORY = limit
+    assert [isinstance(one, StreamInEpochs) for one in (*loaders, strings)] == [False, True, True]
+    for loader in loaders:
+        taken = [int(number) for x, y in loader for number in np.asarray(x["x"])]
+        assert len({number for part in everyone(taken) for number in part}) == 2 * len(taken) == 8

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _LOOKED_AT = 16
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _Print = tuple[torch.Size, torch.dtype, tuple[Any, ...]]
 
 
@@ -33,12 +34,10 @@ class Copies:
         replaced = {old: name for name, new in after if (old := before.get(name)) is not None and old != new}
         if not replaced:
             return
-        kinds = {(shape, dtype) for shape, dtype, _ in replaced}
+        kinds = {(shape.numel(), dtype) for shape, dtype, _ in replaced}
         for one in gc.get_objects():
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and (one.shape, one.dtype) in kinds:
-                held = print_of(one)
-                if held in replaced:
-                    self._found.append((replaced[held], weakref.ref(one), held))
+            if type(one) in _PLAIN and (one.numel(), one.dtype) in kinds and (held := print_of(one)) in replaced:
+                self._found.append((replaced[held], weakref.ref(one), held))
 
     def tell(self) -> None:
         """A backward has begun."""
@@ -58,11 +57,12 @@ class Copies:
 @torch.no_grad()
 def print_of(tensor: torch.Tensor) -> _Print | None:
     """Some of a tensor's numbers, which tell it from others of its kind; None where all are equal or none is there."""
-    whole = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not whole or tensor.device.type == "meta" or tensor.is_quantized:
+    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.device.type == "meta":
         return None
-    flat = tensor.detach().reshape(-1)
-    numbers = tuple(flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].tolist())
+    numbers: tuple[Any, ...] = ()
+    with contextlib.suppress(RuntimeError):  # any tensor of the process may be asked: nested, freed, of an ended vmap
+        flat = tensor.detach().reshape(-1)
+        numbers = tuple(flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].tolist())
     return (tensor.shape, tensor.dtype, numbers) if len(set(numbers)) > 1 else None
 
 

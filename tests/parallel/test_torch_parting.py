@@ -336,6 +336,18 @@ def other_model(hk: Any, world: Any, model: Any) -> Any:
     return net(world.rank + 10)
 
 
+def what_cannot_be_read(hk: Any, world: Any, model: Any) -> list[Any]:
+    """Of as many numbers as the first layer's weight: nested, with its memory freed, of a vmap that has ended."""
+    import torch
+
+    numbers = torch.ones(4, 5, 6, dtype=torch.float64)
+    nested, freed, ended = torch.nested.nested_tensor([numbers[0, :2], numbers[0, 2:]]), numbers[0].clone(), []
+    freed.untyped_storage().resize_(0)
+    torch.func.vmap(lambda one: ended.append(one) or one)(numbers)
+    return [nested, freed, *ended]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("kept", "reloads", "told"),
     [
@@ -344,6 +356,7 @@ def other_model(hk: Any, world: Any, model: Any) -> Any:
         (network, True, False),
         (broadcast_as_well, False, False),
         (other_model, False, False),
+        (what_cannot_be_read, False, False),
     ],
 )
 @on_ranks("torch", n=(2, 3))

@@ -43,6 +43,7 @@ from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
 from hvdkit.torch.bucket_layout import Layout
 from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
+from hvdkit.torch.copies import COPIES
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
 from hvdkit.torch.gathered import gather
@@ -232,7 +233,8 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
             groups; raised on every rank.
         RootError: the root's optimizer holds what cannot be sent; the root raises the reason.
     """
-    state.broadcast(model, optimizer, root)
+    with COPIES.found_after(model):
+        state.broadcast(model, optimizer, root)
 
 
 # 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------

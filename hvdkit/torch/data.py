@@ -178,6 +178,7 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
         self._batches = EpochBatches(share)
         self._given_generator = options.get("generator")
         super().__init__(dataset, batch_sampler=self._batches, **options)
+        self.__dict__["batch_size"] = share.batch_size  # PyTorch has None beside a batch_sampler
 
     def _set_share(self, share: Shard) -> None:
         self.share = self._batches.share = share

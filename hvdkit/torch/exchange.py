@@ -23,6 +23,7 @@ from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
 from hvdkit.torch.buckets import Travelling, Wire, in_buckets, obstacle_to, total_norm
+from hvdkit.torch.copies import COPIES
 from hvdkit.torch.state import OverTorch, layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
@@ -175,6 +176,7 @@ class Exchange:
         self._by_hand.exchanged()
         if self.active and not late:
             parting.UNDISTRIBUTED.exchanged()
+            COPIES.tell()
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
@@ -195,6 +197,8 @@ class Exchange:
             self._twice.add(id(parameter))
         self._fired.add(id(parameter))
         if self._agreed is None or self._said.changed:
+            return
+        if len(parameter._post_accumulate_grad_hooks) > 1:  # the program's, which may still change this gradient
             return
         bucket = self._agreed.bucket_of[id(parameter)]
         if id(parameter) in self._twice:
@@ -262,6 +266,7 @@ class Exchange:
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())
+        parting.warn_of_clipping_hooks(named)
         buckets = in_buckets(named, how, sparse)
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"

@@ -29,16 +29,17 @@ def weighted_loss(loss: Callable[..., torch.Tensor], *, over: str = "samples") -
         A function of (output, target, weights=None): this rank's part of the mean; its mean over the ranks is the loss.
         Weights are (m,), also where m texts of t tokens are flattened to m * t outputs, as long as all are equal.
     Raises:
-        InvalidArgumentError: a reduction other than "mean" and "none", or class weights under the reduction "mean"
-            over samples; when called: targets with ``ignore_index`` over samples, weights of another length, or a loss
-            that is a single number.
+        InvalidArgumentError: a reduction other than "mean", "none" and KLDivLoss' "batchmean", a loss of more than two
+            tensors, or class weights under the reduction "mean" over samples; when called: targets with
+            ``ignore_index`` over samples, weights of another length, or a loss that is a single number.
     """
     reduction = getattr(loss, "reduction", "none")
-    if reduction not in ("mean", "none"):
+    if reduction not in ("mean", "none", "batchmean"):
         raise InvalidArgumentError(
             f"weighted_loss needs a loss with reduction='mean' or 'none', got {reduction!r} ({type(loss).__name__}); "
             "only means are the same for every number of ranks."
         )
+    _require_two_inputs(loss)
     each, mean, ignored = _taken_apart(loss)
     if over == "targets":
         return _over_targets(each, mean, ignored, getattr(loss, "weight", None))
@@ -69,12 +70,30 @@ def weighted_loss(loss: Callable[..., torch.Tensor], *, over: str = "samples") -
     return weighted
 
 
+def _require_two_inputs(loss: Any) -> None:
+    takes = loss.forward if isinstance(loss, torch.nn.Module) else loss
+    if not (inspect.ismethod(takes) or inspect.isfunction(takes)):
+        return
+    needed = [
+        name
+        for name, one in inspect.signature(takes).parameters.items()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(needed) > 2:
+        raise InvalidArgumentError(
+            f"weighted_loss takes a loss of (output, target), got one of ({', '.join(needed)}); call it by itself, "
+            "with reduction='none', and multiply: (loss(...) * w).mean()."
+        )
+
+
 def _taken_apart(loss: Any) -> tuple[Callable[..., torch.Tensor], bool, int | None]:
     """The loss of each element; whether PyTorch takes their mean; and the class that is then left out, if any."""
     if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
         each = copy.copy(loss)
         each.reduction = "none"  # type: ignore[assignment]
         mean = loss.reduction == "mean"
+        if loss.reduction == "batchmean":  # of KLDivLoss: a sample's sum
+            return lambda output, target: each(output, target).reshape(len(output), -1).sum(1), False, None
         return each, mean, getattr(loss, "ignore_index", None) if mean else None
     parameters = inspect.signature(loss).parameters if inspect.isfunction(loss) else {}
     if "reduction" not in parameters:
@@ -115,7 +134,9 @@ def _over_targets(
 def _losses(each: Callable[..., torch.Tensor], output: torch.Tensor, target: Any) -> torch.Tensor:
     losses = each(output, target)
     if losses.dim() == 0:
-        raise InvalidArgumentError("weighted_loss needs one loss for each sample, got a single number.")
+        raise InvalidArgumentError(
+            "weighted_loss needs one loss for each sample, got a single number; make the loss with reduction='none'."
+        )
     return losses
 
 

@@ -60,6 +60,25 @@ def warn_of_clipped(gradients: list[torch.Tensor]) -> None:
         )
 
 
+def warn_of_clipping_hooks(named: Named) -> None:
+    """Of hooks that clip a parameter's gradient before it is averaged; by their names, and by those that they use."""
+    for name, one in named:
+        for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks):
+            if any(map(_clips, (hooks or {}).values())):
+                warnings.warn(
+                    f"a hook on {name} clips this rank's own gradient, and the mean of what is clipped is not what one "
+                    "process clips. Clip after backward(): torch.nn.utils.clip_grad_value_(model.parameters(), limit).",
+                    stacklevel=12,
+                )
+                return
+
+
+def _clips(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # of a functools.partial
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return any(part in name for name in (getattr(function, "__name__", ""), *names) for part in ("clip", "clamp"))
+
+
 class Undistributed:
     """Warns of an optimizer that steps, beside distributed ones, with gradients that nobody averages.
 

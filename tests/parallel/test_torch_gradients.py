@@ -504,6 +504,27 @@ def gradients_that_are_assigned(distribute, data):
     return [model]
 
 
+def hooks_on_what_adds_up(distribute, data):
+    """Of the program's own, one put before and one after ``distribute``: in place, and by another tensor."""
+    model = net()
+
+    def halve(parameter):
+        parameter.grad *= 0.5
+
+    def replace(parameter):
+        parameter.grad = 3 * parameter.grad
+
+    model[0].weight.register_post_accumulate_grad_hook(halve)
+    optimizer = distribute(momentum(model.parameters()), model, **({} if distribute is plain else {"bucket_mb": 1e-5}))
+    model[0].bias.register_post_accumulate_grad_hook(halve)
+    model[2].weight.register_post_accumulate_grad_hook(replace)
+    for x, y in data:
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [model]
+
+
 def a_large_layer(distribute, data):
     """A bucket of some MB, in huge pages; the last gradients are kept and used."""
     model = net(width=60_000)
@@ -585,6 +606,7 @@ PROGRAMS = [
     training_a_head,
     gradients_that_are_kept,
     gradients_that_are_assigned,
+    hooks_on_what_adds_up,
     a_large_layer,
     sharpness,
 ]

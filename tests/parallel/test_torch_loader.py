@@ -345,6 +345,16 @@ def test_a_split_that_differs_between_ranks_is_found(hk, world):
         hk.check_agreement(torch.nn.ReLU(), None, world, loader=apart)
 
 
+@on_ranks("torch", n=2)
+def test_a_loader_says_what_programs_ask_of_it(hk, world):
+    """How many samples a batch and an epoch have, as a plain DataLoader says it."""
+    import torch
+
+    loader = hk.shard(torch.utils.data.TensorDataset(torch.arange(40.0)), world, 4)
+    assert (loader.batch_size, len(loader), len(loader.dataset)) == (4, 5, 40)
+    assert [len(x) for (x,) in loader] == [loader.batch_size] * len(loader)
+
+
 @on_ranks("torch", n=1)
 def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
     import torch

@@ -134,6 +134,23 @@ def test_over_samples_takes_texts_of_equal_length_in_both_forms(hk, world, form)
 
 
 @on_ranks("torch", n=(2, 3))
+def test_the_divergence_of_a_distillation_is_a_mean_over_samples(hk, world):
+    """``KLDivLoss(reduction="batchmean")`` adds up a sample's classes."""
+    import torch
+
+    model, alone, loss = distributed(hk), net(), torch.nn.KLDivLoss(reduction="batchmean")
+    every = [texts(rank, padded=False)[0][:, 0] for rank in range(world.size)]
+    x, union = every[world.rank], torch.cat(every)
+    weights = torch.full((len(x),), len(x) * world.size / len(union), dtype=torch.float64)
+
+    def both(model: Any, x: Any) -> tuple[Any, Any]:
+        return model(x).log_softmax(1), torch.nn.functional.pad(x, (0, 1)).softmax(1)
+
+    found = gradient(model, hk.weighted_loss(loss)(*both(model, x), weights))
+    assert found == pytest.approx(gradient(alone, loss(*both(alone, union))), rel=1e-10)
+
+
+@on_ranks("torch", n=(2, 3))
 def test_a_model_that_returns_its_own_mean_over_tokens(hk, world):
     """As docs/agreement.md has it."""
     import torch
@@ -162,6 +179,16 @@ def test_losses_that_would_be_another_mean_are_refused(hk, world):
     for make, part in (
         (lambda: hk.weighted_loss(functional.cross_entropy)(*flat(logits, y)), "cross_entropy then .*over='targets'"),
         (lambda: hk.weighted_loss(CrossEntropyLoss(weight=torch.ones(4))), "over='targets' to divide by those of all"),
+        (
+            lambda: hk.weighted_loss(torch.nn.TripletMarginLoss()),
+            r"one of \(anchor, positive, negative\); call it by it",
+        ),
+        (lambda: hk.weighted_loss(lambda a, b, c: a + b + c), r"one of \(a, b, c\)"),
+        (
+            lambda: hk.weighted_loss(lambda a, b: a.mean())(logits, y),
+            "a single number; make the loss with reduction='n",
+        ),
+        (lambda: hk.weighted_loss(torch.nn.KLDivLoss(reduction="sum")), "only means are the same"),
         (lambda: hk.weighted_loss(CrossEntropyLoss(), over="tokens"), "'samples' or 'targets', got 'tokens'"),
         (lambda: hk.weighted_loss(CrossEntropyLoss(reduction="none"), over="targets"), "with reduction='mean'"),
         (lambda: hk.weighted_loss(lambda output, target: output, over="targets"), "with reduction='mean'"),

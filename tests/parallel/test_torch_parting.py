@@ -315,3 +315,111 @@ def test_an_optimizer_that_distribute_has_not_got_is_one_warning(hk, world, prog
         program(hk, world, distributes)
     said = [str(one.message) for one in found if "that distribute has not got" in str(one.message)]
     assert len(said) == told and all("(SGD)" in one for one in said)
+
+
+def network(hk: Any, world: Any, model: Any) -> Any:
+    """A target network, made as the published program does, with this rank's first weights."""
+    return copy.deepcopy(model)
+
+
+def average_of_weights(hk: Any, world: Any, model: Any) -> Any:
+    return {name: one.clone() for name, one in model.state_dict().items()}
+
+
+def broadcast_as_well(hk: Any, world: Any, model: Any) -> Any:
+    other = copy.deepcopy(model)
+    hk.broadcast_state(other)
+    return other
+
+
+def other_model(hk: Any, world: Any, model: Any) -> Any:
+    return net(world.rank + 10)
+
+
+def what_cannot_be_read(hk: Any, world: Any, model: Any) -> list[Any]:
+    """Of as many numbers as the first layer's weight: nested, with its memory freed, of a vmap that has ended."""
+    import torch
+
+    numbers = torch.ones(4, 5, 6, dtype=torch.float64)
+    nested, freed, ended = torch.nested.nested_tensor([numbers[0, :2], numbers[0, 2:]]), numbers[0].clone(), []
+    freed.untyped_storage().resize_(0)
+    torch.func.vmap(lambda one: ended.append(one) or one)(numbers)
+    return [nested, freed, *ended]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("kept", "reloads", "told"),
+    [
+        (network, False, True),
+        (average_of_weights, False, True),
+        (network, True, False),
+        (broadcast_as_well, False, False),
+        (other_model, False, False),
+        (what_cannot_be_read, False, False),
+    ],
+)
+@on_ranks("torch", n=(2, 3))
+def test_a_copy_made_before_the_broadcast_is_one_warning(hk, world, kept, reloads, told):
+    """The copy has this rank's first weights, the model the root's: a program without a seed."""
+    model, optimizer = begin(hk, seed=world.rank)
+    other = kept(hk, world, model)
+    hk.broadcast_state(model, optimizer)
+    if reloads:
+        other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, *batch(world, step)).backward()
+            optimizer.step()
+    said = [str(one.message) for one in found if "made before broadcast_state" in str(one.message)]
+    assert len(said) == (told and world.rank > 0)
+    assert all("the 0.weight that this rank began with" in one for one in said)
+
+
+@on_ranks("torch", n=2)
+def test_a_copy_of_equal_models_is_no_warning(hk, world):
+    """Ranks that are seeded alike have equal copies."""
+    model, optimizer = begin(hk)
+    other = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hk.broadcast_state(model, optimizer)
+        loss_of(model, *batch(world, 0)).backward()
+    hk.check_agreement(other, None, world)
+
+
+def clamping(gradient: Any) -> Any:
+    return gradient.clamp(-0.01, 0.01)
+
+
+def doubling(gradient: Any) -> Any:
+    return 2 * gradient
+
+
+def clipping_what_adds_up(parameter: Any) -> None:
+    parameter.grad.clip_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("put", "hook", "told"),
+    [
+        ("register_hook", clamping, True),
+        ("register_hook", doubling, False),
+        ("register_post_accumulate_grad_hook", clipping_what_adds_up, True),
+    ],
+)
+@on_ranks("torch", n=2)
+def test_a_hook_that_clips_is_one_warning(hk, world, put, hook, told):
+    model, optimizer = begin(hk)
+    for one in model.parameters():
+        getattr(one, put)(hook)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, *batch(world, step)).backward()
+            optimizer.step()
+    said = [str(one.message) for one in found if "clips this rank's own gradient" in str(one.message)]
+    assert len(said) == told and all("a hook on 0.weight" in one for one in said)

@@ -115,6 +115,24 @@ def test_a_rate_that_is_not_given_is_the_optimizers_own() -> None:
     assert "Adam(model.parameters(), lr=hk.scale_lr(0.001, world))" in made
 
 
+@pytest.mark.parametrize(
+    ("line", "sent"),
+    [
+        ("target = copy.deepcopy(model).eval()", ["target"]),
+        ("average = torch.optim.swa_utils.AveragedModel(model, 'cpu')", ["average"]),
+        ("target = torch.nn.Linear(2, 1)\ntarget.load_state_dict(model.state_dict())", ["target"]),
+        ("other = copy.deepcopy(data)\nthird = torch.nn.Linear(2, 1)", []),
+    ],
+)
+@pytest.mark.parametrize("place", ["optimizer", "loader"])
+def test_copies_of_the_model_are_broadcast_too(line: str, sent: list[str], place: str) -> None:
+    """They hold a rank's own first weights."""
+    made = after(HEAD + "import copy\n" + LOOP.replace(f"{place} = ", f"{line}\n{place} = "))
+    wanted = ["model, optimizer", *sent]
+    assert re.findall(r"^hk\.broadcast_state\((.*)\)$", made, re.MULTILINE) == wanted
+    assert made.index("hk.broadcast_state") > made.index(line)
+
+
 def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
     made = after(
         HEAD + "import torchvision\n" + LOOP.replace(

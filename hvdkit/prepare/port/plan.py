@@ -263,8 +263,11 @@ class Plan:
     def distribute(self, home: ast.Assign, event: Event, model: str, more: str = "") -> None:
         """Steps 4 and 5 of a PyTorch optimizer: below the statement that makes it, and above the first step."""
         optimizer = self.src(home.targets[0])
-        sent = f"{self.hk}.broadcast_state({model}, {optimizer})"
         first = self.first_step(home, event)
+        beside = self.block(home)
+        before = beside[: beside.index(first or home)]
+        copies = dict.fromkeys(self.src(one) for statement in before for one in _copies_of(statement, model))
+        sent = "\n".join(f"{self.hk}.broadcast_state({one})" for one in (f"{model}, {optimizer}", *copies))
         self.edit("after", home, f"{more}{optimizer} = {self.hk}.distribute({optimizer}, {model})")
         self.edit("before" if first else "after", first or home, sent)
 
@@ -300,6 +303,19 @@ class Plan:
         calls = [one for one in self.case.calls(node, through=True) if method(one) in named]
         calls += [one for one in ast.walk(node) if isinstance(one, ast.Call) and method(one) == "parameters"]
         return {ast.unparse(one.func.value) for one in calls if isinstance(one.func, ast.Attribute)}
+
+
+def _copies_of(statement: ast.stmt, model: str) -> list[ast.expr]:
+    """What a statement makes a copy of a model: a target network, a teacher, an average of its weights."""
+    match statement:
+        case ast.Assign(targets=[made], value=ast.Call() as value):
+            while isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call):
+                value = value.func.value  # deepcopy(model) of deepcopy(model).eval()
+            maker, copied = ast.unparse(value.func), [ast.unparse(one) for one in value.args[:1]]
+            return [made] if maker.endswith(("deepcopy", "AveragedModel")) and copied == [model] else []
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=filled, attr="load_state_dict"), args=[state, *_])):
+            return [filled] if ast.unparse(state) == f"{model}.state_dict()" else []
+    return []
 
 
 def is_text(node: ast.stmt) -> bool:

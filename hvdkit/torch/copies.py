@@ -1,0 +1,69 @@
+"""Copies of a model from before ``broadcast_state``: a target network, a teacher, an average of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_LOOKED_AT = 16
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_Print = tuple[torch.Size, torch.dtype, tuple[Any, ...]]
+
+
+class Copies:
+    """Warns of tensors that still hold what this rank's model was before it got the root's.
+
+    The first backward after ``broadcast_state`` tells: until then a program may give them the root's values, too.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, weakref.ref[torch.Tensor], _Print]] = []
+
+    @contextlib.contextmanager
+    def found_after(self, model: torch.nn.Module) -> Iterator[None]:
+        """In here the model's parameters become those of another rank."""
+        before = {name: print_of(one) for name, one in model.named_parameters()}
+        yield
+        after = ((name, print_of(one)) for name, one in model.named_parameters())
+        replaced = {old: name for name, new in after if (old := before.get(name)) is not None and old != new}
+        if not replaced:
+            return
+        kinds = {(shape.numel(), dtype) for shape, dtype, _ in replaced}
+        for one in gc.get_objects():
+            if type(one) in _PLAIN and (one.numel(), one.dtype) in kinds and (held := print_of(one)) in replaced:
+                self._found.append((replaced[held], weakref.ref(one), held))
+
+    def tell(self) -> None:
+        """A backward has begun."""
+        if not self._found:
+            return
+        found, self._found = self._found, []
+        held = [name for name, weak, was in found if (one := weak()) is not None and print_of(one) == was]
+        if held:
+            warnings.warn(
+                f"a copy of the model was made before broadcast_state: it holds the {held[0]} that this rank began "
+                "with, and another rank's copy has other values. Copy the model (for a target network, a teacher, an "
+                "average of the weights) after broadcast_state, or give the copy to broadcast_state, too.",
+                stacklevel=10,
+            )
+
+
+@torch.no_grad()
+def print_of(tensor: torch.Tensor) -> _Print | None:
+    """Some of a tensor's numbers, which tell it from others of its kind; None where all are equal or none is there."""
+    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return None
+    numbers: tuple[Any, ...] = ()
+    with contextlib.suppress(RuntimeError):  # any tensor of the process may be asked: nested, freed, of an ended vmap
+        flat = tensor.detach().reshape(-1)
+        numbers = tuple(flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].tolist())
+    return (tensor.shape, tensor.dtype, numbers) if len(set(numbers)) > 1 else None
+
+
+COPIES = Copies()

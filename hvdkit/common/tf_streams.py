@@ -161,11 +161,6 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         """1 where a sample is x alone, 2 of ``(x, y)``, 3 of ``(x, y, sample_weight)``."""
         return len(self._spec) if isinstance(self._spec, tuple) else 1
 
-    @property
-    def has_labels(self) -> bool:
-        """Whether there is a y."""
-        return self.parts > 1
-
     def cardinality(self, name: str | None = None) -> Any:  # noqa: ARG002
         """Unknown."""
         return tf.constant(tf.data.UNKNOWN_CARDINALITY, dtype=tf.int64)

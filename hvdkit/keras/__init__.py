@@ -244,7 +244,8 @@ def shard(
             each batch is ``(x, y, w)`` and Keras weighs the losses by w (m,). That is exact for losses reduced by
             "sum_over_batch_size", Keras' default; on several ranks ``fit`` refuses "sum" and
             "mean_with_sample_weight", which would divide the weights out again. Without y a batch is ``(x, None, w)``,
-            for a ``train_step`` of your own that weighs its losses by w; without "exact" it is x, as in ``fit(x)``.
+            for ``add_loss``, or a ``train_step`` of your own that weighs its losses by w; without "exact" it is x, as
+            in ``fit(x)``. What layers give to ``add_loss`` is weighed as its batch.
         shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to repeat one. Of a stream the
             next sample is drawn from a buffer of 1024, or of so many as ``shuffle`` says.
         seed: of the order, the same on every rank.

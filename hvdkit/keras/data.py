@@ -133,9 +133,9 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             self._next = Position(self.position.epoch + under_way)
 
     @property
-    def has_labels(self) -> bool:
-        """Whether there is a y."""
-        return len(self._arrays) > 1
+    def parts(self) -> int:
+        """1 where a sample is x alone, 2 of ``(x, y)``, 3 of ``(x, y, sample_weight)``."""
+        return len(self._arrays)
 
     def reader(self, class_weight: Mapping[int, float] | None = None) -> ShardedData:
         """A copy for one ``fit``, which may look at batches and read ahead without moving the position.
@@ -242,7 +242,7 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         """A batch as ``fit(x, y, sample_weight)`` would make it."""
         if self._weights is None:
             return keras.utils.pack_x_y_sample_weight(*rows)
-        y = rows[1] if self.has_labels else None
+        y = rows[1] if self.parts > 1 else None
         return rows[0], y, keras.tree.map_structure(lambda one: one * weight, rows[-1])
 
 

@@ -601,35 +601,42 @@ def test_a_sum_that_is_averaged_is_one_warning(hk, world):
     assert len(warned("average", "sum")) == 1
 
 
-def forgetful(uses: bool) -> Any:
-    """A model with a train_step of the user's own, which uses the weights of the batch or does not."""
+def forgetful(uses: bool, method: str) -> Any:
+    """A model with a method of the user's own, which uses the weights of the batch or does not."""
     import keras
 
-    class Forgetful(keras.Sequential):
-        def train_step(self, *args: Any) -> Any:
-            *state, (x, y, w) = args
-            return super().train_step(*state, (x, y, w if uses else None))
+    def train_step(self: Any, *args: Any) -> Any:
+        *state, (x, y, w) = args
+        return super(Forgetful, self).train_step(*state, (x, y, w if uses else None))
 
+    def compute_loss(
+        self: Any, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return super(Forgetful, self).compute_loss(x, y, y_pred, sample_weight if uses else None, training)
+
+    own = {"train_step": train_step, "compute_loss": compute_loss}[method]
+    Forgetful = type("Forgetful", (keras.Sequential,), {method: own})
     keras.utils.set_random_seed(0)
     return Forgetful([keras.Input((FEATURES,)), keras.layers.Dense(3)])
 
 
 @on_ranks(*KERAS)
-def test_a_train_step_that_ignores_the_weights_of_exact_is_refused(hk, world, everyone):
+@pytest.mark.parametrize("method", ["train_step", "compute_loss"])
+def test_a_step_that_ignores_the_weights_of_exact_is_refused(hk, world, everyone, method):
     import keras
 
     def fit(uses: bool, remainder: str, **options: Any) -> str:
-        model = forgetful(uses)
+        model = forgetful(uses, method)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(hk.distribute(keras.optimizers.SGD(0.1)), loss, **options)
         data = hk.shard((X[:22], Y[:22], np.ones(22, "float32")), world, 4, remainder=remainder)
         error = message(lambda: model.fit(data, epochs=2, verbose=0))
-        assert "train_step" not in vars(model)
+        assert not {"train_step", "compute_loss", "_aggregate_additional_loss"} & vars(model).keys()
         assert error or everyone(weights(model)) == [weights(model)] * 2
         return error
 
     assert fit(uses=False, remainder="exact").startswith(
-        "InvalidArgumentError: Forgetful.train_step does not use the weights of its batch"
+        f"InvalidArgumentError: Forgetful.{method} does not use the weights of its batch"
     )
     assert fit(uses=True, remainder="exact") == fit(uses=False, remainder="drop") == ""
 

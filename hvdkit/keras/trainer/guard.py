@@ -74,12 +74,14 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         model, data = call.arguments["self"], call.arguments["x"]
-        guard, weighted = Guard(call.arguments), False
+        guard, weights = Guard(call.arguments), ""
         if state.world().size > 1:
             requirements.prepare(model)
-            weighted = isinstance(data, SHARDED) and data.share.remainder == "exact"
-            if weighted and model.compiled:
-                requirements.refuse_what_undoes_weights(model, data.has_labels)
+            exact = isinstance(data, SHARDED) and data.share.remainder == "exact"
+            if exact:
+                weights = "batch and samples" if data.parts == 3 or call.arguments["class_weight"] else "batch"
+            if exact and model.compiled:
+                requirements.refuse_what_undoes_weights(model)
             if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
                 requirements.warn_of_synchronized()
             if not state.world().is_root:
@@ -92,7 +94,7 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["callbacks"] = _with_guard(guard, call.arguments["callbacks"])
         private.WITHOUT_BATCH.add(model)
         try:
-            with own_steps.requiring_weights(model) if weighted else contextlib.nullcontext():
+            with own_steps.weighing(model, weights):
                 history = plain(*call.args, **call.kwargs)
             guard.check(model, "at the end")
             guard.done()
@@ -122,6 +124,7 @@ def _refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refusing_undistributed(plain: Callable[..., Any]) -> Callable[..., Any]:
     def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own_steps.trace_for(self, "")
         if self.train_function is None and state.world().size > 1:
             requirements.prepare(self, "train_on_batch")
             weights = self.trainable_variables if state.is_built(self) else []  # on every rank, or the others wait

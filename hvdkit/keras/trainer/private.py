@@ -96,6 +96,7 @@ NEEDED = (
     *([BUILD, TF_ITERATOR] if keras.backend.backend() == "tensorflow" else []),
     STANDARDIZE,
     TF_DATASET,
+    Inside("keras", "Model", "_aggregate_additional_loss", "what layers give to add_loss counts as their batch"),
     Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
     Inside("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
     Inside("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),

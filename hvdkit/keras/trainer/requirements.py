@@ -53,7 +53,7 @@ def prepare(model: Any, caller: str = "fit") -> None:
         model.train_function = None
 
 
-def refuse_what_undoes_weights(model: Any, has_labels: bool) -> None:
+def refuse_what_undoes_weights(model: Any) -> None:
     """Refuse losses that are no mean over the global batch."""
     reductions = [getattr(loss, "reduction", None) for loss in keras.tree.flatten(model.loss)]
     wrong = [one for one in reductions if one in ("sum", "mean_with_sample_weight")]
@@ -62,12 +62,6 @@ def refuse_what_undoes_weights(model: Any, has_labels: bool) -> None:
             f"fit got data with remainder='exact' and a loss with reduction={wrong[0]!r}, which undoes the weights "
             "that make the mean over the ranks exact; make the loss with reduction='sum_over_batch_size', or shard "
             "with remainder='drop'."
-        )
-    own = [getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "compute_loss")]
-    if not has_labels and not any(own):
-        raise InvalidArgumentError(
-            "fit got data with remainder='exact' and no y, and Keras does not weigh the losses of add_loss; give "
-            "targets, as shard((x, x), ...), or shard with remainder='drop'."
         )
 
 

@@ -19,6 +19,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.steps import random_state
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.seeds import integer, seed_python
 from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, stream_weights
@@ -302,8 +303,7 @@ class ShardedStream:
     def __init__(
         self, dataset: torch.utils.data.IterableDataset[Any], batch_size: int, remainder: str, **options: Any
     ) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise InvalidArgumentError(f"batch_size must be an integer >= 1, got {batch_size!r}.")
+        batch_size = whole("batch_size", batch_size, 1)
         if remainder not in ("drop", "exact"):
             raise InvalidArgumentError(
                 f"remainder must be drop or exact for a data set of unknown length, got {remainder!r}."

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_samples import CountedIterator, has_first, in_memory, untuned
+from hvdkit.common.tf_samples import (
+    CountedIterator,
+    has_first,
+    in_memory,
+    of_one_shape,
+    require_one_order,
+    require_samples,
+    untuned,
+)
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
@@ -74,12 +82,14 @@ def arrays_or_stream(
     """
     if not isinstance(dataset, tf.data.Dataset):
         return in_memory(dataset), None
-    _require_samples(dataset)
+    require_samples(dataset)
     files = _find_files(dataset)
     few = files is None and _bytes(dataset) <= IN_MEMORY
     arrays = in_memory(dataset) if few else None
     if few and not has_first(HEAD, dataset, arrays):
         few, arrays = False, None
+    if not few and files is None and world.size > 1:
+        require_one_order(dataset)
     stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), totals, weigh, files)
     if world.size > 1:
         mark = 0
@@ -263,7 +273,7 @@ class Steps:
         try:
             size, mark, parts = self._read()
         except Exception as failure:
-            error = failure
+            error = of_one_shape(failure)
         first = self._first
         weight = self._exchange.ask(size, mark, error)
         if weight is None:
@@ -363,20 +373,6 @@ def _digested(state: Any, sample: Any, first: int, size: int) -> Any:
 
     row = tf.where(tf.math.floormod(index - first, size) == 0, digest, row)
     return (index + 1, tf.cond(index < HEAD, add, lambda: digest), row), (row, sample)
-
-
-def _require_samples(dataset: Any) -> None:
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise InvalidArgumentError("shard needs a data set that ends, got an endless one; leave .repeat() out.")
-    if not all(
-        isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec)) for spec in tf.nest.flatten(dataset.element_spec)
-    ):
-        raise InvalidArgumentError("shard needs samples of dense or ragged tensors; make sparse ones dense first.")
-    last = dataset
-    while type(last).__name__ == "_PrefetchDataset":
-        (last,) = last._inputs()
-    if "Batch" in type(last).__name__:
-        raise InvalidArgumentError("shard needs single samples and batches them itself; leave .batch() out.")
 
 
 def _options() -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.common.tf_functions import Mapped, traced
-from hvdkit.common.tf_samples import CountedIterator
+from hvdkit.common.tf_samples import CountedIterator, of_one_shape
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.streams import HEAD, Exchange, StreamPosition, StreamShare
 
@@ -90,7 +90,7 @@ class Steps:
         try:
             size, mark, parts = self._read()
         except Exception as failure:
-            error = failure
+            error = of_one_shape(failure)
         first = self._first
         weight = self._exchange.ask(size, mark, error)
         if weight is None:

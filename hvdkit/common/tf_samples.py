@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,53 @@ def untuned(whole: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
     return whole.with_options(options)
+
+
+_RAGGED = (
+    "pad them to one shape in a .map before shard, or make them ragged there "
+    "(tf.RaggedTensor.from_tensor(x[tf.newaxis])) and pad each batch in a .map behind it (x.to_tensor()[:, 0])"
+)
+
+
+def require_samples(dataset: tf.data.Dataset) -> None:
+    """Raise InvalidArgumentError unless it ends and gives one sample after the other, dense or ragged."""
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise InvalidArgumentError("shard needs a data set that ends, got an endless one; leave .repeat() out.")
+    if not all(
+        isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec)) for spec in tf.nest.flatten(dataset.element_spec)
+    ):
+        raise InvalidArgumentError("shard needs samples of dense or ragged tensors; make sparse ones dense first.")
+    last = dataset
+    while type(last).__name__ == "_PrefetchDataset":
+        (last,) = last._inputs()
+    name = type(last).__name__
+    if "PaddedBatch" in name:
+        raise InvalidArgumentError(
+            "shard needs single samples and batches them itself; leave .padded_batch() out. Where their shapes differ, "
+            f"{_RAGGED}."
+        )
+    if "Batch" in name:
+        raise InvalidArgumentError("shard needs single samples and batches them itself; leave .batch() out.")
+
+
+def require_one_order(dataset: tf.data.Dataset) -> None:
+    """Raise InvalidArgumentError where it may give its samples in another order on each rank that reads it."""
+    if getattr(dataset, "_deterministic", "") == "false":
+        raise InvalidArgumentError(
+            "the data set has a parallel .map or .interleave with deterministic=False: each rank would read the "
+            "samples in another order, see some twice and others never; leave it out, or deal files out with "
+            "shard_files."
+        )
+    for source in dataset._inputs():
+        require_one_order(source)
+
+
+def of_one_shape(error: Exception) -> Exception:
+    """The error of a batch, in hvdkit's words where its samples have different shapes."""
+    told = re.search(r"Cannot batch tensors with different shapes.*?(First element .*?\]\.)", str(error))
+    if told is None:
+        return error
+    return InvalidArgumentError(f"the samples have different shapes ({told[1].rstrip('.')}); {_RAGGED}.")
 
 
 def _array(value: Any) -> Any:

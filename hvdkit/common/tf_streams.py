@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdkit.common.tf_functions import Flattened, Mapped, traced
 from hvdkit.common.tf_pass import PassIterator, Steps, flat, reading, repeated, windows
-from hvdkit.common.tf_samples import has_first, held, in_memory, untuned
+from hvdkit.common.tf_samples import has_first, held, in_memory, require_one_order, require_samples, untuned
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.streams import HEAD, StreamInEpochs, StreamPosition, StreamShare, Total
@@ -76,13 +76,15 @@ def arrays_or_stream(
     """
     if not isinstance(dataset, tf.data.Dataset):
         return in_memory(dataset), None
-    _require_samples(dataset)
+    require_samples(dataset)
     files = _find_files(dataset)
     arrays = held(dataset)
     if arrays is None and files is None and _bytes(dataset) <= IN_MEMORY:
         arrays = in_memory(dataset)
         arrays = arrays if has_first(HEAD, dataset, arrays) else None
     few = arrays is not None
+    if not few and files is None and world.size > 1:
+        require_one_order(dataset)
     stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), totals, weigh, files)
     if world.size > 1:
         mark = 0
@@ -274,20 +276,6 @@ def with_weights(parts: Any, weights: Any) -> Any:
     floating = [part.dtype for part in tf.nest.flatten(parts) if part.dtype.is_floating]
     weights = weights if floating[:1] == [tf.float64] else tf.cast(weights, tf.float32)
     return (*parts, weights) if isinstance(parts, tuple) else (parts, weights)
-
-
-def _require_samples(dataset: Any) -> None:
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise InvalidArgumentError("shard needs a data set that ends, got an endless one; leave .repeat() out.")
-    if not all(
-        isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec)) for spec in tf.nest.flatten(dataset.element_spec)
-    ):
-        raise InvalidArgumentError("shard needs samples of dense or ragged tensors; make sparse ones dense first.")
-    last = dataset
-    while type(last).__name__ == "_PrefetchDataset":
-        (last,) = last._inputs()
-    if "Batch" in type(last).__name__:
-        raise InvalidArgumentError("shard needs single samples and batches them itself; leave .batch() out.")
 
 
 def _options() -> Any:

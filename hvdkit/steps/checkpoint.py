@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ from typing import Any
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps import manifest, step_times
 from hvdkit.steps.lock import PATIENCE_S, WriterLock
+from hvdkit.steps.numbers import finite, plain, whole
 
 _NAME = re.compile(r"step-(\d{10,30})(?:-r(\d{1,9}))?")
 _TEMPORARY = ".writing-"
@@ -71,12 +71,8 @@ class CheckpointDirectory:
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 3, keep_best: int = 0, *, wait: float = PATIENCE_S
     ) -> None:
-        for name, value, least in (("keep", keep, 1), ("keep_best", keep_best, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
+        self.keep, self.keep_best = whole("keep", keep, 1), whole("keep_best", keep_best, 0)
         self.directory = Path(directory)
-        self.keep = keep
-        self.keep_best = keep_best
         self._lock = WriterLock(self.directory, wait)
         self._complained: set[str] = set()
         self._written: set[Path] = set()
@@ -117,7 +113,7 @@ class CheckpointDirectory:
             CheckpointError: it could not be written (full disk, no permission, ...), or another job writes there;
                 earlier ones are intact.
         """
-        metadata = checked(step, metadata, score)
+        step, metadata, score = checked(step, metadata, score)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with self._lock.writing():
@@ -266,22 +262,19 @@ class CheckpointDirectory:
         return self.directory / (f"step-{step:010d}" + (f"-r{generation}" if generation else ""))
 
 
-def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> dict[str, Any]:
-    """The metadata as plain JSON values, for a caller that wants to know before it writes.
+def checked(step: Any, metadata: dict[str, Any] | None, score: Any) -> tuple[int, dict[str, Any], float | None]:
+    """Step, metadata and score as plain JSON values, for a caller that wants to know before it writes.
 
     Raises:
         InvalidArgumentError: as ``CheckpointDirectory.save``.
     """
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise InvalidArgumentError(f"step must be an integer >= 0, got {step!r}.")
-    if score is not None and not (isinstance(score, (int, float)) and math.isfinite(score)):
-        raise InvalidArgumentError(f"score must be a finite number, got {score!r}.")
+    step, score = whole("step", step, 0), None if score is None else finite("score", score)
     for name, value in (metadata or {}).items():
         try:
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, allow_nan=False, default=plain)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(
                 f"checkpoint metadata must be JSON values, got {name} with {error}; in PyTorch extra= saves tensors, "
                 "state dicts and numbers that are inf or nan."
             ) from error
-    return dict(json.loads(json.dumps(metadata or {})))
+    return step, json.loads(json.dumps(metadata or {}, default=plain)), score

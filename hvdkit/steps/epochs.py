@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 REMAINDERS = ("drop", "pad", "exact")
@@ -22,9 +23,7 @@ def steps_per_epoch(n_samples: int, batch_size: int, world: Topology, remainder:
         InvalidArgumentError: a number that is not a positive integer, an unknown policy, or "drop" with fewer
             samples than one global batch (no step would be left).
     """
-    for name, value in (("n_samples", n_samples), ("batch_size", batch_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidArgumentError(f"{name} must be an integer >= 1, got {value!r}.")
+    n_samples, batch_size = whole("n_samples", n_samples, 1), whole("batch_size", batch_size, 1)
     if remainder not in REMAINDERS:
         raise InvalidArgumentError(f"remainder must be one of {', '.join(REMAINDERS)}, got {remainder!r}.")
     global_batch = batch_size * world.size

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.numbers import finite, whole
 from hvdkit.steps.topology import Topology
 
 RULES = ("linear", "sqrt", "none")
@@ -42,9 +43,7 @@ def scale_lr(base_lr: float, world: Topology, rule: str = "linear") -> float:
         InvalidArgumentError: base_lr not positive and finite, or an unknown rule.
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.1.
     """
-    if not (isinstance(base_lr, (int, float)) and math.isfinite(base_lr) and base_lr > 0):
-        raise InvalidArgumentError(f"base_lr must be a positive, finite number, got {base_lr!r}.")
-    return base_lr * scale_factor(world.size, rule)
+    return finite("base_lr", base_lr, positive=True) * scale_factor(world.size, rule)
 
 
 def warmup_multiplier(step: int, warmup_steps: int, factor: float) -> float:
@@ -101,6 +100,4 @@ def warmup_steps(epochs: float, steps_per_epoch: int) -> int:
     """
     if not (isinstance(epochs, (int, float)) and math.isfinite(epochs) and epochs >= 0):
         raise InvalidArgumentError(f"warmup epochs must be a finite number >= 0, got {epochs!r}.")
-    if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
-        raise InvalidArgumentError(f"steps_per_epoch must be an integer >= 1, got {steps_per_epoch!r}.")
-    return round(epochs * steps_per_epoch)
+    return round(epochs * whole("steps_per_epoch", steps_per_epoch, 1))

@@ -120,6 +120,7 @@ class CheckpointsBase(ABC):
             return self._directory.save(step, write_all, facts, score)
 
         def on_root() -> Any:
+            _require_free(metadata)
             checked(step, facts, score)
             self._directory.claim()  # a thread that writes would say it later
             return self._put(on_disk, model, optimizer, *more)
@@ -165,7 +166,7 @@ class CheckpointsBase(ABC):
         """Raise CheckpointError or InvalidArgumentError where a checkpoint does not fit this rank; change nothing."""
         if loader is not None:
             data = saved.metadata.get("data")
-            if data is None:
+            if not isinstance(data, dict):
                 raise CheckpointError(
                     f"{saved.path} holds no position in the data; save with loader=, or restore without."
                 )
@@ -185,6 +186,19 @@ class CheckpointsBase(ABC):
             self._branch(model, saved.step)
         elif states is not None:
             self._set_random_state(saved, model, states[self._ranks().rank()])
+
+
+_READ_BACK = ("backend", "data", "optimizer", "size")
+"""What ``restore`` reads of a checkpoint's metadata."""
+
+
+def _require_free(metadata: dict[str, Any]) -> None:
+    taken = [name for name in _READ_BACK if name in metadata]
+    if taken:
+        raise InvalidArgumentError(
+            f"metadata named {' and '.join(taken)} would replace what hvdkit saves by that name, and restore reads; "
+            f"give it another name, such as my_{taken[0]}=."
+        )
 
 
 def several(schedule: Any) -> list[Any]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 Indices = npt.NDArray[np.int64]
@@ -63,8 +64,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         steps_per_epoch(self.n_samples, self.batch_size, self.world, self.remainder)
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise InvalidArgumentError(f"seed must be an integer >= 0, got {self.seed!r}.")
+        for name in ("n_samples", "batch_size", "seed"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 0))
 
     def __len__(self) -> int:
         return self.steps_left()
@@ -211,9 +212,7 @@ class InEpochs:
         Raises:
             InvalidArgumentError: not an integer >= 0.
         """
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
-        self._go_on_at(Position(epoch))
+        self._go_on_at(Position(whole("epoch", epoch, 0)))
 
     def state(self) -> dict[str, int]:
         """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch.

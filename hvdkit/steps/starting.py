@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from hvdkit.errors import TopologyMismatchError
+from hvdkit.errors import LauncherError, TopologyMismatchError
 from hvdkit.steps import bootstrap, launchers, stalls
 from hvdkit.steps.mpi_library import loaded_mpi
 from hvdkit.steps.topology import Topology
 
+_RANK_PROCESS = "HVDKIT_RANK_PROCESS"
 _LOG = logging.getLogger("hvdkit")
 
 
@@ -25,9 +27,10 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         horovod: Horovod's module for a framework (``horovod.torch``, ``horovod.tensorflow``).
         environ: the process environment, ``os.environ``.
     Raises:
-        LauncherError: the launcher's environment is incomplete.
+        LauncherError: the launcher's environment is incomplete, or this is a worker that a rank started.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
+    require_no_worker(environ)
     launched = launchers.detect(environ)
     stalls.hand_in_stacks_when_asked()
     if launched is not None and bootstrap.is_needed(horovod, launched, environ):
@@ -36,6 +39,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         # Else collectives go through an MPI that this Horovod has not started, and that ends the process.
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
     horovod.init()
+    mark_rank()
     world = of(horovod, launched.launcher if launched else "none")
     if launched is None:
         if world.size == 1:
@@ -45,6 +49,26 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         return world
     library = (loaded_mpi() or "MPI") if horovod.mpi_enabled() else "Gloo"
     return confirm(world, launched.rank, launched.size, launched.launcher, library)
+
+
+def require_no_worker(environ: Mapping[str, str]) -> None:
+    """Raise LauncherError in a process that imports a rank's script again, as multiprocessing's spawn has it.
+
+    With the rank's environment it would be that rank to MPI a second time, which ends the first by a crash.
+    """
+    imported_again = getattr(sys.modules.get("__mp_main__"), "__name__", "") == "__mp_main__"
+    rank = environ.get(_RANK_PROCESS)
+    if imported_again and rank is not None:
+        raise LauncherError(
+            f"init() ran in a worker (process {os.getpid()}) of a rank (process {rank}): a worker that multiprocessing "
+            'spawns imports the script again. Put init() and what follows below `if __name__ == "__main__":`, or '
+            'start workers by fork (DataLoader: multiprocessing_context="fork").'
+        )
+
+
+def mark_rank() -> None:
+    """Have workers that this process starts know that it is a rank."""
+    os.environ[_RANK_PROCESS] = str(os.getpid())
 
 
 def say_alone() -> None:

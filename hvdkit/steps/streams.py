@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import AgreementError, CheckpointError, DataError, InvalidArgumentError
-from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
+from hvdkit.steps.epochs import REMAINDERS
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.shards import InEpochs, Position, stream_weights
 from hvdkit.steps.topology import Topology
@@ -54,12 +55,10 @@ class StreamShare:
     by_files: bool
 
     def __post_init__(self) -> None:
-        steps_per_epoch(self.batch_size * self.world.size if self.batch_size else 1, self.batch_size, self.world)
         if self.remainder not in REMAINDERS:
             raise InvalidArgumentError(f"remainder must be one of {', '.join(REMAINDERS)}, got {self.remainder!r}.")
-        for name, value in (("seed", self.seed), ("shuffle", self.buffer)):
-            if not isinstance(value, int) or value < 0:
-                raise InvalidArgumentError(f"{name} must be an integer >= 0, got {value!r}.")
+        for field, name, least in (("batch_size", "batch_size", 1), ("seed", "seed", 0), ("buffer", "shuffle", 0)):
+            object.__setattr__(self, field, whole(name, getattr(self, field), least))
 
     @property
     def global_batch(self) -> int:

@@ -257,9 +257,10 @@ def shard(
     """A ``DataLoader`` over this rank's part of the data set (step 7).
 
     Args:
-        dataset: map-style, with a length, the same on every rank. Or an ``IterableDataset`` of unknown length that
-            yields this rank's own samples: every rank then takes the same number of steps, until the first rank cannot
-            fill a batch ("drop") or until no rank has a sample left ("exact"); seed and shuffle are its own affair.
+        dataset: map-style, with a length, the same on every rank; between epochs it may grow or shrink, alike on all.
+            Or an ``IterableDataset`` of unknown length that yields this rank's own samples: every rank then takes the
+            same number of steps, until the first rank cannot fill a batch ("drop") or until no rank has a sample left
+            ("exact"); seed and shuffle are its own affair.
         world: the job; rank and size are used.
         batch_size: samples per step on one rank.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which

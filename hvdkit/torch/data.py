@@ -9,7 +9,7 @@ import operator
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import horovod.torch as hvd
@@ -19,6 +19,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.steps import random_state
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.seeds import integer, seed_python
 from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, stream_weights
@@ -183,10 +184,23 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
     def _set_share(self, share: Shard) -> None:
         self.share = self._batches.share = share
 
+    def _next_share(self) -> Shard:
+        """The share of the next iteration: between epochs a data set may grow or shrink."""
+        samples = _draws(self.share.sampler) if isinstance(self.share, SampledShard) else _length(self.dataset)
+        if samples == self.share.n_samples:
+            return self.share
+        if self._next.samples:
+            raise InvalidArgumentError(
+                f"the data set has {samples} samples now and had {self.share.n_samples} when this epoch began, of "
+                f"which {self._next.samples} were taken; restore the data, too, or begin the epoch anew with set_epoch."
+            )
+        return replace(self.share, n_samples=samples)
+
     def __len__(self) -> int:
-        return self.share.steps_left(self._next.samples)
+        return self._next_share().steps_left(self._next.samples)
 
     def __iter__(self) -> Any:
+        self._set_share(self._next_share())
         start = self._batches.position = self._next
         if self._given_generator is None:
             self.generator = seeds.workers_generator(start.epoch)
@@ -255,8 +269,9 @@ class _Copies:
         self._left -= 1
         mark = 0
         for tensor in _tensors(contents) if self._left >= 0 else ():
-            if bool((tensor != tensor.reshape(-1)[:1]).any()):
-                mark = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), mark)
+            numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            if bool((numbers != numbers[:1]).any()):
+                mark = zlib.crc32(numbers.view(torch.uint8).numpy().tobytes(), mark)
         return mark
 
     def compare(self, marks: list[int]) -> None:
@@ -272,8 +287,9 @@ class _Copies:
 
 
 def _tensors(contents: Any) -> Iterator[torch.Tensor]:
-    if type(contents) is torch.Tensor and contents.layout == torch.strided and contents.device.type == "cpu":
-        yield contents
+    if type(contents) is torch.Tensor:
+        if contents.layout == torch.strided and contents.device.type == "cpu" and not contents.is_nested:
+            yield contents
     elif isinstance(contents, (list, tuple, Mapping)):
         for part in contents.values() if isinstance(contents, Mapping) else contents:
             yield from _tensors(part)
@@ -288,8 +304,7 @@ class ShardedStream:
     def __init__(
         self, dataset: torch.utils.data.IterableDataset[Any], batch_size: int, remainder: str, **options: Any
     ) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise InvalidArgumentError(f"batch_size must be an integer >= 1, got {batch_size!r}.")
+        batch_size = whole("batch_size", batch_size, 1)
         if remainder not in ("drop", "exact"):
             raise InvalidArgumentError(
                 f"remainder must be drop or exact for a data set of unknown length, got {remainder!r}."

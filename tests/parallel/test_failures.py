@@ -176,3 +176,34 @@ def test_the_users_own_sitecustomize_still_runs_beside_the_one_for_stacks(tmp_pa
     status, out, errors, _ = launch(tmp_path, *options, str(tmp_path / "show.py"))
     assert status == 0, errors
     assert sorted(out.splitlines()) == ["[0] yes True", "[1] yes True"]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "launcher"),
+    [
+        pytest.param(adapter, launcher, marks=needs(launcher))
+        for adapter, launcher in (("torch", "mpirun"), ("torch", "horovodrun"), ("arrays", "mpirun"))
+    ],
+)
+def test_a_spawned_worker_that_imports_the_script_again_is_no_second_rank(tmp_path, adapter, launcher):
+    """It has the rank's environment: MPI took it for the rank, and the rank died by SIGSEGV."""
+    program = f"""
+import multiprocessing
+import hvdkit.{adapter} as hk
+world = hk.init()
+def begin(target):
+    worker = multiprocessing.get_context("spawn").Process(target=target)
+    worker.start()
+    worker.join()
+    print(worker.exitcode)
+"""
+    bare, guarded = tmp_path / "bare.py", tmp_path / "guarded.py"
+    bare.write_text(f"{program}begin(print)\n")
+    below = program.replace("world = hk.init()\n", "")
+    guarded.write_text(f'{below}if __name__ == "__main__":\n    world = hk.init()\n    begin(print)\n')
+    status, out, errors, _ = launch(tmp_path, "--launcher", launcher, str(bare))
+    assert status == 0, errors
+    assert sorted(out.splitlines()) == ["[0] 1", "[1] 1"]
+    assert sum("LauncherError: init() ran in a worker (process" in line for line in errors) == 2
+    status, out, errors, _ = launch(tmp_path, "--launcher", launcher, str(guarded))
+    assert (status, sorted(line for line in out.splitlines() if len(line) > 4)) == (0, ["[0] 0", "[1] 0"]), errors

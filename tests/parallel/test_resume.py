@@ -1,5 +1,6 @@
 """A training that was interrupted, also in mid-epoch, goes on, on as many ranks as before or on others."""
 
+import json
 import os
 import random
 import shutil
@@ -139,6 +140,11 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
         assert np.load(tmp_path / "run" / names[0] / "random.npy").shape[0] == 2
 
     other = hk.shard(on.numbered(*data), world, BATCH, seed=3)
+    if world.is_root:  # what a version wrote that let metadata replace the position
+        manifest = shutil.copytree(tmp_path / "run" / names[0], tmp_path / "older" / names[0]) / "manifest.json"
+        written = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({**written, "metadata": {**written["metadata"], "data": "digits"}}))
+    older = hk.Checkpoints(tmp_path / "older")
     restore, save, model = run.checkpoints.restore, run.checkpoints.save, run.model
     for attempt, told in (
         (lambda: hk.Checkpoints(f"{__file__}/run").save(model, step=1), "could not write the checkpoint of step 1"),
@@ -147,6 +153,11 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
         (lambda: restore(model, run.optimizer, loader=[1]), "got list"),
         (lambda: restore(model, run.optimizer, schedule=run.schedule), "must be from warmup, and needs the loader"),
         (lambda: save(model, step=9, score=float("nan")), "score must be a finite number, got nan"),
+        (
+            lambda: save(model, step=9, size="big", data="digits"),
+            "metadata named data and size would replace",
+        ),
+        (lambda: older.restore(model, loader=run.loader), "holds no position in the data"),
     ):
         assert told in message(attempt)
     assert len(list(run.loader)) == STEPS - 4

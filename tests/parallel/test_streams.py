@@ -4,6 +4,7 @@ Frameworks and hvdkit are imported within, on the ranks.
 """
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -264,11 +265,21 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
 
     loader = hk.shard(numbers(), world, 4)
     endless = numbers().repeat()
+    lengths = tf.data.Dataset.range(9).map(lambda n: tf.fill([n // 2 * 2], n))
     attempts = {
         "only .map": lambda: loader.filter(lambda x, y: True),
         "outside and call": lambda: tf.function(lambda: [x for x, _ in loader], autograph=False)(),
         "leave .repeat() out": lambda: hk.shard(endless, world, 2),
         "leave .batch() out": lambda: hk.shard(numbers().batch(2).prefetch(1), world, 2),
+        "leave .padded_batch() out. Where their shapes differ, pad": lambda: hk.shard(
+            numbers().padded_batch(2), world, 2
+        ),
+        "First element had shape [0] and element 1 had shape [2]": lambda: list(
+            hk.shard(lengths, world, 2, shuffle=False)
+        ),
+        "with deterministic=False: each rank would": lambda: hk.shard(
+            lengths.map(lambda x: x, num_parallel_calls=2, deterministic=False).prefetch(1), world, 2
+        ),
         "at least one file": lambda: hk.shard_files(["a"], world),
         "batch_size must": lambda: hk.shard(numbers(), world, 0),
         "remainder must": lambda: hk.shard(numbers(), world, 2, remainder="most"),
@@ -281,6 +292,10 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
         errors = everyone(message(attempt))
         assert all(expected in error for error in errors), (expected, errors)
     hk.check_agreement(tf.Variable(1.0), None, world, loader=loader)
+    advised = lengths.map(lambda x: tf.RaggedTensor.from_tensor(x[tf.newaxis]))
+    padded = hk.shard(advised, world, 2, remainder="exact").map(lambda x, w: (x.to_tensor()[:, 0], w))
+    rows = everyone([row[row > 0].tolist() for x, w in padded for row in x[w > 0].numpy()])
+    assert sorted(itertools.chain(*rows)) == sorted([n] * (n // 2 * 2) for n in range(9))
     ragged = tf.data.Dataset.range(9).map(lambda n: (tf.RaggedTensor.from_row_lengths([n], [1]), tf.as_string(n)))
     batches = list(hk.shard(ragged.filter(lambda *_: True), world, 2, remainder="exact", shuffle=False))
     assert len(batches) == 3 and sum(float(w[0]) > 0 for *_, w in batches) == (3 if world.is_root else 2)

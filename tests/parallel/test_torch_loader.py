@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import operator
 import random
 import warnings
 from typing import Any
@@ -236,6 +237,23 @@ def test_a_stream_that_all_read_as_a_whole_is_a_warning(hk, world, workers):
         assert found == (copies and world.is_root)
 
 
+@on_ranks("torch", n=2)
+def test_a_stream_may_begin_with_samples_that_hold_nothing(hk, world, everyone):
+    """An image without boxes, which detectors are given as (0, 4); a view that is to be conjugated or negated."""
+    import torch
+
+    spectrum = torch.tensor([1 + 2j, 3 - 1j]).conj()
+
+    class Images(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            for number in range(world.rank, 5, world.size):
+                yield {"boxes": torch.ones(number // 2, 4), "views": (spectrum, spectrum.imag), "y": number}
+
+    loader = hk.shard(Images(), world, 1, remainder="exact", collate_fn=operator.itemgetter(0))
+    taken = everyone([([batch["y"]], w.tolist()) for batch, w in loader])
+    require_each_once(taken, list(range(5)))
+
+
 @on_ranks("torch", n=(2, 3))
 def test_streams_can_be_left_early_and_read_side_by_side(hk, world, everyone):
     numbers = own_numbers(world)
@@ -308,6 +326,27 @@ def test_a_sampled_epoch_goes_on_where_it_was(hk, world):
         assert batch.tolist() == whole.pop(0)
     second.load_state(first.state())
     assert [batch.tolist() for batch in second] == whole
+
+
+@on_ranks("torch", n=(2, 3))
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_data_set_may_grow_and_shrink_between_epochs(hk, world, everyone, sampled):
+    """Active learning, a buffer of what was seen: PyTorch's own loader asks for the length in each epoch."""
+    import torch
+
+    numbers = list(range(7))
+    options = {"sampler": torch.utils.data.RandomSampler(numbers)} if sampled else {}
+    loader = hk.shard(numbers, world, 2, remainder="exact", **options)
+    for length in (7, 13, 3):
+        numbers[:] = range(length)
+        assert len(loader) == hk.steps_per_epoch(length, 2, world, "exact")
+        require_each_once(everyone([(batch.tolist(), w.tolist()) for batch, w in loader]), numbers)
+    numbers[:] = range(20)
+    next(iter(loader))
+    loader.load_state(loader.state())
+    numbers.append(20)
+    with pytest.raises(hvdkit.InvalidArgumentError, match="has 21 samples now and had 20 when this epoch began"):
+        iter(loader)
 
 
 @on_ranks("torch", n=2)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdkit import CheckpointError, InvalidArgumentError
@@ -71,11 +72,23 @@ def test_the_best_stay_beside_the_newest(tmp_path):
     assert best.step == 4 and "step-0000000001: weights has 1 bytes" in best.skipped[0]
 
 
+def test_scalars_of_numpy_are_plain_numbers_and_a_score_may_be_a_bool(tmp_path):
+    store = CheckpointDirectory(tmp_path, keep=np.int64(3))
+    store.save(np.int64(3), writer("x"), {"accuracy": np.float32(0.5), "seen": np.int64(7)}, np.float32(0.25))
+    assert store.save(4, writer("y"), score=True) == CheckpointDirectory(tmp_path).latest()
+    assert (store.best().step, store.best().score) == (4, 1.0)
+    first = json.loads((tmp_path / "step-0000000003" / MANIFEST).read_text())
+    assert (first["step"], first["score"], first["metadata"]) == (3, 0.25, {"accuracy": 0.5, "seen": 7})
+    for step, metadata in ((np.float32(5), {}), (5, {"x": np.ones(1)}), (5, {"x": np.float32("nan")})):
+        with pytest.raises(InvalidArgumentError, match=r"must be an integer|must be JSON values"):
+            store.save(step, writer("x"), metadata)
+
+
 def test_without_scores_there_is_no_best(tmp_path):
     store = CheckpointDirectory(tmp_path, keep_best=2)
     store.save(1, writer("x"))
     assert store.best() is None
-    for score in (float("nan"), float("inf"), "high"):
+    for score in (float("nan"), float("inf"), "high", 10**400, np.ones(2)):
         with pytest.raises(InvalidArgumentError, match="score must be a finite number, got"):
             store.save(2, writer("x"), score=score)
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,10 @@ from hvdkit.steps.learning_rate import scale_factor, scale_lr, warmup_multiplier
 @pytest.mark.parametrize(("rule", "rate"), [("linear", 0.08), ("sqrt", 0.01 * math.sqrt(8)), ("none", 0.01)])
 def test_rules(rule, rate):
     assert scale_lr(0.01, Topology(3, 8), rule) == pytest.approx(rate)
+
+
+def test_a_rate_of_numpy_is_a_plain_number():
+    assert repr(scale_lr(np.float32(0.5), Topology(0, 2))) == "1.0"
 
 
 @pytest.mark.parametrize("base", [0, -0.1, math.nan, math.inf, "0.1", None])

@@ -1,5 +1,6 @@
 """Steps 7 and 8: shards and steps per epoch."""
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -122,6 +123,13 @@ def test_numbers_that_cannot_be_are_refused(arguments, message):
         steps_per_epoch(*arguments, Topology(0, 2))
     with pytest.raises(InvalidArgumentError, match=message):
         Shard(arguments[0], Topology(0, 2), arguments[1])
+
+
+def test_scalars_of_numpy_are_plain_numbers():
+    share = Shard(np.int64(23), Topology(0, 2), np.int32(4), seed=np.uint8(3))
+    assert share == Shard(23, Topology(0, 2), 4, seed=3)
+    json.dumps(Position(1).after(share, 2).state(share))
+    assert steps_per_epoch(np.int64(23), np.int32(4), Topology(0, 2)) == 2
 
 
 def test_an_unknown_policy_a_bad_seed_and_a_bad_epoch_are_refused():

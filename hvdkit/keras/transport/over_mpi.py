@@ -101,9 +101,11 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         """MPI itself starts with ``start``."""
 
     def start(self) -> Topology:
+        starting.require_no_worker(os.environ)
         from mpi4py import MPI
 
         if not hasattr(self, "_comm"):
+            starting.mark_rank()
             OverMpi.__init__(self, MPI.COMM_WORLD, MPI)
             end_the_job_with_the_process(self._comm)
             self._apart = {"hvdkit.aside": self._comm.Dup()}

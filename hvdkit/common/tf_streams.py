@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_samples import CountedIterator, has_first, in_memory, untuned
+from hvdkit.common import tf_samples
+from hvdkit.common.tf_samples import CountedIterator, in_memory, untuned
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
-from hvdkit.steps.streams import HEAD, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
+from hvdkit.steps.streams import HEAD, SAME_ORDER, Exchange, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
 
 IN_MEMORY = 64 * 2**20
@@ -74,11 +75,11 @@ def arrays_or_stream(
     """
     if not isinstance(dataset, tf.data.Dataset):
         return in_memory(dataset), None
-    _require_samples(dataset)
+    tf_samples.require_samples(dataset)
     files = _find_files(dataset)
     few = files is None and _bytes(dataset) <= IN_MEMORY
     arrays = in_memory(dataset) if few else None
-    if few and not has_first(HEAD, dataset, arrays):
+    if few and not tf_samples.has_first(HEAD, dataset, arrays):
         few, arrays = False, None
     stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), totals, weigh, files)
     if world.size > 1:
@@ -89,8 +90,7 @@ def arrays_or_stream(
         if len(everyone) > 1:
             raise AgreementError(
                 "the ranks' data sets hold different samples, or the same in different orders: some would be seen "
-                "twice and others by nobody; give every rank the same data set, its shuffle a seed "
-                "(shuffle(n, seed=...)) or leave shuffling to shard, and put random maps behind shard."
+                f"twice and others by nobody; give every rank the same data set, {SAME_ORDER}."
             )
     return arrays, stream
 
@@ -216,14 +216,15 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         samples = self._source
         if share.buffer:
             seed = int(np.random.SeedSequence([share.seed, epoch]).generate_state(1)[0])
-            samples = samples.shuffle(share.buffer, seed=seed, reshuffle_each_iteration=False)
+            samples = tf_samples.shuffled(samples, share.buffer, seed)
         if share.by_files:
             marked = samples.map(lambda *parts: (np.int64(self._mark), parts if len(parts) > 1 else parts[0]))
         else:
             start_of_scan = (tf.zeros((), tf.int64),) * 3
             marked = samples.scan(start_of_scan, lambda state, one: _digested(state, one, first, share.world.size))
             marked = marked.skip(first).shard(share.world.size, share.world.rank)
-        return marked.batch(share.batch_size).prefetch(_READ_AHEAD).with_options(_options()), taken
+        batch = marked.ragged_batch if tf_samples.has_slices(self._source) else marked.batch
+        return batch(share.batch_size).prefetch(_READ_AHEAD).with_options(_options()), taken
 
     def _pipeline(self, steps: Callable[[], list[Any]], spec: Any) -> Any:
         """The batches that are handed out, step by step as the ranks agree."""
@@ -280,7 +281,7 @@ class Steps:
         self._batches, self._first = iter(()), None
 
     def _read(self) -> tuple[int, int, Any]:
-        while (found := next(self._batches, None)) is not None:
+        while (found := self._next()) is not None:
             marks, parts = found
             if self._first is None:
                 self._first, self._first_rows = parts, len(marks)
@@ -290,6 +291,18 @@ class Steps:
         if self._first is None and self._skipped:
             raise InvalidArgumentError("the data set to go on in has no samples now; give the one of the checkpoint.")
         return 0, 0, None
+
+    def _next(self) -> Any:
+        try:
+            return next(self._batches, None)
+        except tf.errors.InvalidArgumentError as error:
+            if "different shapes" not in str(error):
+                raise
+            raise InvalidArgumentError(
+                "samples of different shapes cannot be one batch; pad them before shard, for example with "
+                ".padded_batch(1, padded_shapes=...).unbatch(), or put .ragged_batch(1).unbatch() there and "
+                ".map(lambda x, y: (x.to_tensor(), y)) behind it."
+            ) from None
 
     def _padded(self, first: Any, parts: Any, size: int) -> Any:
         fill = np.arange(self._share.batch_size - size) % self._first_rows
@@ -363,20 +376,6 @@ def _digested(state: Any, sample: Any, first: int, size: int) -> Any:
 
     row = tf.where(tf.math.floormod(index - first, size) == 0, digest, row)
     return (index + 1, tf.cond(index < HEAD, add, lambda: digest), row), (row, sample)
-
-
-def _require_samples(dataset: Any) -> None:
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise InvalidArgumentError("shard needs a data set that ends, got an endless one; leave .repeat() out.")
-    if not all(
-        isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec)) for spec in tf.nest.flatten(dataset.element_spec)
-    ):
-        raise InvalidArgumentError("shard needs samples of dense or ragged tensors; make sparse ones dense first.")
-    last = dataset
-    while type(last).__name__ == "_PrefetchDataset":
-        (last,) = last._inputs()
-    if "Batch" in type(last).__name__:
-        raise InvalidArgumentError("shard needs single samples and batches them itself; leave .batch() out.")
 
 
 def _options() -> Any:

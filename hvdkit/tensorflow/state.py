@@ -108,7 +108,7 @@ def _parts(thing: Any, seen: set[int]) -> Iterator[Any]:
 def _raise_not_built(model: Any) -> NoReturn:
     raise InvalidArgumentError(
         f"the {type(model).__name__} is not built yet, or has no variables; run one batch through it, or give it an "
-        "input shape, on every rank first."
+        "input shape, on every rank first. Of a class that is neither Keras' nor a tf.Module give a list of variables."
     )
 
 

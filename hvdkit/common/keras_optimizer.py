@@ -23,7 +23,6 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 
 Reduce = Callable[[list[Any], list[Any]], list[Any]]
-Look = Callable[[list[Any]], None]
 _under_way = ContextVar("hvdkit_step_under_way", default=False)
 
 
@@ -37,14 +36,12 @@ class Distribution:
             cannot tell). Returns as many gradients, combined; None where no rank has one.
         ranks: the ranks that take part; None: all.
         base: the user's own class.
-        look: is given the variables before their gradients are combined; None: nothing is.
     """
 
     options: GradientOptions
     reduce: Reduce
     ranks: tuple[int, ...] | None
     base: type
-    look: Look | None
 
 
 def distribute_optimizer(
@@ -52,7 +49,6 @@ def distribute_optimizer(
     options: GradientOptions,
     reduce: Reduce,
     ranks: Sequence[int] | None = None,
-    look: Look | None = None,
 ) -> Any:
     """Make ``optimizer`` combine gradients before it applies them; returns the same object, its state untouched.
 
@@ -65,7 +61,6 @@ def distribute_optimizer(
         reduce: see ``Distribution``; it must be usable where the trainer calls it, inside ``tf.function`` or
             ``jax.jit`` too.
         ranks: see ``Distribution``; for the messages of the checks, ``reduce`` itself decides.
-        look: see ``Distribution``.
     Raises:
         InvalidArgumentError: not a Keras 3 optimizer, distributed already, or an option that Keras has itself.
     """
@@ -81,7 +76,7 @@ def distribute_optimizer(
             "optimizer, its gradients are averaged."
         )
     base = type(optimizer)
-    members = _overrides(Distribution(options, reduce, None if ranks is None else tuple(ranks), base, look))
+    members = _overrides(Distribution(options, reduce, None if ranks is None else tuple(ranks), base))
     cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
     object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
     return optimizer
@@ -182,7 +177,7 @@ def move_to_loss_scale(optimizer: Any) -> None:
         return
     distribution: Distribution = inner._hvdkit_distribution
     object.__setattr__(inner, "__class__", distribution.base)
-    distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks, distribution.look)
+    distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks)
 
 
 def require_keras_3(thing: Any, wanted: type, what: str) -> None:
@@ -215,8 +210,6 @@ def _overrides(distribution: Distribution) -> dict[str, Any]:
         trainable_variables = None if trainable_variables is None else list(trainable_variables)
         # Given none, Keras takes those for which the optimizer was built.
         variables = trainable_variables or getattr(self, "_trainable_variables", [])
-        if distribution.look is not None and not self.__dict__.get("_hvdkit_applying", False):
-            distribution.look(variables)
         with _combined(self, grads, variables, distribution.reduce) as gradients:
             return base.apply(self, gradients, trainable_variables)  # type: ignore[attr-defined]
 

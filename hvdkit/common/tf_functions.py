@@ -12,11 +12,41 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops.structured_function import StructuredFunctionWrapper
 
+_NO_SEED = 87654321  # TensorFlow's, where none is set
+
 
 def traced(function: Callable[..., Any], spec: Any) -> StructuredFunctionWrapper:
     """A function for the data sets below, once for all of those whose elements are of the type ``spec``."""
     marks = {"experimental_ints_on_device": True}
     return StructuredFunctionWrapper(function, "shard()", input_structure=spec, defun_kwargs=marks)
+
+
+class Shuffled(tf.data.Dataset):  # type: ignore[misc]
+    """``source.shuffle(buffer, seed, reshuffle_each_iteration=False)``, which by itself reads TensorFlow's seed, too.
+
+    That seed is each rank's own, and the order must be the same on all.
+    """
+
+    def __init__(self, source: tf.data.Dataset, buffer: int, seed: int) -> None:
+        self._source = source
+        seeds = {"seed": tf.constant(_NO_SEED, tf.int64), "seed2": tf.constant(seed, tf.int64)}
+        size = tf.constant(buffer, tf.int64)
+        variant = tf.raw_ops.ShuffleDataset(
+            input_dataset=source._variant_tensor,
+            buffer_size=size,
+            **seeds,
+            reshuffle_each_iteration=False,
+            **self._flat_structure,
+        )
+        super().__init__(variant)
+
+    @property
+    def element_spec(self) -> Any:
+        """As of the source."""
+        return self._source.element_spec
+
+    def _inputs(self) -> list[Any]:
+        return [self._source]
 
 
 class Mapped(tf.data.Dataset):  # type: ignore[misc]

@@ -65,9 +65,7 @@ def require_samples(dataset: tf.data.Dataset) -> None:
     """Raise InvalidArgumentError unless it ends and gives one sample after the other, dense or ragged."""
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise InvalidArgumentError("shard needs a data set that ends, got an endless one; leave .repeat() out.")
-    if not all(
-        isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec)) for spec in tf.nest.flatten(dataset.element_spec)
-    ):
+    if not all(isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec)) for spec in _specs(dataset)):
         raise InvalidArgumentError("shard needs samples of dense or ragged tensors; make sparse ones dense first.")
     last = dataset
     while type(last).__name__ == "_PrefetchDataset":
@@ -80,6 +78,11 @@ def require_samples(dataset: tf.data.Dataset) -> None:
         )
     if "Batch" in name:
         raise InvalidArgumentError("shard needs single samples and batches them itself; leave .batch() out.")
+    if _are_mapped_batches(last):
+        raise InvalidArgumentError(
+            "shard needs single samples and batches them itself, and these are batches; leave .batch() out and map "
+            "samples, or put .unbatch() before shard. Where a batch is one sample, make it with drop_remainder=True."
+        )
 
 
 def require_one_order(dataset: tf.data.Dataset) -> None:
@@ -130,6 +133,29 @@ def _read(dataset: tf.data.Dataset) -> Any:
         return tf.nest.map_structure(lambda *parts: np.stack(parts), *elements)
     except ValueError as error:
         raise InvalidArgumentError(f"the samples must have one shape ({error}); pad them, or .unbatch().") from error
+
+
+def _specs(dataset: tf.data.Dataset) -> list[Any]:
+    return tf.nest.flatten(dataset.element_spec)  # type: ignore[no-any-return]
+
+
+def has_slices(dataset: tf.data.Dataset) -> bool:
+    """Whether samples have slices of a ragged tensor, which are dense and of any length themselves."""
+    return any(isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 0 for spec in _specs(dataset))
+
+
+def _are_mapped_batches(dataset: tf.data.Dataset) -> bool:
+    """Whether something was batched, and then mapped, shuffled and the like to what is of any length itself."""
+    while len(dataset._inputs()) == 1:
+        shapes, kind = [spec.shape for spec in _specs(dataset)], type(dataset).__name__
+        if any(shape.rank == 0 or (shape.rank and shape[0] is not None) for shape in shapes):
+            return False
+        if any(again in kind for again in ("Unbatch", "FlatMap", "Interleave")):
+            return False
+        if any(batches in kind for batches in ("Batch", "GroupByWindow")):
+            return True
+        (dataset,) = dataset._inputs()
+    return False
 
 
 class CountedIterator(OwnedIterator):  # type: ignore[misc]

@@ -19,12 +19,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.common.tf_functions import Flattened, Mapped, traced
+from hvdkit.common.tf_functions import Flattened, Mapped, Shuffled, traced
 from hvdkit.common.tf_pass import PassIterator, Steps, flat, reading, repeated, windows
-from hvdkit.common.tf_samples import has_first, held, in_memory, require_one_order, require_samples, untuned
+from hvdkit.common.tf_samples import has_first, has_slices, held, in_memory, require_one_order, require_samples, untuned
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
-from hvdkit.steps.streams import HEAD, StreamInEpochs, StreamPosition, StreamShare, Total
+from hvdkit.steps.streams import HEAD, SAME_ORDER, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
 
 IN_MEMORY = 64 * 2**20
@@ -94,8 +94,7 @@ def arrays_or_stream(
         if len(everyone) > 1:
             raise AgreementError(
                 "the ranks' data sets hold different samples, or the same in different orders: some would be seen "
-                "twice and others by nobody; give every rank the same data set, its shuffle a seed "
-                "(shuffle(n, seed=...)) or leave shuffling to shard, and put random maps behind shard."
+                f"twice and others by nobody; give every rank the same data set, {SAME_ORDER}."
             )
     return arrays, stream
 
@@ -217,13 +216,14 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         share, samples = self.share, self._source
         if share.buffer:
             seed = int(np.random.SeedSequence([share.seed, start.epoch]).generate_state(1)[0])
-            samples = samples.shuffle(share.buffer, seed=seed, reshuffle_each_iteration=False)
+            samples = Shuffled(samples, share.buffer, seed)
         if self._reader is not None:
             samples = Flattened(windows(samples, number), self._reader)
         samples = samples.enumerate()
         if not share.by_files:
             samples = samples.skip(start.samples % share.global_batch).shard(share.world.size, share.world.rank)
-        return samples.batch(share.batch_size).prefetch(_READ_AHEAD).with_options(_options())
+        batch = samples.ragged_batch if has_slices(self._source) else samples.batch
+        return batch(share.batch_size).prefetch(_READ_AHEAD).with_options(_options())
 
     def _agreed(self) -> Callable[[Any], Any]:
         """What hands out the next batch of a pass when the ranks agree on it, and ends the pass."""

@@ -64,6 +64,24 @@ def judge(whole: Facts, names: Sequence[str], roundings: Sequence[float], exchan
         raise AgreementError(f"the ranks train apart: their values of {names[apart[0]]} differ{others}; {_FIX}.")
 
 
+def require_same_exchange(whole: Facts, said: Sequence[str]) -> None:
+    """Raise an AgreementError unless the ranks are about to exchange the same gradients.
+
+    Args:
+        whole: the sum over the ranks of 1, of each one's mark, an integer below 2**20 that stands for what it
+            exchanges, and of the marks' squares.
+        said: what this rank exchanges: of each gradient a name.
+    """
+    ranks, marks, squares = (float(one) for one in whole)
+    if squares / ranks != (marks / ranks) ** 2:
+        shown = ", ".join([*said[:3], *(["..."] if len(said) > 3 else [])])
+        raise AgreementError(
+            f"the ranks exchange different gradients, this rank those of {len(said)} variables ({shown}); build the "
+            "same model on every rank, and ask for the same variables in the same order. In a compiled step, and of "
+            "sparse rows, a gradient must be None on all ranks or on none."
+        )
+
+
 class Parting:
     """When to look at the parameters, and what was seen; the next exchange of gradients compares it.
 

@@ -29,9 +29,10 @@ _SETTLE_S = 30.0
 _streams = itertools.count()
 Total = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 
-_SAME_ORDER = (
+SAME_ORDER = (
     "give its shuffle a seed (shuffle(n, seed=...), list_files(..., shuffle=False)) or leave shuffling to hvdkit "
-    "(shard(..., shuffle=n)), put random maps behind shard, and deal files out with shard_files"
+    "(shard(..., shuffle=n)), put random maps behind shard, and deal files out with shard_files. After "
+    "seed_everything make what shuffles before broadcast_state, from which on each rank draws its own numbers"
 )
 
 
@@ -228,7 +229,7 @@ class Exchange:
                 "same order on every rank (sorted)."
                 if share.by_files
                 else f"the ranks read the samples in different orders in epoch {epoch}: some would be seen twice and "
-                f"others by nobody; {_SAME_ORDER}."
+                f"others by nobody; {SAME_ORDER}."
             )
         rows = (self._start.samples // share.global_batch + self.answered + 1) * share.batch_size - 1
         if not full or (not share.by_files and rows * share.world.size < HEAD):
@@ -236,7 +237,7 @@ class Exchange:
         if self.order not in (0, full[0]):
             raise AgreementError(
                 f"epoch {epoch} begins with other samples than when the checkpoint was made: some would be seen twice "
-                f"and others by nobody; {_SAME_ORDER}. (A shuffle with a seed draws a new order each time that it is "
+                f"and others by nobody; {SAME_ORDER}. (A shuffle with a seed draws a new order each time that it is "
                 "read, unless reshuffle_each_iteration=False.)"
             )
         self.order = full[0]

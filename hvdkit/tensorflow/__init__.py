@@ -163,8 +163,8 @@ def distribute(
     returns. A distributed optimizer clips by itself, after averaging, and refuses what ``tf.clip_by_*`` returns.
 
     Args:
-        tape_or_optimizer: a ``tf.GradientTape``, or a Keras 3 optimizer for ``apply``, ``apply_gradients`` or
-            ``minimize`` in a loop of your own.
+        tape_or_optimizer: a ``tf.GradientTape``, or a Keras 3 optimizer for ``apply`` or ``apply_gradients`` in a
+            loop of your own.
         op, compression, gradient_predivide_factor: see ``GradientOptions``.
         backward_passes_per_step: 1 for a tape, which holds one pass: add up the gradients yourself, or give the
             optimizer ``gradient_accumulation_steps``.
@@ -184,10 +184,9 @@ def distribute(
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
         clips.mark()
-        reduce = partial(averaging.reduce_once, reduction=reduction)
-        look = partial(parting.look, process_set=reduction.process_set)
+        reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
-        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members, look)
+        return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members)
     if options.backward_passes_per_step != 1:
         raise InvalidArgumentError(
             f"a tape holds one backward pass, got backward_passes_per_step={options.backward_passes_per_step}; add up "
@@ -293,9 +292,10 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
             of counts: exact whatever each rank saw. The same names on every rank.
         world: the job.
     Raises:
-        InvalidArgumentError: a value that is neither, or a total count of 0.
+        InvalidArgumentError: a value that is neither, a total count of 0, or a call inside ``tf.function``.
         AgreementError: the ranks give different names; raised on every rank.
     """
+    state.require_eager("average_metrics")
     return averages.average(state.RANKS, metrics, world.size)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, step_times
@@ -99,19 +100,33 @@ class DistributedTape:
         """
         flat = tf.nest.flatten(sources)
         _require_variables(flat)
-        look(flat, self._reduction.process_set)
         # TensorFlow makes zeros for an unconnected tf.Variable, but not for a Keras 3 variable.
         local = self._local_tape.gradient(target, [*map(native, flat)], output_gradients, unconnected_gradients)
         names = [_source_name(source) for source in flat]
-        reduced = reduce_gradients(local, flat, names, self._reduction)
+        with tf.control_dependencies(_looked(flat, local, self._reduction)):
+            reduced = reduce_gradients(local, flat, names, self._reduction)
         for gradient in reduced:
             if gradient is not None:
                 setattr(gradient, _DONE, True)
         return tf.nest.pack_sequence_as(sources, reduced)
 
+    def jacobian(self, *_: Any, **__: Any) -> Any:
+        """Refused: it would be this rank's alone.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError(
+            "a distributed tape averages what gradient() returns, and a jacobian would be this rank's alone; take it "
+            "with a tf.GradientTape that is not distributed, and distribute the optimizer or average what you make of "
+            "it (hvd.allreduce)."
+        )
+
+    batch_jacobian = jacobian
+
 
 def _source_name(source: Any) -> str:
-    return f"{canonical_name(source)} {tuple(source.shape)}"
+    return f"{canonical_name(source)} {source.shape}"  # of a tf.Variable the shape may be unknown
 
 
 def _require_variables(sources: Sequence[Any]) -> None:
@@ -122,6 +137,18 @@ def _require_variables(sources: Sequence[Any]) -> None:
                 "which each rank has another (an input, an activation); take its gradient with a tf.GradientTape that "
                 "is not distributed, or make what is trained a tf.Variable."
             )
+
+
+def _looked(variables: Sequence[Any], gradients: Sequence[Any], reduction: Reduction) -> list[Any]:
+    """``parting.look``; in ``tf.function`` what is to end before the gradients are exchanged."""
+
+    def exchanged() -> list[str]:
+        taking = _taking(gradients, variables, reduction)
+        rows = [not reduction.sparse_as_dense and isinstance(gradients[at], tf.IndexedSlices) for at in taking]
+        return [f"{_source_name(variables[at])}{' in rows' * sparse}" for at, sparse in zip(taking, rows, strict=True)]
+
+    looked = look(variables, reduction.process_set, exchanged)
+    return [] if looked is None else [looked]
 
 
 def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[Any]:
@@ -137,6 +164,13 @@ def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: R
             "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not both."
         )
     return reduce_gradients(gradients, variables, ["optimizer"] * len(gradients), reduction)
+
+
+def look_and_reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[Any]:
+    """``reduce_once``, and ``parting.look`` before it."""
+    known = all(one is not None for one in variables)  # where Keras has as many variables as gradients
+    with tf.control_dependencies(_looked(variables, gradients, reduction) if known else []):
+        return reduce_once(gradients, variables, reduction)
 
 
 def reduce_gradients(
@@ -156,13 +190,13 @@ def reduce_gradients(
     Raises:
         InvalidArgumentError: a gradient that cannot be reduced.
     """
-    eager = tf.executing_eagerly()
-    fills = eager and reduction.options.op != "adasum"
-    taking = [
-        position
-        for position, gradient in enumerate(gradients)
-        if gradient is not None or (fills and _is_floating(variables[position]))
-    ]
+    eager, fills = tf.executing_eagerly(), _fills(reduction)
+    if not eager and control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise InvalidArgumentError(
+            "gradients are averaged in a function with jit_compile=True, and Horovod has no XLA operations; leave it "
+            "out there; a function of the forward pass alone may keep it."
+        )
+    taking = _taking(gradients, variables, reduction)
     if not taking or not reduction.process_set.included():
         return list(gradients)
     group = _group_name([names[position] for position in taking])
@@ -185,6 +219,21 @@ def reduce_gradients(
     for position, one, reduced in zip(taking, found, received, strict=True):
         results[position] = reduced if one else None
     return results
+
+
+def _fills(reduction: Reduction) -> bool:
+    """Whether zeros go in the place of a gradient that is None here."""
+    return tf.executing_eagerly() and reduction.options.op != "adasum"
+
+
+def _taking(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[int]:
+    """The places of the gradients that are exchanged."""
+    fills = _fills(reduction)
+    return [
+        position
+        for position, gradient in enumerate(gradients)
+        if gradient is not None or (fills and _is_floating(variables[position]))
+    ]
 
 
 def _is_floating(variable: Any) -> bool:

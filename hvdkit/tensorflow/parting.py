@@ -72,48 +72,65 @@ hvd.join = _and_forget(hvd.join)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]  # it takes seconds, to no end
-def look(variables: Iterable[Any], process_set: Any) -> None:
-    """Called with every exchange of the variables' gradients, before it; a collective at the 8th, 16th and so on.
+def look(variables: Iterable[Any], process_set: Any, exchanged: Callable[[], Sequence[str]]) -> Any:
+    """Called with every exchange of the variables' gradients, before it; a collective at the 1st, 8th, 16th and so on.
 
     Args:
         variables: whose gradients are exchanged; what is no variable of floating type is left out.
         process_set: Horovod's set of ranks that exchange.
+        exchanged: says what this rank is about to exchange; ranks that say something else would wait for each other.
+    Returns:
+        None; in ``tf.function`` a tensor that is there when the ranks have compared.
     Raises:
-        AgreementError: on every rank: their variables differ. In ``tf.function`` TensorFlow raises an error of its
-            own with these words.
+        AgreementError: on every rank: they exchange different gradients, or their variables differ. In
+            ``tf.function`` TensorFlow raises an error of its own with these words.
     """
     sources = [native(one) for one in variables]
     graph = not tf.executing_eagerly()
     grows = graph and os.environ.get("HOROVOD_ELASTIC") == "1"
     if not sources or not process_set.included() or (process_set.size() < 2 and not grows):
-        return
+        return None
     counter = _counter(sources[0], len(sources), process_set)
     exchange = None if graph else counter.count()
     if not graph and not _is_due(exchange):
-        return
+        return None
     named = [(canonical_name(one), one) for one in sources if isinstance(one, tf.Variable) and one.dtype.is_floating]
     if graph:
         named = sorted(named, key=lambda pair: -(pair[1].shape.num_elements() or 0))[:_IN_GRAPHS]
     if not named:
-        return
+        return None
     names, ours = zip(*named, strict=True)
-    call = f"hvdkit.parameters.{process_set.process_set_id}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
+    ranks = process_set.process_set_id
+    call = f"hvdkit.parameters.{ranks}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
     if not graph:
-        _compare(ours, names, exchange, process_set, call)
-        return
-    call = _among_equals(call)
+        if exchange == 1:
+            _compare_exchanged(exchanged(), process_set, f"hvdkit.exchanged.{ranks}")
+        else:
+            _compare(ours, names, exchange, process_set, call)
+        return None
+    said, first_call, call = exchanged(), _among_equals(f"hvdkit.exchanged.{ranks}"), _among_equals(call)
+
+    def compare() -> Any:
+        return tf.cond(
+            exchange == 1,
+            lambda: _compare_exchanged(said, process_set, first_call),
+            lambda: _compare(ours, names, exchange, process_set, call),
+        )
+
     with tf.control_dependencies([ours[0].value()]):  # after the step before, where a function takes several
         exchange = counter.count()
-    tf.cond(_is_due(exchange), lambda: _compare(ours, names, exchange, process_set, call), lambda: False)
+    return tf.cond(_is_due(exchange), compare, lambda: False)
 
 
 def _is_due(exchange: Any) -> Any:
-    return parting.is_due(exchange) & (exchange >= _FIRST)
+    return parting.is_due(exchange) & ((exchange >= _FIRST) | (exchange == 1))
 
 
 def _among_equals(call: str) -> str:
     """Models of the same layers in one function may compare at once, and Horovod tells them apart by name alone."""
     graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
+        graph = graph.outer_graph
     graph._hvdkit_calls = [*getattr(graph, "_hvdkit_calls", []), call]
     return f"{call}.{graph._hvdkit_calls.count(call)}"
 
@@ -130,14 +147,29 @@ def _counter(first: Any, number: int, process_set: Any) -> _Counter:
 def _compare(ours: Sequence[tf.Variable], names: Sequence[str], exchange: Any, process_set: Any, call: str) -> Any:
     mine = tf.reshape([fact for one in ours for fact in _facts(one)], [-1])
     sent = tf.concat([tf.ones(3, tf.float64), mine, mine**2], 0)
-    # Without the scopes of the graph around it, which may be another on another rank.
-    whole = hvd.allreduce(sent, op=hvd.Sum, name=call, process_set=process_set, ignore_name_scope=True)
     roundings = [_ROUNDINGS.get(one.dtype, 1.0) for one in ours]
 
     def judge(seen: Any, exchanges: Any) -> Any:  # TensorFlow keeps it, and what it holds, forever
         parting.judge(np.asarray(seen), names, roundings, int(exchanges))
         return np.True_
 
+    return _judged(judge, sent, exchange, process_set, call)
+
+
+def _compare_exchanged(said: Sequence[str], process_set: Any, call: str) -> Any:
+    mark = float(agreement.digest(np.array(said)) & 0xFFFFF)
+
+    def judge(seen: Any, _: Any) -> Any:
+        parting.require_same_exchange(np.asarray(seen), said)
+        return np.True_
+
+    sent = tf.constant([1.0, mark, mark**2], tf.float64)
+    return _judged(judge, sent, tf.constant(1, tf.int64), process_set, call)
+
+
+def _judged(judge: Callable[[Any, Any], Any], sent: Any, exchange: Any, process_set: Any, call: str) -> Any:
+    # Without the scopes of the graph around it, which may be another on another rank.
+    whole = hvd.allreduce(sent, op=hvd.Sum, name=call, process_set=process_set, ignore_name_scope=True)
     return judge(whole, exchange) if tf.executing_eagerly() else tf.numpy_function(judge, [whole, exchange], tf.bool)
 
 

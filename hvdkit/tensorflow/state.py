@@ -50,6 +50,21 @@ def _variables(model: Any, seen: set[int]) -> Iterator[Any]:
         else:
             for weight in part.weights:
                 yield from _parts(weight, seen)
+            seen.update(id(native(weight)) for weight in part.weights)
+            for layer in part._flatten_layers():
+                for name, value in sorted(vars(layer).items()):
+                    if not name.startswith("_self_"):
+                        yield from _beside_keras(value, seen)
+
+
+def _beside_keras(thing: Any, seen: set[int]) -> Iterator[Any]:
+    """Each ``tf.Variable`` that a Keras layer holds itself: Keras 3 does not count it among the layer's weights."""
+    if isinstance(thing, (Mapping, list, tuple)) and id(thing) not in seen:
+        seen.add(id(thing))
+        for part in thing.values() if isinstance(thing, Mapping) else thing:
+            yield from _beside_keras(part, seen)
+    elif isinstance(thing, tf.Module) or (isinstance(thing, tf.Variable) and thing.dtype != tf.string):
+        yield from (part for part in _parts(thing, seen) if hasattr(part, "assign"))
 
 
 def keras_layers(model: Any) -> list[Any]:
@@ -93,7 +108,7 @@ def _parts(thing: Any, seen: set[int]) -> Iterator[Any]:
 def _raise_not_built(model: Any) -> NoReturn:
     raise InvalidArgumentError(
         f"the {type(model).__name__} is not built yet, or has no variables; run one batch through it, or give it an "
-        "input shape, on every rank first."
+        "input shape, on every rank first. Of a class that is neither Keras' nor a tf.Module give a list of variables."
     )
 
 

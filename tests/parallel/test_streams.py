@@ -266,6 +266,7 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
     loader = hk.shard(numbers(), world, 4)
     endless = numbers().repeat()
     lengths = tf.data.Dataset.range(9).map(lambda n: tf.fill([n // 2 * 2], n))
+    in_buckets = lengths.bucket_by_sequence_length(lambda text: tf.shape(text)[0], [3, 6], [2, 2, 2])
     attempts = {
         "only .map": lambda: loader.filter(lambda x, y: True),
         "outside and call": lambda: tf.function(lambda: [x for x, _ in loader], autograph=False)(),
@@ -280,6 +281,8 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
         "with deterministic=False: each rank would": lambda: hk.shard(
             lengths.map(lambda x: x, num_parallel_calls=2, deterministic=False).prefetch(1), world, 2
         ),
+        "and these are batches": lambda: hk.shard(numbers().batch(2).map(lambda x, y: (x, y)).shuffle(4), world, 2),
+        "drop_remainder=True": lambda: hk.shard(in_buckets, world, 2),
         "at least one file": lambda: hk.shard_files(["a"], world),
         "batch_size must": lambda: hk.shard(numbers(), world, 0),
         "remainder must": lambda: hk.shard(numbers(), world, 2, remainder="most"),
@@ -299,6 +302,41 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
     ragged = tf.data.Dataset.range(9).map(lambda n: (tf.RaggedTensor.from_row_lengths([n], [1]), tf.as_string(n)))
     batches = list(hk.shard(ragged.filter(lambda *_: True), world, 2, remainder="exact", shuffle=False))
     assert len(batches) == 3 and sum(float(w[0]) > 0 for *_, w in batches) == (3 if world.is_root else 2)
+
+
+@on_ranks("tensorflow", n=(2, 3))
+@pytest.mark.parametrize("made", ["slices", "ragged_batch"])
+def test_samples_of_any_length_are_ragged_batches(hk: Any, world: Any, everyone: Any, made: str) -> None:
+    """Of a ragged tensor's slices, or of what ``ragged_batch(1).unbatch()`` makes; padded per batch behind shard."""
+    import tensorflow as tf
+
+    texts = [list(range(1, 2 + number % 5)) for number in range(13)]
+    if made == "slices":
+        dataset = tf.data.Dataset.from_tensor_slices((tf.ragged.constant(texts), np.arange(13)))
+    else:
+        dataset = tf.data.Dataset.range(13).filter(lambda n: n >= 0)
+        dataset = dataset.map(lambda n: (tf.range(1, 2 + n % 5), n)).ragged_batch(1).unbatch()
+    loader = hk.shard(dataset, world, 2, remainder="exact", shuffle=False).map(lambda x, y, w: (x.to_tensor(), y, w))
+    found = []
+    for x, y, w in loader:
+        assert x.shape[1] == max(1 + int(one) % 5 for one in y)
+        found += [(int(one), [int(word) for word in row if word]) for row, one, by in zip(x, y, w, strict=True) if by]
+    assert sorted(one for rank in everyone(found) for one in rank) == list(enumerate(texts))
+
+
+@on_ranks("tensorflow", n=2)
+def test_a_shuffle_made_after_broadcast_state_is_told_why(hk: Any, world: Any, everyone: Any) -> None:
+    """Its seed is one of two: the other is TensorFlow's own, which is the rank's from then on."""
+    import tensorflow as tf
+
+    hk.seed_everything(3, world)
+    early = numbers().shuffle(64, seed=1)
+    hk.broadcast_state(tf.Variable(1.0), None)
+    assert seen(taken(hk.shard(early, world, 4, remainder="exact"), everyone)) == list(range(SAMPLES))
+    late = [numbers().shuffle(64, seed=1), tf.data.Dataset.range(64).shuffle(64, seed=1)]
+    for dataset in late:
+        errors = everyone(message(lambda dataset=dataset: list(hk.shard(dataset, world, 4, shuffle=False))))
+        assert all("After seed_everything make what shuffles before broadcast_state" in error for error in errors)
 
 
 @on_ranks(*KERAS, n=2)

@@ -143,3 +143,40 @@ def test_gradients_add_up_in_a_loop_of_a_graph(hk: Any, world: Any) -> None:
     for total in sums:
         np.testing.assert_allclose(total, mean * turns * (turns - 1), rtol=1e-12)
     np.testing.assert_allclose(tf.reduce_sum(rows), mean * turns * 2 * 4, rtol=1e-12)
+
+
+def masked(hk: Any, world: Any, compiled: bool) -> list[float]:
+    """Trains on a mean over the targets that are not 0, as docs/agreement.md does it."""
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(53, 4)), rng.integers(-4, 7, 53).clip(0)
+    weights, optimizer = [tf.Variable(rng.normal(size=(4, 7)))], keras.optimizers.Adam(0.05)
+
+    def loss_of(target: Any, output: Any, w: Any) -> Any:
+        losses = keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True)
+        mask = tf.cast((target != 0) & (w > 0), losses.dtype)
+        count = hvd.allreduce(tf.reduce_sum(mask), name="targets")
+        return tf.reduce_sum(losses * mask) / count
+
+    def step(x: Any, y: Any, w: Any) -> None:
+        with hk.distribute(tf.GradientTape()) as tape:
+            loss = loss_of(y, x @ weights[0], w)
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    optimizer.build(weights)
+    run = tf.function(step, reduce_retracing=True) if compiled else step
+    for _ in range(2):
+        for batch in hk.shard((x, y), world, BATCH // world.size, remainder="exact", shuffle=False):
+            run(*batch)
+    return np.ravel(weights[0].numpy()).tolist()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks("tensorflow", n=(2, 3))
+def test_a_mean_over_targets_is_that_of_one_process(hk, world, everyone, alone, compiled):
+    found = masked(hk, world, compiled)
+    assert everyone(found) == [found] * world.size
+    np.testing.assert_allclose(found, alone(masked, compiled=compiled), rtol=1e-9, atol=1e-12)

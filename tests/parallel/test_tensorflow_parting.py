@@ -245,3 +245,117 @@ def test_models_of_the_same_layers_compare_in_one_function(hk, world):
 
     for number in range(STEPS):
         step(*data(world, number))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", ["tape", "optimizer"])
+@on_ranks("tensorflow", n=(2, 3))
+def test_ranks_that_exchange_different_gradients_are_one_error(hk, world, everyone, form, compiled):
+    """Another order, another number, or None in a compiled step; the ranks would wait for each other."""
+    import tensorflow as tf
+
+    def step(variables: Any, used: int) -> None:
+        optimizer = sgd() if form == "tape" else hk.distribute(sgd())
+        optimizer.build(variables)
+
+        def run(x: Any, y: Any) -> None:
+            tape = tf.GradientTape()
+            with hk.distribute(tape) if form == "tape" else tape as recording:
+                hidden = tf.tanh(x @ net_of[0])
+                loss = tf.reduce_mean((hidden @ net_of[1] - y) ** 2) if used == 2 else tf.reduce_mean(hidden)
+            optimizer.apply_gradients(zip(recording.gradient(loss, variables), variables, strict=True))
+
+        (tf.function(run) if compiled else run)(*data(world, 0))
+
+    raised = tf.errors.OpError if compiled else hvdkit.AgreementError
+    last = world.rank == world.size - 1
+    for case in ("order", "number", *(["none"] if compiled else [])):
+        net_of = net()
+        variables = net_of
+        if last and case != "none":
+            variables = net_of[::-1] if case == "order" else net_of[:1]
+        with pytest.raises(raised, match=r"the ranks exchange different gradients, this rank those of \d variables"):
+            step(variables, used=1 if last and case == "none" else 2)
+        everyone(None)
+    net_of = net()
+    step(net_of, used=2)
+    hk.check_agreement(net_of, None, world)
+
+
+@on_ranks("tensorflow")
+def test_what_a_distributed_tape_cannot_average_is_refused(hk, world):
+    import tensorflow as tf
+
+    variables = net()
+    with hk.distribute(tf.GradientTape(persistent=True)) as tape:
+        loss = loss_of(variables, *data(world, 0))
+    for jacobian in (tape.jacobian, tape.batch_jacobian):
+        with pytest.raises(hvdkit.InvalidArgumentError, match="a jacobian would be this rank's alone"):
+            jacobian(loss, variables[0])
+
+    @tf.function(jit_compile=True)
+    def step(x: Any, y: Any) -> Any:
+        with hk.distribute(tf.GradientTape()) as tape:
+            loss = loss_of(variables, x, y)
+        return tape.gradient(loss, variables)
+
+    with pytest.raises(hvdkit.InvalidArgumentError, match="Horovod has no XLA operations"):
+        step(*data(world, 0))
+    with pytest.raises(hvdkit.InvalidArgumentError, match="average_metrics cannot run inside"):
+        tf.function(lambda x: hk.average_metrics({"x": x}, world))(tf.constant(1.0))
+
+
+@on_ranks("tensorflow", n=(2, 3))
+def test_variables_that_keras_does_not_count_are_the_roots(hk, world, everyone, tmp_path):
+    """Keras 3 lists no ``tf.Variable`` of a layer among its weights; the small one is in no comparison of a graph."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    class Features(keras.layers.Layer):
+        """Random features, a scale for each of two, and a module; all different on every rank."""
+
+        def __init__(self) -> None:
+            super().__init__(dtype="float64")
+            own = np.random.default_rng(world.rank)
+            self.random = tf.Variable(own.normal(size=(6, 8)), trainable=False)
+            self.scales = {"a": [tf.Variable(np.float64(own.normal()))], "b": tf.Variable(np.float64(own.normal()))}
+            self.module = tf.Module()
+            self.module.shift = tf.Variable(np.float64(own.normal()))
+            self.words = tf.Variable(["not sent"])
+            self.dense = keras.layers.Dense(4, dtype="float64")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(tf.sin(x @ self.random) * self.scales["a"][0] + self.scales["b"]) + self.module.shift
+
+    layer = Features()
+    model = keras.Sequential(
+        [keras.Input((6,), dtype="float64"), layer, *(keras.layers.Dense(4, dtype="float64") for _ in range(4))]
+    )
+    own = [layer.scales["a"][0], layer.scales["b"], layer.module.shift]
+    optimizer = keras.optimizers.Adam(0.01)
+    hk.broadcast_state(model, optimizer)
+    trained = [*model.trainable_variables, *own]
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with hk.distribute(tf.GradientTape()) as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply_gradients(zip(tape.gradient(loss, trained), trained, strict=True))
+
+    def held() -> list[Any]:
+        return [np.asarray(one).tolist() for one in [layer.random, *own]]
+
+    for number in range(3):
+        step(*data(world, number))
+    assert everyone(held()) == [held()] * world.size
+    hk.check_agreement(model, optimizer, world)
+    store, before = hk.Checkpoints(tmp_path / "run"), held()
+    store.save(model, optimizer, step=3)
+    for one in own:
+        one.assign(0.0)
+    store.restore(model, optimizer)
+    assert held() == before
+    own[0].assign_add(float(world.rank))
+    with pytest.raises(hvdkit.AgreementError, match="the ranks disagree"):
+        hk.check_agreement(model, optimizer, world)

@@ -104,7 +104,7 @@ def look(variables: Iterable[Any], process_set: Any, exchanged: Callable[[], Seq
     call = f"hvdkit.parameters.{ranks}.{agreement.digest(np.array(names)) & 0xFFFFFFFF:08x}"
     if not graph:
         if exchange == 1:
-            _compare_exchanged(exchanged(), process_set, f"hvdkit.exchanged.{ranks}")
+            _compare_exchanged(exchanged(), exchange, process_set, f"hvdkit.exchanged.{ranks}")
         else:
             _compare(ours, names, exchange, process_set, call)
         return None
@@ -113,7 +113,7 @@ def look(variables: Iterable[Any], process_set: Any, exchanged: Callable[[], Seq
     def compare() -> Any:
         return tf.cond(
             exchange == 1,
-            lambda: _compare_exchanged(said, process_set, first_call),
+            lambda: _compare_exchanged(said, exchange, process_set, first_call),
             lambda: _compare(ours, names, exchange, process_set, call),
         )
 
@@ -156,15 +156,17 @@ def _compare(ours: Sequence[tf.Variable], names: Sequence[str], exchange: Any, p
     return _judged(judge, sent, exchange, process_set, call)
 
 
-def _compare_exchanged(said: Sequence[str], process_set: Any, call: str) -> Any:
+def _compare_exchanged(said: Sequence[str], exchange: Any, process_set: Any, call: str) -> Any:
+    """As of ``_compare``, at the first exchange."""
     mark = float(agreement.digest(np.array(said)) & 0xFFFFF)
 
     def judge(seen: Any, _: Any) -> Any:
         parting.require_same_exchange(np.asarray(seen), said)
         return np.True_
 
-    sent = tf.constant([1.0, mark, mark**2], tf.float64)
-    return _judged(judge, sent, tf.constant(1, tf.int64), process_set, call)
+    # A constant would be reduced where TensorFlow optimizes the graph, also of a rank that traces it anew alone.
+    sent = tf.cast(exchange, tf.float64) * tf.constant([1.0, mark, mark**2], tf.float64)
+    return _judged(judge, sent, exchange, process_set, call)
 
 
 def _judged(judge: Callable[[Any, Any], Any], sent: Any, exchange: Any, process_set: Any, call: str) -> Any:

@@ -98,7 +98,10 @@ READ = {
 }
 """Without ranks, of a public timeline."""
 
-RUN = [*TORCH, *KERAS, ARRAYS, *RECORDED, *READ]
+TARGETS = Place("agreement.md", "Tokens, pixels (TensorFlow)")
+"""On ranks of TensorFlow, by ``test_tensorflow_optimizers.py``."""
+
+RUN = [*TORCH, *KERAS, ARRAYS, *RECORDED, *READ, TARGETS]
 
 
 def names_of(block: Block, shelf: Any) -> dict[str, Any]:

@@ -4,7 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pages import blocks, run
 from programs_checks import message
+from programs_pages import TARGETS
 from ranks import on_ranks
 from test_keras_optimizers import IMAGES, LATENT, NOISE, PIXELS, SAMPLES
 
@@ -146,8 +148,7 @@ def test_gradients_add_up_in_a_loop_of_a_graph(hk: Any, world: Any) -> None:
 
 
 def masked(hk: Any, world: Any, compiled: bool) -> list[float]:
-    """Trains on a mean over the targets that are not 0, as docs/agreement.md does it."""
-    import horovod.tensorflow as hvd
+    """Trains on a mean over the targets that are not 0, by the block of the page."""
     import keras
     import tensorflow as tf
 
@@ -155,22 +156,18 @@ def masked(hk: Any, world: Any, compiled: bool) -> list[float]:
     x, y = rng.normal(size=(53, 4)), rng.integers(-4, 7, 53).clip(0)
     weights, optimizer = [tf.Variable(rng.normal(size=(4, 7)))], keras.optimizers.Adam(0.05)
 
-    def loss_of(target: Any, output: Any, w: Any) -> Any:
-        losses = keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True)
-        mask = tf.cast((target != 0) & (w > 0), losses.dtype)
-        count = hvd.allreduce(tf.reduce_sum(mask), name="targets")
-        return tf.reduce_sum(losses * mask) / count
+    loss_of = run(blocks(TARGETS.page)[TARGETS.heading][0], {"keras": keras, "tf": tf})["loss_of"]
 
-    def step(x: Any, y: Any, w: Any) -> None:
+    def step(x: Any, y: Any) -> None:
         with hk.distribute(tf.GradientTape()) as tape:
-            loss = loss_of(y, x @ weights[0], w)
+            loss = loss_of(y, x @ weights[0])
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
 
     optimizer.build(weights)
-    run = tf.function(step, reduce_retracing=True) if compiled else step
+    take = tf.function(step, reduce_retracing=True, autograph=False) if compiled else step
     for _ in range(2):
-        for batch in hk.shard((x, y), world, BATCH // world.size, remainder="exact", shuffle=False):
-            run(*batch)
+        for x_part, y_part, _ in hk.shard((x, y), world, BATCH // world.size, remainder="exact", shuffle=False):
+            take(x_part, y_part)
     return np.ravel(weights[0].numpy()).tolist()
 
 

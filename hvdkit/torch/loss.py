@@ -82,7 +82,7 @@ def _require_two_inputs(loss: Any) -> None:
     if len(needed) > 2:
         raise InvalidArgumentError(
             f"weighted_loss takes a loss of (output, target), got one of ({', '.join(needed)}); call it by itself, "
-            "with reduction='none', and multiply: (loss(...) * w).mean()."
+            "with reduction='none', and multiply what each of the samples has: (losses * w).mean()."
         )
 
 

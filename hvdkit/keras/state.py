@@ -68,6 +68,15 @@ def model_variables(model: Any) -> list[Any]:
     return list(model.weights)
 
 
+def beside_keras(model: Any) -> list[Any]:
+    """Variables of TensorFlow that the model's layers hold, which Keras does not count among its weights."""
+    if keras.backend.backend() != "tensorflow":
+        return []
+    from hvdkit.common import tf_variables  # loads TensorFlow
+
+    return tf_variables.beside_keras(model)
+
+
 def is_built(model: Any) -> bool:
     """Whether a model has its weights. One without ``call`` is never built itself: there the layers say it."""
     return bool(model.built or (model.weights and not unbuilt_layers(model)))
@@ -112,7 +121,7 @@ def number(value: Any) -> float:
 
 def layout(variable: Any) -> str:
     """Path without automatic numbers, type and shape: equal on ranks that have built other layers before."""
-    path = re.sub(r"_\d+(?=[/_]|$)", "", variable.path)
+    path = re.sub(r"_\d+(?=[/_]|$)", "", getattr(variable, "path", None) or variable.name.removesuffix(":0"))
     return f"{path} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
 
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdkit.common.tf_variables import beside_keras
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
@@ -50,21 +51,8 @@ def _variables(model: Any, seen: set[int]) -> Iterator[Any]:
         else:
             for weight in part.weights:
                 yield from _parts(weight, seen)
-            seen.update(id(native(weight)) for weight in part.weights)
-            for layer in part._flatten_layers():
-                for name, value in sorted(vars(layer).items()):
-                    if not name.startswith("_self_"):
-                        yield from _beside_keras(value, seen)
-
-
-def _beside_keras(thing: Any, seen: set[int]) -> Iterator[Any]:
-    """Each ``tf.Variable`` that a Keras layer holds itself: Keras 3 does not count it among the layer's weights."""
-    if isinstance(thing, (Mapping, list, tuple)) and id(thing) not in seen:
-        seen.add(id(thing))
-        for part in thing.values() if isinstance(thing, Mapping) else thing:
-            yield from _beside_keras(part, seen)
-    elif isinstance(thing, tf.Module) or (isinstance(thing, tf.Variable) and thing.dtype != tf.string):
-        yield from (part for part in _parts(thing, seen) if hasattr(part, "assign"))
+            for variable in beside_keras(part):
+                yield from _parts(variable, seen)
 
 
 def keras_layers(model: Any) -> list[Any]:

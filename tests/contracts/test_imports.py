@@ -41,7 +41,8 @@ BELOW = {
 }
 """What each room may import; nothing upward, no circle."""
 LIE_BELOW_ADAPTERS = {
-    f"hvdkit.common.{name}" for name in ("keras_optimizer", "tf_functions", "tf_pass", "tf_samples", "tf_streams")
+    f"hvdkit.common.{name}"
+    for name in ("keras_optimizer", "tf_functions", "tf_pass", "tf_samples", "tf_streams", "tf_variables")
 }
 """Import Keras or TensorFlow: hvdkit.keras and hvdkit.tensorflow stand on them, and no tool does."""
 

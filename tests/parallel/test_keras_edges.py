@@ -858,3 +858,26 @@ def test_what_is_missing_is_said_with_the_command_that_helps(monkeypatch, backen
     done = subprocess.run([sys.executable, "-c", f"{hide}; import hvdkit.keras"], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("hvdkit.errors.MissingFrameworkError: ") and message in last
+
+
+@on_ranks("keras", n=(2, 3))
+def test_variables_that_keras_does_not_count_are_the_roots(hk, world, everyone):
+    """Random features in a ``tf.Variable``: Keras 3 lists it nowhere."""
+    import keras
+    import tensorflow as tf
+
+    class Features(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            own = np.random.default_rng(world.rank)
+            self.held = [{"random": tf.Variable(own.normal(size=(8, 5)).astype("float32"))}]
+
+        def call(self, x: Any) -> Any:
+            return keras.ops.sin(x @ self.held[0]["random"])
+
+    layer = Features()
+    model = compiled(hk.distribute(keras.optimizers.Adam(0.01)), layer)
+    data = hk.shard((X, Y), world, 8)
+    model.fit(data, epochs=1, verbose=0, callbacks=[hk.BroadcastState()])
+    random = layer.held[0]["random"].numpy().tolist()
+    assert everyone(random) == [random] * world.size

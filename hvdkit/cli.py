@@ -79,6 +79,7 @@ def hvdkit_command() -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit; a user's mistake is one sentence on stderr, never a stack trace."""
+    _open_what_is_closed()
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -105,6 +106,15 @@ def run(argv: list[str]) -> int:
         _forget_output()
         return _fail(f"Nothing more could be written ({error.strerror}); free space, or write to another place.", 1)
     return status if isinstance(status, int) else 0
+
+
+def _open_what_is_closed() -> None:
+    """Have the standard streams that the caller closed (``>&-``); else files and pipes would take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 def _forget_output() -> None:

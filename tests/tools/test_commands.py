@@ -175,6 +175,18 @@ def test_a_full_disk_is_one_sentence():
     )
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_no_failure_and_no_file_takes_their_place(tmp_path, closed):
+    plan = tmp_path / "plan.json"
+    words = [sys.executable, "-m", "hvdkit.cli", "emulate", "sizes", "--sizes", "4000,8", "-o", str(plan)]
+    subprocess.run(words, check=True)
+    expected = plan.read_bytes()
+    plan.unlink()
+    done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert plan.read_bytes() == expected
+
+
 def test_too_little_memory_is_one_sentence(tmp_path, monkeypatch, capsys):
     def full(*_, **__):
         raise MemoryError

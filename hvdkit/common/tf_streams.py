@@ -368,10 +368,13 @@ def _require_samples(dataset: Any) -> None:
     ):
         raise InvalidArgumentError("shard needs samples of dense or ragged tensors; make sparse ones dense first.")
     last = dataset
-    while type(last).__name__ == "_PrefetchDataset":
+    while any(kind in type(last).__name__ for kind in ("Prefetch", "Cache", "Shuffle", "Take", "Skip", "Options")):
         (last,) = last._inputs()
     if "Batch" in type(last).__name__:
-        raise InvalidArgumentError("shard needs single samples and batches them itself; leave .batch() out.")
+        raise InvalidArgumentError(
+            "shard needs single samples and batches them itself; leave .batch() out, or .unbatch() the data, and give "
+            "keras.utils.image_dataset_from_directory and its like batch_size=None."
+        )
 
 
 def _options() -> Any:

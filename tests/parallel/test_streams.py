@@ -268,7 +268,7 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
         "only .map": lambda: loader.filter(lambda x, y: True),
         "outside and call": lambda: tf.function(lambda: [x for x, _ in loader], autograph=False)(),
         "leave .repeat() out": lambda: hk.shard(endless, world, 2),
-        "leave .batch() out": lambda: hk.shard(numbers().batch(2).prefetch(1), world, 2),
+        "leave .batch() out": lambda: hk.shard(numbers().batch(2).cache().shuffle(4).prefetch(1), world, 2),
         "at least one file": lambda: hk.shard_files(["a"], world),
         "batch_size must": lambda: hk.shard(numbers(), world, 0),
         "remainder must": lambda: hk.shard(numbers(), world, 2, remainder="most"),

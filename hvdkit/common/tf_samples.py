@@ -59,6 +59,7 @@ _RAGGED = (
     "pad them to one shape in a .map before shard, or make them ragged there "
     "(tf.RaggedTensor.from_tensor(x[tf.newaxis])) and pad each batch in a .map behind it (x.to_tensor()[:, 0])"
 )
+_SOURCES = "keras.utils.image_dataset_from_directory and its like take batch_size=None"
 
 
 def require_samples(dataset: tf.data.Dataset) -> None:
@@ -77,11 +78,14 @@ def require_samples(dataset: tf.data.Dataset) -> None:
             f"{_RAGGED}."
         )
     if "Batch" in name:
-        raise InvalidArgumentError("shard needs single samples and batches them itself; leave .batch() out.")
+        raise InvalidArgumentError(
+            f"shard needs single samples and batches them itself; leave .batch() out. {_SOURCES}."
+        )
     if _are_mapped_batches(last):
         raise InvalidArgumentError(
             "shard needs single samples and batches them itself, and these are batches; leave .batch() out and map "
-            "samples, or put .unbatch() before shard. Where a batch is one sample, make it with drop_remainder=True."
+            "samples, or put .unbatch() before shard. Where a batch is one sample, make it with drop_remainder=True. "
+            f"{_SOURCES}."
         )
 
 

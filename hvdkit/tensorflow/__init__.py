@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 from hvdkit.common import tf_streams as streams
-from hvdkit.tensorflow import clips, data, device, parting, state
+from hvdkit.tensorflow import clips, data, device, parting, state, sums
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -183,6 +183,7 @@ def distribute(
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
+        sums.mark()
         clips.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks

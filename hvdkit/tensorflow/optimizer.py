@@ -20,7 +20,7 @@ from tensorflow.python.ops import control_flow_util
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, step_times
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.tensorflow import clips
+from hvdkit.tensorflow import clips, sums
 from hvdkit.tensorflow.names import canonical_name, native
 from hvdkit.tensorflow.parting import look
 
@@ -98,6 +98,8 @@ class DistributedTape:
             InvalidArgumentError: a source that is no variable, or a gradient that cannot be reduced.
             AgreementError: (eagerly; in ``tf.function`` an error of TensorFlow's) the ranks' variables differ.
         """
+        if self._reduction.options.op == "average" and output_gradients is None:
+            sums.warn_of_target(target, self._reduction.process_set.size())
         flat = tf.nest.flatten(sources)
         _require_variables(flat)
         # TensorFlow makes zeros for an unconnected tf.Variable, but not for a Keras 3 variable.
@@ -159,6 +161,8 @@ def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: R
     """
     if reduction.process_set.included() and reduction.process_set.size() > 1:
         clips.refuse(gradients)
+        if reduction.options.op == "average":
+            sums.warn_of_gradients(gradients, reduction.process_set.size())
     if any(getattr(gradient, _DONE, False) for gradient in gradients):
         raise InvalidArgumentError(
             "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not both."

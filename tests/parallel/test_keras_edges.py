@@ -601,6 +601,35 @@ def test_a_sum_that_is_averaged_is_one_warning(hk, world):
     assert len(warned("average", "sum")) == 1
 
 
+@on_ranks("keras")
+@pytest.mark.parametrize(("op", "mean", "times"), [("average", False, 1), ("average", True, 0), ("sum", False, 0)])
+def test_a_step_of_one_loss_for_each_sample_is_one_warning(hk, world, op, mean, times):
+    """TensorFlow's tape adds them up; the other backends refuse them."""
+    import keras
+    import tensorflow as tf
+
+    from hvdkit.tensorflow import sums
+
+    class Siamese(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                losses = keras.losses.mean_squared_error(y, self(x, training=True))
+                loss = tf.reduce_mean(losses) if mean else losses
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": tf.reduce_mean(losses)}
+
+    keras.utils.set_random_seed(0)
+    model = Siamese([keras.Input((FEATURES,)), keras.layers.Dense(3)])
+    model.compile(hk.distribute(keras.optimizers.SGD(0.01), op=op))
+    sums.SAID.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model.fit(hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4), epochs=2, verbose=0)
+    found = [str(one.message) for one in said if "a step of 2 ranks, which averages, is 1/2 of" in str(one.message)]
+    assert len(found) == times
+
+
 def forgetful(uses: bool, method: str) -> Any:
     """A model with a method of the user's own, which uses the weights of the batch or does not."""
     import keras

@@ -283,6 +283,7 @@ def test_what_cannot_be_streamed_is_an_error(hk: Any, world: Any, everyone: Any)
         ),
         "and these are batches": lambda: hk.shard(numbers().batch(2).map(lambda x, y: (x, y)).shuffle(4), world, 2),
         "drop_remainder=True": lambda: hk.shard(in_buckets, world, 2),
+        "image_dataset_from_directory": lambda: hk.shard(numbers().batch(2).cache().shuffle(4).prefetch(1), world, 2),
         "at least one file": lambda: hk.shard_files(["a"], world),
         "batch_size must": lambda: hk.shard(numbers(), world, 0),
         "remainder must": lambda: hk.shard(numbers(), world, 2, remainder="most"),

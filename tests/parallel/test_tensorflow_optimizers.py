@@ -1,5 +1,6 @@
 """hvdkit.tensorflow in a loop of one's own with several optimizers, on real ranks."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,37 @@ def test_an_optimizer_distributed_on_one_rank_alone_is_an_error_on_all(hk, world
         hk.distribute(optimizer)
     error = message(lambda: hk.broadcast_state(model, optimizer))
     assert f"rank {world.rank} has optimizer (SGD) {'' if world.rank == 1 else 'not '}distributed" in error
+
+
+@on_ranks("tensorflow")
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("what", ["tape", "optimizer"])
+def test_a_loss_for_each_sample_is_one_warning(hk, world, what, graph):
+    import keras
+    import tensorflow as tf
+
+    from hvdkit.tensorflow import sums
+
+    weight = keras.Variable(np.ones((3, 1)), dtype="float32")
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer = hk.distribute(optimizer) if what == "optimizer" else optimizer
+
+    def step(x: Any, mean: bool, weights: Any = None) -> None:
+        with tf.GradientTape() as local:
+            losses = tf.reduce_sum(x @ weight.value, axis=1)
+            loss = tf.reduce_mean(losses) if mean else losses
+        tape = hk.distribute(local) if what == "tape" else local
+        optimizer.apply([tape.gradient(loss, [weight.value], weights)[0]], [weight])
+
+    step = tf.function(step) if graph else step
+    counts = []
+    for mean, weights in ((True, None), (False, tf.fill([4], 0.25)), (False, None), (False, None)):
+        sums.SAID.clear() if not counts else None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            step(tf.ones((4, 3)), mean, weights)
+        counts.append(len([one for one in said if "a tape was given a loss of shape (4,)" in str(one.message)]))
+    assert counts == [0, 0, 1, 0]
 
 
 @on_ranks("tensorflow", n=(2, 3))

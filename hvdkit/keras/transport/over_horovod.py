@@ -89,9 +89,10 @@ class OverTensorflow(HorovodTransport):
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import tensorflow as tf
 
-        from hvdkit.tensorflow import clips, optimizer
+        from hvdkit.tensorflow import clips, optimizer, sums
 
         among = self.hvd.global_process_set if process_set is None else process_set
+        sums.mark()
         clips.mark()
         reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
 

@@ -228,11 +228,13 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
             from the stream that all ranks share to this rank's own.
         root: rank to copy from.
     Raises:
-        InvalidArgumentError: a root that is not a rank, or lazy parameters that have no shape yet.
+        InvalidArgumentError: a root that is not a rank, several models or optimizers, or lazy parameters that have no
+            shape yet.
         AgreementError: the ranks' models differ in names, shapes or types, or their optimizers in kind or parameter
             groups; raised on every rank.
         RootError: the root's optimizer holds what cannot be sent; the root raises the reason.
     """
+    state.require_torch(model, optimizer)
     with COPIES.found_after(model):
         state.broadcast(model, optimizer, root)
 

@@ -85,10 +85,11 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             The checkpoint, complete on disk; None when it is written asynchronously.
         Raises:
             InvalidArgumentError: a bad step or score, metadata that is not JSON, an extra that is not of such values,
-                or a model that is not built.
+                several models or optimizers, or a model that is not built.
             CheckpointError: it, or the asynchronous one before, could not be written, or another job writes into the
                 directory; earlier ones are intact.
         """
+        optimizer = self._optimizers(model, optimizer)
         written: Saved | None = self._save(model, optimizer, step, loader, score, metadata, extra)
         return written
 
@@ -103,6 +104,10 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
     def _finish(self) -> Saved | None:
         writing, self._writing = self._writing, None
         return writing.result() if writing is not None else None
+
+    def _optimizers(self, model: Any, optimizer: Any) -> Any:
+        state.require_torch(model, optimizer)
+        return optimizer
 
     def _ranks(self) -> Collectives:
         return state.RANKS

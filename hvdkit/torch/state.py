@@ -42,6 +42,20 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def require_torch(model: Any, optimizer: Any = None) -> None:
+    """Raise InvalidArgumentError where these are no model and optimizer, but several, in a dict or list."""
+    if not hasattr(model, "named_parameters"):
+        raise InvalidArgumentError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; put several into one: "
+            "torch.nn.ModuleDict({'generator': generator, 'critic': critic})."
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InvalidArgumentError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; broadcast several one by one, "
+            "each with its own model, and save the others as extra={'critic': optimizer.state_dict()}."
+        )
+
+
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a model by their plain names.
 

@@ -545,3 +545,22 @@ def test_whatever_the_root_raises_every_rank_raises(hk, world, everyone, tmp_pat
     with pytest.raises(TypeError if world.is_root else hvdkit.RootError, match="cannot pickle"):
         hk.broadcast_state(model, optimizer)
     hk.check_agreement(model, None, world)
+
+
+@on_ranks("torch", n=2)
+def test_several_models_or_optimizers_are_one_sentence(hk, world, everyone, tmp_path):
+    import torch
+
+    model, store = torch.nn.Linear(2, 2), hk.Checkpoints(tmp_path / "run")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given, expected in (
+        (({"a": model},), "got dict; put several into one"),
+        ((model, [optimizer]), "got list; broadcast several one by one"),
+    ):
+        for call in (hk.broadcast_state, lambda *these: store.save(*these, step=1), store.restore):
+            with pytest.raises(hvdkit.InvalidArgumentError, match=expected):
+                call(*given)
+    both = torch.nn.ModuleDict({"generator": model, "critic": torch.nn.Linear(2, 1)})
+    hk.broadcast_state(both, optimizer)
+    store.save(both, optimizer, step=1, extra={"critic": optimizer.state_dict()})
+    assert everyone(store.restore(both, optimizer).extra["critic"]["param_groups"][0]["lr"]) == [0.1] * world.size

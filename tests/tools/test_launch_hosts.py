@@ -433,7 +433,8 @@ def test_a_signal_reaches_the_launcher(slurm_job):
     code = (
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit(0)))\n"
-        "print('ready', flush=True)\ntime.sleep(100)\n"
+        # A signal that comes just before a sleep does not end it.
+        "print('ready', flush=True)\nfor _ in range(1000): time.sleep(0.1)\n"
     )
     job = start(slurm_job, "-n", "4", "--restarts", "3", "--", sys.executable, "-c", code)
     assert job.stdout.readline() == "ready\n"

@@ -20,6 +20,7 @@ from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.keras.transport.over_horovod import HorovodTransport
 from hvdkit.steps.elastic import ElasticBase
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 try:
@@ -102,10 +103,8 @@ class ElasticCommit(Callback):
         super().__init__()
         if not isinstance(state, ElasticState):
             raise InvalidArgumentError(f"state must be an ElasticState, got {type(state).__name__}.")
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise InvalidArgumentError(f"every must be an integer >= 1, got {every!r}.")
         self._state: ElasticState = state
-        self._every = every
+        self._every = whole("every", every, 1)
         self._last_batch = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import parting
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
 
 Digests = npt.NDArray[np.int64]
@@ -274,8 +275,7 @@ class EveryFewSteps:
     """
 
     def __init__(self, check: Callable[[], None], every: int, on_disagreement: str) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise InvalidArgumentError(f"every must be an integer >= 1, got {every!r}.")
+        every = whole("every", every, 1)
         if on_disagreement not in ("raise", "warn"):
             raise InvalidArgumentError(f"on_disagreement must be raise or warn, got {on_disagreement!r}.")
         self._check, self._every, self._warns = check, every, on_disagreement == "warn"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.numbers import whole
 
 OPS = ("average", "sum", "adasum")
 COMPRESSIONS = ("none", "fp16")
@@ -39,9 +40,8 @@ class GradientOptions:
             raise InvalidArgumentError(
                 f"compression must be one of {', '.join(COMPRESSIONS)}, got {self.compression!r}."
             )
-        passes = self.backward_passes_per_step
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise InvalidArgumentError(f"backward_passes_per_step must be an integer >= 1, got {passes!r}.")
+        passes = whole("backward_passes_per_step", self.backward_passes_per_step, 1)
+        object.__setattr__(self, "backward_passes_per_step", passes)
         factor = self.gradient_predivide_factor
         if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
             raise InvalidArgumentError(f"gradient_predivide_factor must be a finite number > 0, got {factor!r}.")

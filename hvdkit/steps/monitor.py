@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.outlets import Outlets, checked_command, checked_trackers
 from hvdkit.steps.stragglers import Report
 from hvdkit.steps.teller import Teller
@@ -88,11 +89,9 @@ class Monitor(ABC):
         check: Callable[[], None] | None = None,
         check_every: int = 10,
     ) -> None:
-        numbers = (("every", every, 1), ("check_every", check_every, 1))
-        optional = (("step", step), ("steps", steps), ("epochs", epochs))
-        for name, value, least in (*numbers, *((name, one, 0) for name, one in optional if one is not None)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InvalidArgumentError(f"{name} must be an integer >= {least}, got {value!r}.")
+        every, check_every = whole("every", every, 1), whole("check_every", check_every, 1)
+        optional = {"step": step, "steps": steps, "epochs": epochs}
+        step, steps, epochs = (one if one is None else whole(name, one, 0) for name, one in optional.items())
         asked = directory or os.environ.get(step_times.MONITOR)
         where = Path(asked) if asked else None
         command, named = checked_command(on_report), checked_trackers(trackers, where)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 _SHARED, _OWN = 0, 1
@@ -33,8 +33,7 @@ class Seeds:
     world: Topology
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
-            raise InvalidArgumentError(f"seed must be an integer >= 0, got {self.seed!r}.")
+        object.__setattr__(self, "seed", whole("seed", self.seed, 0))
 
     def shared(self) -> np.random.SeedSequence:
         """The stream that is the same on every rank: what models are initialised from."""

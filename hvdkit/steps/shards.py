@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import CheckpointError, InvalidArgumentError
+from hvdkit.errors import CheckpointError
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
@@ -76,8 +76,7 @@ class Shard:
         Raises:
             InvalidArgumentError: a negative epoch.
         """
-        if not isinstance(epoch, int) or epoch < 0:
-            raise InvalidArgumentError(f"epoch must be an integer >= 0, got {epoch!r}.")
+        epoch = whole("epoch", epoch, 0)
         if not self.shuffle:
             return np.arange(self.n_samples, dtype=np.int64)
         generator = np.random.default_rng(np.random.SeedSequence([self.seed, epoch]))
@@ -103,9 +102,7 @@ class Shard:
         Raises:
             InvalidArgumentError: a negative epoch or position.
         """
-        if not isinstance(position, int) or position < 0:
-            raise InvalidArgumentError(f"position must be an integer >= 0, got {position!r}.")
-        return self._batches(self.order(epoch), position)
+        return self._batches(self.order(epoch), whole("position", position, 0))
 
     def _batches(self, order: Indices, position: int) -> Iterator[Batch]:
         global_batch = self.global_batch

@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 from hvdkit.common import tf_streams as streams
-from hvdkit.tensorflow import clips, data, device, parting, state, sums
+from hvdkit.tensorflow import data, device, parting, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -163,8 +163,7 @@ def distribute(
     returns. A distributed optimizer clips by itself, after averaging, and refuses what ``tf.clip_by_*`` returns.
 
     Args:
-        tape_or_optimizer: a ``tf.GradientTape``, or a Keras 3 optimizer for ``apply`` or ``apply_gradients`` in a
-            loop of your own.
+        tape_or_optimizer: a ``tf.GradientTape``, or a Keras 3 optimizer to ``apply`` or ``apply_gradients`` by hand.
         op, compression, gradient_predivide_factor: see ``GradientOptions``.
         backward_passes_per_step: 1 for a tape, which holds one pass: add up the gradients yourself, or give the
             optimizer ``gradient_accumulation_steps``.
@@ -183,8 +182,7 @@ def distribute(
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
-        sums.mark()
-        clips.mark()
+        averaging.mark_gradients()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members)

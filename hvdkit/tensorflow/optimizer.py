@@ -20,6 +20,7 @@ from tensorflow.python.ops import control_flow_util
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, step_times
 from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import clips, sums
 from hvdkit.tensorflow.names import canonical_name, native
 from hvdkit.tensorflow.parting import look
@@ -53,8 +54,7 @@ class Reduction:
     process_set: Any
 
     def __post_init__(self) -> None:
-        if not isinstance(self.groups, int) or isinstance(self.groups, bool) or self.groups < 1:
-            raise InvalidArgumentError(f"groups must be an integer >= 1, got {self.groups!r}.")
+        object.__setattr__(self, "groups", whole("groups", self.groups, 1))
         if self.process_set.included() is None or self.process_set.process_set_id is None:
             raise InvalidArgumentError("Horovod does not know these ranks yet; call init() before distribute().")
         self.options.require_possible(
@@ -151,6 +151,12 @@ def _looked(variables: Sequence[Any], gradients: Sequence[Any], reduction: Reduc
 
     looked = look(variables, reduction.process_set, exchanged)
     return [] if looked is None else [looked]
+
+
+def mark_gradients() -> None:
+    """Mark what is clipped, and what tapes take of several numbers; called where an optimizer is distributed."""
+    sums.mark()
+    clips.mark()
 
 
 def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[Any]:

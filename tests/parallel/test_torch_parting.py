@@ -22,6 +22,17 @@ def batch(world: Any, step: int) -> tuple[Any, Any]:
     return x, x.sum(dim=1, keepdim=True).sin()
 
 
+def warnings_of_steps(world: Any, model: Any, optimizer: Any, text: str) -> list[str]:
+    """Those with ``text`` that a training of some steps gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, *batch(world, step)).backward()
+            optimizer.step()
+    return [str(one.message) for one in found if text in str(one.message)]
+
+
 def net(seed: int = 0) -> Any:
     import torch
     from torch import nn
@@ -367,13 +378,7 @@ def test_a_copy_made_before_the_broadcast_is_one_warning(hk, world, kept, reload
     hk.broadcast_state(model, optimizer)
     if reloads:
         other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, *batch(world, step)).backward()
-            optimizer.step()
-    said = [str(one.message) for one in found if "made before broadcast_state" in str(one.message)]
+    said = warnings_of_steps(world, model, optimizer, "made before broadcast_state")
     assert len(said) == (told and world.rank > 0)
     assert all("the 0.weight that this rank began with" in one for one in said)
 
@@ -415,11 +420,5 @@ def test_a_hook_that_clips_is_one_warning(hk, world, put, hook, told):
     model, optimizer = begin(hk)
     for one in model.parameters():
         getattr(one, put)(hook)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, *batch(world, step)).backward()
-            optimizer.step()
-    said = [str(one.message) for one in found if "clips this rank's own gradient" in str(one.message)]
+    said = warnings_of_steps(world, model, optimizer, "clips this rank's own gradient")
     assert len(said) == told and all("a hook on 0.weight" in one for one in said)

@@ -11,6 +11,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.data import as_arrays
 from hvdkit.keras.trainer.metrics import States
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 
@@ -35,8 +36,7 @@ def evaluate(model: Any, dataset: Any, world: Topology, batch_size: int) -> dict
     """
     state.model_variables(model)
     arrays = as_arrays(dataset)
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise InvalidArgumentError(f"batch_size must be an integer >= 1, got {batch_size!r}.")
+    batch_size = whole("batch_size", batch_size, 1)
     samples = keras.tree.flatten(arrays)[0].shape[0]
     if samples == 0:
         raise InvalidArgumentError("evaluate needs at least one sample, got arrays of length 0.")

@@ -89,11 +89,10 @@ class OverTensorflow(HorovodTransport):
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import tensorflow as tf
 
-        from hvdkit.tensorflow import clips, optimizer, sums
+        from hvdkit.tensorflow import optimizer
 
         among = self.hvd.global_process_set if process_set is None else process_set
-        sums.mark()
-        clips.mark()
+        optimizer.mark_gradients()
         reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
 
         def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:

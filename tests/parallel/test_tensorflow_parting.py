@@ -103,6 +103,31 @@ def test_a_step_that_is_another_graph_on_the_root_compares_too(hk, world):
     hk.check_agreement(variables, None, world)
 
 
+@pytest.mark.parametrize("form", ["tape", "optimizer"])
+@on_ranks("tensorflow")
+def test_a_rank_may_trace_its_step_anew_alone(hk, world, everyone, form):
+    """A last batch of another size is another graph, in which the first exchange is compared, too."""
+    import tensorflow as tf
+
+    variables = net()
+    optimizer = sgd() if form == "tape" else hk.distribute(sgd())
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        tape = tf.GradientTape()
+        with hk.distribute(tape) if form == "tape" else tape as recording:
+            loss = loss_of(variables, x, y)
+        optimizer.apply_gradients(zip(recording.gradient(loss, variables), variables, strict=True))
+
+    for number in range(STEPS):
+        x, y = data(world, number)
+        left = 1 if number == 3 and world.rank else 0
+        step(x[left:], y[left:])
+    root, other = everyone(step.experimental_get_tracing_count())
+    assert other == root + 1
+    hk.check_agreement(variables, None, world)
+
+
 @on_ranks("tensorflow", n=3, fresh=True)
 def test_each_process_set_counts_for_itself(hk):
     """A rank outside the set takes no part in it; variables are named alike in all sets."""

@@ -32,9 +32,17 @@ class Reached(Protocol):
 def eagerly(function: _Function) -> _Function:
     """Where a step is compiled as a whole, dynamo would trace what autograd and the optimizer call.
 
-    As torch.compiler.disable, which would import dynamo at once: this does at the first call, after the optimizer has.
+    As torch.compiler.disable, whose wrapper costs each hook microseconds, compiled or not. It marks the code: no function
+    that a decorator has wrapped, whose code others share.
     """
-    return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    except (ImportError, AttributeError):  # before PyTorch 2.7
+        return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
+    return function
 
 
 class Now:
@@ -80,15 +88,18 @@ class Now:
         self._reached, self._tasks = [], set()
 
     @eagerly
-    @torch.no_grad()
     def end(self, end: _End) -> None:
         """The graph is done, or a graph within another: activation checkpointing calls backward within backward."""
         node = torch._C._current_autograd_node()
         if node is not None:
             self._end_with(node, end)
             return
+        self._ends.discard(end)  # what an error leaves here is abandoned by the next backward
+        with torch.no_grad():
+            self._exchange()
+
+    def _exchange(self) -> None:
         reached = sorted(self._reached, key=lambda one: one.number)
-        self._reached, self._tasks = [], set()
         step_times.ready()
         profiled = torch.autograd._profiler_enabled()  # a range costs microseconds, also where nobody looks
         with record_function("hvdkit:allreduce_wait") if profiled else nullcontext():
@@ -97,6 +108,7 @@ class Now:
                 exchange.depart()
             for exchange in reached:
                 exchange.arrive()
+        self._reached, self._tasks = [], set()
         step_times.arrived()
         if step_times.wants_norm():
             norms = [exchange.norm() for exchange in reached]  # of models that may be on several devices

@@ -13,6 +13,7 @@ import math
 import mmap
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import horovod.torch as hvd
@@ -52,12 +53,15 @@ class Wire:
     def start(self, flat: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
         """Begin to average; returns Horovod's handle and what travels."""
         carried = self.carried(flat)
+        before, after = 1.0 / self._predivide, self._predivide / self.process_set.size()
+        if carried.dtype != torch.float16 and math.frexp(after)[0] == 0.5:  # exact, and now it is in the cache
+            before, after = before * after, 1.0
         handle = hvd.allreduce_async_(
             carried,
             name=name,
-            op=hvd.Average,
-            prescale_factor=1.0 / self._predivide,
-            postscale_factor=self._predivide,
+            op=hvd.Sum,
+            prescale_factor=before,
+            postscale_factor=after,
             process_set=self.process_set,
         )
         return handle, carried
@@ -74,7 +78,7 @@ def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     Ranks of one host copy out of each other's memory, for which the kernel looks up page by page.
     """
     size = length * dtype.itemsize
-    if device.type != "cpu" or size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or size < _HUGE_PAGE // 4 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(length, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
@@ -118,7 +122,7 @@ class Travelling(Protocol):
     holds: list[int]
     early: bool
 
-    def take(self, parameter: Parameter) -> bool: ...
+    def reach(self, parameter: Parameter) -> bool: ...
     def leave(self, wire: Wire, said: Said) -> None: ...
     def arrive(self) -> Said: ...
     def abandon(self) -> None: ...
@@ -144,11 +148,12 @@ class Bucket:
         self.early = True
         self._sparse_as_dense = sparse_as_dense
         kind = (named[0][1].dtype, named[0][1].device) if named else (torch.float32, torch.device("cpu"))
-        self._places = {key: place for place, key in enumerate(self.holds)}
         starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
         self._numbers = starts.pop()
         self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
         self._lie_in(_zeros(self._numbers + len(named) + len(Said()), *kind))
+        self._all_there = torch.ones_like(self._tail)
+        self._all_there[len(named) :] = 0
         self._begin()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
@@ -156,14 +161,16 @@ class Bucket:
         self._views = [flat.as_strided(*where) for where in self._where]
         self._addresses = [view.data_ptr() for view in self._views]
         self._tail = flat[self._numbers :]
-        self._owners = self._count_owners(0) if self._views else (0, 0)
+        self._owners = self._count_owners(range(len(self._views)))
 
-    def _count_owners(self, place: int) -> tuple[int, int]:
-        return sys.getrefcount(self._views[place]), torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
+    def _count_owners(self, places: Iterable[int]) -> tuple[int, int]:
+        views = self._views
+        most = max((sys.getrefcount(views[place]) for place in places), default=0)
+        return most, torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
 
-    def _leave_to_holders(self, place: int) -> None:
-        """Move, where somebody has kept the last gradient, itself or detached: theirs must not become the next one."""
-        if all(now <= own for now, own in zip(self._count_owners(place), self._owners, strict=True)):
+    def _leave_to_holders(self, places: list[int]) -> None:
+        """Move, where somebody has kept a last gradient, itself or detached: theirs must not become the next one."""
+        if not places or all(now <= own for now, own in zip(self._count_owners(places), self._owners, strict=True)):
             return
         before = self._views
         self._lie_in(_zeros(self._flat.numel(), self._flat.dtype, self._flat.device).copy_(self._flat))
@@ -174,7 +181,7 @@ class Bucket:
 
     def _begin(self) -> None:
         """As before the first gradient of a backward."""
-        self._taken: set[int] = set()
+        self._there: set[int] = set()
         self._absent: set[int] = set()
         self._sent: tuple[int, torch.Tensor] | None = None
 
@@ -184,31 +191,45 @@ class Bucket:
             synchronize(self._sent[0])
         self._begin()
 
-    def take(self, parameter: Parameter) -> bool:
-        """Put the parameter's gradient into its place; whether all are there now.
+    def reach(self, parameter: Parameter) -> bool:
+        """The parameter's gradient is there; whether all are now, and may leave.
 
         Raises:
-            InvalidArgumentError: a gradient that cannot lie in a bucket, or that changed after it had left.
+            InvalidArgumentError: it had left already.
         """
-        place, gradient = self._places[id(parameter)], parameter.grad
+        key = id(parameter)
         if self._sent is not None:
             raise InvalidArgumentError(
-                f"the gradient of {self._names[place]} grew after it had been sent to the other ranks; activation "
-                "checkpointing of shared weights needs use_reentrant=False."
+                f"the gradient of {self._names[self.holds.index(key)]} grew after it had been sent to the other ranks; "
+                "activation checkpointing of shared weights needs use_reentrant=False."
             )
-        self._taken.add(place)
-        if self._views[place].data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
-            self._views[place] = self._flat.as_strided(*self._where[place])
-        if gradient is not self._views[place]:
-            self._leave_to_holders(place)
-            view = self._views[place]
-            if gradient is None:
-                view.zero_()
+        self._there.add(key)
+        return self.early and len(self._there) == len(self.holds)
+
+    def _take(self) -> None:
+        """Put all gradients into their places, with zeros for those that this rank does not have.
+
+        Raises:
+            InvalidArgumentError: a gradient that cannot lie in a bucket.
+        """
+        new: list[tuple[int, Parameter, torch.Tensor]] = []
+        for place, view in enumerate(self._views):
+            if view.data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
+                self._views[place] = view = self._flat.as_strided(*self._where[place])
+            parameter = self._fitting(place)
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None:
                 self._absent.add(place)
-            else:
-                view.copy_(self._dense(self._names[place], gradient))
-                parameter.grad = view
-        return len(self._taken) == len(self.holds)
+            elif gradient is not view:
+                new.append((place, parameter, self._dense(self._names[place], gradient)))
+        del view
+        self._leave_to_holders([place for place, _, _ in new] + [*self._absent])
+        for place in self._absent:
+            self._views[place].zero_()
+        if new:
+            torch._foreach_copy_([self._views[place] for place, _, _ in new], [one for _, _, one in new])
+        for place, parameter, _ in new:
+            parameter.grad = self._views[place]
 
     def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.requires_grad:
@@ -226,20 +247,11 @@ class Bucket:
         return gradient.to_dense()
 
     def leave(self, wire: Wire, said: Said) -> None:
-        """Begin to travel, if it has not yet, with zeros for gradients that this rank does not have."""
+        """Begin to travel, if it has not yet."""
         if self._sent is not None:
             return
-        for place in range(len(self.holds)):
-            if place in self._taken:
-                continue
-            parameter = self._fitting(place)
-            if parameter is None:
-                self._views[place].zero_()
-                self._absent.add(place)
-            else:
-                self.take(parameter)
-        self._tail.fill_(1)
-        self._tail[-len(said) :].zero_()
+        self._take()
+        self._tail.copy_(self._all_there)
         for place, one in enumerate(said, start=-len(said)):
             if one:
                 self._tail[place] = one
@@ -305,8 +317,8 @@ class SparseGradient:
             synchronize(handle)
         self._sent = None
 
-    def take(self, parameter: Parameter) -> bool:
-        """Look at the gradient that is there now; always true.
+    def reach(self, parameter: Parameter) -> bool:
+        """Look at the gradient that is there now; whether it may leave.
 
         Raises:
             InvalidArgumentError: it is dense.
@@ -316,7 +328,7 @@ class SparseGradient:
                 f"the gradient of {self.name} is dense, though its module has sparse=True (its weight has another use, "
                 "too); use distribute(..., sparse_as_dense=True)."
             )
-        return True
+        return self.early
 
     def leave(self, wire: Wire, said: Said) -> None:  # noqa: ARG002
         """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
@@ -327,7 +339,7 @@ class SparseGradient:
             indices = torch.empty((0, 1), dtype=torch.int64, device=self._device)
             values = torch.empty((0, *self._shape[1:]), dtype=self._type, device=self._device)
         else:
-            self.take(parameter)
+            self.reach(parameter)
             gradient = parameter.grad.coalesce()
             indices, values = gradient.indices().t().contiguous(), gradient.values()
         rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))

@@ -50,7 +50,7 @@ class Copies:
                 f"a copy of the model was made before broadcast_state: it holds the {held[0]} that this rank began "
                 "with, and another rank's copy has other values. Copy the model (for a target network, a teacher, an "
                 "average of the weights) after broadcast_state, or give the copy to broadcast_state, too.",
-                stacklevel=10,
+                stacklevel=8,
             )
 
 

@@ -120,10 +120,12 @@ class Exchange:
 
     def _take_on(self, parameters: Iterable[Parameter]) -> None:
         new = [one for one in parameters if not self.has(one) and (one.is_floating_point() or one.is_complex())]
+        if not new:
+            return
         model = self._model()
-        named = [] if not new or model is None else list(named_of(model))
+        named = [] if model is None else list(named_of(model))
         places = {id(one): (name, place) for place, (name, one) in enumerate(named)}
-        modules = (one for one in model.modules() if getattr(one, "sparse", False)) if named and model else ()
+        modules = (one for one in model.modules() if getattr(one, "sparse", False)) if model else ()
         sparse = {id(one) for module in modules for one in module.parameters(recurse=False)}
         for one in new:
             later = len(places) + len(self._members)
@@ -135,6 +137,7 @@ class Exchange:
                 other.release(one)
             hooks = self._hooks_on(one)
             self._members[id(one)] = _Member(weakref.ref(one), name, order, id(one) in sparse, hooks)
+        self._members = dict(sorted(self._members.items(), key=lambda member: member[1].order))
 
     def has(self, parameter: Parameter) -> bool:
         """Whether it averages this parameter's gradient."""
@@ -164,8 +167,7 @@ class Exchange:
 
     def _training(self) -> list[tuple[str, Parameter]]:
         """What trains now, with names, in the order of the model."""
-        members = sorted(self._members.values(), key=lambda member: member.order)
-        living = [(member.name, member.parameter()) for member in members]
+        living = [(member.name, member.parameter()) for member in self._members.values()]
         return [(name, one) for name, one in living if one is not None and one.requires_grad]
 
     # While backward computes ---------------------------------------------------------------------------------------
@@ -193,17 +195,18 @@ class Exchange:
         NOW.reach(self, parameter)
         if not self.exchanging:
             return
-        if id(parameter) in self._fired:
-            self._twice.add(id(parameter))
-        self._fired.add(id(parameter))
+        key = id(parameter)
+        if key in self._fired:
+            self._twice.add(key)
+        self._fired.add(key)
         if self._agreed is None or self._said.changed:
             return
         if len(parameter._post_accumulate_grad_hooks) > 1:  # the program's, which may still change this gradient
             return
-        bucket = self._agreed.bucket_of[id(parameter)]
-        if id(parameter) in self._twice:
+        bucket = self._agreed.bucket_of[key]
+        if key in self._twice:
             bucket.early = False
-        if bucket.take(parameter) and bucket.early:
+        if bucket.reach(parameter):
             bucket.leave(self._wire, self._said)
 
     # At the end of backward ----------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def warn_of_clipping_hooks(named: Named) -> None:
                 warnings.warn(
                     f"a hook on {name} clips this rank's own gradient, and the mean of what is clipped is not what one "
                     "process clips. Clip after backward(): torch.nn.utils.clip_grad_value_(model.parameters(), limit).",
-                    stacklevel=12,
+                    stacklevel=10,
                 )
                 return
 
@@ -107,7 +107,7 @@ class Undistributed:
                 f"an optimizer ({type(optimizer).__name__}) that distribute has not got steps beside one that it has: "
                 f"{own} of its parameters have this rank's own gradients, and the ranks train apart. Distribute it, "
                 "too, and broadcast its model, unless every rank is to train these parameters for itself.",
-                stacklevel=6,
+                stacklevel=4,
             )
 
 
@@ -151,5 +151,5 @@ class ByHand:
                 "the parameters move between gradients of torch.autograd.grad, which hvdkit does not average: only "
                 "backward() and step() do. Assign these gradients to .grad and call step(), or average them by "
                 "hvd.allreduce.",
-                stacklevel=3,
+                stacklevel=5,
             )

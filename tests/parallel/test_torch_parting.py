@@ -422,3 +422,36 @@ def test_a_hook_that_clips_is_one_warning(hk, world, put, hook, told):
         getattr(one, put)(hook)
     said = warnings_of_steps(world, model, optimizer, "clips this rank's own gradient")
     assert len(said) == told and all("a hook on 0.weight" in one for one in said)
+
+
+@on_ranks("torch")
+def test_warnings_name_the_programs_own_line(hk, world):
+    import torch
+
+    torch.manual_seed(world.rank)
+    model, beside = torch.nn.Linear(3, 2), torch.nn.Linear(1, 1)
+    x, kept = torch.ones(4, 3), copy.deepcopy(model)
+    plain = torch.optim.SGD(beside.parameters(), 0.1)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), 0.1), model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hk.broadcast_state(model, optimizer)
+        model.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            beside(x[:, :1]).sum().backward()
+            optimizer.step()
+            plain.step()
+        for one in model.parameters():
+            one.grad = torch.ones_like(one).mul_(0.1)
+        optimizer.step()
+        for _ in range(5):
+            gradients = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), gradients, alpha=0.1)
+    texts = [str(one.message) for one in found]
+    parts = ["clips this rank's own", "that distribute has not got", "came from no backward", "move between gradients"]
+    for part in [*parts, *(["made before broadcast_state"] if world.rank and kept is not None else [])]:
+        assert any(part in text for text in texts), (part, texts)
+    assert {one.filename for one in found} == {__file__}

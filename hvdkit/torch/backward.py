@@ -32,8 +32,8 @@ class Reached(Protocol):
 def eagerly(function: _Function) -> _Function:
     """Where a step is compiled as a whole, dynamo would trace what autograd and the optimizer call.
 
-    As torch.compiler.disable, whose wrapper costs each hook microseconds, compiled or not. It marks the code: no function
-    that a decorator has wrapped, whose code others share.
+    As torch.compiler.disable, whose wrapper costs each hook microseconds, compiled or not. This marks the code, which
+    must be the function's own: what a decorator has wrapped shares its code with others.
     """
     try:
         from torch._C._dynamo import eval_frame
@@ -101,7 +101,8 @@ class Now:
     def _exchange(self) -> None:
         reached = sorted(self._reached, key=lambda one: one.number)
         step_times.ready()
-        profiled = torch.autograd._profiler_enabled()  # a range costs microseconds, also where nobody looks
+        # A range costs microseconds, also where nobody looks.
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with record_function("hvdkit:allreduce_wait") if profiled else nullcontext():
             # All depart before one is waited for: ranks may have reached them in another order.
             for exchange in reached:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,6 +70,39 @@ class Layout:
                 full.append(open_ones.pop(kind))
                 del sizes[kind]
         return [*full, *open_ones.values()]
+
+
+class Members:
+    """Which parameters buckets were made of: what can change without a word.
+
+    Args:
+        named: these.
+    """
+
+    def __init__(self, named: Named) -> None:
+        self._parameters = [weakref.ref(one) for _, one in named]
+        self._kinds, self._seen = _kinds(named), _seen(named)
+
+    def are(self, named: Named) -> bool:
+        """Whether these are the same, wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)."""
+        seen = _seen(named)
+        if seen == self._seen:
+            return True
+        held = [weak() for weak in self._parameters]  # another parameter may have the id of one that is gone
+        same = len(held) == len(named) and all(old is one for old, (_, one) in zip(held, named, strict=True))
+        if same and _kinds(named) == self._kinds:
+            self._seen = seen
+            return True
+        return False
+
+
+def _seen(named: Named) -> list[tuple[int, torch.dtype, int]]:
+    """What takes little time to look at before each exchange."""
+    return [(id(one), one.dtype, one.data_ptr()) for _, one in named]
+
+
+def _kinds(named: Named) -> list[tuple[Any, ...]]:
+    return [(one.dtype, one.device, one.shape, one.stride()) for _, one in named]
 
 
 def _bytes(one: tuple[str, Parameter]) -> int:

@@ -1,6 +1,6 @@
 """How PyTorch's gradients lie side by side in memory and travel between ranks; used by ``exchange``.
 
-A bucket is one flat tensor: gradients, whose ``.grad`` are views of it; behind them one number for each, 1 where this
+A bucket is one flat tensor: gradients, whose ``.grad`` lie in its memory; behind them one number for each, 1 where this
 rank has a gradient; and last what else this rank has to say (``Said``). After the allreduce these numbers are known on
 every rank, at the cost of no collective of their own.
 """
@@ -158,10 +158,16 @@ class Bucket:
 
     def _lie_in(self, flat: torch.Tensor) -> None:
         self._flat = flat
-        self._views = [flat.as_strided(*where) for where in self._where]
+        self._views = [self._lying(place) for place in range(len(self._where))]
         self._addresses = [view.data_ptr() for view in self._views]
         self._tail = flat[self._numbers :]
         self._owners = self._count_owners(range(len(self._views)))
+
+    def _lying(self, place: int) -> torch.Tensor:
+        """The part of a gradient: no view to autograd, which would refuse the ``detach_()`` of older programs."""
+        shape, strides, start = self._where[place]
+        memory = self._flat.untyped_storage()
+        return self._flat.new_empty(0).set_(memory, self._flat.storage_offset() + start, shape, strides)
 
     def _count_owners(self, places: Iterable[int]) -> tuple[int, int]:
         views = self._views
@@ -215,7 +221,7 @@ class Bucket:
         new: list[tuple[int, Parameter, torch.Tensor]] = []
         for place, view in enumerate(self._views):
             if view.data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
-                self._views[place] = view = self._flat.as_strided(*self._where[place])
+                self._views[place] = view = self._lying(place)
             parameter = self._fitting(place)
             gradient = None if parameter is None else parameter.grad
             if parameter is None or gradient is None:

@@ -31,6 +31,8 @@ _INSTEAD = {
     "drop_last": "say what becomes of the ragged end with remainder=",
 }
 
+_MOST_DRAWS = 2**31  # without an end, as in minGPT's num_samples=int(1e10), they would fill the memory
+
 
 def sharded(
     dataset: Any,
@@ -74,12 +76,18 @@ def _draws(sampler: Any) -> int:
             "shard has shuffle, seed and, for drop_last, remainder."
         )
     try:
-        return len(sampler)
+        draws = len(sampler)
     except (TypeError, NotImplementedError):
         raise InvalidArgumentError(
             f"shard needs a sampler with a length, got {type(sampler).__name__}; give it a __len__: the number of "
             "samples that it draws for an epoch."
         ) from None
+    if draws > _MOST_DRAWS:
+        raise InvalidArgumentError(
+            f"{type(sampler).__name__} draws {draws} samples for an epoch, whose order is held in memory; let it draw "
+            f"fewer, at most {_MOST_DRAWS}, and loop over the loader again for the next epoch."
+        )
+    return draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +307,9 @@ class ShardedStream:
     """Batches of this rank's own stream, the same number on every rank. Made by ``hvdkit.torch.shard``.
 
     Before each step the ranks tell each other how many samples they have for it, while the step before computes.
+
+    Attributes:
+        dataset, batch_size, num_workers: as of a ``DataLoader``. It has no length: no rank knows that of the others.
     """
 
     def __init__(
@@ -313,7 +324,8 @@ class ShardedStream:
         # A worker's short last batch is no end of the stream: other workers still have batches.
         options["drop_last"] = remainder == "drop"
         self._loader = torch.utils.data.DataLoader(dataset, batch_size, collate_fn=collate, **options)
-        self._batch_size, self._remainder = batch_size, remainder
+        self._remainder = remainder
+        self.dataset, self.batch_size, self.num_workers = dataset, batch_size, self._loader.num_workers
 
     def __iter__(self) -> Iterator[Any]:
         with _Sizes() as asked:
@@ -327,7 +339,7 @@ class ShardedStream:
             sizes, marks = asked.answers()
             self._require(sizes, contents, first=step == 0)
             copies.compare(marks)
-            weights = stream_weights(sizes, self._batch_size, self._remainder)
+            weights = stream_weights(sizes, self.batch_size, self._remainder)
             if weights is None:
                 return
             count, batch = (size, contents) if size else (filler[0], copy.deepcopy(filler[1]))
@@ -361,7 +373,7 @@ class ShardedStream:
             )
         if first and empty:
             raise InvalidArgumentError(
-                f"the data set of {name_ranks(empty)} does not fill one batch of {self._batch_size}; each DataLoader "
+                f"the data set of {name_ranks(empty)} does not fill one batch of {self.batch_size}; each DataLoader "
                 "worker fills batches of its own. Use smaller batches, fewer workers or remainder='exact'."
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import agreement
@@ -21,7 +20,7 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.parting import Parting
 from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
+from hvdkit.torch.bucket_layout import Layout, Members, Parameter, Said
 from hvdkit.torch.buckets import Travelling, Wire, in_buckets, obstacle_to, total_norm
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.state import OverTorch, layout, parameters_of, plain_name
@@ -41,11 +40,11 @@ class _Agreed:
     """What all ranks train, and the buckets that were made of it.
 
     Attributes:
-        seen: this rank's parameters when they agreed: what can change without a word.
+        members: this rank's parameters when they agreed.
         number: the same on every rank, of this agreement's exchange.
     """
 
-    seen: list[tuple[int, torch.dtype, int]]
+    members: Members
     number: int
     buckets: list[Travelling]
     bucket_of: dict[int, Travelling]
@@ -98,7 +97,6 @@ class Exchange:
         # What no optimizer has counts where the norm of the model's gradients is taken.
         others = (one for one in model.parameters() if not any(other.has(one) for other in EXCHANGES))
         self._take_on(one for one in others if obstacle_to(one) is None)
-        _look_before_steps()
         added = optimizer.add_param_group
 
         def add_param_group(param_group: dict[str, Any]) -> None:
@@ -119,6 +117,7 @@ class Exchange:
         self._take_on([] if optimizer is None else parameters_of(optimizer))
 
     def _take_on(self, parameters: Iterable[Parameter]) -> None:
+        """Average the gradients of those parameters that are new, and can have one, in this exchange's name space."""
         new = [one for one in parameters if not self.has(one) and (one.is_floating_point() or one.is_complex())]
         if not new:
             return
@@ -167,7 +166,7 @@ class Exchange:
 
     def _training(self) -> list[tuple[str, Parameter]]:
         """What trains now, with names, in the order of the model."""
-        living = [(member.name, member.parameter()) for member in self._members.values()]
+        living = ((member.name, member.parameter()) for member in self._members.values())
         return [(name, one) for name, one in living if one is not None and one.requires_grad]
 
     # While backward computes ---------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ class Exchange:
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         self._fired: set[int] = set()
-        changed = self._agreed is None or self._agreed.seen != _seen(self._training())
+        changed = self._agreed is None or not self._agreed.members.are(self._training())
         self._said = Said(changed, late, self._parting.noted is not None)
 
     def _among_others(self) -> bool:
@@ -199,9 +198,8 @@ class Exchange:
         if key in self._fired:
             self._twice.add(key)
         self._fired.add(key)
-        if self._agreed is None or self._said.changed:
-            return
-        if len(parameter._post_accumulate_grad_hooks) > 1:  # the program's, which may still change this gradient
+        others = len(parameter._post_accumulate_grad_hooks) > 1  # the program's, which may still change this gradient
+        if others or self._agreed is None or self._said.changed:
             return
         bucket = self._agreed.bucket_of[key]
         if key in self._twice:
@@ -274,7 +272,7 @@ class Exchange:
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
         bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
-        self._agreed, self._parting = _Agreed(_seen(named), number, buckets, bucket_of), Parting()
+        self._agreed, self._parting = _Agreed(Members(named), number, buckets, bucket_of), Parting()
         self._said = self._said._replace(noted=0.0)
 
     def _buckets(self) -> list[Travelling]:
@@ -315,7 +313,7 @@ class Exchange:
 
         That is the one within it, where its own is a wrapper (SAM, Lookahead).
         """
-        mine, within = self.optimizer() is optimizer, torch._C._current_graph_task_id() != -1
+        mine, within = self.steps_as(optimizer), torch._C._current_graph_task_id() != -1
         if not mine and not ((within or self._local) and any(map(self.has, parameters_of(optimizer)))):
             return
         if within and self._among_others():
@@ -323,7 +321,7 @@ class Exchange:
                 "step() within backward(), where gradients are this rank's own and the mean is not there yet; step "
                 "after backward()."
             )
-        if any(_is_other(one(), gradient, version) for one, gradient, version in self._local):
+        if any(parting.is_other(one(), gradient, version) for one, gradient, version in self._local):
             raise InvalidArgumentError(
                 f"step() after gradients of this rank alone were changed (clipped or unscaled): the last backward "
                 f"before it was in no_sync, or was one of fewer than {self._options.backward_passes_per_step} "
@@ -336,11 +334,23 @@ class Exchange:
             self.exchanging = self.active
             self.depart()
             self.arrive()
-        self._averaged = not mine
+        self._averaged = True
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has stepped; until then a step within its own (``super().step()``) exchanges nothing again."""
+        self._averaged = self._averaged and not self.steps_as(optimizer)
+
+    def steps_as(self, optimizer: Any) -> bool:
+        """Whether an optimizer is its own, or within its own, which never called ``Optimizer.__init__`` (Lookahead)."""
+        own = self.optimizer()
+        if own is None or own is optimizer or hasattr(type(own).step, "hooked"):
+            return own is optimizer
+        # Its groups may be others: load_state_dict makes the inner one new ones.
+        return set(map(id, parameters_of(own))) == set(map(id, parameters_of(optimizer)))
 
     def note(self, optimizer: Any) -> None:
         """Look at the parameters before a step of its own, when it is time to."""
-        if self._parting.wants_note() and self.optimizer() is optimizer and parting.can_look():
+        if self._parting.wants_note() and self.steps_as(optimizer) and parting.can_look():
             self._parting.noted = parting.facts_of(one for _, one in parting.own(self._training(), optimizer))
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -356,40 +366,3 @@ class Exchange:
             return whole.to(mine) if isinstance(loss, torch.Tensor) else whole.item()
 
         return averaged
-
-
-@functools.cache
-def _look_before_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
-@eagerly
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-    exchanges = sorted(EXCHANGES, key=lambda one: one.number)
-    if not any(one.optimizer() is optimizer for one in exchanges):
-        parting.UNDISTRIBUTED.look(optimizer, lambda parameter: any(one.has(parameter) for one in exchanges))
-    for one in exchanges:
-        one.note(optimizer)
-    if len(args) > 1 and callable(args[1]):
-        args = (args[0], _averaging(exchanges, optimizer, args[1]), *args[2:])
-    elif callable(kwargs.get("closure")):
-        kwargs = {**kwargs, "closure": _averaging(exchanges, optimizer, kwargs["closure"])}
-    else:
-        for one in exchanges:
-            one.step_by(optimizer)
-    return args, kwargs
-
-
-def _averaging(exchanges: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    return next((one.averaging(closure) for one in exchanges if one.optimizer() is optimizer), closure)
-
-
-def _is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) -> bool:
-    """Whether a parameter's gradient is there and is not what it was."""
-    now = None if parameter is None else parameter.grad
-    return now is not None and (now is not gradient or now._version != version)
-
-
-def _seen(named: Named) -> list[tuple[int, torch.dtype, int]]:
-    return [(id(one), one.dtype, one.data_ptr()) for _, one in named]

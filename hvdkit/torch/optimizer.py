@@ -4,7 +4,7 @@ A hook on every parameter puts its fresh gradient into a bucket, which travels w
 callback at the end of backward sends the rest and waits, so that whatever reads gradients after it (clipping, a
 GradScaler, a closure, the step) sees the mean. The optimizer stays the user's own object.
 
-Read on in ``exchange``, then ``buckets`` and ``backward``.
+Read on in ``exchange``, then ``buckets``, ``backward`` and ``every_step``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.bucket_layout import Layout, Named
+from hvdkit.torch.every_step import look_at_steps
 from hvdkit.torch.exchange import EXCHANGES, Exchange, named_of
 from hvdkit.torch.state import DISTRIBUTED, parameters_of
 
@@ -60,6 +61,7 @@ def distributed(
         optimizer = _adasum(optimizer, named, options)
     else:
         Exchange(optimizer, model, options, layout, ranks)
+        look_at_steps()
     setattr(optimizer, DISTRIBUTED, " (distributed)")
     return optimizer
 

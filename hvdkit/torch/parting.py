@@ -50,6 +50,12 @@ def rounding_of(parameter: torch.Tensor) -> float:
     return 1.0 if parameter.element_size() == 1 else torch.finfo(parameter.dtype).eps
 
 
+def is_other(parameter: Parameter | None, gradient: torch.Tensor, version: int) -> bool:
+    """Whether a parameter's gradient is there and is not what it was."""
+    now = None if parameter is None else parameter.grad
+    return now is not None and (now is not gradient or now._version != version)
+
+
 def warn_of_clipped(gradients: list[torch.Tensor]) -> None:
     """Of gradients that no backward has averaged, all changed in place: clipping does that, and assigning does not."""
     if gradients and all(one._version for one in gradients):

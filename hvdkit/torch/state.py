@@ -128,6 +128,7 @@ def require_same_training(model: torch.nn.Module, optimizer: torch.optim.Optimiz
 def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: int) -> None:
     """Give every rank the root's tensors and optimizer state, in place; a collective."""
     broadcast_tensors(model_tensors(model).values(), root)
+    _send_extra_states(model, root)
     if optimizer is None:
         return
     name = "hvdkit.optimizer_outline"
@@ -137,6 +138,18 @@ def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: 
             optimizer.load_state_dict(received)
     else:
         broadcast_nested(_live_state(optimizer), root, name, parameters_of(optimizer))
+
+
+def _send_extra_states(model: torch.nn.Module, root: int) -> None:
+    """What modules keep beside tensors, and give by ``get_extra_state``."""
+    usual = torch.nn.Module.get_extra_state
+    holders = [module for module in model.modules() if type(module).get_extra_state is not usual]
+    if not holders:
+        return
+    mine = [module.get_extra_state() for module in holders] if hvd.rank() == root else None
+    received = broadcast_nested(mine, root, "hvdkit.extra_states")
+    for module, extra in zip(holders, received, strict=True) if hvd.rank() != root else ():
+        module.set_extra_state(extra)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
@@ -225,7 +238,9 @@ class HostCopies:
             if not isinstance(item, torch.Tensor):
                 return plain_number(item)
             if id(item) not in copied:
-                copied[id(item)] = self._place(path, item).copy_(item.detach())
+                dense = item.layout == torch.strided and not item.is_quantized
+                own = item.detach()
+                copied[id(item)] = self._place(path, item).copy_(own) if dense else own.clone().cpu()
             return copied[id(item)]
 
         return rebuilt(value, copy, (name,))

@@ -4,6 +4,7 @@ A program takes ``distribute`` and this process's batches; with ``plain`` it is 
 """
 
 import copy
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -504,6 +505,20 @@ def gradients_that_are_assigned(distribute, data):
     return [model]
 
 
+def gradients_that_are_detached_in_place(distribute, data):
+    """As optimizers wrote their own ``zero_grad`` before PyTorch 1.7, and still do."""
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    for x, y in data:
+        for one in model.parameters():
+            if one.grad is not None:
+                one.grad.detach_()
+                one.grad.zero_()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [model]
+
+
 def hooks_on_what_adds_up(distribute, data):
     """Of the program's own, one put before and one after ``distribute``: in place, and by another tensor."""
     model = net()
@@ -606,6 +621,7 @@ PROGRAMS = [
     training_a_head,
     gradients_that_are_kept,
     gradients_that_are_assigned,
+    gradients_that_are_detached_in_place,
     hooks_on_what_adds_up,
     a_large_layer,
     sharpness,
@@ -692,6 +708,73 @@ def test_an_optimizer_within_another_steps_with_the_mean(hk, world, wrapped):
         return [model]
 
     assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < 1e-9
+
+
+@on_ranks("torch", n=2)
+def test_gradients_that_are_assigned_before_a_wrapper_s_step_are_averaged(hk, world):
+    """Lookahead as it is published: it never calls ``Optimizer.__init__``, and no hook sees its steps."""
+    import torch
+
+    class Slow(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups, self.state = inner, inner.param_groups, {}
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+        def state_dict(self):
+            return self.inner.state_dict()
+
+        def load_state_dict(self, state_dict):
+            self.inner.load_state_dict(state_dict)  # which has other groups from now on
+
+    def train(distribute, data):
+        model = net()
+        optimizer = distribute(Slow(momentum(model.parameters())), model)
+        if distribute is not plain:
+            hk.broadcast_state(model, optimizer)
+        for x, y in data:
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(loss_of(model, x, y), parameters)
+            for one, gradient in zip(parameters, gradients, strict=True):
+                one.grad = gradient
+            optimizer.step()
+        return [model]
+
+    assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < 1e-9
+
+
+@on_ranks("torch", n=2)
+def test_a_step_that_changes_gradients_and_calls_super_exchanges_once(hk, world):
+    """LARS over SGD: both steps are an optimizer's, and in between nothing is to be averaged, or warned of."""
+    import torch
+
+    class Scaled(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for one in self.param_groups[0]["params"]:
+                one.grad *= one.norm() / (one.grad.norm() + 1)
+            return super().step(closure)
+
+    def train(distribute, data):
+        model = net()
+        momentum(model.parameters())  # from its first instance on, SGD's own step calls hooks
+        optimizer = distribute(Scaled(model.parameters(), lr=0.05), model)
+        for step, (x, y) in enumerate(data):
+            optimizer.zero_grad()
+            if step == 3:  # after a step, what is assigned is a rank's own again
+                gradients = torch.autograd.grad(loss_of(model, x, y), list(model.parameters()))
+                for one, gradient in zip(model.parameters(), gradients, strict=True):
+                    one.grad = gradient
+            else:
+                loss_of(model, x, y).backward()
+            optimizer.step()
+        return [model]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = train(hk.distribute, batches(world))
+    assert furthest(ours, train(plain, batches())) < 1e-9
 
 
 @on_ranks("torch", n=2)

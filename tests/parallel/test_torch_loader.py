@@ -392,6 +392,9 @@ def test_a_loader_says_what_programs_ask_of_it(hk, world):
     loader = hk.shard(torch.utils.data.TensorDataset(torch.arange(40.0)), world, 4)
     assert (loader.batch_size, len(loader), len(loader.dataset)) == (4, 5, 40)
     assert [len(x) for (x,) in loader] == [loader.batch_size] * len(loader)
+    numbers = stream(range(9))
+    loader = hk.shard(numbers, world, 4)
+    assert (loader.batch_size, loader.dataset, loader.num_workers) == (4, numbers, 0)
 
 
 @on_ranks("torch", n=1)
@@ -413,6 +416,7 @@ def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
         (ten, {"drop_last": True}, "takes no drop_last: .* remainder="),
         (ten, {"sampler": data.DistributedSampler(ten, 2, 0)}, "DistributedSampler gives each rank a part"),
         (ten, {"sampler": iter(range(10))}, "sampler with a length, got range_iterator"),
+        (ten, {"sampler": data.RandomSampler(ten, True, 10**10)}, "RandomSampler draws 10000000000 .* at most"),
         (stream(range(9)), {"sampler": range(9)}, "leave sampler out"),
         (Endless(), {}, r"a data set with a length, got Endless; .*Subset\(dataset, range\(n\)\)"),
         (iter([1]), {}, "got list_iterator"),

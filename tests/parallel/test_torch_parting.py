@@ -78,6 +78,21 @@ def noise(hk: Any, world: Any) -> None:
         optimizer.step()
 
 
+def noise_on_weights_that_are_clipped(hk: Any, world: Any) -> None:
+    """Their numbers are in other memory after each step."""
+    import torch
+
+    model, optimizer = begin(hk)
+    generator = torch.Generator().manual_seed(world.rank)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        optimizer.step()
+        for one in model.parameters():
+            noise = 0.01 * torch.randn(one.shape, generator=generator, dtype=one.dtype)
+            one.data = (one.data + noise).clamp(-1, 1)
+
+
 def a_second_gradient_added_to_the_mean(hk: Any, world: Any) -> None:
     import torch
 
@@ -122,6 +137,7 @@ def a_table_that_forward_changes(hk: Any, world: Any) -> None:
         without_broadcast,
         without_broadcast_in_half_precision,
         noise,
+        noise_on_weights_that_are_clipped,
         a_second_gradient_added_to_the_mean,
         a_schedule_that_follows_the_ranks_own_loss,
         a_table_that_forward_changes,

@@ -352,6 +352,45 @@ def test_extra_is_saved_and_given_back_on_every_rank(hk, world, everyone, tmp_pa
 
 
 @on_ranks("torch", n=2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_sparse_tensor_is_saved(hk, world, tmp_path, asynchronous):
+    import torch
+
+    checkpoints = hk.Checkpoints(tmp_path / "run", asynchronous=asynchronous)
+    model = torch.nn.Linear(2, 1)
+    checkpoints.save(model, step=1, extra={"graph": torch.eye(3).to_sparse()})
+    checkpoints.wait()
+    assert checkpoints.restore(model).extra["graph"].to_dense().equal(torch.eye(3))
+
+
+@on_ranks("torch", n=(2, 3))
+def test_what_modules_keep_beside_tensors_goes_to_every_rank(hk, world, tmp_path):
+    import torch
+
+    class Scaled(torch.nn.Linear):
+        seen = 0, torch.zeros(2)
+
+        def get_extra_state(self):
+            return self.seen
+
+        def set_extra_state(self, state):
+            self.seen = state
+
+    def make(number: int) -> Any:
+        model = torch.nn.Sequential(Scaled(2, 1), Scaled(1, 1))
+        model[1].seen = number, torch.full((2,), float(number))
+        return model
+
+    model, checkpoints = make(world.rank + 5), hk.Checkpoints(tmp_path / "run")
+    hk.broadcast_state(model)
+    assert model[1].seen[0] == 5 and model[1].seen[1].tolist() == [5.0, 5.0]
+    checkpoints.save(model, step=1)
+    other = make(world.rank + 7)
+    checkpoints.restore(other)
+    assert other[1].seen[0] == 5 and other[1].seen[1].tolist() == [5.0, 5.0]
+
+
+@on_ranks("torch", n=2)
 def test_what_cannot_be_saved_is_one_error_on_every_rank(hk, world, everyone, tmp_path):
     run = Run(hk, world, tmp_path / "run")
 

@@ -1,0 +1,48 @@
+"""What happens before and after each optimizer's step, distributed or not; what ``optimizer`` asks for once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hvdkit.torch import parting
+from hvdkit.torch.backward import eagerly
+from hvdkit.torch.exchange import EXCHANGES, Exchange
+
+
+@functools.cache
+def look_at_steps() -> None:
+    """Have every optimizer's steps seen, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@eagerly
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
+    exchanges = sorted(EXCHANGES, key=lambda one: one.number)
+    if not any(one.steps_as(optimizer) for one in exchanges):
+        parting.UNDISTRIBUTED.look(optimizer, lambda parameter: any(one.has(parameter) for one in exchanges))
+    for one in exchanges:
+        one.note(optimizer)
+    if len(args) > 1 and callable(args[1]):
+        args = (args[0], _averaging(exchanges, optimizer, args[1]), *args[2:])
+    elif callable(kwargs.get("closure")):
+        kwargs = {**kwargs, "closure": _averaging(exchanges, optimizer, kwargs["closure"])}
+    else:
+        for one in exchanges:
+            one.step_by(optimizer)
+    return args, kwargs
+
+
+def _averaging(exchanges: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    return next((one.averaging(closure) for one in exchanges if one.steps_as(optimizer)), closure)
+
+
+@eagerly
+def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+    for one in EXCHANGES:
+        one.stepped(optimizer)

@@ -59,13 +59,8 @@ def told(cls):
     for one in reversed(cls.__mro__):
         if not one.__module__.startswith("hvdkit."):
             continue
-        lines = (
-            inspect.cleandoc(one.__doc__ or "")
-            .partition("Attributes:\n")[2]
-            .partition("\nRaises:")[0]
-            .partition("\nSource:")[0]
-        )
-        for entry in re.split(r"\n(?=    \w)", lines):
+        lines = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")[2]
+        for entry in re.split(r"\n(?=    \w)", re.split(r"\n(?:Raises|Source):", lines)[0]):
             names, _, text = entry.strip().partition(": ")
             text = " ".join(text.replace("``", "`").split()).replace("|", "\\|").rstrip(".")
             found.update(dict.fromkeys(names.replace("`", "").split(", "), re.sub(r"\bNone\b", "null", text)))

@@ -74,11 +74,10 @@ def test_a_step_is_found_under_the_same_name_in_every_adapter(adapter, step):
 
 
 def test_the_table_is_that_of_the_tree():
-    """What all adapters have is a row, and what several have is known: a new file beside a step's gets its name here."""
+    """What all adapters have is a row, and what several have is known: a new file gets its name here."""
     held = Counter(path.stem for adapter in ADAPTERS for path in (PACKAGE / adapter).glob("*.py"))
-    assert {name for name, times in held.items() if times == len(ADAPTERS)} == {
-        file for _, file in FILES.values() if file
-    }
+    rows = {file for _, file in FILES.values() if file}
+    assert {name for name, times in held.items() if times == len(ADAPTERS)} == rows
     assert {name for name, times in held.items() if 1 < times < len(ADAPTERS)} == SEVERAL
 
 

@@ -184,7 +184,7 @@ def test_every_kind_has_a_json_schema():
 
 
 TIMELINES = [str(one) for one in sorted((ROOT / "tests/data/timelines").glob("*.json"))]
-PROFILE = str(ROOT / "tests/data/mpi_profiles")
+PROFILES = [str(one) for one in sorted((ROOT / "tests/data/mpi_profiles").glob("mpi_profile.*"))]
 NETWORK = ["--alpha-us", "1", "--bandwidth-gbit", "1", "--ppn", "1", "--at", "4"]
 SAID = {
     "bench-comparison": ["bench", "compare", "bench.json", "bench.json", "--json"],
@@ -195,8 +195,8 @@ SAID = {
     "emulate-summary": ["emulate", "show", "emulate.json", "--json"],
     "explanation": ["explain", TIMELINES[0], "--json"],
     "memory": ["memory", "--parameters", "1e9", "-n", "1,4", "--json"],
-    "mpi-profile": ["mpi-profile", "show", PROFILE, "--json"],
-    "mpi-profile-comparison": ["mpi-profile", "compare", PROFILE, PROFILE, "--json"],
+    "mpi-profile": ["mpi-profile", "show", *PROFILES, "--json"],
+    "mpi-profile-comparison": ["mpi-profile", "compare", PROFILES[0], PROFILES[0], "--json"],
     "plan": ["plan", "--samples", "64", "--batch-size", "4", "--lr", "1", "-n", "1,2", "--parameters", "9", "--json"],
     "predict": ["predict", *NETWORK, "--plan", "sizes.json", "--step-ms", "300", "--json"],
     "preflight": ["preflight", "--json"],
@@ -237,7 +237,8 @@ def recorded(tmp_path_factory):
     bench.write(folder / "bench.json", bench.Results(subject, jobs))
     results.write(folder / "emulate.json", emulate_results.made({400: 1e-3, 80_000: 5e-3}, noise=0.1))
     json_files.write(folder / "sizes.json", plan.from_sizes([4_000_000] * 25))
-    timeline_files.write(folder / "timeline.json", [*timeline_files.metadata("a"), *timeline_files.allreduce(1, 1000)])
+    events = [*timeline_files.metadata("a", epoch=1_759_000_000_000_000), *timeline_files.allreduce(1, 1000)]
+    timeline_files.write(folder / "timeline.json", events)
     for rank in (0, 1):
         steps = [trace_files.step(number, 100 * number, 90 + 5 * rank) for number in range(5)]
         inside = [trace_files.event("aten::mm", 100 * number + 1, 40 + 9 * rank) for number in range(5)]
@@ -264,16 +265,17 @@ def unlike(value, kind, document, place):
         else:
             for name, inner in described.items():
                 yield from unlike(value[name], inner, document, f"{place}.{name}")
-    elif isinstance(kind, types.DictType):
+    elif isinstance(kind, types.DictType) and isinstance(value, dict):
         for name, one in value.items():
             yield from unlike(one, kind.value_type, document, f"{place}.{name}")
-    elif isinstance(kind, types.ListType | types.VarTupleType | types.CollectionType):
+    elif isinstance(kind, types.CollectionType) and isinstance(value, list):
         for one in value:
             yield from unlike(one, kind.item_type, document, f"{place}[]")
     else:
         number = int | float
         plain = {types.StrType: str, types.BoolType: bool, types.NoneType: type(None)}
-        plain |= {types.IntType: number, types.FloatType: number}
+        plain |= {types.IntType: number, types.FloatType: number, types.DictType: dict}
+        plain |= dict.fromkeys((types.ListType, types.VarTupleType), list)
         if not isinstance(value, plain.get(type(kind), object)):
             yield place, value
 

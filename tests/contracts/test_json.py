@@ -34,6 +34,9 @@ Every JSON object that hvdkit prints (`--json`) or keeps in a file begins with t
 | `kind` | text | which of the kinds below |
 | `schema` | whole number | version of its fields: greater when one is gone or means something else |
 
+What a training writes itself has forms of its own, since it needs no tool: lines of JSON, such as those of
+[`metrics.jsonl`](monitor.md#the-history) and the times of steps, and the manifest of a checkpoint.
+
 Times are seconds, in fields whose names end in `_s` or `seconds` or whose table says so; sizes are bytes, rates bytes
 per second. Null is what is not known. What hvdkit reads is checked against these fields, and refused with the place,
 what is there and what was expected. The class of a kind gives its JSON Schema:
@@ -199,7 +202,6 @@ SAID = {
     "mpi-profile-comparison": ["mpi-profile", "compare", PROFILES[0], PROFILES[0], "--json"],
     "plan": ["plan", "--samples", "64", "--batch-size", "4", "--lr", "1", "-n", "1,2", "--parameters", "9", "--json"],
     "predict": ["predict", *NETWORK, "--plan", "sizes.json", "--step-ms", "300", "--json"],
-    "preflight": ["preflight", "--json"],
     "timeline-diff": ["timeline", "diff", TIMELINES[1], TIMELINES[2], "--json"],
     "timeline-export": ["timeline", "export", TIMELINES[0], "-o", "t.csv", "--json"],
     "timeline-merge": ["timeline", "merge", "timeline.json", "0.json", "-o", "merged.json", "--json"],
@@ -212,7 +214,7 @@ SAID = {
 """A command line for each kind that needs neither ranks nor a build of Horovod; files are those of ``recorded``."""
 TESTED_WHERE_MADE = {
     "bench-scaling", "bench-synthetic", "doctor", "emulate-results", "horovod-build", "job-launch", "mpi-profile-rank",
-    "test", "tune", "tuned",
+    "preflight", "test", "tune", "tuned",
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """hvdkit.tensorflow proves that ranks agree: desynchronised ranks, seeds, statistics, uneven work, on real ranks."""
 
 import random
-import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import hvdkit
 
 FEATURES, CLASSES = 4, 3
 OVER_MPI = {("tensorflow", 2)}
-SIDES = {2: "between rank 0 and rank 1", 3: "between ranks 0, 2 and rank 1"}
 LAST = {2: "between rank 0 and rank 1", 3: "between ranks 0-1 and rank 2"}
 
 
@@ -74,47 +72,10 @@ def nudge(variable: Any, place: Any, by: float = 1e-4) -> None:
     variable.assign(value)
 
 
-def nudge_a_weight(hk: Any, world: hvdkit.Topology, reaction: str) -> tuple[str, int, list[str]]:
-    """After step 3, one element of a weight on rank 1 is 1e-4 larger; checked every second step."""
-    training = Training(hk, world)
-    check = hk.CheckAgreement(training.model, training.optimizer, world, every=2, on_disagreement=reaction)
-    error, step = "", 0
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        for step in range(1, 7):
-            training.step()
-            if step == 3 and world.rank == 1:
-                nudge(training.model.get_layer("last").kernel, (5, 2))
-            error = message(check.step)
-            if error:
-                break
-    return error, step, [str(one.message) for one in warned if "after step" in str(one.message)]
-
-
-@on_ranks("tensorflow", n=(2, 3), mpi=OVER_MPI)
-def test_a_nudged_weight_is_reported_on_every_rank_at_the_next_check(hk, world):
-    error, steps, warned = nudge_a_weight(hk, world, "raise")
-    assert error.startswith("AgreementError: after step 4, the ranks disagree: ")
-    assert f"last/kernel differs {SIDES[world.size]}, by at most 0.0001; broadcast before training" in error
-    assert steps == 4 and warned == []
-
-
-@on_ranks("tensorflow", n=(2, 3), mpi=OVER_MPI)
-def test_a_disagreement_can_be_a_warning(hk, world):
-    error, steps, (after_four, after_six) = nudge_a_weight(hk, world, "warn")
-    assert error == "" and steps == 6
-    assert after_four.startswith("after step 4, the ranks disagree: ") and "last/kernel differs" in after_four
-    assert after_six.startswith("after step 6, ")
-
-
 PLANTED = {
-    "nothing": "",
     "slot": "first_kernel_velocity {between} 0.0001",
-    "rate": "/learning_rate {between} 0.01",
     "setting": "optimizer.beta_1 {between} 0.1",
-    "epoch": "loader.epoch {between} 6; shard the same data set",
     "gamma": "norm/gamma {between} 0.0001",
-    "seed": "seed_everything's seed {between} 1; call seed_everything",
     "seeded anew": "TensorFlow seeded anew {between} 1",
 }
 
@@ -125,16 +86,10 @@ def plant(hk: Any, world: hvdkit.Topology, training: Training, kind: str) -> Non
     if kind == "slot":
         (slot,) = [one for one in training.optimizer.variables if one.path.endswith("first_kernel_velocity")]
         nudge(slot, (0, 0))
-    elif kind == "rate":
-        training.optimizer.learning_rate = 0.02
     elif kind == "setting":
         training.optimizer.beta_1 = 0.8
-    elif kind == "epoch":
-        training.loader.set_epoch(7)
     elif kind == "gamma":
         nudge(training.model.get_layer("norm").gamma, 3)
-    elif kind == "seed":
-        hk.seed_everything(4, world)
     elif kind == "seeded anew":
         keras.utils.set_random_seed(0)
 
@@ -148,9 +103,8 @@ def test_what_only_the_last_rank_changes_is_named(hk, world):
         if world.rank == world.size - 1:
             plant(hk, world, training, kind)
         error = message(lambda: hk.check_agreement(training.model, training.optimizer, world, loader=training.loader))
-        assert said.format(between=f"differs {LAST[world.size]}, by at most") in error and bool(said) == bool(error)
+        assert said.format(between=f"differs {LAST[world.size]}, by at most") in error
         training.optimizer.beta_1 = 0.9
-        training.loader.set_epoch(1)
         hk.seed_everything(3, world)
         hk.broadcast_state(training.model, training.optimizer)
 

@@ -279,31 +279,13 @@ def test_broadcast_of_different_models_is_one_error_on_every_rank(hk, world):
 
 
 @on_ranks("tensorflow", n=3)
-@pytest.mark.parametrize(
-    ("planted", "said"),
-    [
-        ("nothing", ""),
-        ("weight", "/kernel differs between ranks 0-1 and rank 2, by at most 0.0001"),
-        ("rate", "/learning_rate differs between ranks 0-1 and rank 2, by at most 0.1"),
-        ("layout", "different models"),
-    ],
-)
-def test_agreement_passes_and_fails_on_every_rank(hk, world, planted, said):
+def test_a_variable_that_one_rank_alone_has_is_named_on_every_rank(hk, world):
     import tensorflow as tf
 
-    model, optimizer = make_keras(), make_optimizer("sgd")
-    variables = list(model.weights)
+    variables = list(make_keras().weights)
     if world.rank == world.size - 1:
-        if planted == "weight":
-            kernel = variables[2].numpy()
-            kernel[3, 1] += 1e-4
-            variables[2].assign(kernel)
-        if planted == "rate":
-            optimizer.learning_rate = 0.2
-        if planted == "layout":
-            variables.append(tf.Variable(1.0, name="extra"))
-    error = message(lambda: hk.check_agreement(variables, optimizer, world))
-    assert said in error and bool(said) == error.startswith("AgreementError: ")
+        variables.append(tf.Variable(1.0, name="extra"))
+    assert "different models" in message(lambda: hk.check_agreement(variables, None, world))
 
 
 @on_ranks("tensorflow", n=3)

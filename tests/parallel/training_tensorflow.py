@@ -102,7 +102,7 @@ class Training:
 def nudge(training: Training) -> None:
     kernel = training.model.layers[-1].kernel
     value = kernel.numpy()
-    value[5, 2] += 1e-4
+    value[5, 2] += 2**-10
     kernel.assign(value)
 
 

@@ -18,8 +18,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
-# Modules are compiled when they are first imported: of PyTorch and TensorFlow most never are.
-PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# Modules are compiled when they are first imported: of PyTorch and TensorFlow most never are. Of setuptools' warnings
+# (an editable installation) pip makes eight lines.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
 # Python keeps what it compiles of modules; without it every process compiles TensorFlow anew, for 9 seconds.
 unexport PYTHONDONTWRITEBYTECODE

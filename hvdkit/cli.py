@@ -59,6 +59,8 @@ FLOORS = {
 COMMANDS = {name: row for commands in FLOORS.values() for name, row in commands.items()}
 
 
+_HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What newer versions of click raise for a group without a command; others print its help themselves, with status 0."""
 _FOR_ALL = {"help_option_names": ["-h", "--help"], "show_default": True}
 """Settings that every command inherits."""
 
@@ -89,6 +91,9 @@ def run(argv: list[str]) -> int:
         status: Any = hvdkit_command.main(args=argv, prog_name="hvdkit", standalone_mode=False)
         sys.stdout.flush()
     except click.UsageError as error:
+        if isinstance(error, _HELP):
+            click.echo(error.format_message())
+            return 0
         where = error.ctx.command_path if error.ctx else "hvdkit"
         return _fail(f"{error.format_message().rstrip('.')} (see '{where} --help').", 2)
     except (click.exceptions.Abort, KeyboardInterrupt):

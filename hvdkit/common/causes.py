@@ -25,17 +25,17 @@ class Cause:
 
     Attributes:
         kind: a word for programs, such as "input", the same in every tool that can see the cause.
-        lost: seconds that it costs, per step where ``per_step``, else in the whole job.
+        lost_s: seconds that it costs, per step where ``per_step``, else in the whole job.
         share: the part of the time of the steps (of the job) that it costs, 0 to 1.
         what: one sentence without the cost: who and what, such as "Rank 3 waits for its input."
         evidence: the file and the number that say so.
         advice: what to do, an imperative sentence.
-        per_step: whether ``lost`` is of each step; else it is of the whole job.
+        per_step: whether ``lost_s`` is of each step; else it is of the whole job.
         ranks: those that cause it; empty where it is all of them or none in particular.
     """
 
     kind: str
-    lost: float
+    lost_s: float
     share: float
     what: str
     evidence: str
@@ -51,7 +51,7 @@ class Cause:
     def sentence(self) -> str:
         """The cause and its cost in a line."""
         often = " per step" if self.per_step else " in all" if self.recurs else " once"
-        return f"{self.what} It costs {duration_text(1e6 * self.lost)}{often} ({share_text(self.share)})."
+        return f"{self.what} It costs {duration_text(1e6 * self.lost_s)}{often} ({share_text(self.share)})."
 
 
 def dearest_first(causes: Iterable[Cause], least: float = WORTH_SAYING) -> list[Cause]:

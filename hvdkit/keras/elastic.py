@@ -53,7 +53,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
     ) -> None:
         if schedule is not None and not isinstance(schedule, keras_schedule.Warmup):
             raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")
-        hvd = _horovod()
+        hvd = _transport().hvd
         self.model, self.optimizer = model, optimizer
         self._begin(hvd, require_sharded(loader), schedule, rule, values)
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
@@ -162,9 +162,9 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
 
 
 def _start_anew() -> None:
-    horovod = _horovod()
-    horovod.shutdown()
-    horovod.init()
+    transport = _transport()
+    transport.shutdown()
+    transport.hvd.init()
 
 
 @contextmanager
@@ -188,10 +188,10 @@ def _is_a_lost_rank(error: Exception) -> bool:
     return elastic.is_lost_rank(error)
 
 
-def _horovod() -> Any:
+def _transport() -> HorovodTransport:
     if not isinstance(TRANSPORT, HorovodTransport):
         raise InvalidArgumentError(
             f"elastic training needs the Keras backend tensorflow or torch, got {keras.backend.backend()}; set "
             "KERAS_BACKEND before Keras is imported."
         )
-    return TRANSPORT.hvd
+    return TRANSPORT

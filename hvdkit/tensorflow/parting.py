@@ -49,6 +49,16 @@ class _Counter:
             return tf.raw_ops.ReadVariableOp(resource=mine, dtype=tf.int64)
 
     def _in_graphs(self) -> Any:
+        # One handle a graph: by it TensorFlow counts in the order of the program, which is the same on every rank.
+        if tf.executing_eagerly():
+            return self._handle()
+        graph: Any = tf.compat.v1.get_default_graph()
+        held = getattr(graph, "_hvdkit_counters", {})
+        if self._name not in held:
+            graph._hvdkit_counters = {**held, self._name: self._handle()}
+        return graph._hvdkit_counters[self._name]
+
+    def _handle(self) -> Any:
         # Found by its name: a tf.Variable that no model holds would keep a function from being exported.
         return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=self._name)
 

@@ -13,8 +13,6 @@ import pytest
 import ranks as real
 from ranks import GIVEN, HERE, launcher_argv, rank_environment
 
-_ANSWERS: dict[Any, list[Any] | Exception] = {}
-
 
 @pytest.fixture
 def ranks_command() -> Callable[[int, str], tuple[list[str], dict[str, str]]]:
@@ -62,26 +60,6 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
             return [done.stderr]
         assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
         return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(n)]
-
-    return run
-
-
-@pytest.fixture
-def once(request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Run the same ranks of the module's ``PROGRAM`` once for all of its tests; if they fail, each fails at once."""
-
-    def run(function: str, n: int, controller: str = "gloo", **arguments: Any) -> list[Any]:
-        program = request.module.PROGRAM
-        key = (program, function, n, controller, *arguments.items())
-        if key not in _ANSWERS:
-            try:
-                _ANSWERS[key] = run_ranks(program, function, n, warm="tensorflow", controller=controller, **arguments)
-            except Exception as error:
-                _ANSWERS[key] = error
-        answer = _ANSWERS[key]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
     return run
 

@@ -826,6 +826,23 @@ def test_what_is_replaced_in_keras_can_be_undone_and_is_checked_against_its_vers
     assert "Keras 3.2.1 has none; run `pip install 'keras==3.15.*'`." in error
 
 
+@on_ranks("keras", "keras-torch", fresh=True)
+def test_after_horovods_shutdown_keras_is_as_it_was(hk, everyone):
+    """``everyone`` keeps a rank from ending while another one still needs it."""
+    import keras
+
+    from hvdkit.keras.transport import TRANSPORT
+
+    plain = keras.Model.fit
+    hk.init()
+    assert keras.Model.fit is not plain
+    assert "has not distributed" in message(lambda: compiled(keras.optimizers.SGD(0.1)).fit(X, Y, verbose=0))
+    everyone("is guarded")
+    TRANSPORT.hvd.shutdown()
+    assert keras.Model.fit is plain
+    compiled(keras.optimizers.SGD(0.1)).fit(X, Y, verbose=0)
+
+
 @on_ranks("keras-torch", fresh=True)
 def test_keras_2_is_one_clear_error(hk):
     """Keras 2 as the package tf_keras, of which these are the parts that hvdkit can meet."""

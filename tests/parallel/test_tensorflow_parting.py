@@ -145,6 +145,25 @@ def test_each_process_set_counts_for_itself(hk):
         assert mean == ([1.5, 1.5, 3.0][world.rank] if number % 2 else 2.0)
 
 
+@on_ranks("tensorflow", n=3)
+def test_two_gradients_of_a_function_are_counted_in_the_same_order_on_every_rank(hk, world):
+    """Else one rank compares at the first of them, another one at the second, and both wait."""
+    import tensorflow as tf
+
+    for _ in range(10):
+        first, second = tf.Variable(1.0), tf.Variable(2.0)
+
+        @tf.function
+        def gradients(first: Any = first, second: Any = second) -> Any:
+            with hk.distribute(tf.GradientTape(persistent=True)) as tape:
+                loss = (1.0 + world.rank) * first
+                other = 3.0 * loss + second
+            return tape.gradient(loss, [first, second]), tape.gradient(other, [first, second])
+
+        (mean, none), means = gradients()
+        assert (float(mean), none) == (2.0, None) and [float(one) for one in means] == [6.0, 1.0]
+
+
 @on_ranks("tensorflow")
 def test_ranks_count_alike_again_after_one_has_joined(hk, world):
     """Else one of them would compare at a step at which the other does not, and both would wait."""

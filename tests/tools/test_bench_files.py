@@ -95,7 +95,7 @@ def test_seconds_that_nobody_measured_enter_no_ratio(content, capsys, seconds):
     found = json.loads(capsys.readouterr().out)
     rows = found["rows"]
     assert [row["seconds"] is None for row in rows] == [False, True]
-    assert list(found)[:3] == ["hvdkit", "kind", "schema"] and (found["kind"], found["schema"]) == ("bench-summary", 1)
+    assert list(found)[:3] == ["hvdkit", "kind", "schema"] and (found["kind"], found["schema"]) == ("bench-summary", 2)
 
 
 @pytest.mark.parametrize(

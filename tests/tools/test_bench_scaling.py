@@ -105,7 +105,7 @@ def test_a_late_rank_is_shown_as_wait_of_the_others_and_the_parts_add_up(start, 
     (cause,) = saved()["summary"]["causes"]
     assert (cause["kind"], cause["ranks"]) == ("compute", [1])
     (explained,) = explain([Path("results.json")]).causes
-    assert (explained.kind, explained.ranks, explained.lost) == ("compute", (1,), pytest.approx(0.006, rel=0.01))
+    assert (explained.kind, explained.ranks, explained.lost_s) == ("compute", (1,), pytest.approx(0.006, rel=0.01))
 
 
 @pytest.mark.parametrize("marks", [True, False], ids=["ready", "without ready"])

@@ -293,6 +293,13 @@ def test_a_package_of_an_extra_that_is_missing_is_one_sentence(tmp_path, package
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [[], ["bench"], ["examples"]])
+def test_a_group_without_a_command_prints_its_help(words, capsys):
+    assert cli.run(words) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(" ".join(["Usage: hvdkit", *words])) and err == ""
+
+
 def test_help_has_the_four_groups_and_each_command_stands_on_its_floor(capsys):
     assert cli.run(["--help"]) == 0
     said = capsys.readouterr().out

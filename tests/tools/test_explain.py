@@ -152,7 +152,7 @@ def test_a_planted_cause_is_the_one_and_its_cost_is_right(tmp_path, plant):
     (cause,) = job.told(tmp_path).causes
     kind, ranks, lost = PLANTED[plant]
     assert (cause.kind, cause.ranks) == (kind, ranks)
-    assert cause.lost == pytest.approx(lost, rel=0.35)
+    assert cause.lost_s == pytest.approx(lost, rel=0.35)
     assert cause.per_step == (plant is not first_step)
 
 
@@ -400,7 +400,7 @@ def test_what_the_exchange_consists_of_is_what_the_step_waits_for(tmp_path, what
     said = explain([tmp_path])
     assert [(one.kind, one.per_step) for one in said.causes] == ([(kind, True)] if kind else [])
     if kind:
-        assert said.causes[0].lost == pytest.approx(lost, rel=0.15)
+        assert said.causes[0].lost_s == pytest.approx(lost, rel=0.15)
         assert said.causes[0].share == pytest.approx(lost / said.step_s, rel=0.2)
 
 

@@ -194,7 +194,7 @@ def test_the_rank_with_the_least_time_is_the_one_that_the_others_wait_for(tmp_pa
     seconds = (1.0, 0.2, 1.0, 1.1)
     records = [record(rank, calls=[group("MPI_Allreduce", (1, 8, each))]) for rank, each in enumerate(seconds)]
     (cause,) = (one for one in costly(reading.read([write(tmp_path, *records)])) if one.kind == "late")
-    assert cause.ranks == (1,) and cause.lost == pytest.approx(0.8)
+    assert cause.ranks == (1,) and cause.lost_s == pytest.approx(0.8)
     assert "rank 1 200 ms" in cause.evidence and "rank 3 1.10 s" in cause.evidence
 
 
@@ -205,7 +205,7 @@ def test_what_a_rank_waits_for_a_later_one_is_no_transfer(tmp_path):
         measured = {"wait_measured": bool(wait)}
         records = [record(rank, 2, one, **measured) for rank, one in enumerate(calls)]
         found = costly(reading.read([write(tmp_path, *records)]))
-        assert [(one.kind, one.ranks, one.lost) for one in found] == [
+        assert [(one.kind, one.ranks, one.lost_s) for one in found] == [
             ("late", (1,), pytest.approx(0.9)), ("large-tensors", (), pytest.approx(0.4)),
         ]  # fmt: skip
 

@@ -140,7 +140,7 @@ def test_time_is_weighed_and_not_how_often_a_rank_is_last():
     ranks = [RankSkew(0, 32, every(1.0), 100.0), RankSkew(1, 68, every(1.0), 13_000.0)]
     (found,) = worth(replace(HEALTHY, skew=Skew(100, every(1.0), ranks)))
     assert (found.kind, found.ranks) == ("late", (1,))
-    assert found.lost == pytest.approx(0.013) and found.share == pytest.approx(0.13)
+    assert found.lost_s == pytest.approx(0.013) and found.share == pytest.approx(0.13)
 
 
 def test_without_ticks_it_says_how_to_record_the_rank_and_with_them_it_does_not():
@@ -183,7 +183,7 @@ def test_the_public_run_on_8_ranks():
     """Most bytes are one tensor's, and ranks wait for one another; the cycles and the first step cost little."""
     large, waiting = worth(summarize(ATPESC))
     assert (large.kind, waiting.kind) == ("large-tensors", "late")
-    assert large.lost == pytest.approx(0.0267, rel=0.01)
+    assert large.lost_s == pytest.approx(0.0267, rel=0.01)
     assert "98% of the bytes" in large.evidence and "HorovodAllreduce_grads_4_0" in large.evidence
     assert "--skew" in waiting.advice
 
@@ -209,7 +209,7 @@ def test_the_job_whose_rank_1_waits_for_its_input_in_two_of_three_batches(tmp_pa
     path = write(tmp_path / "timeline.json", events)
     (found,) = worth(summarize(path))
     assert (found.kind, found.ranks) == ("late", (1,))
-    assert found.lost == pytest.approx(0.020 * 2 / 3, rel=0.05) and found.share == pytest.approx(0.45, abs=0.03)
+    assert found.lost_s == pytest.approx(0.020 * 2 / 3, rel=0.05) and found.share == pytest.approx(0.45, abs=0.03)
     assert run(["timeline", "summary", str(path)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("Verdict: Rank 1 comes late, and the others wait. It costs 13.") and "per step (4" in first
@@ -241,7 +241,7 @@ def test_nccl_is_set_up_and_neither_copied_nor_compiled(tmp_path, capsys):
     summary = summarize(path)
     assert summary.setup == pytest.approx(4.32e6) and summary.copies == pytest.approx(90_000, rel=0.01)
     (found,) = worth(summary)
-    assert found.kind == "setup" and found.lost == pytest.approx(4.32) and not found.per_step
+    assert found.kind == "setup" and found.lost_s == pytest.approx(4.32) and not found.per_step
     assert run(["timeline", "summary", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Verdict: NCCL is set up before the first collective. It costs 4.32 s once (6")

@@ -186,7 +186,7 @@ def test_skew_between_ranks_needs_no_common_clock(tmp_path):
     assert [one.waiting for one in found.skew.ranks] == pytest.approx([50, 0, 30])
     assert [one.cost for one in found.skew.ranks] == pytest.approx([0, 30, 0]), "behind the typical rank"
     (cause,) = found.causes
-    assert (cause.kind, cause.ranks) == ("compute", (1,)) and cause.lost == pytest.approx(0.03)
+    assert (cause.kind, cause.ranks) == ("compute", (1,)) and cause.lost_s == pytest.approx(0.03)
     assert [one.last for one in found.skew.ranks] == [0, 2, 0]
     assert [one.late for one in found.skew.ranks] == pytest.approx([0, 50, 20])
     assert [one.computation for one in found.skew.ranks] == pytest.approx([40, 90, 60])

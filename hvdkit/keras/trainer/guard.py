@@ -64,6 +64,7 @@ def install() -> None:
         jax_clips.mark()  # here: a model makes optax's transformations before its optimizer is distributed
     private.replace(private.STANDARDIZE, private.as_packed)
     private.replace(private.TF_DATASET, private.by_tf_data)
+    TRANSPORT.before_shutdown(private.undo)
 
 
 def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:

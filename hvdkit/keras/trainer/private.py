@@ -1,4 +1,4 @@
-"""What hvdkit replaces in Keras, and what else it needs of its inside: checked at import, undone when the process ends.
+"""What hvdkit replaces in Keras, and what else it needs of its inside: checked at import, undone at shutdown.
 
 Nothing of Keras is replaced elsewhere. A version of Keras that was not tested gets one warning; one that lacks a name
 cannot be used.

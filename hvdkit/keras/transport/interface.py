@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,9 @@ class Transport(Collectives):
     @abstractmethod
     def start(self) -> Topology:
         """Start the library and say who this process is; a collective."""
+
+    def before_shutdown(self, action: Callable[[], None]) -> None:
+        """Have ``action`` called before the program ends the library itself, where it can."""
 
     @abstractmethod
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:

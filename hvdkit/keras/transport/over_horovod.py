@@ -48,8 +48,24 @@ class HorovodTransport(OverHorovod, Transport):
         # Horovod Elastic has its own way to go on without a rank that fails.
         return self.size() > 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
 
+    def before_shutdown(self, action: Callable[[], None]) -> None:
+        if hasattr(self.hvd.shutdown, "hvdkit_plain"):
+            return
+        plain = self.hvd.shutdown
+
+        def shutdown() -> None:
+            action()
+            plain()
+
+        shutdown.hvdkit_plain = plain  # type: ignore[attr-defined]
+        self.hvd.shutdown = shutdown
+
+    def shutdown(self) -> None:
+        """Horovod's own: ranks that fail, or that start anew, stay guarded."""
+        getattr(self.hvd.shutdown, "hvdkit_plain", self.hvd.shutdown)()
+
     def end(self, why: str) -> None:  # noqa: ARG002
-        self.hvd.shutdown()
+        self.shutdown()
 
     def ranks(self, process_set: Any) -> Ranks:
         """The ranks that a gradient of this process is combined over; a rank outside the set is alone."""

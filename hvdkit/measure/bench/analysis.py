@@ -72,6 +72,7 @@ class Analysis(Document, frozen=True):
     """
 
     kind = "bench-summary"
+    schema = 2
     written_by = "hvdkit bench show --json"
 
     mode: str

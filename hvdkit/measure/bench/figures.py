@@ -155,6 +155,7 @@ def _figure(
 
 
 def _points(figure: Figure, rows: Sequence[Row], scale: _Scale, value: Callable[[Row], Estimate | None]) -> None:
+    """A point with its interval for each row, and a line through the points."""
     places = []
     for row in rows:
         found = value(row)

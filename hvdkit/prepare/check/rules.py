@@ -37,7 +37,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a script breaks, and the line."""
+    """A rule that a script breaks.
+
+    Attributes:
+        line: where.
+        rule: its name.
+        what, why, fix: what is wrong, what comes of it, what to write.
+    """
 
     line: int
     rule: str

@@ -69,6 +69,7 @@ class Devices:
     Attributes:
         build: "CUDA 12.8", "ROCm 6.3", or None for a build without GPU support.
         gpus: a name for each device.
+        failure: why it could not be asked.
     """
 
     build: str | None = None
@@ -103,6 +104,7 @@ class Extension:
         file: the extension for this Python, None when it was not built.
         other_files: extensions built for another Python.
         loaded: its import succeeded; then ``built`` and ``mpi`` are known.
+        failure: why it did not.
         built: what it was built with, of "MPI", "Gloo", "NCCL", "CUDA", "ROCm", "CCL", "DDL".
         mpi: the MPI library that its process had loaded.
         runs: controller ("MPI", "Gloo") -> None when init, size and an allreduce of one process succeeded.
@@ -163,6 +165,7 @@ class Host:
     """The machine, without its name.
 
     Attributes:
+        platform: system and processor.
         cores: CPUs of the machine.
         affinity: CPUs that this process may run on.
         cpu_quota: CPUs' worth of time that the control group allows, None without a limit.
@@ -193,15 +196,18 @@ class Facts:
     """Everything that the checks look at.
 
     Attributes:
-        python: "3.11.7"; ``python_tag``: "cp311"; ``prefix``: the environment's directory.
+        python, python_tag: "3.11.7", "cp311".
+        prefix: the environment's directory.
+        host: the machine.
         packages: import name -> package, for every name of PACKAGES; likewise ``tf_keras``, by its import name.
-        tensorflow_keras: version of ``tf.keras``: the Keras that Horovod's own Keras API works on; and why it could
-            not be loaded.
+        tensorflow_keras: version of ``tf.keras``: the Keras that Horovod's own Keras API works on.
+        tensorflow_keras_failure: why it could not be loaded.
         keras_backend: "tensorflow", "torch", "jax"; None when Keras was not imported.
         devices, extensions: framework's import name -> what it sees, Horovod's extension for it.
         builds: records of what Horovod was built for, hvdkit's own first.
         build_error: why hvdkit's record could not be read.
-        mpi4py_mpi: the MPI library that mpi4py loads; mpi4py_run: why MPI_Init and an allreduce failed there.
+        mpi4py_mpi: the MPI library that mpi4py loads.
+        mpi4py_run: why MPI_Init and an allreduce failed there.
         mpi_launchers: what PATH has first, then those of the environment and of the build record.
         environ: the variables that matter to training (HOROVOD_*, OMP_NUM_THREADS, ...) and are set.
         timeline_problem: why HOROVOD_TIMELINE cannot be written, None when it can or is not set.

@@ -27,7 +27,12 @@ _NVIDIA_SECONDS = 20
 
 @dataclass(frozen=True)
 class Place:
-    """A rank and the number of ranks, as one of the parties sees them; ``error``: it could not be asked, and why."""
+    """A rank and the number of ranks, as one of the parties sees them.
+
+    Attributes:
+        rank, size: None where it could not be asked.
+        error: why; "" where it could.
+    """
 
     rank: int | None = None
     size: int | None = None

@@ -35,7 +35,6 @@ class Explanation(Document, frozen=True):
 
     kind = "explanation"
     written_by = "hvdkit explain --json"
-    times = frozenset({"lost"})
 
     ranks: int | None
     steps: int | None

@@ -91,6 +91,7 @@ class Shown(Document, frozen=True):
     """
 
     kind = "mpi-profile"
+    schema = 2
     written_by = "hvdkit mpi-profile show --json"
 
     source: str

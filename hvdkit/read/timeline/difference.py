@@ -1,4 +1,7 @@
-"""Two recordings compared: which phase of which tensor takes longer, how sure that is and how much time it explains."""
+"""Two recordings compared: which phase of which tensor takes longer, how sure that is and how much time it explains.
+
+Times are microseconds here, and seconds in JSON.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ CORRECTION = "Mann-Whitney U, false discovery rate of 5% by Benjamini and Yekuti
 
 @dataclass(frozen=True)
 class Change:
-    """One phase of one tensor in both recordings; times in microseconds.
+    """One phase of one tensor in both recordings.
 
     Attributes:
         tensor, kind, phase: what is compared; phase is one of model.GROUPS.
@@ -68,7 +71,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Whole:
-    """A recording as a whole; times in microseconds. ``communication``: time in which at least one collective ran."""
+    """A recording as a whole.
+
+    Attributes:
+        path: the file.
+        operations: complete ones.
+        duration: from the first of them to the last.
+        communication: time in which at least one collective ran.
+    """
 
     path: str
     operations: int
@@ -90,9 +100,7 @@ class Only(Part, frozen=True):
 
 
 class Difference(Document, frozen=True, rename={"slower_than_limit": "slower"}):
-    """What takes longer in recording B than in A; seconds.
-
-    Here they are microseconds still.
+    """What takes longer in recording B than in A.
 
     Attributes:
         a, b: each as a whole.

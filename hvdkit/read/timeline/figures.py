@@ -67,7 +67,8 @@ def step_times(steps: Steps) -> Figure | None:
     def y(time: float) -> float:
         return below - (below - above) * min(time, top) / top
 
-    _vertical_axis(figure, top, unit.microseconds, y, left, right, f"time per step ({unit.name})")
+    title = f"time per step ({unit.name})"
+    _vertical_axis(figure, y, top=top, scale=unit.microseconds, left=left, right=right, title=title)
     for step in ticks(count - 1, 10):
         if step == int(step):
             figure.marks.append(Text(x(step), below + 16, number(step), "middle"))
@@ -165,6 +166,7 @@ def histogram(
     name: str,
     title: str,
     values: Counter[int],
+    *,
     horizontal: str,
     vertical: str,
     label: Callable[[float], str],
@@ -175,6 +177,7 @@ def histogram(
 
     Args:
         values: bin to height.
+        horizontal, vertical: titles of the axes.
         label: text for a bound of a bin.
         scale: what one unit of the vertical axis is worth.
         shown: text for a height.
@@ -203,7 +206,7 @@ def histogram(
     def y(value: float) -> float:
         return below - (below - above) * value / top
 
-    _vertical_axis(figure, top, scale, y, left, right, vertical)
+    _vertical_axis(figure, y, top=top, scale=scale, left=left, right=right, title=vertical)
     wide = (right - left) / (high - low + 1)
     every = max(1, math.ceil((high - low + 2) * 50 / (right - left)))
     for bin_ in range(low, high + 2):
@@ -219,16 +222,9 @@ def histogram(
 
 
 def _vertical_axis(
-    figure: Figure,
-    top: float,
-    scale: float,
-    y: Callable[[float], float],
-    left: float,
-    right: float,
-    title: str,
-    about: int = 5,
+    figure: Figure, y: Callable[[float], float], *, top: float, scale: float, left: float, right: float, title: str
 ) -> None:
-    for tick in ticks(top / scale, about):
+    for tick in ticks(top / scale):
         place = y(tick * scale)
         figure.marks.append(Line(left, place, right, place, "grid" if tick else "rule"))
         figure.marks.append(Text(left - 6, place + 4, number(tick), "end"))

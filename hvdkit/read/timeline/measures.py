@@ -16,7 +16,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of a set of values, in their unit; percentiles are exact, by linear interpolation."""
+    """Of a set of values, in their unit; percentiles are exact, by linear interpolation.
+
+    Attributes:
+        count: how many.
+        total: their sum.
+        p50, p95, p99: so many in a hundred are at most as large.
+        max: the largest.
+    """
 
     count: int
     total: float

@@ -26,8 +26,6 @@ LONGEST_OFFSET = 10**12
 class Overlap(Document, frozen=True):
     """Communication and computation while both files were recorded; seconds.
 
-    Here they are milliseconds still.
-
     Attributes:
         window: from the first to the last operation of the trace, as far as the timeline has operations there.
         communication: at least one collective ran.

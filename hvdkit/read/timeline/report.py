@@ -245,15 +245,13 @@ def _histograms(every: Exchanges) -> list[Figure]:
     longest = max(time_by_size.values(), default=0)
     factor, unit = (1e6, "s") if longest >= 1e6 else (1e3, "ms")
     time_named = f"time in exchanges ({unit})"
-    label = figures.bytes_label
+    by_bytes: Any = {"horizontal": "bytes", "label": figures.bytes_label}
+    by_time: Any = {"horizontal": "time", "label": figures.time_label}
+    in_time: Any = {"vertical": time_named, "scale": factor, "shown": duration_text}
     found = [
-        figures.histogram("number-by-size", "Number by size", by_size, "bytes", "exchanges", label),
-        figures.histogram(
-            "time-by-size", "Time by size", time_by_size, "bytes", time_named, label, factor, duration_text
-        ),
-        figures.histogram(
-            "number-by-duration", "Number by duration", by_duration, "time", "exchanges", figures.time_label
-        ),
+        figures.histogram("number-by-size", "Number by size", by_size, vertical="exchanges", **by_bytes),
+        figures.histogram("time-by-size", "Time by size", time_by_size, **in_time, **by_bytes),
+        figures.histogram("number-by-duration", "Number by duration", by_duration, vertical="exchanges", **by_time),
     ]
     return [figure for figure in found if figure is not None]
 

@@ -1,4 +1,4 @@
-"""What a summary holds: plain numbers, in microseconds and bytes."""
+"""What a summary holds: plain numbers. Times are microseconds here, and seconds in JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ TOGETHER = 100.0
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """All operations of one tensor, or of one kind of collective (then ``tensor`` is ""). Times in microseconds.
+    """All operations of one tensor, or of one kind of collective (then ``tensor`` is "").
 
     Attributes:
+        tensor, kind, dtype, shape: what it is, as far as the file says.
+        count: how many operations.
         bytes: of one operation, the largest; None where the file does not say.
         total_bytes: of all operations whose size is known.
         phases: group of phases (model.GROUPS) to its distribution, "whole" from announcement to end.
@@ -47,8 +49,9 @@ class LastTensor:
     """The tensor that most often ended a step.
 
     Attributes:
+        tensor: which.
         share: of the steps, from 0 to 1.
-        alone: how long it went on after all others of its step, in microseconds.
+        alone: how long it went on after all others of its step.
     """
 
     tensor: str
@@ -58,9 +61,10 @@ class LastTensor:
 
 @dataclass(frozen=True)
 class Steps:
-    """Training steps, from the start of one to the start of the next. Times in microseconds.
+    """Training steps, from the start of one to the start of the next.
 
     Attributes:
+        count: how many.
         tensors: how many tensors one step reduces.
         bytes: that most steps reduce; None where sizes are unknown.
         duration: of all steps of the part but the first (which may have begun before) and the last (whose end is not
@@ -105,7 +109,7 @@ class Batches:
         fused: number of exchanges through the fusion buffer.
         single: number of exchanges of one tensor without it.
         small: of these, those of at most 64 KB.
-        little, little_time: exchanges of at most 64 KB, fused or not, and microseconds that so many usual ones take.
+        little, little_time: exchanges of at most 64 KB, fused or not, and the time that so many usual ones take.
         large_share: of the time of all exchanges, the part in those of more than 64 KB, or of unknown size, 0 to 1.
         per_step: exchanges per step; None without steps.
         tensors, bytes, fill: of the fused ones; fill as a share of the threshold.
@@ -128,6 +132,10 @@ class Batches:
 class Bandwidth:
     """Of the exchanges of reductions, in bytes per second; bus bandwidth is algbw * 2 (n - 1) / n, None without n.
 
+    Attributes:
+        algorithm, bus: of all of them together.
+        best_algorithm, best_bus: of the fastest one.
+        best_bytes: its size.
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
 
@@ -145,9 +153,11 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class RankSkew:
-    """How late one rank announced its tensors, after the first rank to do so; in microseconds.
+    """How late one rank announced its tensors, after the first rank to do so.
 
     Attributes:
+        rank: its number.
+        late: by how much.
         last: in how many operations it came after all others, by more than TOGETHER.
         cost: for which it keeps the others waiting in a step, on average (``lateness.costs``); None where too few steps
             were measured.
@@ -161,7 +171,13 @@ class RankSkew:
 
 @dataclass(frozen=True)
 class Skew:
-    """Which rank was late, measured where Horovod wrote it: in operations that were not in the response cache."""
+    """Which rank was late, measured where Horovod wrote it: in operations that were not in the response cache.
+
+    Attributes:
+        operations: how many.
+        spread: from the first rank to the last.
+        ranks: each of them.
+    """
 
     operations: int
     spread: Distribution
@@ -170,18 +186,21 @@ class Skew:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a recording says. Times in microseconds since the recording started, unless said otherwise.
+    """What a recording says.
 
     Attributes:
         path: the file.
-        since, until: the part that was looked at.
-        operations: in it; ``missed`` of them not in the response cache.
+        start_time_since_epoch: when the recording began, since 1970; None where the file does not say.
+        since, until: the part that was looked at, from the beginning of the recording.
+        events: how many the file holds.
+        operations, missed: in it, and those of them that were not in the response cache.
         ranks: of the job; None when nothing says it.
         communication: time in which at least one collective ran.
         busy: time in which at least one operation was between its start and its end.
         copies: time in which something was copied into or out of the fusion buffer.
         setup: time in which NCCL was set up.
         negotiating: time in which tensors were announced and none was at work.
+        steps, batches, bandwidth: of the training and its exchanges; None where there are none.
         kinds, tensors: by total time, the largest first.
         cycle: between two marks of cycles; None where they are not marked.
         skew: None when nothing in the recording says which rank was late.
@@ -215,5 +234,5 @@ class Summary:
 
     @property
     def duration(self) -> float:
-        """Length of the part that was looked at, in microseconds."""
+        """Length of the part that was looked at."""
         return self.until - self.since

@@ -18,11 +18,11 @@ _NEGOTIATE = "NEGOTIATE_"
 
 
 class Slice(Document, frozen=True):
-    """What was cut out; ``until_s`` is None for the rest of the recording.
+    """What was cut out.
 
     Attributes:
         path: the file that was written.
-        since, until: the window, in seconds since the recording started; ``until`` is infinite for the rest of it.
+        since, until: the window, from the beginning of the recording; the end is None for the rest of it.
         operations: how many began in it, finished or not.
         events: how many events were written.
     """
@@ -33,7 +33,7 @@ class Slice(Document, frozen=True):
 
     path: str
     since: float
-    until: float
+    until: float | None
     operations: int
     events: int
 
@@ -82,7 +82,7 @@ def slice_timeline(
         if not window.operations:
             raise DataError(_nothing(source, window))
         file.write(b"]\n")
-    return Slice(str(output), first, last, window.operations, events)
+    return Slice(str(output), first, None if math.isinf(last) else last, window.operations, events)
 
 
 def _nothing(source: Path, window: _Window) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def slice_(
     if json_:
         click.echo(json_files.encode(written), nl=False)
     else:
-        end = "the end" if math.isinf(written.until) else f"{written.until:g} s"
+        end = "the end" if written.until is None else f"{written.until:g} s"
         click.echo(
             f"{printable(written.path)}: {written.operations} operations, {written.events} events, "
             f"from {written.since:g} s to {end}"

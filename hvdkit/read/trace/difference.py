@@ -21,7 +21,7 @@ ENOUGH = 4
 
 @dataclass(frozen=True)
 class Change:
-    """One name in both traces; milliseconds in a step.
+    """One name in both traces; times are those of a step.
 
     Attributes:
         name, kind: of the operator, kernel, range or part.
@@ -43,8 +43,6 @@ class Change:
 
 class Difference(Document, frozen=True):
     """What takes longer in a step of trace B than in one of A; seconds.
-
-    Here they are milliseconds still.
 
     Attributes:
         a, b: of each.

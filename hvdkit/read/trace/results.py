@@ -1,4 +1,4 @@
-"""What ``hvdkit trace`` finds: plain values; all times in milliseconds."""
+"""What ``hvdkit trace`` finds: plain values. Times are milliseconds here, and seconds in JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its number, when it began (ms after the window) and what was in it, as in ``Times``."""
+    """One step.
+
+    Attributes:
+        number: its own.
+        begin: after the beginning of the window.
+        duration: until its end.
+        computation, communication, exposed, data: what was in it, as in ``Times``.
+    """
 
     number: int
     begin: float
@@ -121,7 +128,7 @@ class Rank:
         steps: in order of time.
         communications: by name, the longest first.
         memory: by device; empty where it was not recorded.
-        operators: by ``self_ms``, the largest first.
+        operators: by the time in themselves, the largest first.
         events, skipped, repeated: of the file; see ``Columns``.
         notes: what a reader must know about the figures.
     """
@@ -147,11 +154,11 @@ class RankSkew:
 
     Attributes:
         rank: its number.
-        computation: mean milliseconds in a step.
+        computation: in a step, the mean.
         last: collectives to which it came last.
-        late: mean milliseconds by which it came after the first, over all collectives.
-        waiting: mean milliseconds of a step in which it waited for the last rank.
-        cost: mean milliseconds of a step for which it kept the others waiting (``lateness.costs``).
+        late: by how much it came after the first, the mean over all collectives.
+        waiting: in a step, for the last rank, the mean.
+        cost: in a step, for which it kept the others waiting, the mean (``lateness.costs``).
     """
 
     rank: int
@@ -171,7 +178,7 @@ class Skew:
 
     Attributes:
         collectives: that all ranks recorded.
-        median, largest: milliseconds between the first rank and the last, over the collectives.
+        median, largest: between the first rank and the last, over the collectives.
         ranks: by number.
     """
 
@@ -192,8 +199,6 @@ TIMES = frozenset(_TIMES.split())
 class Summary(Document, frozen=True):
     """What the steps of a training were spent on; seconds and bytes.
 
-    Here they are milliseconds still.
-
     Attributes:
         ranks: by number, those without one last.
         skew: None where it cannot be told.
@@ -202,6 +207,7 @@ class Summary(Document, frozen=True):
     """
 
     kind = "trace-summary"
+    schema = 2
     written_by = "hvdkit trace summary --json"
     times = TIMES
     unit_s = 1e-3

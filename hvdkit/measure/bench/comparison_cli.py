@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.table import Page
 from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import comparison, results, side_by_side
@@ -16,8 +15,8 @@ from hvdkit.measure.bench.analysis import ranks_text
 @click.command()
 @side_by_side.arguments
 @side_by_side.fail_below("number of ranks")
-@click.option("--json", "want_json", is_flag=True, help="Print JSON.")
-def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def compare(before: Path, after: Path, limit: float | None, form: str | None) -> int:
     """Compare two results of `hvdkit bench scaling`, number of ranks by number of ranks.
 
     The speed of B compared with A is above 1 where B is faster. Other differences (commit, versions,
@@ -33,13 +32,9 @@ def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> 
     compared = comparison.compare(first, second)
     slower = [] if limit is None else comparison.below(compared, limit)
     gone = [] if limit is None else comparison.unmeasured(first, second)
-    status = 1 if slower or gone else 0
     notes = comparison.differences(first, second)
-    if want_json:
-        below = tuple(one.ranks for one in slower)
-        found = comparison.Comparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
-        click.echo(json_files.encode(found), nl=False)
-        return status
+    below = tuple(one.ranks for one in slower)
+    found = comparison.Comparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
     lines = [
         side_by_side.Line(
             (str(one.ranks), interval_text(one.before), interval_text(one.after), interval_text(one.speed)),
@@ -50,5 +45,5 @@ def compare(before: Path, after: Path, limit: float | None, want_json: bool) -> 
         for one in compared
     ]
     shown = side_by_side.page(("ranks", "A, seconds", "B, seconds"), lines, limit, notes)
-    Page([*shown.parts, *(f"On {ranks_text(n)}: no job of B counts, failed." for n in gone)]).print()
-    return status
+    Page([*shown.parts, *(f"On {ranks_text(n)}: no job of B counts, failed." for n in gone)]).print(form, found)
+    return 1 if slower or gone else 0

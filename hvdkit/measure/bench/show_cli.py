@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import FILE, PATH, with_options
 from hvdkit.common.extras import require_scipy
 from hvdkit.measure.bench import plots, results, tables
@@ -23,13 +22,8 @@ NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
 
 
 def show_analysis(analysis: Analysis, form: str | None) -> None:
-    """Print an analysis as "json", "csv", "markdown" or, with None, as tables for a terminal."""
-    if form == "json":
-        click.echo(json_files.encode(analysis), nl=False)
-    elif form == "csv":
-        click.echo(tables.comma_separated(analysis), nl=False)
-    else:
-        tables.page(analysis).print(form)
+    """Print an analysis in one of ``FORMS``."""
+    tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
 
 
 @click.command()

@@ -209,7 +209,7 @@ def _show(found: Results, json_file: Path | None, files: dict[str, Path | None])
     analysis = analyse(found)
     if json_file is not None:
         kept.write(json_file, found, analysis)
-    tables.page(analysis).print()
+    tables.page(analysis).print(None, analysis)
     outputs.write_all(found, **files, analysis=analysis)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import side_by_side
 from hvdkit.measure.emulate import compare as comparing
@@ -25,8 +24,8 @@ from hvdkit.measure.emulate.tables import DIGITS
     help="What is compared: the delay of the slowest rank, or the time from the last rank's arrival on.",
 )
 @side_by_side.fail_below("size")
-@click.option("--json", "want_json", is_flag=True, help="Print JSON.")
-def compare(before: Path, after: Path, by: str, limit: float | None, want_json: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def compare(before: Path, after: Path, by: str, limit: float | None, form: str | None) -> int:
     """Compare two results of `hvdkit emulate`, size by size and for whole steps.
 
     The speed of B compared with A is above 1 where B is faster. Other differences (engine, ranks,
@@ -43,13 +42,9 @@ def compare(before: Path, after: Path, by: str, limit: float | None, want_json: 
     compared = comparing.compare(first, second, by)
     slower = [] if limit is None else comparing.below(compared, limit)
     notes = comparing.differences(first, second)
-    if want_json:
-        below = tuple(one.name for one in slower)
-        found = comparing.Comparison(by, tuple(compared), tuple(notes), limit, below)
-        click.echo(json_files.encode(found), nl=False)
-        return 1 if slower else 0
+    found = comparing.Comparison(by, tuple(compared), tuple(notes), limit, tuple(one.name for one in slower))
     lines = [_line(one, slower) for one in compared]
-    side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print()
+    side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print(form, found)
     return 1 if slower else 0
 
 

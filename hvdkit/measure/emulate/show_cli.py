@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import FILE, PATH
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
@@ -36,12 +35,8 @@ def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None
     found = results.read(file)
     analysis = analyse(found)
     outputs.write_all(found, plot=plot, size_plot=size_plot, report=report, analysis=analysis)
-    if form == "json":
-        click.echo(json_files.encode(analysis), nl=False)
-    elif form == "csv":
-        click.echo(tables.comma_separated(analysis), nl=False)
-    elif form == "samples":
+    if form == "samples":
         click.echo(tables.samples_csv(found), nl=False)
     else:
-        tables.page(analysis).print(form)
+        tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
     return 0

@@ -131,8 +131,8 @@ def plan_of(**wanted: Any) -> Plan:
 @click.command()
 @with_options(PLAN_OPTIONS)
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Save the plan, for --plan.")
-@click.option("--json", "want_json", is_flag=True, help="Print JSON.")
-def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def sizes(output: Path | None, form: str | None, **wanted: Any) -> int:
     """List the collectives of a training step, their sizes and their order: the plan of an emulation.
 
     Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory. With
@@ -150,12 +150,9 @@ def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
     plan = plan_of(**wanted)
     if output is not None:
         json_files.write(output, plan)
-    if want_json:
-        click.echo(json_files.encode(plan), nl=False)
-        return 0
     from hvdkit.measure.emulate.tables import plan_page
 
-    plan_page(plan).print()
-    if output is not None:
+    plan_page(plan).print(form, plan)
+    if output is not None and form is None:
         click.echo(f"Saved as {output}.")
     return 0

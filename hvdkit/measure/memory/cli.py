@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import is_count, number, numbers_of_ranks, shortened
 from hvdkit.common.units import change_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory import live, tables, terms
 from hvdkit.measure.memory.counts import count
-from hvdkit.measure.memory.terms import Need, PerRank
+from hvdkit.measure.memory.terms import Need
 
 _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads")
 _OF_MODELS = ("framework", "input_shape", "device", "measure")
@@ -84,7 +82,8 @@ def memory(
     rows = [terms.per_rank(need, n) for n in ranks]
     capacity = None if capacity_gb is None else round(1e9 * capacity_gb)
     notes = [*_notes_of_measuring(need, said), *terms.notes(need, rows, capacity)]
-    _print(need, rows, notes, said, form)
+    found = terms.Memory(need, said.get("measured_peak"), tuple(rows), tuple(notes))
+    tables.page(need, rows, notes).print(form, found)
     if capacity is None:
         return 0
     return 1 if need.activations is None or any(row.data_parallel > capacity for row in rows) else 0
@@ -122,11 +121,3 @@ def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
         off = change_text(need.peak / measured - 1)
         found.append(f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off}.")
     return found
-
-
-def _print(need: Need, rows: Sequence[PerRank], notes: Sequence[str], said: dict[str, Any], form: str | None) -> None:
-    if form == "json":
-        shown = terms.Memory(need, said.get("measured_peak"), tuple(rows), tuple(notes))
-        click.echo(json_files.encode(shown), nl=False)
-    else:
-        tables.page(need, rows, notes).print(form)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, number, numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
 from hvdkit.errors import InvalidArgumentError
@@ -126,7 +125,7 @@ def plan(
         from hvdkit.measure.plan import plot as drawing
 
         drawing.write(plot, training, rows)
-    _print(training, rows, notes, form)
+    tables.page(training, rows, notes).print(form, model.Planned(training, tuple(rows), tuple(notes)))
     return 0
 
 
@@ -171,10 +170,3 @@ def _predict(
                 "--alpha-us and --bandwidth-gbit, or --ppn."
             )
     return found, unknown
-
-
-def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[str], form: str | None) -> None:
-    if form == "json":
-        click.echo(json_files.encode(model.Planned(training, tuple(rows), tuple(notes))), nl=False)
-    else:
-        tables.page(training, rows, notes).print(form)

@@ -173,12 +173,8 @@ def predict(**given: Any) -> int:
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
     if given["figure"] is not None:
         plot.draw(given["figure"], rows)
-    if given["form"] == "json":
-        click.echo(json_files.encode(tables.predicted(costs, rows, asked, notes)), nl=False)
-    elif given["form"] == "csv":
-        click.echo(tables.comma_separated(rows), nl=False)
-    else:
-        tables.page(costs, rows, notes).print(given["form"])
+    found = tables.predicted(costs, rows, asked, notes)
+    tables.page(costs, rows, notes).print(given["form"], found, lambda: tables.comma_separated(rows))
     return 0
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH
 from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
@@ -22,8 +21,8 @@ from hvdkit.read.timeline.summary import nothing_in, summarize
 @click.option("--step", type=AT_LEAST_0, metavar="K", help="Only what began in this training step, from 0.")
 @click.option("--top", type=AT_LEAST_0, metavar="N", help="Tensors to list  [default: 10; all with --json]")
 @of_the_job
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
-def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds, sizes in bytes.")
+def summary(file: Path, top: int | None, form: str | None, **part: Any) -> int:
     """Name what costs a job time and what to try, then show where the time went, in numbers.
 
     Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
@@ -42,10 +41,7 @@ def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
     if not found.operations:
         _check_part(file)
         raise nothing_in(file, found)
-    if json_:
-        click.echo(json_files.encode(show.found_as(found, top)), nl=False)
-    else:
-        show.page(found, 10 if top is None else top).print()
+    show.page(found, 10 if top is None else top).print(form, show.found_as(found, top))
     return 0
 
 

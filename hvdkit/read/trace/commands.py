@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH
 from hvdkit.read.trace import show
 from hvdkit.read.trace.difference import compare
@@ -16,8 +15,8 @@ from hvdkit.read.trace.summary import summarize
 @click.command()
 @click.argument("traces", nargs=-1, required=True, type=PATH, metavar="TRACE...")
 @click.option("--top", type=AT_LEAST_0, default=15, metavar="N", help="Operators to list.")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, with all operators; times in seconds.")
-def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print one JSON object, with all operators; times in seconds.")
+def summary(traces: tuple[Path, ...], top: int, form: str | None) -> int:
     """Say what the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
 
     A TRACE is a file, or a directory with one file for each rank. Computation is what GPU kernels do, or, without
@@ -32,10 +31,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     Exit status: 0 success, 1 a file is no whole trace, 2 for bad usage, such as a file that is missing.
     """
     found = summarize(traces)
-    if json_:
-        click.echo(json_files.encode(found), nl=False)
-    else:
-        show.summary_page(found, top).print()
+    show.summary_page(found, top).print(form, found)
     return 0
 
 
@@ -43,8 +39,8 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
-def diff(a: Path, b: Path, top: int, json_: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
+def diff(a: Path, b: Path, top: int, form: str | None) -> int:
     """Say what takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
 
     A change is clear when every step of one is longer than any step of the other, with at least 4 steps each.
@@ -56,8 +52,5 @@ def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     Exit status: 0, also when they differ; 1 a file is no whole trace; 2 for bad usage or a missing file.
     """
     found = compare(a, b)
-    if json_:
-        click.echo(json_files.encode(found), nl=False)
-    else:
-        show.difference_page(found, top).print()
+    show.difference_page(found, top).print(form, found)
     return 0

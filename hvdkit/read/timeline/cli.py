@@ -11,7 +11,7 @@ SUBCOMMANDS = {
     "report": ("hvdkit.read.timeline.report_cli:report", "Write one HTML page, to zoom into."),
     "slice": ("hvdkit.read.timeline.tools_cli:slice_", "Write part of it to its own file."),
     "diff": ("hvdkit.read.timeline.tools_cli:diff", "Compare two timelines: what takes longer?"),
-    "merge": ("hvdkit.read.timeline.tools_cli:merge", "Merge it with a trace of torch.profiler."),
+    "merge": ("hvdkit.read.trace.commands:merge", "Merge it with a trace of torch.profiler."),
     "export": ("hvdkit.read.timeline.tools_cli:export", "Write it for Perfetto, or as a CSV table."),
 }
 

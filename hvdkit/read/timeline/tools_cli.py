@@ -1,4 +1,4 @@
-"""The commands ``hvdkit timeline slice``, ``diff``, ``merge`` and ``export``."""
+"""The commands ``hvdkit timeline slice``, ``diff`` and ``export``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import click
 from msgspec.structs import replace
 
 from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
-from hvdkit.common.table import Page, Table
-from hvdkit.common.units import share_text
+from hvdkit.common.table import Page
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
@@ -105,43 +104,6 @@ def diff(
     page = difference_page.page(found, above, limit, top, show_all=show_all)
     page.print(form, replace(found, slower_than_limit=tuple(above)))
     return 1 if above else 0
-
-
-@click.command()
-@click.argument("timeline", type=PATH)
-@click.argument("trace", type=PATH)
-@click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
-@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE.")
-@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
-def merge(timeline: Path, trace: Path, output: Path, offset_us: float, form: str | None) -> int:
-    """Merge a timeline and a trace of torch.profiler on one time axis, and show how much communication is exposed.
-
-    TRACE is what export_chrome_trace wrote on rank 0 in the same run. Exposed is the time in which a collective ran and
-    nothing was computed: neither a GPU kernel nor, without GPUs, an operator of the training thread.
-
-    \b
-    Example:
-      hvdkit timeline merge timeline.json trace.json -o merged.json
-
-    Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
-    """
-    from hvdkit.read.timeline.merging import merge as merge_files
-
-    overlap = merge_files(timeline, trace, output, offset_us=offset_us)
-    rows = [
-        (name, f"{value:.3f}", share_text(value / overlap.window))
-        for name, value in (
-            ("communication", overlap.communication),
-            ("computation", overlap.computation),
-            ("both at once", overlap.overlapped),
-            ("exposed communication", overlap.exposed),
-            ("neither", overlap.neither),
-        )
-    ]
-    said = f"{output}: {overlap.operations} operations in {overlap.window:.3f} ms of both files"
-    table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
-    Page([said, table]).print(form, overlap)
-    return 0
 
 
 @click.command()

@@ -173,23 +173,7 @@ def number(least: float, *, above: bool = False, most: float = math.inf) -> Call
     return check
 
 
-def seconds_above_0(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
-    """A click callback for a time limit; None stays None.
-
-    Raises:
-        click.BadParameter: 0 or below, or not finite.
-    """
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
-    return seconds
-
-
-def not_below_0(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """A click callback for a quantity; None stays None.
-
-    Raises:
-        click.BadParameter: below 0, or not finite.
-    """
-    if value is not None and not 0 <= value < math.inf:
-        raise click.BadParameter(f"expected a number from 0 on, got {value}")
-    return value
+seconds_above_0 = number(0, above=True)
+"""A click callback for a time limit."""
+not_below_0 = number(0)
+"""A click callback for a quantity."""

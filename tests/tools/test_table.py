@@ -111,8 +111,8 @@ def recordings(tmp_path_factory):
             for ranks in (1, 2, 4)
             for repeat in range(4)
         ]
-        about = subject.Subject(asked, subject.WithCommit("1", "3.11", "Linux", {}, 4, None), ())
-        bench_results.write(place / f"bench{number}.json", bench_results.Results(about, jobs))
+        where = subject.WithCommit("1", "3.11", "Linux", {}, 4, None)
+        bench_results.write(place / f"bench{number}.json", bench_results.Results(asked, where, (), (), jobs))
     for ranks in (2, 4):
         emulate_files.write(place / f"measured{ranks}.json", predict_measured.results(ranks), None)
     return {"R": place, "T": DATA / "timelines", "M": DATA / "mpi_profiles"}

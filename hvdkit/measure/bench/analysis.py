@@ -85,17 +85,17 @@ class Analysis(Document, frozen=True):
 
 def analyse(results: Results) -> Analysis:
     """Everything that follows from the results so far; the intervals are the same for the same results."""
-    rng = np.random.default_rng(results.subject.asked.seed)
+    rng = np.random.default_rng(results.asked.seed)
     samples = results.samples()
-    crowded = {launch.ranks for launch in results.subject.launches if launch.oversubscribed}
-    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.subject.asked.ranks)
+    crowded = {launch.ranks for launch in results.launches if launch.oversubscribed}
+    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.asked.ranks)
     fitted = {n: seconds for n, seconds in samples.items() if n not in crowded}
     fits = tuple(laws.fits(results.mode, fitted, rng))
     notes = [
-        *results.subject.notes,
+        *results.notes,
         *_notes_of_failures(results),
         *_notes_of_base(results, samples),
-        *_notes_of_crowding(rows, results.subject.environment.cores),
+        *_notes_of_crowding(rows, results.environment.cores),
         *_notes_of_noise(results.mode, samples, rng),
         *_notes_of_fits(fits),
         *_notes_of_sums(rows),
@@ -150,7 +150,7 @@ def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[st
     notes = []
     if samples and min(samples) > 1:
         base = min(samples)
-        why = "no job counts on fewer" if results.subject.asked.ranks[0] < base else "the fewest that were asked for"
+        why = "no job counts on fewer" if results.asked.ranks[0] < base else "the fewest that were asked for"
         notes.append(f"Speed-up and efficiency are compared with {base} ranks, not with one: {why}.")
     left = len(results.counted()) - sum(map(len, samples.values()))
     if left and results.measure == CLOSING_LINE:

@@ -63,7 +63,7 @@ def compare(before: Results, after: Results) -> list[Compared]:
 def unmeasured(before: Results, after: Results) -> list[int]:
     """Numbers of ranks that both were asked for, and at which the first has jobs that count and the second none."""
     gone = before.samples().keys() - after.samples().keys()
-    return sorted(gone & set(after.subject.asked.ranks))
+    return sorted(gone & set(after.asked.ranks))
 
 
 def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
@@ -84,7 +84,7 @@ def differences(before: Results, after: Results) -> list[str]:
     ]
     notes += [
         f"Different {name}: {first} before, {second} after."
-        for name, first, second in results.differences(before.subject, after.subject)
+        for name, first, second in results.differences(before, after)
         if name not in ("ranks", "repeats", "seed")
     ]
     return notes

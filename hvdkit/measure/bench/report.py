@@ -66,17 +66,17 @@ def render_report(results: Results, name: str) -> str:
         sources=[(fit.name, fit.source) for fit in analysis.fits],
         jobs=[_job_row(results, number) for number in range(min(len(results.jobs), _JOBS))],
         jobs_left_out=max(0, len(results.jobs) - _JOBS),
-        launches=[_launch(launch) for launch in results.subject.launches],
+        launches=[_launch(launch) for launch in results.launches],
         environment=_environment(results),
     )
 
 
 def _command(results: Results) -> str:
-    return shown_name(" ".join(map(str, results.subject.asked.command)))
+    return shown_name(" ".join(map(str, results.asked.command)))
 
 
 def _facts(results: Results, analysis: Analysis) -> list[Fact]:
-    asked, environment = results.subject.asked, results.subject.environment
+    asked, environment = results.asked, results.environment
     failed = sum(job.failure is not None for job in results.jobs)
     measured = [row for row in analysis.rows if row.speedup is not None]
     facts = [
@@ -115,10 +115,10 @@ def _crowded(row: Row) -> str:
 
 
 def _environment(results: Results) -> list[tuple[str, str]]:
-    environment = results.subject.environment
+    environment = results.environment
     packages = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
     rows = [(name, getattr(environment, name)) for name in ("hvdkit", "python", "system", "cores")]
-    rows += [("packages", packages), ("options of hvdkit launch", " ".join(results.subject.asked.options) or "none")]
+    rows += [("packages", packages), ("options of hvdkit launch", " ".join(results.asked.options) or "none")]
     return [(name, printable(str(value))) for name, value in rows]
 
 

@@ -156,8 +156,8 @@ def test_one_sample_can_be_drawn(matplotlib):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--plot", "cdf.gif"], "expected .svg or .png"),
-        (["--plot", "cdf"], "expected .svg or .png"),
+        (["--plot", "cdf.gif"], "expected .svg, .png or .pdf"),
+        (["--plot", "cdf"], "expected .svg, .png or .pdf"),
         (["--size-plot", "no/where.svg"], "does not exist"),
         (["--report", "."], "is a directory"),
         (["--size-plot", "./good.svg"], "is named for two things"),

@@ -32,7 +32,7 @@ def show_analysis(analysis: Analysis, form: str | None) -> None:
 @click.option(
     "--plot",
     type=PATH,
-    metavar="FILE.svg|.png",
+    metavar="FILE.svg|.png|.pdf",
     help="Draw speed-up and efficiency with their intervals and the ideal.",
 )
 def show(file: Path, form: str | None, plot: Path | None) -> int:

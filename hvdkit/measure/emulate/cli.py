@@ -84,7 +84,7 @@ _OPTIONS = (
     ),
     click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the delays."),
     _file("--json", "Write all samples and the summary (docs/json.md)."),
-    _file("--plot", "Draw the distribution of the delays, .svg or .png."),
+    _file("--plot", "Draw the distribution of the delays, .svg, .png or .pdf."),
     _file("--size-plot", "Draw the delays by size."),
     _file("--report", "Write an HTML report."),
     options.LAUNCHER,

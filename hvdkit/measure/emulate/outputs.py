@@ -13,8 +13,6 @@ from hvdkit.measure.emulate import plots
 from hvdkit.measure.emulate.analysis import Analysis, analyse
 from hvdkit.measure.emulate.results import Results
 
-PLOT_FORMATS = (".svg", ".png")
-
 
 def check(
     *,
@@ -31,7 +29,7 @@ def check(
 
     Raises:
         MissingFrameworkError: matplotlib or jinja2 is needed and not installed.
-        InvalidArgumentError: a plot is neither SVG nor PNG, a path is a directory or in one that is not there, or
+        InvalidArgumentError: a plot ends in none of ``plot.FORMATS``, a path is a directory or in one that is not there, or
             two of the files are one.
     """
     _check_apart([path for path in (plot, size_plot, report, *others) if path is not None])
@@ -45,7 +43,7 @@ def check(
                 f"The directory of the output {str(path)!r} does not exist; make it, or give another path."
             )
         if path is not report:
-            drawing.check(path, PLOT_FORMATS)
+            drawing.check(path)
     if plot or size_plot or report:
         drawing.require()
     if report is not None:
@@ -72,8 +70,8 @@ def write_all(
 
     Args:
         results: with at least one sample.
-        plot: the distribution of the delays, SVG or PNG.
-        size_plot: the delays by size, SVG or PNG.
+        plot: the distribution of the delays.
+        size_plot: the delays by size.
         report: an HTML page.
         analysis: of these results, where it is there already.
     Raises:

@@ -17,8 +17,8 @@ from hvdkit.measure.emulate.analysis import analyse
 @click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each size and one for all.")
 @click.option("--samples", "form", flag_value="samples", help="Print CSV, a line for each collective measured.")
 @click.option("--json", "form", flag_value="json", help="Print JSON: the analysis.")
-@click.option("--plot", type=PATH, metavar="FILE", help="Draw the distribution of the delays (.svg, .png).")
-@click.option("--size-plot", type=PATH, metavar="FILE", help="Draw the delays by size (.svg, .png).")
+@click.option("--plot", type=PATH, metavar="FILE", help="Draw the distribution of the delays (.svg, .png, .pdf).")
+@click.option("--size-plot", type=PATH, metavar="FILE", help="Draw the delays by size (.svg, .png, .pdf).")
 @click.option("--report", type=PATH, metavar="FILE", help="Write an HTML page.")
 def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None, report: Path | None) -> int:
     """Print the results of `hvdkit emulate --json FILE` again, or in another form; nothing is run.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common.commands import FILE, PATH
+from hvdkit.common.commands import FILE, with_options
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
 
@@ -17,10 +17,8 @@ from hvdkit.measure.emulate.analysis import analyse
 @click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each size and one for all.")
 @click.option("--samples", "form", flag_value="samples", help="Print CSV, a line for each collective measured.")
 @click.option("--json", "form", flag_value="json", help="Print JSON: the analysis.")
-@click.option("--plot", type=PATH, metavar="FILE", help="Draw the distribution of the delays (.svg, .png, .pdf).")
-@click.option("--size-plot", type=PATH, metavar="FILE", help="Draw the delays by size (.svg, .png, .pdf).")
-@click.option("--report", type=PATH, metavar="FILE", help="Write an HTML page.")
-def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None, report: Path | None) -> int:
+@with_options(outputs.OPTIONS)
+def show(file: Path, form: str | None, **files: Path | None) -> int:
     """Print the results of `hvdkit emulate --json FILE` again, or in another form; nothing is run.
 
     \b
@@ -31,10 +29,10 @@ def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None
 
     Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
     """
-    outputs.check(plot=plot, size_plot=size_plot, report=report, others=[file])
+    outputs.check(files, file)
     found = results.read(file)
     analysis = analyse(found)
-    outputs.write_all(found, plot=plot, size_plot=size_plot, report=report, analysis=analysis)
+    outputs.write_all(found, analysis, files)
     if form == "samples":
         click.echo(tables.samples_csv(found), nl=False)
     else:

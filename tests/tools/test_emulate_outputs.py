@@ -13,12 +13,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from emulate_results import made, results, sample
+from emulate_results import from_sizes, made, results, sample
 from rich.console import Console
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import outputs, plan, tables
+from hvdkit.measure.emulate import outputs, tables
 from hvdkit.measure.emulate import results as files
 from hvdkit.measure.emulate.analysis import analyse
 
@@ -38,7 +38,7 @@ def saved():
 
 
 def hostile():
-    steps = plan.from_sizes([40], names=[HOSTILE], source=HOSTILE)
+    steps = from_sizes([40], names=[HOSTILE], source=HOSTILE)
     samples = [sample(t, 0, 40, [0.1, 0.1 + 0.001 * t] if t else [9.0, 0.1]) for t in range(20)]
     return results(steps, samples, ranks=2, notes=[HOSTILE])
 
@@ -152,7 +152,7 @@ def test_the_same_results_give_the_same_plot(saved, matplotlib):
 
 
 def test_one_sample_can_be_drawn(matplotlib):
-    one = results(plan.from_sizes([40]), [sample(0, 0, 40, [0.0, 0.0])])
+    one = results(from_sizes([40]), [sample(0, 0, 40, [0.0, 0.0])])
     written(one, plot=Path("a.png"), size_plot=Path("b.svg"))
     assert Path("a.png").stat().st_size > 1000
 

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from emulate_results import from_sizes
 from predict_measured import results
 
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.measure.emulate import results as files
-from hvdkit.measure.emulate.plan import from_sizes
 from hvdkit.measure.predict.prediction import OPTIMISM
 
 ROOT = Path(__file__).parents[2]

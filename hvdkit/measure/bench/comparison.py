@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hvdkit.common import intervals
@@ -66,11 +64,6 @@ def unmeasured(before: Results, after: Results) -> list[int]:
     return sorted(gone & set(after.asked.ranks))
 
 
-def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
-    """Those whose whole interval is below the limit; where there is no interval, whose value is."""
-    return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
-
-
 def differences(before: Results, after: Results) -> list[str]:
     """What else is different, full sentences: a reason not to take the speed for the script's alone.
 
@@ -97,7 +90,7 @@ class Comparison(Document, frozen=True):
         rows: by number of ranks.
         notes: what else is different, full sentences.
         fail_below: the limit that was given; None without one.
-        below: numbers of ranks at which the speed is below it, see ``below``.
+        below: numbers of ranks at which the speed is below it, see ``side_by_side.below``.
         unmeasured: see ``unmeasured``; empty without a limit.
         confidence: of the intervals.
     """

@@ -30,7 +30,7 @@ def compare(before: Path, after: Path, limit: float | None, form: str | None) ->
     """
     first, second = results.read(before), results.read(after)
     compared = comparison.compare(first, second)
-    slower = [] if limit is None else comparison.below(compared, limit)
+    slower = side_by_side.below(compared, limit)
     gone = [] if limit is None else comparison.unmeasured(first, second)
     notes = comparison.differences(first, second)
     below = tuple(one.ranks for one in slower)

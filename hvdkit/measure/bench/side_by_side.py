@@ -56,6 +56,13 @@ def fail_below(where: str) -> Callable[..., Any]:
     )
 
 
+def below(compared: Sequence[Any], limit: float | None) -> list[Any]:
+    """Those whose whole interval is below the limit; where there is no interval, whose value is. None without a limit."""
+    if limit is None:
+        return []
+    return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
+
+
 def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
     if value is not None and not 0 < value < math.inf:
         raise click.BadParameter(f"expected a ratio above 0, such as 0.95, got {value}")

@@ -40,7 +40,7 @@ def compare(before: Path, after: Path, by: str, limit: float | None, form: str |
     """
     first, second = results.read(before), results.read(after)
     compared = comparing.compare(first, second, by)
-    slower = [] if limit is None else comparing.below(compared, limit)
+    slower = side_by_side.below(compared, limit)
     notes = comparing.differences(first, second)
     found = comparing.Comparison(by, tuple(compared), tuple(notes), limit, tuple(one.name for one in slower))
     lines = [_line(one, slower) for one in compared]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from msgspec.structs import force_setattr
 
@@ -112,38 +111,6 @@ class Plan(Document, frozen=True, rename={"nbytes": "bytes"}):
         force_setattr(self, "nbytes", sum(one.nbytes for one in self.collectives))
 
 
-def from_sizes(
-    sizes: Sequence[int],
-    dtype: str = "float32",
-    *,
-    names: Sequence[str] | None = None,
-    trials: int = TRIALS,
-    gap_s: float = 0.0,
-    source: str = "a list of sizes",
-) -> Plan:
-    """A plan of sizes in bytes, replayed in this order.
-
-    Args:
-        sizes: bytes of each collective, whole numbers of elements.
-        dtype: the type of all of them.
-        names: of each; by default its number and its size.
-        trials: how many steps.
-        gap_s: seconds of computation before each.
-        source: where the sizes are from.
-    Raises:
-        InvalidArgumentError: a size that is not a whole number of elements, or a value that cannot be right.
-    """
-    called = [f"collective{index}" for index in range(len(sizes))] if names is None else names
-    return Plan(
-        tuple(
-            Collective(name, elements_of(size, dtype, name), dtype, gap_s)
-            for name, size in zip(called, sizes, strict=True)
-        ),
-        trials,
-        source,
-    )
-
-
 def elements_of(nbytes: int, dtype: str, name: str) -> int:
     """How many elements of a type these bytes are.
 
@@ -167,11 +134,5 @@ def batches(samples: int, batch_size: int) -> int:
     Args:
         samples: of the data set, >= 1.
         batch_size: samples of one step, all ranks together, >= 1.
-    Raises:
-        InvalidArgumentError: a number below 1.
     """
-    if samples < 1 or batch_size < 1:
-        raise InvalidArgumentError(
-            f"There are {samples} samples in batches of {batch_size}; expected numbers of at least 1."
-        )
     return -(-samples // batch_size)

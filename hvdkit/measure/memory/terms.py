@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -141,15 +140,8 @@ def of_numbers(
         fp16_allreduce: gradients are copied to half precision to travel.
         fusion_bytes: Horovod's buffer.
     Raises:
-        InvalidArgumentError: a number that is not positive, unknown names, or only some of layers, sequence, hidden.
+        InvalidArgumentError: only some of layers, sequence, hidden.
     """
-    numbers = {"parameters": parameters, "batch": batch, "layers": layers, "sequence": sequence, "hidden": hidden}
-    for name, number in {**numbers, "heads": heads}.items():
-        if number is not None and not (math.isfinite(number) and number >= 1):
-            raise InvalidArgumentError(f"{name} must be a finite number >= 1, got {number!r}.")
-    for name, word, known in (("dtype", dtype, list(BYTES)), ("optimizer", optimizer, list(STATES))):
-        if word not in known:
-            raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, got {word!r}.")
     count, size = round(parameters), BYTES[dtype]
     weights = f"{count:.4g} x {size} bytes"
     kept = STATES[optimizer] + 1 if mixed else STATES[optimizer]
@@ -191,12 +183,8 @@ def per_rank(need: Need, ranks: int) -> PerRank:
     ZeRO cuts its share of the terms into as many parts as there are ranks, rounded up; its own communication buffers
     are not in it.
 
-    Raises:
-        InvalidArgumentError: ranks < 1.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5 (P_os, P_os+g, P_os+g+p).
     """
-    if ranks < 1:
-        raise InvalidArgumentError(f"ranks must be at least 1, got {ranks}.")
     horovod = need.fusion_buffer + need.compression if ranks > 1 else 0
     cut = {1: ("states",), 2: ("states", "gradients"), 3: ("states", "gradients", "parameters")}
     zero = {stage: need.training - sum(_saved(getattr(need, name), ranks) for name in cut[stage]) for stage in cut}

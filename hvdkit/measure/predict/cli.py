@@ -12,8 +12,8 @@ from hvdkit.common import plot as drawing
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, number, numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import results as measurements
+from hvdkit.measure.emulate import size_files
 from hvdkit.measure.emulate.plan import Plan
 from hvdkit.measure.emulate.results import Results
 from hvdkit.measure.memory.counts import count
@@ -200,7 +200,7 @@ def _plan(files: list[Results], path: Path | None, parameters: int | None) -> Pl
     if parameters is not None:
         least, more = divmod(parameters, _TENSORS)
         sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
-        return plans.from_sizes([size for size in sizes if size])
+        return Plan(tuple(size_files.of_list([size for size in sizes if size], "float32")))
     if path is not None:
         return json_files.read(path, Plan)
     if not files:

@@ -226,9 +226,8 @@ def _vertical_axis(
     left: float,
     right: float,
     title: str,
-    about: int = 5,
 ) -> None:
-    for tick in ticks(top / scale, about):
+    for tick in ticks(top / scale):
         place = y(tick * scale)
         figure.marks.append(Line(left, place, right, place, "grid" if tick else "rule"))
         figure.marks.append(Text(left - 6, place + 4, number(tick), "end"))

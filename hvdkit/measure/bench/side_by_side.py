@@ -57,7 +57,7 @@ def fail_below(where: str) -> Callable[..., Any]:
 
 
 def below(compared: Sequence[Any], limit: float | None) -> list[Any]:
-    """Those whose whole interval is below the limit; where there is no interval, whose value is. None without a limit."""
+    """Those whose whole interval (without one, whose value) is below the limit; none where there is no limit."""
     if limit is None:
         return []
     return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]

@@ -14,7 +14,7 @@ from hvdkit.common import intervals
 from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
-from hvdkit.common.units import change_text, duration_text, share_text
+from hvdkit.common.units import change_text, count_text, duration_text, ranks_text, share_text
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
 from hvdkit.measure.bench.measurement import Late, Parts, Slowest
@@ -154,7 +154,7 @@ def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[st
         notes.append(f"Speed-up and efficiency are compared with {base} ranks, not with one: {why}.")
     left = len(results.counted()) - sum(map(len, samples.values()))
     if left and results.measure == CLOSING_LINE:
-        jobs = "1 job recorded its steps and" if left == 1 else f"{left} jobs recorded their steps and"
+        jobs = f"{count_text(left, 'job')} recorded {'its' if left == 1 else 'their'} steps and"
         notes.append(
             f"{jobs} printed no closing line, and cannot be compared with the others, which recorded none: have every "
             "rank record its steps at every number of ranks."
@@ -305,8 +305,3 @@ def _doubt(ranks: int, found: Accounting) -> str:
         f"{share_text(TOLERANCE)} apart (several recorded steps to one exchange, as with backward_passes_per_step, or "
         "a machine that was not quiet)."
     )
-
-
-def ranks_text(n: int) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return "1 rank" if n == 1 else f"{n} ranks"

@@ -7,9 +7,9 @@ import numpy as np
 from hvdkit.common import intervals
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import ranks_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench.analysis import ranks_text
 from hvdkit.measure.bench.results import Results
 
 

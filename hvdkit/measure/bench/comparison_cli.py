@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from hvdkit.common.table import Page
-from hvdkit.common.units import interval_text
+from hvdkit.common.units import interval_text, ranks_text
 from hvdkit.measure.bench import comparison, results, side_by_side
-from hvdkit.measure.bench.analysis import ranks_text
 
 
 @click.command()

@@ -8,9 +8,9 @@ from typing import Any
 
 from hvdkit.common import plot
 from hvdkit.common.intervals import Estimate
-from hvdkit.common.units import interval_text, number_text
+from hvdkit.common.units import interval_text, number_text, ranks_text
 from hvdkit.errors import DataError
-from hvdkit.measure.bench.analysis import Analysis, Row, ranks_text
+from hvdkit.measure.bench.analysis import Analysis, Row
 
 CURVES_SIZE = (6.0, 4.0)
 _PARTS = {"input": "#e69f00", "compute": "#56b4e9", "communication": "#0072b2", "wait": "#999999"}

@@ -16,9 +16,9 @@ from hvdkit.common.drawing import shown_name
 from hvdkit.common.files import replacing
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.render import Fact
-from hvdkit.common.units import interval_text, printable
+from hvdkit.common.units import interval_text, printable, ranks_text
 from hvdkit.measure.bench import plots, tables
-from hvdkit.measure.bench.analysis import Analysis, Row, analyse, otherwise, ranks_text
+from hvdkit.measure.bench.analysis import Analysis, Row, analyse, otherwise
 from hvdkit.measure.bench.results import Results, read
 from hvdkit.measure.bench.subject import Launch
 

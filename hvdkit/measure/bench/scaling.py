@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from hvdkit.common.units import ranks_text
 from hvdkit.errors import DataError, LaunchError
 from hvdkit.measure.bench.accounting import Accounting, account
-from hvdkit.measure.bench.analysis import ranks_text
 from hvdkit.measure.bench.measurement import Steps, measure
 from hvdkit.measure.bench.results import Measured, Recorded, Results, measurable
 from hvdkit.measure.bench.subject import Asked

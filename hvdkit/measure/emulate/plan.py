@@ -7,21 +7,10 @@ import math
 from msgspec.structs import force_setattr
 
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import ITEM_SIZES
 from hvdkit.errors import InvalidArgumentError
 
-DTYPES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "int64": 8,
-}
-"""Bytes of an element, by the type's name."""
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"]
 TRIALS = 20
 """Steps when nothing says how many."""
 _MOST_BYTES = 1 << 50
@@ -33,7 +22,7 @@ class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
     Attributes:
         name: of the tensor or of the layer.
         elements: how many numbers it holds, >= 1.
-        dtype: their type, a key of ``DTYPES``.
+        dtype: their type, one of ``DTYPES``.
         gap_s: seconds of computation before it, >= 0.
         nbytes: its size, which follows from the others; 0 where it is not given.
     Raises:
@@ -51,7 +40,7 @@ class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
             raise InvalidArgumentError(
                 f"The type of {self.name!r} is {self.dtype!r}; expected one of {', '.join(DTYPES)}."
             )
-        found = self.elements * DTYPES[self.dtype]
+        found = self.elements * ITEM_SIZES[self.dtype]
         if not 1 <= found <= _MOST_BYTES:
             raise InvalidArgumentError(
                 f"{self.name!r} has {self.elements!r} elements; expected a whole number from 1 to what memory holds."
@@ -117,9 +106,9 @@ def elements_of(nbytes: int, dtype: str, name: str) -> int:
     Raises:
         InvalidArgumentError: an unknown type, or not a whole number of elements above 0.
     """
-    item = DTYPES.get(dtype)
-    if item is None:
+    if dtype not in DTYPES:
         raise InvalidArgumentError(f"The type of {name!r} is {dtype!r}; expected one of {', '.join(DTYPES)}.")
+    item = ITEM_SIZES[dtype]
     if nbytes < 1 or nbytes % item:
         raise InvalidArgumentError(
             f"The size of {name!r} is {nbytes} bytes; expected a multiple above 0 of the {item} bytes of a {dtype}, "

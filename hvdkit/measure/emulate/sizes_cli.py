@@ -80,9 +80,7 @@ PLAN_OPTIONS = (
         "--timeline", type=PATH, metavar="FILE", help="A Horovod timeline: take sizes, order and gaps from it."
     ),
     click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="A plan that `hvdkit emulate sizes -o` saved."),
-    click.option(
-        "--dtype", type=click.Choice(list(DTYPES)), help="Data type for --sizes and --csv  [default: float32]"
-    ),
+    click.option("--dtype", type=click.Choice(DTYPES), help="Data type for --sizes and --csv  [default: float32]"),
     click.option(
         "--order",
         type=click.Choice([making.LAYERS, making.REPLAY]),

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from hvdkit.common import table
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, interval_text, share_text, shortened
-from hvdkit.measure.bench.analysis import ranks_text
+from hvdkit.common.units import bytes_text, count_text, interval_text, ranks_text, share_text, shortened
 from hvdkit.measure.emulate.analysis import RULE, Analysis, Outlier, RankRow, Row
 from hvdkit.measure.emulate.plan import Collective, Plan
 from hvdkit.measure.emulate.results import Results
@@ -29,8 +28,10 @@ def plan_page(plan: Plan) -> Page:
     gaps = any(one.gap_s for one in plan.collectives)
     found = plan_table(plan.collectives, "Collectives of a step, in the order of their replay", gaps=gaps)
     sizes = [one.nbytes for one in plan.collectives][::-1]
-    many = f"{len(sizes)} {'collective' if len(sizes) == 1 else 'collectives'}"
-    said = [f"From {plan.source}.", f"{many}, {sum(sizes)} bytes per step; {trials_text(plan)}."]
+    said = [
+        f"From {plan.source}.",
+        f"{count_text(len(sizes), 'collective')}, {sum(sizes)} bytes per step; {trials_text(plan)}.",
+    ]
     if len(sizes) <= OUTLIERS:
         said.append(f"Bytes, in the reverse order (first layer first): {sizes}")
     return Page([found, *said])
@@ -53,7 +54,7 @@ def trials_text(plan: Plan) -> str:
         return f"{plan.trials} {'trial (step)' if plan.trials == 1 else 'trials (steps)'}"
     return (
         f"batch_count {plan.batch_count} ({plan.samples} samples / {plan.batch_size} per step, rounded up), trials "
-        f"{plan.trials} (batch_count * {plan.epochs} {'epoch' if plan.epochs == 1 else 'epochs'})"
+        f"{plan.trials} (batch_count * {count_text(plan.epochs or 1, 'epoch')})"
     )
 
 

@@ -36,7 +36,7 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
 @click.option("--parameters", callback=count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
 @click.option("--batch", "--batch-size", "batch", type=_WHOLE, default=1, metavar="B", help="Samples on a rank.")
 @click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam")
-@click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32",
+@click.option("--dtype", type=click.Choice(terms.DTYPES), default="float32",
               help="Data type of parameters, gradients and activations (with --parameters).")  # fmt: skip
 @click.option("--mixed", is_flag=True, help="The optimizer keeps float32 states and a float32 copy of the parameters.")
 @click.option(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.model_factory.making import Made, user_code
 from hvdkit.measure.model_factory.torch_step import forward, loss_of
@@ -149,10 +150,9 @@ def _course(made: Made, batch: int, question: Mapping[str, Any]) -> tuple[list[i
 
 def _failures_told(made: Made, batch: int, device: str) -> AbstractContextManager[None]:
     """What the model raises, as one sentence."""
-    samples = "1 sample" if batch == 1 else f"{batch} samples"
     other = " --input-shape makes float32 zeros: return (model, inputs) for others." if made.inputs is None else ""
     return user_code(
-        f"a step with {samples} on {device}",
+        f"a step with {count_text(batch, 'sample')} on {device}",
         "a model, and a loss function where there is one, that take any batch size (and --device cpu where an "
         f"operation needs values).{other}",
     )

@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hvdkit.common.json_files import Document
-from hvdkit.common.units import bytes_text
+from hvdkit.common.units import ITEM_SIZES, bytes_text, ranks_text
 from hvdkit.errors import InvalidArgumentError
 
-BYTES = {"float8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Of one number, by its type."""
+DTYPES = ("float8", "float16", "bfloat16", "float32", "float64")
 STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 """Numbers that an optimizer keeps for each parameter; momentum is SGD with it."""
 FUSION_BYTES = 128 * 1024**2
@@ -142,7 +141,7 @@ def of_numbers(
     Raises:
         InvalidArgumentError: only some of layers, sequence, hidden.
     """
-    count, size = round(parameters), BYTES[dtype]
+    count, size = round(parameters), ITEM_SIZES[dtype]
     weights = f"{count:.4g} x {size} bytes"
     kept = STATES[optimizer] + 1 if mixed else STATES[optimizer]
     state_size = _FULL_PRECISION if mixed else size
@@ -167,8 +166,8 @@ def with_horovod(need: Need, gradient_size: float, fp16_allreduce: bool, fusion_
         fp16_allreduce: gradients wider than that are copied to half precision.
         fusion_bytes: of the buffer; it is allocated whole.
     """
-    copies = fp16_allreduce and gradient_size > BYTES["float16"]
-    compression = round(need.gradients * BYTES["float16"] / gradient_size) if copies else 0
+    copies = fp16_allreduce and gradient_size > ITEM_SIZES["float16"]
+    compression = round(need.gradients * ITEM_SIZES["float16"] / gradient_size) if copies else 0
     how = {
         **need.how,
         "fusion_buffer": "Horovod's, allocated whole; on several ranks",
@@ -209,7 +208,7 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> l
         return found
     unknown = need.activations is None
     for row in rows:
-        ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+        ranks = ranks_text(row.ranks)
         if unknown and row.data_parallel <= capacity:
             left = bytes_text(capacity - row.data_parallel)
             found.append(f"On {ranks} a rank has {left} left for its activations, {_UNKNOWN}.")

@@ -10,6 +10,7 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, number, numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
+from hvdkit.common.units import ITEM_SIZES
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory.counts import count
 from hvdkit.measure.plan import model, tables
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _WHOLE = click.IntRange(min=1, max=model.MOST)
 _MOST_EPOCHS = 10**6
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @click.command()
@@ -66,7 +67,7 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 @click.option(
     "--parameters", callback=count, metavar="P", help="Number of parameters of the model, such as 25557032 or 7B."
 )
-@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", help="Data type of the gradients.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", help="Data type of the gradients.")
 @click.option(
     "--fit",
     "fits",
@@ -112,7 +113,7 @@ def plan(
       hvdkit plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,2 --fit emulate.json
     """
     measured = _read(fits)
-    gradient_bytes = _replayed(measured) if parameters is None else parameters * _BYTES[dtype]
+    gradient_bytes = _replayed(measured) if parameters is None else parameters * ITEM_SIZES[dtype]
     training = model.Training(
         samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
     )

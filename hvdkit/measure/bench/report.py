@@ -7,39 +7,21 @@ the one style sheet by its hash and nothing else.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hvdkit.common import plot, render
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.drawing import shown_name
-from hvdkit.common.files import replacing
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.render import Fact
 from hvdkit.common.units import interval_text, printable, ranks_text
 from hvdkit.measure.bench import plots, tables
 from hvdkit.measure.bench.analysis import Analysis, Row, analyse, otherwise
-from hvdkit.measure.bench.results import Results, read
+from hvdkit.measure.bench.results import Results
 from hvdkit.measure.bench.subject import Launch
 
 _JOBS = 200
 """How many jobs are listed."""
-
-
-def write_report(source: Path, output: Path) -> Path:
-    """Write the page to a file, completely or not at all, and return its path.
-
-    Args:
-        source: a file of ``hvdkit bench scaling``.
-        output: the file to write; it must not be the source.
-    Raises:
-        DataError: the source is something else, or the page cannot be written.
-        InvalidArgumentError: the output is the source or a directory, or jinja2 is missing.
-    """
-    results = read(source)
-    with replacing(output, source) as file:
-        file.write(render_report(results, source.name).encode("utf-8", "replace"))
-    return output
 
 
 def render_report(results: Results, name: str) -> str:

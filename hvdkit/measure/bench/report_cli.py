@@ -8,7 +8,7 @@ import click
 
 from hvdkit.common.commands import FILE, PATH
 from hvdkit.common.extras import require_scipy
-from hvdkit.measure.bench import show_cli
+from hvdkit.measure.bench import results, show_cli
 
 
 @click.command()
@@ -26,8 +26,10 @@ def report(file: Path, output: Path) -> int:
     Exit status: 0 success, 1 FILE is something else or the page cannot be written, 2 for bad usage.
     """
     require_scipy(show_cli.NEEDS_SCIPY)
-    from hvdkit.measure.bench.report import write_report
+    from hvdkit.common import render
+    from hvdkit.measure.bench.report import render_report
 
-    page = write_report(file, output)
-    click.echo(f"{page}: {page.stat().st_size / 1000:.0f} kB")
+    found = results.read(file)
+    render.write(output, lambda: render_report(found, file.name), file)
+    click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
     return 0

@@ -16,7 +16,8 @@ from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
 from hvdkit.measure.emulate.results import Results
 from hvdkit.measure.emulate.run_job import BUSY, COMPUTE
 from hvdkit.measure.emulate.run_setup import Setup
-from hvdkit.measure.emulate.sizes_cli import PLAN_OPTIONS, plan_of
+from hvdkit.measure.emulate.sizes import plan_of
+from hvdkit.measure.emulate.sizes_cli import PLAN_OPTIONS
 from hvdkit.run.launch import options
 
 SUBCOMMANDS = {

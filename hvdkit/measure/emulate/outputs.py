@@ -67,6 +67,7 @@ def write_all(results: Results, analysis: Analysis, files: Files) -> None:
         if (path := files.get(name)) is not None:
             drawing.write(path, partial(draw, results=results, analysis=analysis))
     if (page := files.get("report")) is not None:
-        from hvdkit.measure.emulate.report import write_report
+        from hvdkit.common import render
+        from hvdkit.measure.emulate import report
 
-        write_report(page, results, analysis)
+        render.write(page, lambda: report.render_report(results, analysis))

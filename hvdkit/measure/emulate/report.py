@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hvdkit.common import plot, render
 from hvdkit.common.drawing import LONGEST_NAME
-from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable
 from hvdkit.measure.emulate import plots, tables
@@ -15,16 +12,6 @@ from hvdkit.measure.emulate.facts import flat
 from hvdkit.measure.emulate.results import Results
 
 _PLAN_ROWS = 200
-
-
-def write_report(path: Path, results: Results, analysis: Analysis) -> None:
-    """Write the page, completely or not at all.
-
-    Raises:
-        DataError, InvalidArgumentError: it cannot be written.
-    """
-    with replacing(path) as file:
-        file.write(render_report(results, analysis).encode("utf-8", "replace"))
 
 
 def render_report(results: Results, analysis: Analysis) -> str:

@@ -9,10 +9,9 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, shortened, with_options
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
-from hvdkit.measure.emulate.plan import DTYPES, TRIALS, Plan
+from hvdkit.measure.emulate.plan import DTYPES, TRIALS
 
 
 def _numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -107,23 +106,7 @@ PLAN_OPTIONS = (
         help="Computation before each collective  [default: what FILE says, else 0]",
     ),
 )
-"""Options that choose a plan; their names are the fields of ``sizes.Wanted``, but for those of ``sizes.swept``."""
-
-
-def plan_of(**wanted: Any) -> Plan:
-    """The plan that these options ask for.
-
-    Args:
-        wanted: by the names that ``PLAN_OPTIONS`` gives a command; None where an option is not given.
-    Raises:
-        InvalidArgumentError: options that do not go together, or a value that cannot be right.
-        DataError: a file that cannot be used.
-    """
-    begin, end, factor = (wanted.pop(name) for name in ("begin", "end", "factor"))
-    sweep = making.swept(begin, end, factor or 2)
-    if factor is not None and sweep is None:
-        raise InvalidArgumentError("--factor is given without --begin and --end, between which it is; give these, too.")
-    return making.plan_of(making.Wanted(sweep=sweep, **wanted))
+"""Options that choose a plan, for ``sizes.plan_of``."""
 
 
 @click.command()
@@ -145,7 +128,7 @@ def sizes(output: Path | None, form: str | None, **wanted: Any) -> int:
 
     Exit status: 0 success, 1 a file cannot be used, 2 for bad usage.
     """
-    plan = plan_of(**wanted)
+    plan = making.plan_of(**wanted)
     if output is not None:
         json_files.write(output, plan)
     from hvdkit.measure.emulate.tables import plan_page

@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, with_options
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS
-from hvdkit.read.timeline.options import of_the_job
+from hvdkit.read.timeline.options import OF_THE_JOB
+from hvdkit.read.timeline.reader import read
 
 
 @click.command()
@@ -26,7 +27,7 @@ from hvdkit.read.timeline.options import of_the_job
     metavar="N",
     help="Operations that the page holds.",
 )
-@of_the_job
+@with_options(OF_THE_JOB)
 def report(file: Path, output: Path, **shown: Any) -> int:
     """Write one HTML page about a recording, which opens from disk and loads nothing.
 
@@ -41,8 +42,10 @@ def report(file: Path, output: Path, **shown: Any) -> int:
 
     Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
     """
-    from hvdkit.read.timeline.report import write_report
+    from hvdkit.common import render
+    from hvdkit.read.timeline.report import render_report
 
-    page = write_report(file, output, **shown)
-    click.echo(f"{page}: {page.stat().st_size / 1000:.0f} kB")
+    recording = read(file)
+    render.write(output, lambda: render_report(recording, **shown), file)
+    click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
     return 0

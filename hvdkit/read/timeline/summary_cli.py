@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from hvdkit.common.commands import AT_LEAST_0, PATH
+from hvdkit.common.commands import AT_LEAST_0, PATH, with_options
 from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
-from hvdkit.read.timeline.options import of_the_job
+from hvdkit.read.timeline.options import OF_THE_JOB
 from hvdkit.read.timeline.summary import nothing_in, summarize
 
 
@@ -20,7 +20,7 @@ from hvdkit.read.timeline.summary import nothing_in, summarize
 @click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
 @click.option("--step", type=AT_LEAST_0, metavar="K", help="Only what began in this training step, from 0.")
 @click.option("--top", type=AT_LEAST_0, metavar="N", help="Tensors to list  [default: 10; all with --json]")
-@of_the_job
+@with_options(OF_THE_JOB)
 @click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds, sizes in bytes.")
 def summary(file: Path, top: int | None, form: str | None, **part: Any) -> int:
     """Name what costs a job time and what to try, then show where the time went, in numbers.

@@ -104,18 +104,26 @@ def print_any_name() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
-    """A click callback for ``1,2,4``: each number once, in ascending order.
+def whole_numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """A click callback for ``64,1,28,28``; None stays None.
 
     Raises:
         click.BadParameter: no numbers above 0 with commas between them.
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(is_count(word) for word in words):
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(map(is_count, words)):
         raise click.BadParameter(
-            f"expected numbers of ranks with commas between them, like 1,2,4, got {shortened(text)}"
+            f"expected whole numbers above 0 with commas between them, like 1,2,4, got {shortened(text)}"
         )
-    return tuple(sorted({int(word) for word in words}))
+    return tuple(map(int, words))
+
+
+def numbers_of_ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """The same with each number once, in ascending order."""
+    found = whole_numbers(ctx, parameter, text)
+    return None if found is None else tuple(sorted(set(found)))
 
 
 def is_count(word: str) -> bool:

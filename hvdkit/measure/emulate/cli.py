@@ -19,6 +19,7 @@ from hvdkit.measure.emulate.run_setup import Setup
 from hvdkit.measure.emulate.sizes import plan_of
 from hvdkit.measure.emulate.sizes_cli import PLAN_OPTIONS
 from hvdkit.run.launch import options
+from hvdkit.run.trials.here import Wish
 
 SUBCOMMANDS = {
     "sizes": (
@@ -178,7 +179,7 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
     late, delay = run_setup.stragglers(wanted.pop("straggler")), run_setup.delay(wanted.pop("delay"))
     return run_setup.prepare(
         plan_of(**wanted),
-        run_setup.wish_of(n, **where),
+        Wish(n, run.WORKER, depth=None, **where),
         engine,
         settings,
         fusion=None if fusion is None else fusion == "on",

@@ -14,7 +14,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench import subject as bench
 from hvdkit.measure.emulate.plan import Plan
 from hvdkit.measure.emulate.results import WithLaunch
-from hvdkit.measure.emulate.run import WORKER, check
+from hvdkit.measure.emulate.run import check
 from hvdkit.measure.emulate.run_job import Asked, Delay, Job
 from hvdkit.measure.emulate.run_join import Joined
 from hvdkit.run.launch import tuned as tuned_settings
@@ -137,11 +137,6 @@ def prepare(
     check(made, looked)
     beside = json_file.absolute().parent if json_file is not None else Path.cwd() if apart else None
     return Setup(made, tuple(wish.options()), tuned, looked, beside)
-
-
-def wish_of(n: int, **options: Any) -> Wish:
-    """The ranks that are asked for; ``options`` as in ``Wish``."""
-    return Wish(n, WORKER, depth=None, **options)
 
 
 def _horovod_settings(name: str, engine: str, settings: Mapping[str, Any], fusion: bool | None) -> Tuned:

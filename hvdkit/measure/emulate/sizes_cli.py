@@ -8,19 +8,10 @@ from typing import Any
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, shortened, with_options
+from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, shortened, whole_numbers, with_options
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
 from hvdkit.measure.emulate.plan import DTYPES, TRIALS
-
-
-def _numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and len(word) < 16 and int(word) > 0 for word in words):
-        raise click.BadParameter(f"expected whole numbers above 0 with commas between them, got {text!r}")
-    return tuple(map(int, words))
 
 
 def _bytes(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
@@ -34,7 +25,7 @@ def _bytes(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
 
 
 PLAN_OPTIONS = (
-    click.option("--sizes", callback=_numbers, metavar="B,B,...", help="Sizes in bytes, first layer first."),
+    click.option("--sizes", callback=whole_numbers, metavar="B,B,...", help="Sizes in bytes, first layer first."),
     click.option(
         "-b",
         "--begin",
@@ -71,7 +62,7 @@ PLAN_OPTIONS = (
     click.option("--per", type=click.Choice(PER), help="One collective per ... of the model  [default: parameter]"),
     click.option(
         "--input-shape",
-        callback=_numbers,
+        callback=whole_numbers,
         metavar="N,N,...",
         help="Shape of an input of zeros, batch first, such as 2,784; for a FACTORY that returns no inputs.",
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from hvdkit.common.commands import is_count, number, numbers_of_ranks, shortened
+from hvdkit.common.commands import number, numbers_of_ranks, whole_numbers
 from hvdkit.common.units import change_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory import live, tables, terms
@@ -17,17 +17,6 @@ _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "
 _OF_MODELS = ("framework", "input_shape", "device", "measure")
 _WHOLE = click.IntRange(min=1, max=10**9)
 """Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
-
-
-def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = text.split(",")
-    if not all(is_count(word.strip()) for word in words):
-        raise click.BadParameter(
-            f"expected lengths with commas between them, batch first, like 64,1,28,28, got {shortened(text)}"
-        )
-    return tuple(int(word) for word in words)
 
 
 @click.command()
@@ -48,7 +37,7 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
     "--heads", type=_WHOLE, metavar="A", help="Attention heads; counts all activations of a layer, not only its output."
 )
 @click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto")
-@click.option("--input-shape", callback=_shape, metavar="B,...", help="Shape of an input of zeros, batch first.")
+@click.option("--input-shape", callback=whole_numbers, metavar="B,...", help="Shape of an input of zeros, batch first.")
 @click.option("--device", type=click.Choice(live.DEVICES), default="cpu",
               help="Device on which small steps of the model run; meta computes shapes only.")  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")

@@ -28,10 +28,6 @@ _TENSORS = 100
 """About as many weights as Inception V3 and ResNet-101 have, which docs/predict.md compares with."""
 
 
-def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else numbers_of_ranks(ctx, parameter, text)
-
-
 @click.command()
 @click.option(
     "--fit",
@@ -44,7 +40,7 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 @click.argument("more", nargs=-1, type=FILE, metavar="")
 @click.option(
     "--at",
-    callback=_ranks,
+    callback=numbers_of_ranks,
     metavar="N,...",
     help="Numbers of ranks.  [default: 1, 2, 4 ... 1024, as far as the measurements reach]",
 )

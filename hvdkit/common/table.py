@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -158,18 +158,19 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def comma_separated(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """CSV with a heading (RFC 4180, but lines end as text does); empty where a value is None."""
+def comma_separated(rows: Sequence[Mapping[str, object]]) -> str:
+    """CSV of one row or more by name, with a heading (RFC 4180, but lines end as text does); empty for None."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
-def ends(estimate: Estimate | None) -> list[float | None]:
+def ends(name: str, estimate: Estimate | None) -> dict[str, float | None]:
     """Three cells of a CSV file: the value and the ends of its interval."""
-    return [None] * 3 if estimate is None else [estimate.value, estimate.low, estimate.high]
+    cells = [None] * 3 if estimate is None else [estimate.value, estimate.low, estimate.high]
+    return dict(zip((name, f"{name}_low", f"{name}_high"), cells, strict=True))
 
 
 def readable(text: str) -> str:

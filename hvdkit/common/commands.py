@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ _DIGITS = 16
 """More than any number of ranks has; Python refuses to read numbers of thousands of digits."""
 _LONGEST = 200
 """Characters of what was received that a message quotes."""
+_MOST = 10**18
+"""More is a typing error, and no number that a table can show."""
+_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -134,6 +138,24 @@ def is_count(word: str) -> bool:
 def shortened(text: str) -> str:
     """What was received, in quotes, for a message that stays a sentence."""
     return repr(text) if len(text) <= _LONGEST else f"{text[:_LONGEST]!r}... ({len(text)} characters)"
+
+
+def large_count(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    """A click callback for a whole number such as 25557032, 1e12 or 7B.
+
+    Raises:
+        click.BadParameter: no number, none that is whole, or none from 1 to 1e18.
+    """
+    if text is None:
+        return None
+    factor = _FACTORS.get(text[-1:].lower(), 1)
+    try:
+        value = Decimal(text if factor == 1 else text[:-1]) * factor
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not (value.is_finite() and 1 <= value <= _MOST and value == int(value)):
+        raise click.BadParameter(f"expected a whole number from 1 to 1e18 like 25557032, 1e12 or 7B, got {text!r}")
+    return int(value)
 
 
 def output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:

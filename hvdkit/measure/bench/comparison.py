@@ -90,7 +90,7 @@ class Comparison(Document, frozen=True):
         rows: by number of ranks.
         notes: what else is different, full sentences.
         fail_below: the limit that was given; None without one.
-        below: numbers of ranks at which the speed is below it, see ``side_by_side.below``.
+        below: numbers of ranks at which the speed is below it with its whole interval.
         unmeasured: see ``unmeasured``; empty without a limit.
         confidence: of the intervals.
     """

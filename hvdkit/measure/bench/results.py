@@ -153,11 +153,11 @@ def resume(path: Path, subject: Subject) -> Results:
         DataError: the file is something else.
         InvalidArgumentError: it holds measurements of another subject.
     """
-    new = Results(subject.asked, subject.environment, subject.launches, subject.notes, [])
+    new = Results(*subject, [])
     found = read(path) if path.exists() else new
     if not found.counted():
         return new
-    for name, before, now in differences(found, subject):
+    for name, before, now in differences(found, new):
         raise InvalidArgumentError(
             f"{path} holds measurements with {name} {json.dumps(before)}, and now it is {json.dumps(now)}; they cannot "
             "be mixed: give another file, or remove this one."
@@ -165,7 +165,7 @@ def resume(path: Path, subject: Subject) -> Results:
     return msgspec.structs.replace(new, jobs=found.jobs, recordings=found.recordings)
 
 
-def differences(first: Results, second: Results | Subject) -> Iterator[tuple[str, Any, Any]]:
+def differences(first: Results, second: Results) -> Iterator[tuple[str, Any, Any]]:
     """Name and both values, as JSON, of what is different in what was asked for, and where it was measured."""
     for one, other in ((first.asked, second.asked), (first.environment, second.environment)):
         values = json_files.plain(other)

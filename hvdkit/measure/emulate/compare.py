@@ -131,7 +131,7 @@ class Comparison(Document, frozen=True):
         rows: by size, then whole steps.
         notes: what else is different, full sentences.
         fail_below: the limit that was given; None without one.
-        below: sizes, or "step", whose speed is below it, see ``side_by_side.below``.
+        below: sizes, or "step", whose speed is below it with its whole interval.
         confidence: of the intervals.
     """
 

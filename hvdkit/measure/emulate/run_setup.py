@@ -65,9 +65,8 @@ class Setup:
     def environment(self) -> WithLaunch:
         """For the file of results: versions, cores, and how the ranks are launched; without names of hosts."""
         asked = bench.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.asked.ranks,))
-        found = bench.describe(asked, [self.here])
-        where = found.environment
-        return WithLaunch(where.hvdkit, where.python, where.system, where.packages, where.cores, found.launches[0])
+        _, where, launches, _ = bench.describe(asked, [self.here])
+        return WithLaunch(where.hvdkit, where.python, where.system, where.packages, where.cores, launches[0])
 
     def notes(self, joined: Joined) -> list[str]:
         """What a reader of the numbers should know, full sentences."""

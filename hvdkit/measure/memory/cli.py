@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from hvdkit.common.commands import number, numbers_of_ranks, whole_numbers
+from hvdkit.common.commands import large_count, number, numbers_of_ranks, whole_numbers
 from hvdkit.common.units import change_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory import live, tables, terms
-from hvdkit.measure.memory.counts import count
 from hvdkit.measure.memory.terms import Need
 
 _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads")
@@ -22,7 +21,7 @@ _WHOLE = click.IntRange(min=1, max=10**9)
 @click.command()
 @click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
               "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
-@click.option("--parameters", callback=count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
+@click.option("--parameters", callback=large_count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
 @click.option("--batch", "--batch-size", "batch", type=_WHOLE, default=1, metavar="B", help="Samples on a rank.")
 @click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam")
 @click.option("--dtype", type=click.Choice(terms.DTYPES), default="float32",

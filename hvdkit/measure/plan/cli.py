@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, number, numbers_of_ranks, output_file
+from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import ITEM_SIZES
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.memory.counts import count
 from hvdkit.measure.plan import model, tables
 from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.learning_rate import RULES
@@ -26,7 +25,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @click.command()
-@click.option("--samples", callback=count, required=True, metavar="S", help="Samples in the training set.")
+@click.option("--samples", callback=large_count, required=True, metavar="S", help="Samples in the training set.")
 @click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples per step on each rank.")
 @click.option(
     "--lr",
@@ -65,7 +64,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
     help="Save a checkpoint every K epochs and after the last one.",
 )
 @click.option(
-    "--parameters", callback=count, metavar="P", help="Number of parameters of the model, such as 25557032 or 7B."
+    "--parameters", callback=large_count, metavar="P", help="Number of parameters of the model, such as 25557032 or 7B."
 )
 @click.option("--dtype", type=click.Choice(_DTYPES), default="float32", help="Data type of the gradients.")
 @click.option(

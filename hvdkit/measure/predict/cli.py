@@ -9,14 +9,13 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common import plot as drawing
-from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, number, numbers_of_ranks
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import results as measurements
 from hvdkit.measure.emulate import size_files
 from hvdkit.measure.emulate.plan import Plan
 from hvdkit.measure.emulate.results import Results
-from hvdkit.measure.memory.counts import count
 from hvdkit.measure.predict import formulas, model, plot, prediction, stragglers, tables
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Fusion, gradients
@@ -70,7 +69,7 @@ _TENSORS = 100
 )
 @click.option(
     "--parameters",
-    callback=count,
+    callback=large_count,
     metavar="P",
     help=f"In place of --plan: how many a model has, such as 25557032 or 7B, in {_TENSORS} equal float32 gradients.",
 )

@@ -29,7 +29,7 @@ SUBCOMMANDS = {
     "plan": ("hvdkit.measure.emulate.sizes_cli:sizes", "Another name of `sizes`."),
     "show": ("hvdkit.measure.emulate.show_cli:show", "Print the results again, or in another form."),
     "compare": (
-        "hvdkit.measure.emulate.compare_cli:compare",
+        "hvdkit.measure.emulate.show_cli:compare",
         "Compare two results: is the second one slower?",
     ),
 }

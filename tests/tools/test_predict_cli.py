@@ -190,8 +190,8 @@ def test_what_ifs_move_the_efficiency_the_right_way(capsys, flags, better):
     ("arguments", "said"),
     [
         ((), "nothing to predict from"),
-        (("--fit", "net2.json", "--at", "0"), "numbers of ranks"),
-        (("--fit", "net2.json", "--at", "a"), "numbers of ranks"),
+        (("--fit", "net2.json", "--at", "0"), "whole numbers above 0"),
+        (("--fit", "net2.json", "--at", "a"), "whole numbers above 0"),
         (("--fit", "nowhere.json"), "nowhere.json"),
         (("--fit", "net2.json", "--step-ms", "-1"), "above 0"),
         (("--fit", "net2.json", "--step-ms", "nan"), "above 0"),

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from hvdkit.common import files
-from hvdkit.common.files import replacing
 from hvdkit.common.json_files import Document
 from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
 from hvdkit.read.timeline import columns as timelines
@@ -119,7 +118,7 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
     first, last = float(columns.begin.min()) + shift, float(columns.end.max()) + shift
     _require_common_time(recording, profile, first, last)
     overlap = _overlap(columns.exchange + shift, profile, max(first, profile.since), min(last, profile.until))
-    with replacing(Path(output), recording.path, profile.path) as file:
+    with files.replacing(Path(output), recording.path, profile.path) as file:
         for text in _texts(recording, profile, shift):
             file.write(text)
     return overlap
@@ -148,18 +147,25 @@ def read_profile(path: Path) -> Profile:
         content = files.content(path, most=_MOST_BYTES, unzip=True)
     except OSError as error:
         raise DataError(f"cannot read the trace {str(path)!r} ({error}); give the path of a readable file.") from error
-    entries = {"traceEvents": msgspec.Raw(content)}
-    if content.lstrip()[:1] != b"[":
-        entries = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    events = entries.pop("traceEvents")
-    pids = [one.pid for one in msgspec.json.decode(events, type=list[_Process])]
+    try:
+        entries = {"traceEvents": msgspec.Raw(content)}
+        if content.lstrip()[:1] != b"[":
+            entries = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+        events = entries.pop("traceEvents")
+        texts = msgspec.json.decode(events, type=list[msgspec.Raw])
+        pids = [one.pid for one in msgspec.json.decode(events, type=list[_Process])]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptDataError(
+            f"{str(path)!r} is not a trace of torch.profiler ({error}); expected the JSON that export_chrome_trace "
+            "writes."
+        ) from error
     recorded = columns.source != Source.HOROVOD
     sets = Sets(columns)
     return Profile(
         path,
         _base(entries, columns),
         entries,
-        msgspec.json.decode(events, type=list[msgspec.Raw]),
+        texts,
         float(columns.start[recorded].min()),
         float(columns.end[recorded].max()),
         sets.computation,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +69,8 @@ def plan_of(begin: int | None, end: int | None, factor: int | None, **options: A
         collectives, words = _collectives(wanted, source)
         plan = Plan(tuple(collectives), source=words)
     if "gap_ms" in wanted:
-        plan = _with_gap(plan, wanted["gap_ms"])
+        gap_s = wanted["gap_ms"] / 1000
+        plan = replace(plan, collectives=tuple(replace(one, gap_s=gap_s) for one in plan.collectives))
     return _with_trials(plan, wanted)
 
 
@@ -123,12 +123,6 @@ def _collectives(wanted: Wanted, source: str) -> tuple[list[Collective], str]:
     if wanted.get("order", LAYERS) == LAYERS:
         return found[::-1], f"{what}, layers from the first to the last, replayed from the last to the first"
     return found, f"{what}, in the order of the list"
-
-
-def _with_gap(plan: Plan, gap_ms: float) -> Plan:
-    if not 0 <= gap_ms < math.inf:
-        raise InvalidArgumentError(f"--gap-ms is {gap_ms}; expected milliseconds of at least 0.")
-    return replace(plan, collectives=tuple(replace(one, gap_s=gap_ms / 1000) for one in plan.collectives))
 
 
 def _with_trials(plan: Plan, wanted: Wanted) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, shortened, whole_numbers, with_options
+from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, not_below_0, shortened, whole_numbers, with_options
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
 from hvdkit.measure.emulate.plan import DTYPES, TRIALS
@@ -93,6 +93,7 @@ PLAN_OPTIONS = (
     click.option(
         "--gap-ms",
         type=float,
+        callback=not_below_0,
         metavar="MS",
         help="Computation before each collective  [default: what FILE says, else 0]",
     ),

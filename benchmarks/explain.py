@@ -133,7 +133,7 @@ def plot(lines, path):
         axes.set(xlabel="named first", ylabel="planted")
         axes.set_title(summary(lines), fontsize=9)
 
-    path.write_bytes(picture(draw, path.suffix))
+    path.write_bytes(picture(path.suffix, draw))
 
 
 def main():

@@ -54,14 +54,9 @@ class Cause:
         return f"{self.what} It costs {duration_text(1e6 * self.lost_s)}{often} ({share_text(self.share)})."
 
 
-def dearest_first(causes: Iterable[Cause], least: float = WORTH_SAYING) -> list[Cause]:
-    """The causes that are worth a sentence, the one that costs the largest share first.
-
-    Args:
-        causes: as the tools found them.
-        least: the smallest share, 0 to 1, that is worth a sentence.
-    """
-    return sorted((cause for cause in causes if cause.share >= least), key=lambda cause: -cause.share)
+def dearest_first(causes: Iterable[Cause]) -> list[Cause]:
+    """The causes that are worth a sentence, the one that costs the largest share first."""
+    return sorted((cause for cause in causes if cause.share >= WORTH_SAYING), key=lambda cause: -cause.share)
 
 
 def verdict(causes: Iterable[Cause], otherwise: str) -> list[str]:

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ _DIGITS = 16
 """More than any number of ranks has; Python refuses to read numbers of thousands of digits."""
 _LONGEST = 200
 """Characters of what was received that a message quotes."""
+_MOST = 10**18
+"""More is a typing error, and no number that a table can show."""
+_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -104,18 +108,26 @@ def print_any_name() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def numbers_of_ranks(_ctx: click.Context, _parameter: click.Parameter, text: str) -> tuple[int, ...]:
-    """A click callback for ``1,2,4``: each number once, in ascending order.
+def whole_numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """A click callback for ``64,1,28,28``; None stays None.
 
     Raises:
         click.BadParameter: no numbers above 0 with commas between them.
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(is_count(word) for word in words):
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(map(is_count, words)):
         raise click.BadParameter(
-            f"expected numbers of ranks with commas between them, like 1,2,4, got {shortened(text)}"
+            f"expected whole numbers above 0 with commas between them, like 1,2,4, got {shortened(text)}"
         )
-    return tuple(sorted({int(word) for word in words}))
+    return tuple(map(int, words))
+
+
+def numbers_of_ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """The same with each number once, in ascending order."""
+    found = whole_numbers(ctx, parameter, text)
+    return None if found is None else tuple(sorted(set(found)))
 
 
 def is_count(word: str) -> bool:
@@ -126,6 +138,24 @@ def is_count(word: str) -> bool:
 def shortened(text: str) -> str:
     """What was received, in quotes, for a message that stays a sentence."""
     return repr(text) if len(text) <= _LONGEST else f"{text[:_LONGEST]!r}... ({len(text)} characters)"
+
+
+def large_count(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
+    """A click callback for a whole number such as 25557032, 1e12 or 7B.
+
+    Raises:
+        click.BadParameter: no number, none that is whole, or none from 1 to 1e18.
+    """
+    if text is None:
+        return None
+    factor = _FACTORS.get(text[-1:].lower(), 1)
+    try:
+        value = Decimal(text if factor == 1 else text[:-1]) * factor
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not (value.is_finite() and 1 <= value <= _MOST and value == int(value)):
+        raise click.BadParameter(f"expected a whole number from 1 to 1e18 like 25557032, 1e12 or 7B, got {text!r}")
+    return int(value)
 
 
 def output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
@@ -173,23 +203,7 @@ def number(least: float, *, above: bool = False, most: float = math.inf) -> Call
     return check
 
 
-def seconds_above_0(_ctx: click.Context, _parameter: click.Parameter, seconds: float | None) -> float | None:
-    """A click callback for a time limit; None stays None.
-
-    Raises:
-        click.BadParameter: 0 or below, or not finite.
-    """
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise click.BadParameter(f"expected a number of seconds above 0, got {seconds}")
-    return seconds
-
-
-def not_below_0(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    """A click callback for a quantity; None stays None.
-
-    Raises:
-        click.BadParameter: below 0, or not finite.
-    """
-    if value is not None and not 0 <= value < math.inf:
-        raise click.BadParameter(f"expected a number from 0 on, got {value}")
-    return value
+seconds_above_0 = number(0, above=True)
+"""A click callback for a time limit."""
+not_below_0 = number(0)
+"""A click callback for a quantity."""

@@ -5,6 +5,7 @@ Why this room exists: the tools' plots are written in one way, and what is missi
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,18 +20,19 @@ SIZE = (7.2, 4.4)
 """Inches of a plot."""
 DARK = "@media screen and (prefers-color-scheme: dark) { svg:root { filter: invert(1) hue-rotate(180deg); } }"
 """A rule of an SVG file: where its reader wants dark pages, black and white change places and colours stay."""
+Draw = Callable[[Any], None]
 _STYLE: Any = {"svg.hashsalt": "hvdkit", "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-def check(path: Path, formats: Sequence[str] = FORMATS) -> None:
+def check(path: Path) -> None:
     """Find out before anything is computed whether there is such a plot.
 
     Raises:
-        InvalidArgumentError: the path ends with none of the formats.
+        InvalidArgumentError: the path ends with none of ``FORMATS``.
     """
-    if path.suffix.lower() not in formats:
-        expected = f"{', '.join(formats[:-1])} or {formats[-1]}"
+    if path.suffix.lower() not in FORMATS:
+        expected = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise InvalidArgumentError(f"The plot {str(path)!r} ends in {path.suffix!r}; expected {expected}.")
 
 
@@ -40,12 +42,12 @@ def require() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-def picture(draw: Callable[[Any], None], form: str, size: tuple[float, float] = SIZE) -> bytes:
+def picture(form: str, *draws: Draw, size: tuple[float, float] = SIZE) -> bytes:
     """A plot as the content of a file.
 
     Args:
-        draw: puts it on Matplotlib's axes.
         form: one of ``FORMATS``.
+        draws: each puts something on Matplotlib's axes of its own, below the one before.
         size: in inches.
     Raises:
         MissingFrameworkError: Matplotlib is not installed.
@@ -57,25 +59,32 @@ def picture(draw: Callable[[Any], None], form: str, size: tuple[float, float] = 
     content = io.BytesIO()
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
-        draw(figure.subplots())
+        for draw, axes in zip(draws, figure.subplots(len(draws), squeeze=False)[:, 0], strict=True):
+            draw(axes)
         figure.savefig(content, format=form[1:], dpi=150, metadata=_UNDATED.get(form))
     if form == ".svg":
         return content.getvalue().replace(b"<defs>", f"<style>{DARK}</style>\n <defs>".encode(), 1)
     return content.getvalue()
 
 
-def write(path: Path, draw: Callable[[Any], None], size: tuple[float, float] = SIZE) -> None:
+def image(*draws: Draw, size: tuple[float, float] = SIZE) -> str:
+    """A plot as the address of an image that is inside a page; ``draws``, ``size``: as in ``picture``."""
+    return "data:image/svg+xml;base64," + base64.b64encode(picture(".svg", *draws, size=size)).decode()
+
+
+def write(path: Path, *draws: Draw, size: tuple[float, float] = SIZE, sources: Sequence[Path] = ()) -> None:
     """Write a plot to a file, completely or not at all.
 
     Args:
         path: ends in one of ``FORMATS``.
-        draw, size: as in ``picture``.
+        draws, size: as in ``picture``.
+        sources: what was read, which ``path`` must not be.
     Raises:
-        InvalidArgumentError: another ending, or the path is a directory.
+        InvalidArgumentError: another ending, or the path is a directory or a source.
         MissingFrameworkError: Matplotlib is not installed.
         DataError: it cannot be written.
     """
     check(path)
-    content = picture(draw, path.suffix.lower(), size)
-    with replacing(path) as file:
+    content = picture(path.suffix.lower(), *draws, size=size)
+    with replacing(path, *sources) as file:
         file.write(content)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import hvdkit
 from hvdkit.common.extras import of_extra
+from hvdkit.common.files import replacing
 
 with of_extra("report", "HTML reports and SVG plots need the package jinja2"):
     import jinja2
@@ -49,6 +52,20 @@ def page(package: str, style: str, **content: Any) -> str:
     """
     template = environment(package).get_template("report.html.j2")
     return template.render(version=hvdkit.__version__, style=style, style_hash=content_hash(style), **content)
+
+
+def write(path: Path, make: Callable[[], str], *sources: Path) -> None:
+    """Write a page to a file, completely or not at all.
+
+    Args:
+        path: the file.
+        make: makes the text.
+        sources: what is read meanwhile, which ``path`` must not be.
+    Raises:
+        DataError, InvalidArgumentError: it cannot be written.
+    """
+    with replacing(path, *sources) as file:
+        file.write(make().encode("utf-8", "replace"))
 
 
 def content_hash(text: str) -> str:

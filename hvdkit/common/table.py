@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,10 +19,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from hvdkit.common import json_files
 from hvdkit.common.units import printable
 
 if TYPE_CHECKING:
     from hvdkit.common.intervals import Estimate
+    from hvdkit.common.json_files import Document
 
 WIDE = 200
 """Columns of what is not printed to a terminal, where COLUMNS does not say: a file or a pipe is as wide as a table."""
@@ -105,10 +107,20 @@ class Page:
     parts: Sequence[Table | str | Text]
     notes: Sequence[str] = ()
 
-    def print(self, form: str | None = None) -> None:
-        """Print it to standard output: with "markdown" in Markdown, else as a terminal shows it."""
-        if form == "markdown":
+    def print(self, form: str | None, document: Document, csv: Callable[[], str] | None = None) -> None:
+        """Print it to standard output.
+
+        Args:
+            form: "markdown", "json", "csv", or None for what a terminal shows.
+            document: the same for programs.
+            csv: makes the CSV, for commands that have it.
+        """
+        if form == "json":
+            click.echo(json_files.encode(document), nl=False)
+        elif form == "markdown":
             click.echo(self.markdown())
+        elif form == "csv" and csv is not None:
+            click.echo(csv(), nl=False)
         else:
             self.show(console())
 
@@ -146,18 +158,19 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def comma_separated(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """CSV with a heading (RFC 4180, but lines end as text does); empty where a value is None."""
+def comma_separated(rows: Sequence[Mapping[str, object]]) -> str:
+    """CSV of one row or more by name, with a heading (RFC 4180, but lines end as text does); empty for None."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(names)
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
 
 
-def ends(estimate: Estimate | None) -> list[float | None]:
+def ends(name: str, estimate: Estimate | None) -> dict[str, float | None]:
     """Three cells of a CSV file: the value and the ends of its interval."""
-    return [None] * 3 if estimate is None else [estimate.value, estimate.low, estimate.high]
+    cells = [None] * 3 if estimate is None else [estimate.value, estimate.low, estimate.high]
+    return dict(zip((name, f"{name}_low", f"{name}_high"), cells, strict=True))
 
 
 def readable(text: str) -> str:

@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from hvdkit.common.intervals import Estimate
 
 
+ITEM_SIZES = {
+    "bool": 1, "int8": 1, "uint8": 1, "float8": 1,
+    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4,
+    "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+"""Bytes of one element, by the name of its type."""
+
+
 def duration_text(microseconds: float) -> str:
     """A time with three digits and its unit."""
     for factor, unit in ((1e6, "s"), (1e3, "ms")):
@@ -38,6 +47,16 @@ def share_text(share: float) -> str:
 def change_text(change: float) -> str:
     """By how much a value differs from another one, which is 1, as a percentage with its sign."""
     return f"{'-' if round(change, 5) < 0 else '+'}{share_text(abs(change))}"
+
+
+def ranks_text(number: int) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return count_text(number, "rank")
+
+
+def count_text(number: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def printable(name: str) -> str:

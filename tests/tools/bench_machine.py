@@ -148,7 +148,7 @@ def saved(path="results.json"):
 def fitting(value):
     """Whether a value is as the classes of the results and of their summary say."""
     try:
-        json_files.decode(json.dumps(value), results.File, "it")
+        json_files.decode(json.dumps(value), results.Results, "it")
         if value["summary"] is not None:
             head = {"hvdkit": "1", "kind": Analysis.kind, "schema": Analysis.schema}
             json_files.decode(json.dumps({**value["summary"], **head}), Analysis, "its summary")

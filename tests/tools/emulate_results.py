@@ -24,10 +24,19 @@ def sample(trial, index, nbytes, own, skew=0.0, transfer=None):
     )  # fmt: skip
 
 
+def from_sizes(sizes, dtype="float32", *, names=None, trials=plan.TRIALS, source="a list of sizes"):
+    """A plan of sizes in bytes, replayed in this order."""
+    steps = []
+    for index, size in enumerate(sizes):
+        name = names[index] if names else f"collective{index}"
+        steps.append(plan.Collective(name, plan.elements_of(size, dtype, name), dtype))
+    return plan.Plan(tuple(steps), trials, source)
+
+
 def made(seconds, trials=8, noise=0.0, seed=0, ranks=4, environment=ENVIRONMENT, notes=(), **changes):
     """Results of a step with one collective for each entry of ``seconds``: bytes to the delay of its slowest rank."""
     rng = np.random.default_rng(seed)
-    steps = plan.from_sizes(list(seconds), trials=trials, names=[f"size{size}" for size in seconds])
+    steps = from_sizes(list(seconds), trials=trials, names=[f"size{size}" for size in seconds])
     samples = []
     for trial in range(trials):
         for index, (size, mean) in enumerate(seconds.items()):

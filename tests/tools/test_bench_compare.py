@@ -11,7 +11,7 @@ from hvdkit import cli
 from hvdkit.common import intervals
 from hvdkit.measure.bench import results
 from hvdkit.measure.bench.results import Measured, Results
-from hvdkit.measure.bench.subject import Asked, Subject, WithCommit
+from hvdkit.measure.bench.subject import Asked, WithCommit
 
 ENVIRONMENT = WithCommit("1", "3.11", "Linux", {}, 4, None)
 
@@ -24,7 +24,7 @@ def write(name, seconds, noise=0.01, repeats=5, mode="strong", environment=ENVIR
         for n, mean in seconds.items()
         for repeat in range(repeats)
     ]
-    results.write(Path(name), Results(Subject(asked, environment, ()), jobs))
+    results.write(Path(name), Results(asked, environment, (), (), jobs))
 
 
 @pytest.fixture(autouse=True)

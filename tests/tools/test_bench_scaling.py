@@ -384,8 +384,8 @@ def test_markdown_shows_what_a_job_printed_as_it_is(start, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-n", "1,x", "-o", "r.json", "train.py"], "numbers of ranks"),
-        (["-n", "0", "-o", "r.json", "train.py"], "numbers of ranks"),
+        (["-n", "1,x", "-o", "r.json", "train.py"], "whole numbers above 0"),
+        (["-n", "0", "-o", "r.json", "train.py"], "whole numbers above 0"),
         (["-n", "1,2", "-o", "no/such/r.json", "train.py"], "does not exist"),
         (["-n", "1,2", "-o", ".", "train.py"], "is a directory"),
         (["-n", "1,2", "-o", "r.json", "missing.py"], "missing.py"),

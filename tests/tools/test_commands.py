@@ -55,13 +55,13 @@ def name(words):
 @pytest.mark.parametrize("words", LIMITS, ids=name)
 @pytest.mark.parametrize("value", ["0", "-1", "inf", "nan"])
 def test_a_time_limit_is_above_0(words, value, capsys):
-    assert f"expected a number of seconds above 0, got {float(value)}" in refused(words, value, capsys)
+    assert f"expected a finite number above 0, got {float(value)}" in refused(words, value, capsys)
 
 
 @pytest.mark.parametrize("words", QUANTITIES, ids=name)
 @pytest.mark.parametrize("value", ["-0.5", "inf", "nan"])
 def test_a_quantity_is_not_below_0(words, value, capsys):
-    assert f"expected a number from 0 on, got {float(value)}" in refused(words, value, capsys)
+    assert f"expected a finite number of at least 0, got {float(value)}" in refused(words, value, capsys)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulate_results import ENVIRONMENT, made, results, sample
+from emulate_results import ENVIRONMENT, from_sizes, made, results, sample
 from msgspec.structs import replace
 
 from hvdkit import cli
 from hvdkit.common import intervals, json_files
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.measure.emulate import analysis, plan, spread
+from hvdkit.measure.emulate import analysis, spread
 from hvdkit.measure.emulate import results as files
 from hvdkit.measure.emulate.analysis import analyse, bus_factor
 
@@ -55,7 +55,7 @@ def test_an_unknown_collective_is_refused():
 
 def test_bandwidth_is_of_the_transfer_not_of_the_wait_for_late_ranks():
     one = sample(0, 0, 4_000_000, [0.5, 0.1, 0.1, 0.1], skew=0.4, transfer=0.1)
-    row = analyse(results(plan.from_sizes([4_000_000]), [one])).rows[0]
+    row = analyse(results(from_sizes([4_000_000]), [one])).rows[0]
     assert row.algbw.value == pytest.approx(4e7) and row.busbw.value == pytest.approx(6e7)
     assert (row.slowest.max, row.skew.max, row.transfer.max) == (0.5, 0.4, 0.1)
 
@@ -67,7 +67,7 @@ def test_all_together_bandwidth_is_bytes_by_time():
 
 
 def test_a_transfer_of_no_time_has_no_bandwidth():
-    row = analyse(results(plan.from_sizes([4]), [sample(0, 0, 4, [0.1, 0.1], transfer=0.0)])).rows[0]
+    row = analyse(results(from_sizes([4]), [sample(0, 0, 4, [0.1, 0.1], transfer=0.0)])).rows[0]
     assert row.algbw is None and row.busbw is None
 
 
@@ -83,13 +83,13 @@ def test_each_size_has_a_row_the_smallest_first():
 
 
 def test_equal_sizes_of_a_step_share_a_row():
-    steps = plan.from_sizes([40, 40, 80])
+    steps = from_sizes([40, 40, 80])
     found = analyse(results(steps, [sample(t, i, s, [0.1, 0.2]) for t in range(3) for i, s in enumerate((40, 40, 80))]))
     assert [(row.nbytes, row.per_step, row.slowest.count) for row in found.rows] == [(40, 2, 6), (80, 1, 3)]
 
 
 def test_a_step_is_the_sum_of_its_delays_and_only_complete_ones_count():
-    steps = plan.from_sizes([40, 80])
+    steps = from_sizes([40, 80])
     samples = [sample(0, 0, 40, [0.1]), sample(0, 1, 80, [0.3]), sample(1, 0, 40, [0.1])]
     assert analyse(results(steps, samples)).step.max == pytest.approx(0.4)
     assert analyse(results(steps, samples)).step.count == 1
@@ -117,7 +117,7 @@ def test_what_is_left_out_is_said():
 
 def test_nothing_measured_is_an_error():
     with pytest.raises(DataError, match="no sample"):
-        analyse(results(plan.from_sizes([4]), []))
+        analyse(results(from_sizes([4]), []))
 
 
 # The distribution and its band
@@ -169,7 +169,7 @@ def test_the_same_samples_give_the_same_numbers():
 
 
 def test_ranks_are_told_apart():
-    steps = plan.from_sizes([40])
+    steps = from_sizes([40])
     samples = [sample(t, 0, 40, [0.3, 0.3, 0.1] if t else [0.1, 0.2, 0.3], skew=0.2) for t in range(4)]
     ranks = analyse(results(steps, samples, ranks=3)).ranks
     assert [one.slowest for one in ranks] == [0.75, 0, 0.25]
@@ -178,7 +178,7 @@ def test_ranks_are_told_apart():
 
 
 def test_waiting_for_a_late_rank_is_said_with_its_number():
-    steps = plan.from_sizes([40])
+    steps = from_sizes([40])
     samples = [sample(t, 0, 40, [0.3, 0.3, 0.01], skew=0.29) for t in range(9)]
     (note,) = [note for note in analyse(results(steps, samples, ranks=3)).notes if "waiting for late ranks" in note]
     assert "rank 2 comes last most often, in 100%" in note
@@ -186,7 +186,7 @@ def test_waiting_for_a_late_rank_is_said_with_its_number():
 
 
 def test_outliers_are_named_with_trial_collective_and_rank():
-    steps = plan.from_sizes([40, 80], names=["fc2", "fc1"])
+    steps = from_sizes([40, 80], names=["fc2", "fc1"])
     samples = [sample(t, i, s, [0.020 + 0.0001 * t, 0.02]) for t in range(20) for i, s in enumerate((40, 80))]
     samples[7] = sample(3, 1, 80, [0.02, 4.0])
     samples[20] = sample(10, 0, 40, [12.0, 0.01], skew=11.9)
@@ -205,7 +205,7 @@ def test_the_rule_for_outliers_is_tukeys():
 
 def test_few_samples_have_no_outliers_and_that_is_said():
     samples = [sample(t, 0, 40, [0.1 if t else 9.0]) for t in range(7)]
-    found = analyse(results(plan.from_sizes([40]), samples))
+    found = analyse(results(from_sizes([40]), samples))
     assert found.outliers == () and any("No outlier" in note for note in found.notes)
 
 
@@ -279,7 +279,7 @@ def test_whole_steps_are_compared_where_the_plans_are_the_same(capsys):
 
 
 def test_transfer_can_be_compared_alone(capsys):
-    steps = plan.from_sizes([40])
+    steps = from_sizes([40])
     for name, skew in (("a.json", 0.1), ("b.json", 0.3)):
         files.write(
             Path(name), results(steps, [sample(t, 0, 40, [0.2 + skew, 0.2], skew) for t in range(9)], ranks=2), None
@@ -300,7 +300,7 @@ def test_what_else_is_different_is_said(capsys):
 
 def test_the_same_bytes_of_another_type_are_said(capsys):
     for name, dtype in (("a.json", "float32"), ("b.json", "float64")):
-        steps = plan.from_sizes([40], dtype)
+        steps = from_sizes([40], dtype)
         files.write(Path(name), results(steps, [sample(t, 0, 40, [0.2, 0.2]) for t in range(9)], ranks=2), None)
     assert compared() == 0
     assert "Different types: float32 before, float64 after." in capsys.readouterr().out
@@ -329,7 +329,7 @@ def test_a_limit_is_a_ratio(capsys):
 
 
 def test_a_step_whose_collectives_overlap_takes_as_long_as_the_longest():
-    steps = plan.from_sizes([40, 80])
+    steps = from_sizes([40, 80])
     samples = [sample(t, i, s, [0.1 + 0.2 * i]) for t in range(3) for i, s in enumerate((40, 80))]
     found = analyse(results(steps, samples, fusion=True))
     assert found.step.max == pytest.approx(0.3) and "overlap" in found.step_is
@@ -339,7 +339,7 @@ def test_a_step_whose_collectives_overlap_takes_as_long_as_the_longest():
 
 
 def test_collectives_that_overlap_are_not_independent_samples():
-    steps = plan.from_sizes([4 * size for size in range(1, 11)])
+    steps = from_sizes([4 * size for size in range(1, 11)])
     samples = [sample(t, i, 4 * (i + 1), [0.1 + t]) for t in range(10) for i in range(10)]
     fused, apart = (analyse(results(steps, samples, fusion=fusion, ranks=1)) for fusion in (True, False))
     assert fused.cdf_band == pytest.approx(math.sqrt(math.log(40) / 20)) and apart.cdf_band < fused.cdf_band / 3

@@ -294,7 +294,7 @@ def test_a_job_that_fails_at_once_says_why(ranks, capsys):
         (["--json", "."], "is a directory"),
         (["--timeout", "0"], "above 0"),
         (["--engine", "kccb"], "kccb"),
-        (["--plot", "cdf.pdf"], "cdf.pdf"),
+        (["--plot", "cdf.gif"], "cdf.gif"),
         (["--hosts", "a:4", "--hostfile", "h"], "say the same"),
     ],
 )

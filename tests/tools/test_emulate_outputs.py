@@ -13,12 +13,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from emulate_results import made, results, sample
+from emulate_results import from_sizes, made, results, sample
 from rich.console import Console
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import outputs, plan, tables
+from hvdkit.measure.emulate import outputs, tables
 from hvdkit.measure.emulate import results as files
 from hvdkit.measure.emulate.analysis import analyse
 
@@ -38,7 +38,7 @@ def saved():
 
 
 def hostile():
-    steps = plan.from_sizes([40], names=[HOSTILE], source=HOSTILE)
+    steps = from_sizes([40], names=[HOSTILE], source=HOSTILE)
     samples = [sample(t, 0, 40, [0.1, 0.1 + 0.001 * t] if t else [9.0, 0.1]) for t in range(20)]
     return results(steps, samples, ranks=2, notes=[HOSTILE])
 
@@ -120,6 +120,10 @@ def matplotlib():
     return pytest.importorskip("matplotlib")
 
 
+def written(found, **asked):
+    outputs.write_all(found, analyse(found), asked)
+
+
 def curves(path):
     """Texts of an SVG file."""
     return [text.strip() for text in ElementTree.parse(path).getroot().itertext() if text.strip()]  # noqa: S314
@@ -142,23 +146,23 @@ def test_the_plot_by_size_has_logarithmic_axes(capsys, saved, matplotlib):
 
 def test_the_same_results_give_the_same_plot(saved, matplotlib):
     found = files.read(Path("results.json"))
-    outputs.write_all(found, plot=Path("a.svg"))
-    outputs.write_all(found, plot=Path("b.svg"))
+    written(found, plot=Path("a.svg"))
+    written(found, plot=Path("b.svg"))
     assert Path("a.svg").read_bytes() == Path("b.svg").read_bytes()
 
 
 def test_one_sample_can_be_drawn(matplotlib):
-    one = results(plan.from_sizes([40]), [sample(0, 0, 40, [0.0, 0.0])])
-    outputs.write_all(one, plot=Path("a.png"), size_plot=Path("b.svg"))
+    one = results(from_sizes([40]), [sample(0, 0, 40, [0.0, 0.0])])
+    written(one, plot=Path("a.png"), size_plot=Path("b.svg"))
     assert Path("a.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--plot", "cdf.gif"], "expected .svg or .png"),
-        (["--plot", "cdf"], "expected .svg or .png"),
-        (["--size-plot", "no/where.svg"], "does not exist"),
+        (["--plot", "cdf.gif"], "expected .svg, .png or .pdf"),
+        (["--plot", "cdf"], "expected .svg, .png or .pdf"),
+        (["--size-plot", "no/where.svg"], "does not exist or cannot be written to"),
         (["--report", "."], "is a directory"),
         (["--size-plot", "./good.svg"], "is named for two things"),
         (["--report", "results.json"], "is named for two things"),
@@ -214,7 +218,7 @@ def page(matplotlib):
     pytest.importorskip("jinja2")
 
     def render(found):
-        outputs.write_all(found, report=Path("report.html"))
+        written(found, report=Path("report.html"))
         return Page(Path("report.html").read_text())
 
     return render
@@ -259,10 +263,10 @@ def test_an_old_report_stays_when_the_new_one_fails(monkeypatch, matplotlib):
     Path("report.html").write_text("old")
     monkeypatch.setattr(report, "render_report", fail)
     with pytest.raises(InvalidArgumentError):
-        outputs.write_all(made(TUTORIAL), report=Path("report.html"))
+        written(made(TUTORIAL), report=Path("report.html"))
     assert Path("report.html").read_text() == "old" and sorted(Path().iterdir()) == [Path("report.html")]
 
 
 def test_nothing_is_written_where_nothing_is_asked_for():
-    outputs.write_all(made(TUTORIAL))
+    written(made(TUTORIAL))
     assert list(Path().iterdir()) == []

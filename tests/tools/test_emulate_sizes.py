@@ -13,7 +13,6 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import model_process
-from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate.plan import Collective, Plan
 
 TUTORIAL = [803840, 131584, 33024, 2600]
@@ -338,13 +337,6 @@ def test_a_plan_that_cannot_be_right_is_refused(capsys, change, said):
 def test_other_files_are_no_plans(capsys, text):
     Path("plan.json").write_text(text)
     assert "plan.json" in sizes(capsys, "--plan", "plan.json", status=1)
-
-
-def test_sizes_in_python_keep_their_order():
-    plan = plans.from_sizes([8, 4], gap_s=0.5, names=["a", "b"])
-    assert plan.collectives == (Collective("a", 2, "float32", 0.5), Collective("b", 1, "float32", 0.5))
-    with pytest.raises(InvalidArgumentError, match="multiple above 0"):
-        plans.from_sizes([6])
 
 
 # Recordings

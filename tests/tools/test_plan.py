@@ -118,7 +118,7 @@ def test_the_plot_has_a_curve_for_each_number_of_ranks(tmp_path, capsys):
 
 
 def test_a_training_of_a_million_epochs_is_planned_and_drawn(tmp_path, capsys):
-    """A table of ten epochs, and a curve of a thousand points, of a billion steps."""
+    """A table of ten epochs, and a curve of three points, of a billion steps."""
     words = ["--samples", "4000", "--batch-size", "2", "--lr", "0.1", "--epochs", "1000000", "-n", "2"]
     file = tmp_path / "rates.svg"
     assert cli.run(["plan", *words, "--warmup-epochs", "50000", "--markdown", "--plot", str(file)]) == 0

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from emulate_results import from_sizes
 from predict_measured import results
 
 from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.measure.emulate import results as files
-from hvdkit.measure.emulate.plan import from_sizes
 from hvdkit.measure.predict.prediction import OPTIMISM
 
 ROOT = Path(__file__).parents[2]
@@ -190,8 +190,8 @@ def test_what_ifs_move_the_efficiency_the_right_way(capsys, flags, better):
     ("arguments", "said"),
     [
         ((), "nothing to predict from"),
-        (("--fit", "net2.json", "--at", "0"), "numbers of ranks"),
-        (("--fit", "net2.json", "--at", "a"), "numbers of ranks"),
+        (("--fit", "net2.json", "--at", "0"), "whole numbers above 0"),
+        (("--fit", "net2.json", "--at", "a"), "whole numbers above 0"),
         (("--fit", "nowhere.json"), "nowhere.json"),
         (("--fit", "net2.json", "--step-ms", "-1"), "above 0"),
         (("--fit", "net2.json", "--step-ms", "nan"), "above 0"),

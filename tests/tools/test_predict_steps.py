@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from predict_measured import results
 
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.plan import Collective, Plan
 from hvdkit.measure.predict import model
 from hvdkit.measure.predict.overlap import Fusion, Gradient, exchange, gradients
@@ -196,19 +195,3 @@ def test_intervals_come_from_the_measurements():
         assert row.step.low < row.step.value < row.step.high
         widths.append(row.step.high - row.step.low)
     assert widths[1] > 3 * widths[0]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"compute_s": 0.0},
-        {"compute_s": float("nan")},
-        {"backward_share": 0.0},
-        {"backward_share": 1.1},
-        {"accumulate": 0},
-    ],
-    ids=str,
-)
-def test_work_that_cannot_be_is_refused(wrong):
-    with pytest.raises(InvalidArgumentError):
-        steps([2], **wrong)

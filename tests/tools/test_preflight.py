@@ -7,6 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from hvdkit.common import json_files
 from hvdkit.prepare.preflight import exchange, show
 from hvdkit.prepare.preflight.findings import examine
 from hvdkit.prepare.preflight.report import Place, Report, look, visible
@@ -135,14 +136,14 @@ def test_reports_travel_as_json_and_as_files(tmp_path):
 def test_json_and_text_say_the_same():
     reports = job()[:3]
     found = examine(reports)
-    parsed = json.loads(show.as_json(reports, found))
+    parsed = json.loads(json_files.encode(show.seen(reports, found)))
     assert not parsed["ok"] and [one["check"] for one in parsed["findings"]] == ["missing-ranks"]
     assert [rank["device"] for rank in parsed["ranks"]] == ["GPU-1", "GPU-2", "GPU-1"]
     written = StringIO()
     show.page(reports, found).show(Console(file=written, width=100))
     assert "error [missing-ranks]" in written.getvalue() and "2 of 4" in written.getvalue()
     assert "The job would not train as it is: 3 of 4 ranks, 1 findings." in written.getvalue()
-    assert "[red]" not in show.as_json(changed(job(), 0, host="[red]x"), []).replace("[red]x", "")
+    assert "[red]" not in json_files.encode(show.seen(changed(job(), 0, host="[red]x"), [])).replace("[red]x", "")
 
 
 @pytest.mark.parametrize(

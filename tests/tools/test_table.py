@@ -75,8 +75,8 @@ def test_columns_that_do_not_fit_follow_under_the_first_one():
 def test_what_is_not_known_is_a_dash_and_empty_in_csv():
     assert "| 4 | - |" in Table("", ("ranks", "s"), [[4, None]]).markdown()
     estimates = [Estimate(1.5), None, Estimate(2.0, 1.0, 3.0)]
-    rows = list(csv.reader(io.StringIO(comma_separated(("s", "low", "high"), map(ends, estimates)))))
-    assert rows == [["s", "low", "high"], ["1.5", "", ""], ["", "", ""], ["2.0", "1.0", "3.0"]]
+    rows = list(csv.reader(io.StringIO(comma_separated([ends("s", one) for one in estimates]))))
+    assert rows == [["s", "s_low", "s_high"], ["1.5", "", ""], ["", "", ""], ["2.0", "1.0", "3.0"]]
 
 
 def test_nothing_from_a_file_is_obeyed():
@@ -111,8 +111,8 @@ def recordings(tmp_path_factory):
             for ranks in (1, 2, 4)
             for repeat in range(4)
         ]
-        about = subject.Subject(asked, subject.WithCommit("1", "3.11", "Linux", {}, 4, None), ())
-        bench_results.write(place / f"bench{number}.json", bench_results.Results(about, jobs))
+        where = subject.WithCommit("1", "3.11", "Linux", {}, 4, None)
+        bench_results.write(place / f"bench{number}.json", bench_results.Results(asked, where, (), (), jobs))
     for ranks in (2, 4):
         emulate_files.write(place / f"measured{ranks}.json", predict_measured.results(ranks), None)
     return {"R": place, "T": DATA / "timelines", "M": DATA / "mpi_profiles"}

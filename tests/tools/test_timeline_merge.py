@@ -6,7 +6,7 @@ from timeline_files import EPOCH, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError
-from hvdkit.read.timeline.merging import merge
+from hvdkit.read.trace.merging import merge
 
 BASE = (EPOCH - 5_000_000) * 1000
 """Nanoseconds since 1970 of the traces' time 0: five seconds before the timelines'."""
@@ -54,7 +54,7 @@ def test_exposed_communication_is_what_no_computation_hides(tmp_path, files):
     assert found.exposed == pytest.approx(5 + 10)
     assert found.neither == pytest.approx(10)
     assert found.operations == 3
-    assert found.computed_by == "CPU operators of thread 7"
+    assert found.computed_by == "CPU operators of the thread that computed longest"
 
 
 def test_both_are_on_the_axis_of_the_trace_and_nothing_is_lost(files):
@@ -87,8 +87,13 @@ def test_with_gpus_their_kernels_count_but_not_those_that_communicate(tmp_path, 
 def test_the_training_thread_is_the_one_that_computes_longest(tmp_path, files):
     events = [slice_event(0, 60, tid=7), slice_event(0, 61, tid=8), slice_event(0, 1, tid=7)]
     found = merge(files[0], trace(tmp_path / "g.json", *events), files[2])
-    assert found.computed_by == "CPU operators of thread 8"
     assert found.exposed == pytest.approx(0, abs=1e-9)
+
+
+def test_calls_that_communicate_are_no_computation_as_for_hvdkit_trace(tmp_path, files):
+    events = [slice_event(0, 15), slice_event(30, 20), slice_event(30, 20, name="c10d::allreduce_")]
+    found = merge(files[0], trace(tmp_path / "c.json", *events), files[2])
+    assert found.computation == pytest.approx(5, abs=0.02)
 
 
 def test_a_trace_whose_times_count_from_1970(tmp_path, files):
@@ -139,6 +144,15 @@ def test_what_is_no_trace(tmp_path, files, content):
     bad = tmp_path / "bad.json"
     bad.write_bytes(content)
     refused(DataError, "bad.json", files[0], bad, files[2])
+
+
+@pytest.mark.parametrize("odd", [3, [], "x", {"pid": {}, "ts": []}], ids=str)
+def test_an_event_that_is_none(tmp_path, files, odd):
+    strange = trace(tmp_path / "odd.json", odd, slice_event(0, 15))
+    if isinstance(odd, dict):
+        assert merge(files[0], strange, files[2]).computation > 0
+    else:
+        refused(CorruptDataError, "odd.json", files[0], strange, files[2])
 
 
 def test_files_that_are_missing_and_offsets_that_cannot_be(tmp_path, files):

@@ -9,11 +9,10 @@ import bench_machine
 import emulate_results
 import pytest
 
+from hvdkit.cli import run
 from hvdkit.common.drawing import LABEL, LONGEST_NAME
-from hvdkit.measure.bench import report as bench_report
 from hvdkit.measure.emulate import analysis as emulate_analysis
-from hvdkit.measure.emulate import report as emulate_report
-from hvdkit.read.timeline.report import write_report
+from hvdkit.measure.emulate import outputs
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 image = pytest.importorskip("PIL.Image", reason="pillow is not installed (pip install pillow)")
@@ -44,7 +43,8 @@ def hostile_page(tmp_path_factory):
     for old, new in zip(names, HOSTILE, strict=True):
         text = text.replace(f'"{old}"', '"' + new.replace("\\", "\\\\").replace('"', '\\"') + '"')
     (folder / "timeline.json").write_text(text)
-    return write_report(folder / "timeline.json", folder / "report.html")
+    assert run(["timeline", "report", str(folder / "timeline.json"), "-o", str(folder / "report.html")]) == 0
+    return folder / "report.html"
 
 
 class Watched:
@@ -216,12 +216,12 @@ def every_page(hostile_page, tmp_path_factory):
     """A page of each command that writes one."""
     folder = tmp_path_factory.mktemp("pages")
     results = emulate_results.made({2600: 0.002, 803840: 0.02}, noise=0.1, notes=["x" * 300])
-    emulate_report.write_report(folder / "emulate.html", results, emulate_analysis.analyse(results))
+    outputs.write_all(results, emulate_analysis.analyse(results), {"report": folder / "emulate.html"})
     with pytest.MonkeyPatch.context() as patch:
         machine = bench_machine.use(folder, patch, bench_machine.Machine(lambda n: 0.01 * (0.1 + 0.9 / n), noise=0.005))
         machine.marks = True
         assert bench_machine.run_bench("--timeline") == 0
-        bench_report.write_report(folder / "results.json", folder / "bench.html")
+        assert run(["bench", "report", str(folder / "results.json"), "-o", str(folder / "bench.html")]) == 0
     return {"timeline": hostile_page, "emulate": folder / "emulate.html", "bench": folder / "bench.html"}
 
 

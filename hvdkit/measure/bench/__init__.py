@@ -14,9 +14,9 @@ scaling. Here whole jobs are repeated in random order, every number has an inter
     laws ──────── Amdahl, Gustafson and the Universal Scalability Law, fitted
        └── analysis  speed-up, efficiency, fits and remarks
              ├── tables    as a table, Markdown, CSV
-             ├── figures   drawn; plots: as SVG or PNG; report: as an HTML page with everything else
+             ├── plots     drawn; report: as an HTML page with everything else
              └── comparison  of two results; side_by_side: as a table, also for ``hvdkit emulate compare``
-    cli, scaling_cli, show_cli, report_cli, comparison_cli   what is typed
+    cli, scaling_cli, show_cli   what is typed
     synthetic_cli   starts the synthetic benchmark of a framework, a program to measure (``steps.synthetic``)
 
 ``scaling`` takes whatever runs a job as a callable, so that it can be tested without processes. The form of the file

@@ -14,7 +14,7 @@ from hvdkit.common import intervals
 from hvdkit.common.causes import WORTH_SAYING, Cause, dearest_first
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
-from hvdkit.common.units import change_text, duration_text, share_text
+from hvdkit.common.units import change_text, count_text, duration_text, ranks_text, share_text
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
 from hvdkit.measure.bench.measurement import Late, Parts, Slowest
@@ -86,17 +86,17 @@ class Analysis(Document, frozen=True):
 
 def analyse(results: Results) -> Analysis:
     """Everything that follows from the results so far; the intervals are the same for the same results."""
-    rng = np.random.default_rng(results.subject.asked.seed)
+    rng = np.random.default_rng(results.asked.seed)
     samples = results.samples()
-    crowded = {launch.ranks for launch in results.subject.launches if launch.oversubscribed}
-    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.subject.asked.ranks)
+    crowded = {launch.ranks for launch in results.launches if launch.oversubscribed}
+    rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.asked.ranks)
     fitted = {n: seconds for n, seconds in samples.items() if n not in crowded}
     fits = tuple(laws.fits(results.mode, fitted, rng))
     notes = [
-        *results.subject.notes,
+        *results.notes,
         *_notes_of_failures(results),
         *_notes_of_base(results, samples),
-        *_notes_of_crowding(rows, results.subject.environment.cores),
+        *_notes_of_crowding(rows, results.environment.cores),
         *_notes_of_noise(results.mode, samples, rng),
         *_notes_of_fits(fits),
         *_notes_of_sums(rows),
@@ -151,11 +151,11 @@ def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[st
     notes = []
     if samples and min(samples) > 1:
         base = min(samples)
-        why = "no job counts on fewer" if results.subject.asked.ranks[0] < base else "the fewest that were asked for"
+        why = "no job counts on fewer" if results.asked.ranks[0] < base else "the fewest that were asked for"
         notes.append(f"Speed-up and efficiency are compared with {base} ranks, not with one: {why}.")
     left = len(results.counted()) - sum(map(len, samples.values()))
     if left and results.measure == CLOSING_LINE:
-        jobs = "1 job recorded its steps and" if left == 1 else f"{left} jobs recorded their steps and"
+        jobs = f"{count_text(left, 'job')} recorded {'its' if left == 1 else 'their'} steps and"
         notes.append(
             f"{jobs} printed no closing line, and cannot be compared with the others, which recorded none: have every "
             "rank record its steps at every number of ranks."
@@ -306,8 +306,3 @@ def _doubt(ranks: int, found: Accounting) -> str:
         f"{share_text(TOLERANCE)} apart (several recorded steps to one exchange, as with backward_passes_per_step, or "
         "a machine that was not quiet)."
     )
-
-
-def ranks_text(n: int) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return "1 rank" if n == 1 else f"{n} ranks"

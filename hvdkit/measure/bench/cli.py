@@ -15,9 +15,9 @@ SUBCOMMANDS = {
         "hvdkit.measure.bench.show_cli:show",
         "Print the results of `scaling` in another form, or plot them.",
     ),
-    "report": ("hvdkit.measure.bench.report_cli:report", "Write the results of `scaling` as one HTML page."),
+    "report": ("hvdkit.measure.bench.show_cli:report", "Write the results of `scaling` as one HTML page."),
     "compare": (
-        "hvdkit.measure.bench.comparison_cli:compare",
+        "hvdkit.measure.bench.show_cli:compare",
         "Compare two results: is the second one slower?",
     ),
     "synthetic": (

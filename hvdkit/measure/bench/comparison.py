@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hvdkit.common import intervals
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import ranks_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench.analysis import ranks_text
 from hvdkit.measure.bench.results import Results
 
 
@@ -63,12 +61,7 @@ def compare(before: Results, after: Results) -> list[Compared]:
 def unmeasured(before: Results, after: Results) -> list[int]:
     """Numbers of ranks that both were asked for, and at which the first has jobs that count and the second none."""
     gone = before.samples().keys() - after.samples().keys()
-    return sorted(gone & set(after.subject.asked.ranks))
-
-
-def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
-    """Those whose whole interval is below the limit; where there is no interval, whose value is."""
-    return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
+    return sorted(gone & set(after.asked.ranks))
 
 
 def differences(before: Results, after: Results) -> list[str]:
@@ -84,7 +77,7 @@ def differences(before: Results, after: Results) -> list[str]:
     ]
     notes += [
         f"Different {name}: {first} before, {second} after."
-        for name, first, second in results.differences(before.subject, after.subject)
+        for name, first, second in results.differences(before, after)
         if name not in ("ranks", "repeats", "seed")
     ]
     return notes
@@ -97,7 +90,7 @@ class Comparison(Document, frozen=True):
         rows: by number of ranks.
         notes: what else is different, full sentences.
         fail_below: the limit that was given; None without one.
-        below: numbers of ranks at which the speed is below it, see ``below``.
+        below: numbers of ranks at which the speed is below it with its whole interval.
         unmeasured: see ``unmeasured``; empty without a limit.
         confidence: of the intervals.
     """

@@ -6,39 +6,22 @@ the one style sheet by its hash and nothing else.
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from hvdkit.common import render
+from hvdkit.common import plot, render
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.drawing import shown_name
-from hvdkit.common.files import replacing
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.render import Fact
-from hvdkit.common.units import interval_text, printable
-from hvdkit.measure.bench import figures, tables
-from hvdkit.measure.bench.analysis import Analysis, Row, analyse, otherwise, ranks_text
-from hvdkit.measure.bench.results import Results, read
+from hvdkit.common.units import interval_text, printable, ranks_text
+from hvdkit.measure.bench import plots, tables
+from hvdkit.measure.bench.analysis import Analysis, Row, analyse, otherwise
+from hvdkit.measure.bench.results import Results
 from hvdkit.measure.bench.subject import Launch
 
 _JOBS = 200
 """How many jobs are listed."""
-
-
-def write_report(source: Path, output: Path) -> Path:
-    """Write the page to a file, completely or not at all, and return its path.
-
-    Args:
-        source: a file of ``hvdkit bench scaling``.
-        output: the file to write; it must not be the source.
-    Raises:
-        DataError: the source is something else, or the page cannot be written.
-        InvalidArgumentError: the output is the source or a directory, or jinja2 is missing.
-    """
-    results = read(source)
-    with replacing(output, source) as file:
-        file.write(render_report(results, source.name).encode("utf-8", "replace"))
-    return output
 
 
 def render_report(results: Results, name: str) -> str:
@@ -49,8 +32,8 @@ def render_report(results: Results, name: str) -> str:
         name: of the file, for the heading.
     """
     analysis = analyse(results)
-    own = [render.resource("hvdkit.measure.bench", name) for name in ("figures.css", "page.css")]
-    style = "".join([render.resource("hvdkit.read.timeline", "report.css"), *own])
+    own = render.resource("hvdkit.measure.bench", "page.css")
+    style = render.resource("hvdkit.read.timeline", "report.css") + own
     return render.page(
         "hvdkit.measure.bench",
         style,
@@ -59,26 +42,43 @@ def render_report(results: Results, name: str) -> str:
         verdict=_verdict(analysis),
         facts=_facts(results, analysis),
         notes=[printable(note) for note in analysis.notes],
-        curves=[one for one in (figures.speedup(analysis), figures.efficiency(analysis)) if one is not None],
-        parts=figures.parts(analysis),
-        part_colours=[(colour[1:], part) for part, colour in figures.PARTS],
+        curves=_curves(analysis),
+        parts=_parts(analysis),
         tables=tables.tables(analysis),
         sources=[(fit.name, fit.source) for fit in analysis.fits],
         jobs=[_job_row(results, number) for number in range(min(len(results.jobs), _JOBS))],
         jobs_left_out=max(0, len(results.jobs) - _JOBS),
-        launches=[_launch(launch) for launch in results.subject.launches],
+        launches=[_launch(launch) for launch in results.launches],
         environment=_environment(results),
     )
 
 
+def _curves(analysis: Analysis) -> list[dict[str, str]]:
+    """What is seen, and the image."""
+    rows = plots.measured(analysis)
+    if not rows:
+        return []
+    drawn = (("Speed-up", "speedup", plots.speedup), ("Efficiency", "efficiency", plots.efficiency))
+    return [
+        {"alt": f"{title}: {plots.said(rows, name)}.", "image": plot.image(partial(draw, analysis=analysis))}
+        for title, name, draw in drawn
+    ]
+
+
+def _parts(analysis: Analysis) -> str:
+    """The image of the parts of a step; "" where none is known."""
+    count = len(plots.with_parts(analysis))
+    return plot.image(partial(plots.parts, analysis=analysis), size=(9, 1.2 + 0.35 * count)) if count else ""
+
+
 def _command(results: Results) -> str:
-    return shown_name(" ".join(map(str, results.subject.asked.command)))
+    return shown_name(" ".join(map(str, results.asked.command)))
 
 
 def _facts(results: Results, analysis: Analysis) -> list[Fact]:
-    asked, environment = results.subject.asked, results.subject.environment
+    asked, environment = results.asked, results.environment
     failed = sum(job.failure is not None for job in results.jobs)
-    measured = [row for row in analysis.rows if row.speedup is not None]
+    measured = plots.measured(analysis)
     facts = [
         Fact("Ranks", ", ".join(map(str, asked.ranks)), f"{environment.cores} usable cores"),
         Fact("Jobs", str(len(results.jobs)), f"{failed} failed; {asked.repeats} repeats at each number of ranks"),
@@ -94,7 +94,7 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
 
 
 def _verdict(analysis: Analysis) -> str:
-    found = _best([row for row in analysis.rows if row.speedup is not None])
+    found = _best(plots.measured(analysis))
     said = ", ".join(f"{name.lower()} {interval_text(value)}" for name, _, value in found)
     speed = (
         f"On {ranks_text(found[0][1].ranks)}: {said}." if found else "No speed-up can be told from what was measured."
@@ -115,10 +115,10 @@ def _crowded(row: Row) -> str:
 
 
 def _environment(results: Results) -> list[tuple[str, str]]:
-    environment = results.subject.environment
+    environment = results.environment
     packages = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
     rows = [(name, getattr(environment, name)) for name in ("hvdkit", "python", "system", "cores")]
-    rows += [("packages", packages), ("options of hvdkit launch", " ".join(results.subject.asked.options) or "none")]
+    rows += [("packages", packages), ("options of hvdkit launch", " ".join(results.asked.options) or "none")]
     return [(name, printable(str(value))) for name, value in rows]
 
 

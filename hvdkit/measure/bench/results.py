@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
@@ -61,24 +62,44 @@ class Recorded(Part, frozen=True):
     failure: str | None = None
 
 
-@dataclass
-class Results:
-    """What was measured so far.
+class Results(Document, frozen=True):
+    """What was measured, from the first job on.
 
     Attributes:
-        subject: what is measured.
+        asked: what was to be measured.
+        environment: where it was measured.
+        launches: for each number of ranks.
+        notes: what a reader of the numbers should know, full sentences.
         jobs: in the order in which they ran.
-        recordings: jobs with a timeline, at most one for each number of ranks.
+        recordings: one more job for each number of ranks above 1, with Horovod's timeline; no measurement.
+        summary: what follows from the jobs, as "bench-summary" without its head; None while one runs. Nobody reads it.
     """
 
-    subject: Subject
-    jobs: list[Measured] = field(default_factory=list)
-    recordings: list[Recorded] = field(default_factory=list)
+    kind = "bench-scaling"
+    written_by = "hvdkit bench scaling"
+
+    asked: Asked
+    environment: WithCommit
+    launches: tuple[Launch, ...]
+    notes: tuple[str, ...]
+    jobs: list[Measured]
+    recordings: list[Recorded] = msgspec.field(default_factory=list)
+    summary: Any = None
+
+    def __post_init__(self) -> None:
+        """Refuse jobs that ``bench scaling`` would not have run: what is made of them would be no measurement."""
+        seen = set()
+        for index, job in enumerate(self.jobs):
+            if job.ranks not in self.asked.ranks or job.repeat >= self.asked.repeats:
+                raise ValueError(f"jobs[{index}] was not asked for: {job.ranks} ranks, repeat {job.repeat}")
+            if (job.ranks, job.repeat) in seen:
+                raise ValueError(f"jobs[{index}] is there twice: {job.ranks} ranks, repeat {job.repeat}")
+            seen.add((job.ranks, job.repeat))
 
     @property
     def mode(self) -> str:
         """The kind of scaling, "strong" or "weak"."""
-        return self.subject.asked.mode
+        return self.asked.mode
 
     @property
     def measure(self) -> str:
@@ -107,50 +128,13 @@ class Results:
         return job.steps.step_s if self.mode == "weak" else job.steps.step_s * job.steps.count
 
 
-class File(Document, frozen=True):
-    """What was measured, from the first job on.
-
-    Attributes:
-        asked: what was to be measured.
-        environment: where it was measured.
-        launches: for each number of ranks.
-        notes: what a reader of the numbers should know, full sentences.
-        jobs: in the order in which they ran.
-        recordings: one more job for each number of ranks above 1, with Horovod's timeline; no measurement.
-        summary: what follows from the jobs, as "bench-summary" without its head; None while one runs. Nobody reads it.
-    """
-
-    kind = "bench-scaling"
-    written_by = "hvdkit bench scaling"
-
-    asked: Asked
-    environment: WithCommit
-    launches: tuple[Launch, ...]
-    notes: tuple[str, ...]
-    jobs: tuple[Measured, ...]
-    recordings: tuple[Recorded, ...] = ()
-    summary: Any = None
-
-    def __post_init__(self) -> None:
-        """Refuse jobs that ``bench scaling`` would not have run: what is made of them would be no measurement."""
-        seen = set()
-        for index, job in enumerate(self.jobs):
-            if job.ranks not in self.asked.ranks or job.repeat >= self.asked.repeats:
-                raise ValueError(f"jobs[{index}] was not asked for: {job.ranks} ranks, repeat {job.repeat}")
-            if (job.ranks, job.repeat) in seen:
-                raise ValueError(f"jobs[{index}] is there twice: {job.ranks} ranks, repeat {job.repeat}")
-            seen.add((job.ranks, job.repeat))
-
-
 def write(path: Path, results: Results, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
 
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
-    of = results.subject
-    jobs, recordings = tuple(results.jobs), tuple(results.recordings)
-    json_files.write(path, File(of.asked, of.environment, of.launches, of.notes, jobs, recordings, summary))
+    json_files.write(path, msgspec.structs.replace(results, summary=summary))
 
 
 def read(path: Path) -> Results:
@@ -159,9 +143,7 @@ def read(path: Path) -> Results:
     Raises:
         DataError: it cannot be read, or is something else.
     """
-    found = json_files.read(path, File)
-    subject = Subject(found.asked, found.environment, found.launches, found.notes)
-    return Results(subject, list(found.jobs), list(found.recordings))
+    return json_files.read(path, Results)
 
 
 def resume(path: Path, subject: Subject) -> Results:
@@ -171,20 +153,19 @@ def resume(path: Path, subject: Subject) -> Results:
         DataError: the file is something else.
         InvalidArgumentError: it holds measurements of another subject.
     """
-    if not path.exists():
-        return Results(subject)
-    found = read(path)
+    new = Results(*subject, [])
+    found = read(path) if path.exists() else new
     if not found.counted():
-        return Results(subject)
-    for name, before, now in differences(found.subject, subject):
+        return new
+    for name, before, now in differences(found, new):
         raise InvalidArgumentError(
             f"{path} holds measurements with {name} {json.dumps(before)}, and now it is {json.dumps(now)}; they cannot "
             "be mixed: give another file, or remove this one."
         )
-    return Results(subject, found.jobs, found.recordings)
+    return msgspec.structs.replace(new, jobs=found.jobs, recordings=found.recordings)
 
 
-def differences(first: Subject, second: Subject) -> Iterator[tuple[str, Any, Any]]:
+def differences(first: Results, second: Results) -> Iterator[tuple[str, Any, Any]]:
     """Name and both values, as JSON, of what is different in what was asked for, and where it was measured."""
     for one, other in ((first.asked, second.asked), (first.environment, second.environment)):
         values = json_files.plain(other)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from hvdkit.common.units import ranks_text
 from hvdkit.errors import DataError, LaunchError
 from hvdkit.measure.bench.accounting import Accounting, account
 from hvdkit.measure.bench.measurement import Steps, measure
@@ -23,6 +25,10 @@ Run = Callable[[int], tuple[Job, Steps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
 Record = Callable[[int], tuple[Job, Accounting | None]]
 """Runs the job on so many ranks with Horovod's timeline; the accounting is None where the job failed."""
+Say = Callable[[str], None]
+"""Is told a sentence that a user should know."""
+T = TypeVar("T")
+_TIMELINE = "timeline.json"
 _WITHOUT_STEPS = (
     "COMMAND records no steps: the seconds of its closing line count, start-up and evaluation with them; write `for x, "
     "y in hk.record_steps(loader)` (Keras: the callback hk.RecordSteps()) to measure the steps"
@@ -57,16 +63,12 @@ class Jobs:
         Raises:
             KeyboardInterrupt: by Ctrl-C; the job was ended.
         """
-        with self._folder() as folder:
-            started = time.time()
-            job = self._launch(ranks, Path(folder))
-            if job.failure is not None:
-                return job, None
-            try:
-                times = step_files.read(Path(folder))
-                return job, measure(times, ranks, started, self.warmup_steps) if times else None
-            except DataError as error:
-                return Job(job.wall_s, job.closing_s, str(error)), None
+
+        def read(folder: Path, started: float) -> Steps | None:
+            times = step_files.read(folder)
+            return measure(times, ranks, started, self.warmup_steps) if times else None
+
+        return self._run(ranks, read)
 
     def recorded(self, ranks: int) -> tuple[Job, Accounting | None]:
         """Run one more job, and have Horovod record its timeline.
@@ -74,28 +76,31 @@ class Jobs:
         Raises:
             KeyboardInterrupt: by Ctrl-C; the job was ended.
         """
-        with self._folder() as folder:
-            started = time.time()
-            timeline = Path(folder).absolute() / "timeline.json"
-            job = self._launch(ranks, Path(folder), "--timeline", str(timeline))
+
+        def read(folder: Path, started: float) -> Accounting:
+            times = step_files.read(folder)
+            if not times:
+                raise DataError("did not record its steps (record_steps of the adapters)")
+            measure(times, ranks, started, self.warmup_steps)
+            return account(times, folder / _TIMELINE, self.warmup_steps)
+
+        return self._run(ranks, read, timeline=True)
+
+    def _run(
+        self, ranks: int, read: Callable[[Path, float], T | None], *, timeline: bool = False
+    ) -> tuple[Job, T | None]:
+        """Run a job; ``read`` makes something of its folder and of when it started, or says by a DataError why not."""
+        with tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-") as name:
+            folder, started = Path(name).absolute(), time.time()
+            more = ("--timeline", str(folder / _TIMELINE)) if timeline else ()
+            options = (*self.options(ranks), "--env", f"{step_times.VARIABLE}={folder}", *more)
+            job = Launch(ranks, self.command, options)(DEFAULT, self.timeout_s)
             if job.failure is not None:
                 return job, None
             try:
-                times = step_files.read(Path(folder))
-                if not times:
-                    raise DataError("did not record its steps (record_steps of the adapters)")
-                measure(times, ranks, started, self.warmup_steps)
-                return job, account(times, timeline, self.warmup_steps)
+                return job, read(folder, started)
             except DataError as error:
                 return Job(job.wall_s, job.closing_s, str(error)), None
-
-    def _folder(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-")
-
-    def _launch(self, ranks: int, folder: Path, *more: str) -> Job:
-        told = f"{step_times.VARIABLE}={folder.absolute()}"
-        options = (*self.options(ranks), "--env", told, *more)
-        return Launch(ranks, self.command, options)(DEFAULT, self.timeout_s)
 
 
 def order(asked: Asked) -> list[tuple[int, int]]:
@@ -106,17 +111,7 @@ def order(asked: Asked) -> list[tuple[int, int]]:
     ]
 
 
-class Watcher:
-    """Is told what happens; this one tells nobody."""
-
-    def begins(self, ranks: int, repeat: int, done: int, total: int) -> None:
-        """A job begins; ``done`` of ``total`` are done."""
-
-    def says(self, sentence: str) -> None:
-        """Something a user should know."""
-
-
-def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], watcher: Watcher | None = None) -> None:
+def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], say: Say) -> None:
     """Run the jobs that are still missing.
 
     Args:
@@ -124,19 +119,18 @@ def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], watch
         run: runs one job.
         results: what is measured already; the others are added.
         keep: is called after every job.
-        watcher: is told what happens.
+        say: is told what happens.
     Raises:
         LaunchError: every job of the first round failed, so that nothing can be compared.
     """
-    watcher = watcher or Watcher()
     jobs = order(asked)
     done = {(job.ranks, job.repeat) for job in results.jobs}
     if done:
-        watcher.says(f"goes on after {len(done)} of {len(jobs)} jobs that are measured already")
+        say(f"goes on after {len(done)} of {len(jobs)} jobs that are measured already")
     for ranks, repeat in jobs:
         if (ranks, repeat) in done:
             continue
-        watcher.begins(ranks, repeat, len(results.jobs), len(jobs))
+        say(f"job {len(results.jobs) + 1} of {len(jobs)}: {ranks_text(ranks)}, repeat {repeat + 1}")
         job, steps = run(ranks)
         closing_s = job.closing_s if measurable(job.closing_s) else None
         useless = _USELESS if closing_s is None and steps is None else None
@@ -144,16 +138,14 @@ def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], watch
         results.jobs.append(measured)
         keep()
         if measured.failure is None and steps is None and len(results.counted()) == 1:
-            watcher.says(_WITHOUT_STEPS)
+            say(_WITHOUT_STEPS)
         if measured.failure is not None:
-            watcher.says(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
+            say(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
         if len(results.jobs) == len(asked.ranks) and not results.counted():
             raise LaunchError("Every job of the first round failed, so that nothing can be compared.")
 
 
-def record(
-    asked: Asked, run: Record, results: Results, keep: Callable[[], None], watcher: Watcher | None = None
-) -> None:
+def record(asked: Asked, run: Record, results: Results, keep: Callable[[], None], say: Say) -> None:
     """Run one more job with Horovod's timeline on each number of ranks above 1 that has none yet.
 
     On one rank nothing is exchanged. Numbers of ranks at which no job counts are left out, and a recording that failed
@@ -164,18 +156,17 @@ def record(
         run: runs one job.
         results: the recordings are added.
         keep: is called after every job.
-        watcher: is told what happens.
+        say: is told what happens.
     """
-    watcher = watcher or Watcher()
     counted = {job.ranks for job in results.counted()}
     results.recordings[:] = [one for one in results.recordings if one.failure is None]
     done = {one.ranks for one in results.recordings}
     for ranks in asked.ranks:
         if ranks < 2 or ranks in done or ranks not in counted:
             continue
-        watcher.says(f"one more job on {ranks} ranks, with Horovod's timeline; it enters no measurement")
+        say(f"one more job on {ranks} ranks, with Horovod's timeline; it enters no measurement")
         job, found = run(ranks)
         results.recordings.append(Recorded(ranks, job.wall_s, found, job.failure))
         keep()
         if job.failure is not None:
-            watcher.says(f"the job with a timeline on {ranks} ranks is left out: it {job.failure}")
+            say(f"the job with a timeline on {ranks} ranks is left out: it {job.failure}")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hvdkit.common.commands import (
     AT_LEAST_0,
@@ -23,26 +22,13 @@ from hvdkit.common.commands import (
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import readable
 from hvdkit.measure.bench import laws, results, show_cli
-from hvdkit.measure.bench.analysis import analyse, ranks_text
+from hvdkit.measure.bench.analysis import analyse
 from hvdkit.measure.bench.results import Results
-from hvdkit.measure.bench.scaling import Jobs, Watcher, go, record
+from hvdkit.measure.bench.scaling import Jobs, go, record
 from hvdkit.measure.bench.subject import Asked, describe
 from hvdkit.run.launch import options
 from hvdkit.run.trials import here
 from hvdkit.run.trials.ending import Ended, ended_by_signals
-
-
-class _Shown(Watcher):
-    """Progress on standard error."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False, markup=False)
-
-    def begins(self, ranks: int, repeat: int, done: int, total: int) -> None:
-        self.says(f"job {done + 1} of {total}: {ranks_text(ranks)}, repeat {repeat + 1}")
-
-    def says(self, sentence: str) -> None:
-        self._console.print(f"hvdkit bench: {readable(sentence)}", soft_wrap=True)
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -142,16 +128,18 @@ def _at(wish: here.Wish, ranks: int) -> here.Wish:
 
 def _run(asked: Asked, jobs: Jobs, found: Results, output: Path, timeline: bool) -> int:
     """Run what is missing; 0, or 128 and the number of the signal that ended it."""
-    shown = _Shown()
+
+    def say(sentence: str) -> None:
+        click.echo(f"hvdkit bench: {readable(sentence)}", err=True)
 
     def keep() -> None:
         results.write(output, found)
 
     with ended_by_signals():
         try:
-            go(asked, jobs, found, keep, shown)
+            go(asked, jobs, found, keep, say)
             if timeline:
-                record(asked, jobs.recorded, found, keep, shown)
+                record(asked, jobs.recorded, found, keep, say)
         except Ended as ended:
             return 128 + ended.number
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``hvdkit bench show``, and the forms in which results are printed."""
+"""``hvdkit bench show``, ``report`` and ``compare``, and the forms in which results are printed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import FILE, PATH, with_options
 from hvdkit.common.extras import require_scipy
-from hvdkit.measure.bench import plots, results, tables
+from hvdkit.common.table import Page
+from hvdkit.common.units import interval_text, ranks_text
+from hvdkit.measure.bench import comparison, plots, results, side_by_side, tables
 from hvdkit.measure.bench.analysis import Analysis, analyse
 
 FORMS = (
@@ -23,13 +24,8 @@ NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
 
 
 def show_analysis(analysis: Analysis, form: str | None) -> None:
-    """Print an analysis as "json", "csv", "markdown" or, with None, as tables for a terminal."""
-    if form == "json":
-        click.echo(json_files.encode(analysis), nl=False)
-    elif form == "csv":
-        click.echo(tables.comma_separated(analysis), nl=False)
-    else:
-        tables.page(analysis).print(form)
+    """Print an analysis in one of ``FORMS``."""
+    tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
 
 
 @click.command()
@@ -38,7 +34,7 @@ def show_analysis(analysis: Analysis, form: str | None) -> None:
 @click.option(
     "--plot",
     type=PATH,
-    metavar="FILE.svg|.png",
+    metavar="FILE.svg|.png|.pdf",
     help="Draw speed-up and efficiency with their intervals and the ideal.",
 )
 def show(file: Path, form: str | None, plot: Path | None) -> int:
@@ -59,3 +55,64 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     if plot is not None:
         click.echo(f"hvdkit bench: drawn to {plot}", err=True)
     return 0
+
+
+@click.command()
+@click.argument("file", type=FILE)
+@click.option("-o", "output", type=PATH, required=True, metavar="HTML", help="The page to write.")
+def report(file: Path, output: Path) -> int:
+    """Write the results of `hvdkit bench scaling` as one HTML page, which opens from disk and loads nothing.
+
+    It holds the plots, the tables, every job, and where and how it was measured.
+
+    \b
+    Example:
+      hvdkit bench report results.json -o report.html
+
+    Exit status: 0 success, 1 FILE is something else or the page cannot be written, 2 for bad usage.
+    """
+    require_scipy(NEEDS_SCIPY)
+    from hvdkit.common import render
+    from hvdkit.measure.bench.report import render_report
+
+    found = results.read(file)
+    render.write(output, lambda: render_report(found, file.name), file)
+    click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
+    return 0
+
+
+@click.command()
+@side_by_side.arguments
+@side_by_side.fail_below("number of ranks")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def compare(before: Path, after: Path, limit: float | None, form: str | None) -> int:
+    """Compare two results of `hvdkit bench scaling`, number of ranks by number of ranks.
+
+    The speed of B compared with A is above 1 where B is faster. Other differences (commit, versions,
+    cores) are listed, too. With --fail-below it also fails where A has jobs that count and all jobs of B failed.
+
+    \b
+    Example, for continuous integration:
+      hvdkit bench compare main.json branch.json --fail-below 0.95
+
+    Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
+    """
+    first, second = results.read(before), results.read(after)
+    compared = comparison.compare(first, second)
+    slower = side_by_side.below(compared, limit)
+    gone = [] if limit is None else comparison.unmeasured(first, second)
+    notes = comparison.differences(first, second)
+    below = tuple(one.ranks for one in slower)
+    found = comparison.Comparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
+    lines = [
+        side_by_side.Line(
+            (str(one.ranks), interval_text(one.before), interval_text(one.after), interval_text(one.speed)),
+            f"On {ranks_text(one.ranks)}",
+            one.speed.value,
+            one in slower,
+        )
+        for one in compared
+    ]
+    shown = side_by_side.page(("ranks", "A, seconds", "B, seconds"), lines, limit, notes)
+    Page([*shown.parts, *(f"On {ranks_text(n)}: no job of B counts, failed." for n in gone)]).print(form, found)
+    return 1 if slower or gone else 0

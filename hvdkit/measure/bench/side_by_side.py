@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from hvdkit.common.commands import FILE
+from hvdkit.common.commands import FILE, number
 from hvdkit.common.table import Page, Table
 
 SPEED = "speed of B / A"
@@ -49,17 +48,18 @@ def fail_below(where: str) -> Callable[..., Any]:
         "--fail-below",
         "limit",
         type=float,
-        callback=_ratio,
+        callback=number(0, above=True),
         metavar="RATIO",
         help=f"Exit with 1 when B's speed compared with A's is below this at some {where}, with its whole 95% "
         "interval.",
     )
 
 
-def _ratio(_ctx: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise click.BadParameter(f"expected a ratio above 0, such as 0.95, got {value}")
-    return value
+def below(compared: Sequence[Any], limit: float | None) -> list[Any]:
+    """Those whose whole interval (without one, whose value) is below the limit; none where there is no limit."""
+    if limit is None:
+        return []
+    return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
 
 
 def page(names: tuple[str, str, str], lines: Sequence[Line], limit: float | None, notes: Sequence[str]) -> Page:

@@ -119,20 +119,8 @@ class Launch(Part, frozen=True):
     settings: tuple[Setting, ...]
 
 
-class Subject(Part, frozen=True):
-    """What is measured, as the file of results tells it.
-
-    Attributes:
-        asked: what was asked for.
-        environment: versions, cores and commit.
-        launches: for each number of ranks, how it is launched.
-        notes: what a reader of the numbers should know, full sentences.
-    """
-
-    asked: Asked
-    environment: WithCommit
-    launches: tuple[Launch, ...]
-    notes: tuple[str, ...] = ()
+Subject = tuple[Asked, WithCommit, tuple[Launch, ...], tuple[str, ...]]
+"""What is measured, as the file of results begins: what was asked, where, how ranks are launched, and notes."""
 
 
 def describe(asked: Asked, here: Sequence[Here]) -> Subject:
@@ -144,7 +132,7 @@ def describe(asked: Asked, here: Sequence[Here]) -> Subject:
     """
     hidden = _hider([host.name for one in here for host in one.plan.hosts])
     cores = here[0].facts.cores
-    return Subject(
+    return (
         msgspec.structs.replace(
             asked, command=tuple(map(hidden, asked.command)), options=tuple(map(hidden, asked.options))
         ),

@@ -22,24 +22,21 @@ def page(analysis: Analysis) -> Page:
 
 def comma_separated(analysis: Analysis) -> str:
     """One line for each number of ranks; empty where something is not known."""
-    names = ["ranks", "repeats", "failed", "oversubscribed"]
+    return table.comma_separated([_csv_row(row) for row in analysis.rows])
+
+
+def _csv_row(row: Row) -> dict[str, object]:
+    found: dict[str, object] = {name: getattr(row, name) for name in ("ranks", "repeats", "failed")}
+    found["oversubscribed"] = int(row.oversubscribed)
     for name in ("seconds", "speedup", "efficiency"):
-        names += [name, f"{name}_low", f"{name}_high"]
-    names += ["step_s", "startup_s", "first_step_s", "input_s", "compute_s", "communication_s", "wait_s"]
-    names += ["slowest_rank", "slowest_share"]
-    names += ["timeline_step_s", *(f"exposed_{name}_s" for name in ACTIVITIES)]
-    return table.comma_separated(names, map(_csv_row, analysis.rows))
-
-
-def _csv_row(row: Row) -> list[object]:
-    words: list[object] = [row.ranks, row.repeats, row.failed, int(row.oversubscribed)]
-    for estimate in (row.seconds, row.speedup, row.efficiency):
-        words += table.ends(estimate)
-    words += [row.step_s, row.startup_s, row.first_step_s]
-    parts = row.parts
-    words += [None] * 4 if parts is None else [parts.input, parts.compute, parts.communication, parts.wait]
-    words += [None] * 2 if row.slowest is None else [row.slowest.rank, row.slowest.share]
-    return words + _exposed(row)
+        found |= table.ends(name, getattr(row, name))
+    found |= {name: getattr(row, name) for name in ("step_s", "startup_s", "first_step_s")}
+    found |= {f"{name}_s": getattr(row.parts, name, None) for name in ("input", "compute", "communication", "wait")}
+    found |= {f"slowest_{name}": getattr(row.slowest, name, None) for name in ("rank", "share")}
+    found["timeline_step_s"] = getattr(row.recorded, "timeline_step_s", None)
+    windows = () if row.recorded is None else row.recorded.windows
+    exposed = next((one.activities for one in windows if one.name == EXPOSED), {})
+    return found | {f"exposed_{name}_s": exposed.get(name) for name in ACTIVITIES}
 
 
 def tables(analysis: Analysis) -> list[Table]:
@@ -109,14 +106,6 @@ def _recorded_rows(row: Row) -> list[list[object]]:
 def _ms(seconds: float, digits: int = 3) -> str:
     """Milliseconds with so many digits."""
     return "0" if 0 <= seconds < 5e-8 else number_text(1000 * seconds, digits)
-
-
-def _exposed(row: Row) -> list[object]:
-    """Of the CSV: what the communication that is not hidden consists of."""
-    if row.recorded is None:
-        return [None] * (1 + len(ACTIVITIES))
-    exposed = next((one.activities for one in row.recorded.windows if one.name == EXPOSED), {})
-    return [row.recorded.timeline_step_s, *(exposed.get(name) for name in ACTIVITIES)]
 
 
 def _fit_row(fit: Fit) -> list[str]:

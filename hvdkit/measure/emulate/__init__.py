@@ -24,5 +24,5 @@ network is seen before a model is trained on it.
     analysis ───── bandwidths, percentiles, bands, outliers (spread)
        ├── tables, outputs ── (plots, report)   for readers
        └── compare            two results
-    cli, sizes_cli, show_cli, compare_cli   what is typed
+    cli, sizes_cli, show_cli   what is typed
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,17 @@ import click
 from click.core import ParameterSource
 
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, group_of, output_file, seconds_above_0, with_options
+from hvdkit.measure.emulate import outputs, run, run_setup, tables
 from hvdkit.measure.emulate import results as kept
-from hvdkit.measure.emulate import run, run_setup
+from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
 from hvdkit.measure.emulate.results import Results
 from hvdkit.measure.emulate.run_job import BUSY, COMPUTE
 from hvdkit.measure.emulate.run_setup import Setup
-from hvdkit.measure.emulate.sizes_cli import PLAN_OPTIONS, plan_of
+from hvdkit.measure.emulate.sizes import plan_of
+from hvdkit.measure.emulate.sizes_cli import PLAN_OPTIONS
 from hvdkit.run.launch import options
+from hvdkit.run.trials.here import Wish
 
 SUBCOMMANDS = {
     "sizes": (
@@ -27,14 +29,10 @@ SUBCOMMANDS = {
     "plan": ("hvdkit.measure.emulate.sizes_cli:sizes", "Another name of `sizes`."),
     "show": ("hvdkit.measure.emulate.show_cli:show", "Print the results again, or in another form."),
     "compare": (
-        "hvdkit.measure.emulate.compare_cli:compare",
+        "hvdkit.measure.emulate.show_cli:compare",
         "Compare two results: is the second one slower?",
     ),
 }
-
-
-def _file(option: str, what: str) -> Callable[..., Any]:
-    return click.option(option, type=PATH, callback=output_file, metavar="FILE", help=what)
 
 
 _OPTIONS = (
@@ -83,10 +81,14 @@ _OPTIONS = (
         help="Check every element of every result on every rank, outside the measured time.",
     ),
     click.option("--seed", type=AT_LEAST_0, default=0, help="Random seed of the delays."),
-    _file("--json", "Write all samples and the summary (docs/json.md)."),
-    _file("--plot", "Draw the distribution of the delays, .svg or .png."),
-    _file("--size-plot", "Draw the delays by size."),
-    _file("--report", "Write an HTML report."),
+    click.option(
+        "--json",
+        type=PATH,
+        callback=output_file,
+        metavar="FILE",
+        help="Write all samples and the summary (docs/json.md).",
+    ),
+    *outputs.OPTIONS,
     options.LAUNCHER,
     options.HOSTS,
     options.HOSTFILE,
@@ -133,7 +135,7 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
         raise click.MissingParameter(ctx=ctx, param=ctx.command.params[0])
     files = {name: wanted.pop(name) for name in ("plot", "size_plot", "report")}
     timeout_s, json_file = wanted.pop("timeout"), wanted["json"]
-    _check_files(files, json_file)
+    outputs.check(files, json_file)
     setup = _setup(n, wanted)
     outcome = run.measure(setup.job, setup.options, setup.tuned, setup.beside, timeout_s, _say)
     if outcome.failure is not None:
@@ -149,14 +151,6 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     )
     _show(found, json_file, files)
     return outcome.status
-
-
-def _check_files(files: dict[str, Path | None], json_file: Path | None) -> None:
-    """Find out before anything is measured whether the files that are asked for can be made."""
-    if any(file is not None for file in files.values()):
-        from hvdkit.measure.emulate import outputs
-
-        outputs.check(**files, others=[] if json_file is None else [json_file])
 
 
 def _refuse_options(ctx: click.Context) -> None:
@@ -185,7 +179,7 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
     late, delay = run_setup.stragglers(wanted.pop("straggler")), run_setup.delay(wanted.pop("delay"))
     return run_setup.prepare(
         plan_of(**wanted),
-        run_setup.wish_of(n, **where),
+        Wish(n, run.WORKER, depth=None, **where),
         engine,
         settings,
         fusion=None if fusion is None else fusion == "on",
@@ -203,14 +197,11 @@ def _show(found: Results, json_file: Path | None, files: dict[str, Path | None])
             kept.write(json_file, found)
         _say("nothing was measured by all ranks.")
         return
-    from hvdkit.measure.emulate import outputs, tables
-    from hvdkit.measure.emulate.analysis import analyse
-
     analysis = analyse(found)
     if json_file is not None:
         kept.write(json_file, found, analysis)
-    tables.page(analysis).print()
-    outputs.write_all(found, **files, analysis=analysis)
+    tables.page(analysis).print(None, analysis)
+    outputs.write_all(found, analysis, files)
 
 
 def _say(sentence: str) -> None:

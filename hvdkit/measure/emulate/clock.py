@@ -84,15 +84,12 @@ def offset_at(at: float, readings: Sequence[Reading]) -> float:
 class Server:
     """Rank 0, as those on other machines ask it.
 
-    Args:
-        now: its clock.
     Attributes:
         port: on all addresses of this host.
         key: what a rank has to say first.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._visitors: list[socket.socket] = []
         self.port: int = self._listener.getsockname()[1]
@@ -134,7 +131,7 @@ class Server:
         for visitor in self._visitors:
             for _ in range(QUESTIONS):
                 _received(visitor, 1)
-                visitor.sendall(_TIME.pack(self._now()))
+                visitor.sendall(_TIME.pack(time.monotonic()))
 
     def close(self) -> None:
         """Part from all of them."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hvdkit.common import intervals
@@ -101,11 +99,6 @@ def _few(sizes: dict[int, Floats]) -> str:
     return ", ".join(words[:5]) + (" ..." if len(words) > 5 else "")
 
 
-def below(compared: Sequence[Compared], limit: float) -> list[Compared]:
-    """Those whose whole interval is below the limit; where there is no interval, whose value is."""
-    return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
-
-
 def differences(before: Results, after: Results) -> list[str]:
     """What else is different, full sentences: a reason not to take the speed for one cause's alone."""
     notes = []
@@ -138,7 +131,7 @@ class Comparison(Document, frozen=True):
         rows: by size, then whole steps.
         notes: what else is different, full sentences.
         fail_below: the limit that was given; None without one.
-        below: sizes, or "step", whose speed is below it, see ``below``.
+        below: sizes, or "step", whose speed is below it with its whole interval.
         confidence: of the intervals.
     """
 

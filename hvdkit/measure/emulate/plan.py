@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from msgspec.structs import force_setattr
 
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import ITEM_SIZES
 from hvdkit.errors import InvalidArgumentError
 
-DTYPES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "int64": 8,
-}
-"""Bytes of an element, by the type's name."""
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "uint16", "int32", "int64"]
 TRIALS = 20
 """Steps when nothing says how many."""
 _MOST_BYTES = 1 << 50
@@ -34,7 +22,7 @@ class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
     Attributes:
         name: of the tensor or of the layer.
         elements: how many numbers it holds, >= 1.
-        dtype: their type, a key of ``DTYPES``.
+        dtype: their type, one of ``DTYPES``.
         gap_s: seconds of computation before it, >= 0.
         nbytes: its size, which follows from the others; 0 where it is not given.
     Raises:
@@ -52,7 +40,7 @@ class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
             raise InvalidArgumentError(
                 f"The type of {self.name!r} is {self.dtype!r}; expected one of {', '.join(DTYPES)}."
             )
-        found = self.elements * DTYPES[self.dtype]
+        found = self.elements * ITEM_SIZES[self.dtype]
         if not 1 <= found <= _MOST_BYTES:
             raise InvalidArgumentError(
                 f"{self.name!r} has {self.elements!r} elements; expected a whole number from 1 to what memory holds."
@@ -112,47 +100,15 @@ class Plan(Document, frozen=True, rename={"nbytes": "bytes"}):
         force_setattr(self, "nbytes", sum(one.nbytes for one in self.collectives))
 
 
-def from_sizes(
-    sizes: Sequence[int],
-    dtype: str = "float32",
-    *,
-    names: Sequence[str] | None = None,
-    trials: int = TRIALS,
-    gap_s: float = 0.0,
-    source: str = "a list of sizes",
-) -> Plan:
-    """A plan of sizes in bytes, replayed in this order.
-
-    Args:
-        sizes: bytes of each collective, whole numbers of elements.
-        dtype: the type of all of them.
-        names: of each; by default its number and its size.
-        trials: how many steps.
-        gap_s: seconds of computation before each.
-        source: where the sizes are from.
-    Raises:
-        InvalidArgumentError: a size that is not a whole number of elements, or a value that cannot be right.
-    """
-    called = [f"collective{index}" for index in range(len(sizes))] if names is None else names
-    return Plan(
-        tuple(
-            Collective(name, elements_of(size, dtype, name), dtype, gap_s)
-            for name, size in zip(called, sizes, strict=True)
-        ),
-        trials,
-        source,
-    )
-
-
 def elements_of(nbytes: int, dtype: str, name: str) -> int:
     """How many elements of a type these bytes are.
 
     Raises:
         InvalidArgumentError: an unknown type, or not a whole number of elements above 0.
     """
-    item = DTYPES.get(dtype)
-    if item is None:
+    if dtype not in DTYPES:
         raise InvalidArgumentError(f"The type of {name!r} is {dtype!r}; expected one of {', '.join(DTYPES)}.")
+    item = ITEM_SIZES[dtype]
     if nbytes < 1 or nbytes % item:
         raise InvalidArgumentError(
             f"The size of {name!r} is {nbytes} bytes; expected a multiple above 0 of the {item} bytes of a {dtype}, "
@@ -167,11 +123,5 @@ def batches(samples: int, batch_size: int) -> int:
     Args:
         samples: of the data set, >= 1.
         batch_size: samples of one step, all ranks together, >= 1.
-    Raises:
-        InvalidArgumentError: a number below 1.
     """
-    if samples < 1 or batch_size < 1:
-        raise InvalidArgumentError(
-            f"There are {samples} samples in batches of {batch_size}; expected numbers of at least 1."
-        )
     return -(-samples // batch_size)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-from pathlib import Path
-from typing import Any
-
 from hvdkit.common import plot, render
 from hvdkit.common.drawing import LONGEST_NAME
-from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable
 from hvdkit.measure.emulate import plots, tables
@@ -17,16 +12,6 @@ from hvdkit.measure.emulate.facts import flat
 from hvdkit.measure.emulate.results import Results
 
 _PLAN_ROWS = 200
-
-
-def write_report(path: Path, results: Results, analysis: Analysis) -> None:
-    """Write the page, completely or not at all.
-
-    Raises:
-        DataError, InvalidArgumentError: it cannot be written.
-    """
-    with replacing(path) as file:
-        file.write(render_report(results, analysis).encode("utf-8", "replace"))
 
 
 def render_report(results: Results, analysis: Analysis) -> str:
@@ -40,8 +25,8 @@ def render_report(results: Results, analysis: Analysis) -> str:
         verdict=_verdict(analysis),
         facts=_facts(results, analysis),
         notes=[printable(note) for note in analysis.notes],
-        cdf=_image(plots.cdf, results, analysis),
-        delays=_image(plots.delays, results, analysis),
+        cdf=plot.image(lambda axes: plots.cdf(axes, results, analysis)),
+        delays=plot.image(lambda axes: plots.delays(axes, results, analysis)),
         band=f"{100 * analysis.cdf_band:.2g}",
         tables=tables.tables(analysis),
         plan=tables.plan_table(
@@ -95,9 +80,3 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
 
 def _duration(seconds: float) -> str:
     return duration_text(1e6 * seconds)
-
-
-def _image(draw: Any, results: Results, analysis: Analysis) -> str:
-    """A plot as the address of an image that is inside the page."""
-    content = plot.picture(lambda axes: draw(axes, results, analysis), ".svg")
-    return "data:image/svg+xml;base64," + base64.b64encode(content).decode()

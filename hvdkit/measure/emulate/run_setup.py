@@ -14,7 +14,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench import subject as bench
 from hvdkit.measure.emulate.plan import Plan
 from hvdkit.measure.emulate.results import WithLaunch
-from hvdkit.measure.emulate.run import WORKER, check
+from hvdkit.measure.emulate.run import check
 from hvdkit.measure.emulate.run_job import Asked, Delay, Job
 from hvdkit.measure.emulate.run_join import Joined
 from hvdkit.run.launch import tuned as tuned_settings
@@ -65,9 +65,8 @@ class Setup:
     def environment(self) -> WithLaunch:
         """For the file of results: versions, cores, and how the ranks are launched; without names of hosts."""
         asked = bench.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.asked.ranks,))
-        found = bench.describe(asked, [self.here])
-        where = found.environment
-        return WithLaunch(where.hvdkit, where.python, where.system, where.packages, where.cores, found.launches[0])
+        _, where, launches, _ = bench.describe(asked, [self.here])
+        return WithLaunch(where.hvdkit, where.python, where.system, where.packages, where.cores, launches[0])
 
     def notes(self, joined: Joined) -> list[str]:
         """What a reader of the numbers should know, full sentences."""
@@ -137,11 +136,6 @@ def prepare(
     check(made, looked)
     beside = json_file.absolute().parent if json_file is not None else Path.cwd() if apart else None
     return Setup(made, tuple(wish.options()), tuned, looked, beside)
-
-
-def wish_of(n: int, **options: Any) -> Wish:
-    """The ranks that are asked for; ``options`` as in ``Wish``."""
-    return Wish(n, WORKER, depth=None, **options)
 
 
 def _horovod_settings(name: str, engine: str, settings: Mapping[str, Any], fusion: bool | None) -> Tuned:

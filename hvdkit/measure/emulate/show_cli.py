@@ -1,15 +1,20 @@
-"""``hvdkit emulate show``."""
+"""``hvdkit emulate show`` and ``compare``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
-from hvdkit.common.commands import FILE, PATH
+from hvdkit.common.commands import FILE, with_options
+from hvdkit.common.units import interval_text
+from hvdkit.measure.bench import side_by_side
+from hvdkit.measure.emulate import compare as comparing
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
+from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, Compared
+from hvdkit.measure.emulate.tables import DIGITS
 
 
 @click.command()
@@ -18,10 +23,8 @@ from hvdkit.measure.emulate.analysis import analyse
 @click.option("--csv", "form", flag_value="csv", help="Print CSV, a line for each size and one for all.")
 @click.option("--samples", "form", flag_value="samples", help="Print CSV, a line for each collective measured.")
 @click.option("--json", "form", flag_value="json", help="Print JSON: the analysis.")
-@click.option("--plot", type=PATH, metavar="FILE", help="Draw the distribution of the delays (.svg, .png).")
-@click.option("--size-plot", type=PATH, metavar="FILE", help="Draw the delays by size (.svg, .png).")
-@click.option("--report", type=PATH, metavar="FILE", help="Write an HTML page.")
-def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None, report: Path | None) -> int:
+@with_options(outputs.OPTIONS)
+def show(file: Path, form: str | None, **files: Path | None) -> int:
     """Print the results of `hvdkit emulate --json FILE` again, or in another form; nothing is run.
 
     \b
@@ -32,16 +35,51 @@ def show(file: Path, form: str | None, plot: Path | None, size_plot: Path | None
 
     Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
     """
-    outputs.check(plot=plot, size_plot=size_plot, report=report, others=[file])
+    outputs.check(files, file)
     found = results.read(file)
     analysis = analyse(found)
-    outputs.write_all(found, plot=plot, size_plot=size_plot, report=report, analysis=analysis)
-    if form == "json":
-        click.echo(json_files.encode(analysis), nl=False)
-    elif form == "csv":
-        click.echo(tables.comma_separated(analysis), nl=False)
-    elif form == "samples":
+    outputs.write_all(found, analysis, files)
+    if form == "samples":
         click.echo(tables.samples_csv(found), nl=False)
     else:
-        tables.page(analysis).print(form)
+        tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
     return 0
+
+
+@click.command()
+@side_by_side.arguments
+@click.option(
+    "--by",
+    type=click.Choice([SLOWEST, TRANSFER]),
+    default=SLOWEST,
+    help="What is compared: the delay of the slowest rank, or the time from the last rank's arrival on.",
+)
+@side_by_side.fail_below("size")
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def compare(before: Path, after: Path, by: str, limit: float | None, form: str | None) -> int:
+    """Compare two results of `hvdkit emulate`, size by size and for whole steps.
+
+    The speed of B compared with A is above 1 where B is faster. Other differences (engine, ranks,
+    versions) are listed, too.
+
+    \b
+    Examples:
+      hvdkit emulate compare mpi.json ring.json
+      hvdkit emulate compare before.json after.json --fail-below 0.95
+
+    Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
+    """
+    first, second = results.read(before), results.read(after)
+    compared = comparing.compare(first, second, by)
+    slower = side_by_side.below(compared, limit)
+    notes = comparing.differences(first, second)
+    found = comparing.Comparison(by, tuple(compared), tuple(notes), limit, tuple(one.name for one in slower))
+    lines = [_line(one, slower) for one in compared]
+    side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print(form, found)
+    return 1 if slower else 0
+
+
+def _line(one: Compared, slower: Sequence[Compared]) -> side_by_side.Line:
+    cells = [interval_text(each, DIGITS) for each in (one.before.scaled(1000), one.after.scaled(1000), one.speed)]
+    subject = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
+    return side_by_side.Line((one.name, *cells), subject, one.speed.value, one in slower)

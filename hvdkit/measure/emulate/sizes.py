@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -25,44 +23,8 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the options say; one of the fields of ``_SOURCES`` is given.
-
-    Attributes:
-        sizes: bytes of each collective.
-        sweep: the same, in the order of the replay; see ``swept``.
-        csv_file: see ``size_files.of_csv``.
-        model: ``MODULE:FACTORY``; ``framework``, ``per`` and ``input_shape`` are about it.
-        timeline: a recording.
-        plan_file: a saved plan.
-        dtype: of a list or of a CSV file that has none; default float32.
-        order: of a list or a CSV file: "layers" (first layer first; replayed from the last to the first) or "replay"
-            (replayed as listed); default "layers".
-        trials: steps; or ``samples``, ``batch_size`` and ``epochs``, which give them.
-        gap_ms: milliseconds of computation before each collective; by default what the source says, else 0.
-    """
-
-    sizes: Sequence[int] | None = None
-    sweep: Sequence[int] | None = None
-    csv_file: Path | None = None
-    model: str | None = None
-    framework: str | None = None
-    per: str | None = None
-    input_shape: Sequence[int] | None = None
-    timeline: Path | None = None
-    plan_file: Path | None = None
-    dtype: str | None = None
-    order: str | None = None
-    trials: int | None = None
-    samples: int | None = None
-    batch_size: int | None = None
-    epochs: int | None = None
-    gap_ms: float | None = None
-
-    def given(self) -> set[str]:
-        """Names of what is given."""
-        return {field.name for field in fields(self) if getattr(self, field.name) is not None}
+Wanted = Mapping[str, Any]
+"""What is given of ``sizes_cli.PLAN_OPTIONS``, by name; and ``sweep``, the sizes of ``swept``."""
 
 
 def swept(begin: int | None, end: int | None, factor: int) -> tuple[int, ...] | None:
@@ -85,27 +47,35 @@ def swept(begin: int | None, end: int | None, factor: int) -> tuple[int, ...] | 
     return tuple(found)
 
 
-def plan_of(wanted: Wanted) -> Plan:
-    """The plan that the options ask for.
+def plan_of(begin: int | None, end: int | None, factor: int | None, **options: Any) -> Plan:
+    """The plan that options ask for.
 
+    Args:
+        begin, end, factor: see ``swept``.
+        options: the others of ``sizes_cli.PLAN_OPTIONS``, by name; None where one is not given.
     Raises:
         InvalidArgumentError: options that do not go together, or a value that cannot be right.
         DataError: a file that cannot be used.
     """
+    options["sweep"] = swept(begin, end, factor or 2)
+    if factor is not None and options["sweep"] is None:
+        raise InvalidArgumentError("--factor is given without --begin and --end, between which it is; give these, too.")
+    wanted = {name: value for name, value in options.items() if value is not None}
     source = _source(wanted)
     _check_belongs(wanted, source)
-    if wanted.plan_file is not None:
-        plan = json_files.read(wanted.plan_file, Plan)
+    if source == "plan_file":
+        plan = json_files.read(wanted["plan_file"], Plan)
     else:
-        collectives, words = _collectives(wanted)
+        collectives, words = _collectives(wanted, source)
         plan = Plan(tuple(collectives), source=words)
-    if wanted.gap_ms is not None:
-        plan = _with_gap(plan, wanted.gap_ms)
+    if "gap_ms" in wanted:
+        gap_s = wanted["gap_ms"] / 1000
+        plan = replace(plan, collectives=tuple(replace(one, gap_s=gap_s) for one in plan.collectives))
     return _with_trials(plan, wanted)
 
 
 def _source(wanted: Wanted) -> str:
-    found = [name for name in _SOURCES if name in wanted.given()]
+    found = [name for name in _SOURCES if name in wanted]
     if len(found) != 1:
         what = "none is given" if not found else f"{' and '.join(_SOURCES[name] for name in found)} are given"
         raise InvalidArgumentError(
@@ -124,67 +94,51 @@ def _check_belongs(wanted: Wanted, source: str) -> None:
         "order": ("--order", ("sizes", "csv_file")),
     }
     for name, (option, sources) in about.items():
-        if name in wanted.given() and source not in sources:
+        if name in wanted and source not in sources:
             belongs = " or ".join(_SOURCES[one] for one in sources)
             raise InvalidArgumentError(
                 f"{option} is given with {_SOURCES[source]}, which says that itself; {option} is for {belongs}."
             )
 
 
-def _collectives(wanted: Wanted) -> tuple[list[Collective], str]:
+def _collectives(wanted: Wanted, source: str) -> tuple[list[Collective], str]:
     """The collectives that the options ask for, in the order of their replay, and their origin."""
-    if wanted.model is not None:
+    if source == "model":
         from hvdkit.measure.emulate.model_sizes import of_model
 
-        return of_model(
-            wanted.model,
-            framework=wanted.framework or "auto",
-            per=wanted.per or "parameter",
-            input_shape=wanted.input_shape,
-        )
-    if wanted.timeline is not None:
+        about = {name: wanted[name] for name in ("framework", "per", "input_shape") if name in wanted}
+        return of_model(wanted["model"], **about)
+    if source == "timeline":
         from hvdkit.measure.emulate.timeline_sizes import of_timeline
 
-        return of_timeline(wanted.timeline)
+        return of_timeline(wanted["timeline"])
     from hvdkit.measure.emulate import size_files
 
-    if wanted.sweep is not None:
-        return size_files.of_list(wanted.sweep, wanted.dtype or "float32"), "sizes from the least to the greatest"
-    if wanted.csv_file is not None:
-        found, what = size_files.of_csv(wanted.csv_file, wanted.dtype), wanted.csv_file.name
+    if source == "csv_file":
+        found, what = size_files.of_csv(wanted["csv_file"], wanted.get("dtype")), wanted["csv_file"].name
     else:
-        found, what = size_files.of_list(wanted.sizes or (), wanted.dtype or "float32"), "a list of sizes"
-    if (wanted.order or LAYERS) == LAYERS:
+        found, what = size_files.of_list(wanted[source], wanted.get("dtype", "float32")), "a list of sizes"
+    if source == "sweep":
+        return found, "sizes from the least to the greatest"
+    if wanted.get("order", LAYERS) == LAYERS:
         return found[::-1], f"{what}, layers from the first to the last, replayed from the last to the first"
     return found, f"{what}, in the order of the list"
 
 
-def _with_gap(plan: Plan, gap_ms: float) -> Plan:
-    if not 0 <= gap_ms < math.inf:
-        raise InvalidArgumentError(f"--gap-ms is {gap_ms}; expected milliseconds of at least 0.")
-    return replace(plan, collectives=tuple(replace(one, gap_s=gap_ms / 1000) for one in plan.collectives))
-
-
 def _with_trials(plan: Plan, wanted: Wanted) -> Plan:
     """The plan with the number of steps that ``--trials``, or ``--samples`` and what belongs to it, ask for."""
-    counted = [name for name in ("samples", "batch_size", "epochs") if name in wanted.given()]
-    if wanted.trials is not None:
+    counted = [name for name in ("samples", "batch_size", "epochs") if name in wanted]
+    if "trials" in wanted:
         if counted:
             raise InvalidArgumentError(
                 "--trials is given and --samples, --batch-size or --epochs too, which give the trials; choose one."
             )
-        return replace(plan, trials=wanted.trials, samples=None, batch_size=None, epochs=None, batch_count=None)
+        return replace(plan, trials=wanted["trials"], samples=None, batch_size=None, epochs=None, batch_count=None)
     if not counted:
         return plan
-    if wanted.samples is None or wanted.batch_size is None:
+    if "samples" not in wanted or "batch_size" not in wanted:
         raise InvalidArgumentError("The trials follow from --samples and --batch-size (and --epochs); give both.")
-    epochs = 1 if wanted.epochs is None else wanted.epochs
-    count = plans.batches(wanted.samples, wanted.batch_size)
-    return replace(
-        plan,
-        trials=count * epochs,
-        samples=wanted.samples,
-        batch_size=wanted.batch_size,
-        epochs=epochs,
-        batch_count=count,
-    )
+    samples, batch_size, epochs = wanted["samples"], wanted["batch_size"], wanted.get("epochs", 1)
+    count = plans.batches(samples, batch_size)
+    about = {"samples": samples, "batch_size": batch_size, "epochs": epochs, "batch_count": count}
+    return replace(plan, trials=count * epochs, **about)

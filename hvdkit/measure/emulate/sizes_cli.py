@@ -8,20 +8,10 @@ from typing import Any
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, shortened, with_options
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, not_below_0, shortened, whole_numbers, with_options
 from hvdkit.measure.emulate import sizes as making
 from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
-from hvdkit.measure.emulate.plan import DTYPES, TRIALS, Plan
-
-
-def _numbers(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and len(word) < 16 and int(word) > 0 for word in words):
-        raise click.BadParameter(f"expected whole numbers above 0 with commas between them, got {text!r}")
-    return tuple(map(int, words))
+from hvdkit.measure.emulate.plan import DTYPES, TRIALS
 
 
 def _bytes(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
@@ -35,7 +25,7 @@ def _bytes(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
 
 
 PLAN_OPTIONS = (
-    click.option("--sizes", callback=_numbers, metavar="B,B,...", help="Sizes in bytes, first layer first."),
+    click.option("--sizes", callback=whole_numbers, metavar="B,B,...", help="Sizes in bytes, first layer first."),
     click.option(
         "-b",
         "--begin",
@@ -72,7 +62,7 @@ PLAN_OPTIONS = (
     click.option("--per", type=click.Choice(PER), help="One collective per ... of the model  [default: parameter]"),
     click.option(
         "--input-shape",
-        callback=_numbers,
+        callback=whole_numbers,
         metavar="N,N,...",
         help="Shape of an input of zeros, batch first, such as 2,784; for a FACTORY that returns no inputs.",
     ),
@@ -80,9 +70,7 @@ PLAN_OPTIONS = (
         "--timeline", type=PATH, metavar="FILE", help="A Horovod timeline: take sizes, order and gaps from it."
     ),
     click.option("--plan", "plan_file", type=PATH, metavar="FILE", help="A plan that `hvdkit emulate sizes -o` saved."),
-    click.option(
-        "--dtype", type=click.Choice(list(DTYPES)), help="Data type for --sizes and --csv  [default: float32]"
-    ),
+    click.option("--dtype", type=click.Choice(DTYPES), help="Data type for --sizes and --csv  [default: float32]"),
     click.option(
         "--order",
         type=click.Choice([making.LAYERS, making.REPLAY]),
@@ -105,34 +93,19 @@ PLAN_OPTIONS = (
     click.option(
         "--gap-ms",
         type=float,
+        callback=not_below_0,
         metavar="MS",
         help="Computation before each collective  [default: what FILE says, else 0]",
     ),
 )
-"""Options that choose a plan; their names are the fields of ``sizes.Wanted``, but for those of ``sizes.swept``."""
-
-
-def plan_of(**wanted: Any) -> Plan:
-    """The plan that these options ask for.
-
-    Args:
-        wanted: by the names that ``PLAN_OPTIONS`` gives a command; None where an option is not given.
-    Raises:
-        InvalidArgumentError: options that do not go together, or a value that cannot be right.
-        DataError: a file that cannot be used.
-    """
-    begin, end, factor = (wanted.pop(name) for name in ("begin", "end", "factor"))
-    sweep = making.swept(begin, end, factor or 2)
-    if factor is not None and sweep is None:
-        raise InvalidArgumentError("--factor is given without --begin and --end, between which it is; give these, too.")
-    return making.plan_of(making.Wanted(sweep=sweep, **wanted))
+"""Options that choose a plan, for ``sizes.plan_of``."""
 
 
 @click.command()
 @with_options(PLAN_OPTIONS)
 @click.option("-o", "output", type=PATH, metavar="FILE", help="Save the plan, for --plan.")
-@click.option("--json", "want_json", is_flag=True, help="Print JSON.")
-def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
+@click.option("--json", "form", flag_value="json", help="Print JSON.")
+def sizes(output: Path | None, form: str | None, **wanted: Any) -> int:
     """List the collectives of a training step, their sizes and their order: the plan of an emulation.
 
     Nothing is replayed. A model is made in a process of its own, which imports MODULE from the current directory. With
@@ -147,15 +120,12 @@ def sizes(output: Path | None, want_json: bool, **wanted: Any) -> int:
 
     Exit status: 0 success, 1 a file cannot be used, 2 for bad usage.
     """
-    plan = plan_of(**wanted)
+    plan = making.plan_of(**wanted)
     if output is not None:
         json_files.write(output, plan)
-    if want_json:
-        click.echo(json_files.encode(plan), nl=False)
-        return 0
     from hvdkit.measure.emulate.tables import plan_page
 
-    plan_page(plan).print()
-    if output is not None:
+    plan_page(plan).print(form, plan)
+    if output is not None and form is None:
         click.echo(f"Saved as {output}.")
     return 0

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from hvdkit.common import table
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, interval_text, share_text, shortened
-from hvdkit.measure.bench.analysis import ranks_text
+from hvdkit.common.units import bytes_text, count_text, interval_text, ranks_text, share_text, shortened
 from hvdkit.measure.emulate.analysis import RULE, Analysis, Outlier, RankRow, Row
 from hvdkit.measure.emulate.plan import Collective, Plan
 from hvdkit.measure.emulate.results import Results
@@ -29,8 +28,10 @@ def plan_page(plan: Plan) -> Page:
     gaps = any(one.gap_s for one in plan.collectives)
     found = plan_table(plan.collectives, "Collectives of a step, in the order of their replay", gaps=gaps)
     sizes = [one.nbytes for one in plan.collectives][::-1]
-    many = f"{len(sizes)} {'collective' if len(sizes) == 1 else 'collectives'}"
-    said = [f"From {plan.source}.", f"{many}, {sum(sizes)} bytes per step; {trials_text(plan)}."]
+    said = [
+        f"From {plan.source}.",
+        f"{count_text(len(sizes), 'collective')}, {sum(sizes)} bytes per step; {trials_text(plan)}.",
+    ]
     if len(sizes) <= OUTLIERS:
         said.append(f"Bytes, in the reverse order (first layer first): {sizes}")
     return Page([found, *said])
@@ -53,49 +54,35 @@ def trials_text(plan: Plan) -> str:
         return f"{plan.trials} {'trial (step)' if plan.trials == 1 else 'trials (steps)'}"
     return (
         f"batch_count {plan.batch_count} ({plan.samples} samples / {plan.batch_size} per step, rounded up), trials "
-        f"{plan.trials} (batch_count * {plan.epochs} {'epoch' if plan.epochs == 1 else 'epochs'})"
+        f"{plan.trials} (batch_count * {count_text(plan.epochs or 1, 'epoch')})"
     )
 
 
 def comma_separated(analysis: Analysis) -> str:
     """One line for each size, then one for all with an empty size; times in seconds, bandwidths in bytes per second."""
-    parts = ("samples", "mean", "min", "p50", "p50_low", "p50_high", "p90", "p99", "p99.9", "max")
-    names = ["size", "count", "type", "per_step", "samples"]
-    for what in ("slowest", "skew", "transfer"):
-        names += [f"{what}_{part}" for part in parts[1:]]
-    names += ["algbw", "algbw_low", "algbw_high", "busbw", "busbw_low", "busbw_high"]
-    return table.comma_separated(names, (_csv_row(row) for row in (*analysis.rows, analysis.overall)))
+    return table.comma_separated([_csv_row(row) for row in (*analysis.rows, analysis.overall)])
 
 
 def samples_csv(results: Results) -> str:
     """One line for each collective that was measured, in their order; times in seconds, each rank's own last."""
-    names = ["trial", "index", "name", "type", "size", "slowest_s", "slowest_rank", "skew_s", "transfer_s"]
-    ranks = max((len(one.ranks_s) for one in results.samples), default=0)
-    names += [f"rank{rank}_s" for rank in range(ranks)]
-    collectives = results.plan.collectives
-    rows = (
-        [
-            one.trial,
-            one.index,
-            collectives[one.index].name,
-            collectives[one.index].dtype,
-            one.nbytes,
-            one.slowest_s,
-            one.slowest_rank,
-            one.skew_s,
-            one.transfer_s,
-            *one.ranks_s,
-        ]
-        for one in results.samples
-    )
-    return table.comma_separated(names, rows)
+    rows = []
+    for one in results.samples:
+        collective = results.plan.collectives[one.index]
+        found = {"trial": one.trial, "index": one.index, "name": collective.name, "type": collective.dtype}
+        found |= {"size": one.nbytes, "slowest_s": one.slowest_s, "slowest_rank": one.slowest_rank}
+        found |= {"skew_s": one.skew_s, "transfer_s": one.transfer_s}
+        rows.append(found | {f"rank{rank}_s": own for rank, own in enumerate(one.ranks_s)})
+    return table.comma_separated(rows)
 
 
-def _csv_row(row: Row) -> list[object]:
-    words: list[object] = [row.nbytes, row.count, row.dtype, row.per_step, row.slowest.count]
-    for one in (row.slowest, row.skew, row.transfer):
-        words += [one.mean, one.min, one.p50.value, one.p50.low, one.p50.high, one.p90, one.p99, one.p999, one.max]
-    return [*words, *table.ends(row.algbw), *table.ends(row.busbw)]
+def _csv_row(row: Row) -> dict[str, object]:
+    found: dict[str, object] = {"size": row.nbytes, "count": row.count, "type": row.dtype, "per_step": row.per_step}
+    found["samples"] = row.slowest.count
+    for name in ("slowest", "skew", "transfer"):
+        one = getattr(row, name)
+        found |= {f"{name}_mean": one.mean, f"{name}_min": one.min, **table.ends(f"{name}_p50", one.p50)}
+        found |= {f"{name}_p90": one.p90, f"{name}_p99": one.p99, f"{name}_p99.9": one.p999, f"{name}_max": one.max}
+    return found | table.ends("algbw", row.algbw) | table.ends("busbw", row.busbw)
 
 
 def tables(analysis: Analysis) -> list[Table]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from hvdkit.common import json_files
-from hvdkit.common.commands import is_count, number, numbers_of_ranks, shortened
+from hvdkit.common.commands import large_count, number, numbers_of_ranks, whole_numbers
 from hvdkit.common.units import change_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory import live, tables, terms
-from hvdkit.measure.memory.counts import count
-from hvdkit.measure.memory.terms import Need, PerRank
+from hvdkit.measure.memory.terms import Need
 
 _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads")
 _OF_MODELS = ("framework", "input_shape", "device", "measure")
@@ -21,24 +18,13 @@ _WHOLE = click.IntRange(min=1, max=10**9)
 """Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
 
 
-def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    words = text.split(",")
-    if not all(is_count(word.strip()) for word in words):
-        raise click.BadParameter(
-            f"expected lengths with commas between them, batch first, like 64,1,28,28, got {shortened(text)}"
-        )
-    return tuple(int(word) for word in words)
-
-
 @click.command()
 @click.option("--model", metavar="MODULE:FACTORY", help="Also FILE.py:FACTORY: a function that returns a model, "
               "(model, inputs) or (model, inputs, loss function of the output).")  # fmt: skip
-@click.option("--parameters", callback=count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
+@click.option("--parameters", callback=large_count, metavar="P", help="Number of parameters: 25557032, 1e12, 7B.")
 @click.option("--batch", "--batch-size", "batch", type=_WHOLE, default=1, metavar="B", help="Samples on a rank.")
 @click.option("--optimizer", type=click.Choice(list(terms.STATES)), default="adam")
-@click.option("--dtype", type=click.Choice(list(terms.BYTES)), default="float32",
+@click.option("--dtype", type=click.Choice(terms.DTYPES), default="float32",
               help="Data type of parameters, gradients and activations (with --parameters).")  # fmt: skip
 @click.option("--mixed", is_flag=True, help="The optimizer keeps float32 states and a float32 copy of the parameters.")
 @click.option(
@@ -50,7 +36,7 @@ def _shape(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -
     "--heads", type=_WHOLE, metavar="A", help="Attention heads; counts all activations of a layer, not only its output."
 )
 @click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto")
-@click.option("--input-shape", callback=_shape, metavar="B,...", help="Shape of an input of zeros, batch first.")
+@click.option("--input-shape", callback=whole_numbers, metavar="B,...", help="Shape of an input of zeros, batch first.")
 @click.option("--device", type=click.Choice(live.DEVICES), default="cpu",
               help="Device on which small steps of the model run; meta computes shapes only.")  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")
@@ -84,7 +70,8 @@ def memory(
     rows = [terms.per_rank(need, n) for n in ranks]
     capacity = None if capacity_gb is None else round(1e9 * capacity_gb)
     notes = [*_notes_of_measuring(need, said), *terms.notes(need, rows, capacity)]
-    _print(need, rows, notes, said, form)
+    found = terms.Memory(need, said.get("measured_peak"), tuple(rows), tuple(notes))
+    tables.page(need, rows, notes).print(form, found)
     if capacity is None:
         return 0
     return 1 if need.activations is None or any(row.data_parallel > capacity for row in rows) else 0
@@ -122,11 +109,3 @@ def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
         off = change_text(need.peak / measured - 1)
         found.append(f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off}.")
     return found
-
-
-def _print(need: Need, rows: Sequence[PerRank], notes: Sequence[str], said: dict[str, Any], form: str | None) -> None:
-    if form == "json":
-        shown = terms.Memory(need, said.get("measured_peak"), tuple(rows), tuple(notes))
-        click.echo(json_files.encode(shown), nl=False)
-    else:
-        tables.page(need, rows, notes).print(form)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hvdkit.measure.memory.terms import Need, with_horovod
@@ -12,44 +11,22 @@ FRAMEWORKS = ("auto", "torch", "keras")
 DEVICES = ("cpu", "meta")
 
 
-def of_model(
-    factory: str,
-    *,
-    batch: int,
-    optimizer: str = "adam",
-    framework: str = "auto",
-    input_shape: Sequence[int] | None = None,
-    device: str = "cpu",
-    measure: bool = False,
-    fp16_allreduce: bool = False,
-    fusion_bytes: int,
-) -> tuple[Need, dict[str, Any]]:
+def of_model(factory: str, *, fp16_allreduce: bool, fusion_bytes: int, **question: Any) -> tuple[Need, dict[str, Any]]:
     """The terms for ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, and what the process said beside them.
 
     Args:
         factory: returns a model, (model, inputs) or (model, inputs, loss function of the output).
-        batch: samples on one rank.
-        optimizer: of ``terms.STATES``.
-        framework: of ``FRAMEWORKS``.
-        input_shape: of an input of float32 zeros, batch first, where the factory gives none.
-        device: "cpu" runs small steps; "meta" computes shapes only, for models that do not fit here.
-        measure: also run real steps at ``batch`` samples and take the allocator's peak ("measured_peak", bytes).
         fp16_allreduce, fusion_bytes: see ``terms.with_horovod``.
+        question: ``batch``, samples on one rank; ``optimizer``, of ``terms.STATES``; ``framework``, of ``FRAMEWORKS``;
+            ``input_shape``, of an input of float32 zeros, batch first, where the factory gives none, else None;
+            ``device``: "cpu" runs small steps, "meta" computes shapes only, for models that do not fit here;
+            ``measure``: also run real steps and take the allocator's peak ("measured_peak", bytes).
     Raises:
         InvalidArgumentError: the factory fails, or its model cannot be measured.
         DataError: the process ended without an answer.
     """
-    said = ask(
-        "hvdkit.measure.memory.process",
-        factory,
-        framework=framework,
-        input_shape=input_shape,
-        batch=batch,
-        optimizer=optimizer,
-        device=device,
-        measure=measure,
-    )
-    how = _how(said, optimizer, device, batch)
+    said = ask("hvdkit.measure.memory.process", factory, **question)
+    how = _how(said, question["optimizer"], question["device"], question["batch"])
     need = Need(said["parameters"], said["gradients"], said["states"], said["activations"], 0, 0, how, said["peak"])
     return with_horovod(need, said["gradient_size"], fp16_allreduce, fusion_bytes), said
 

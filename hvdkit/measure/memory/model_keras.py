@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hvdkit.common.units import ITEM_SIZES
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.memory.terms import BYTES, STATES
+from hvdkit.measure.memory.terms import STATES
 from hvdkit.measure.model_factory.making import Made
 
 _VIEWS = ("InputLayer", "Flatten", "Reshape")
@@ -38,7 +39,7 @@ def measure(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(variables: Iterable[Any]) -> int:
-    return sum(math.prod(variable.shape) * BYTES.get(str(variable.dtype), 4) for variable in variables)
+    return sum(math.prod(variable.shape) * ITEM_SIZES.get(str(variable.dtype), 4) for variable in variables)
 
 
 def _layers(model: Any) -> Iterable[tuple[Any, int]]:
@@ -67,4 +68,4 @@ def _outputs(layer: Any, batch: int) -> int:
         ) from error
     tensors = output if isinstance(output, list | tuple) else [output]
     shapes = [[batch if length is None else length for length in tensor.shape] for tensor in tensors]
-    return sum(math.prod(shape) * BYTES.get(str(layer.compute_dtype), 4) for shape in shapes)
+    return sum(math.prod(shape) * ITEM_SIZES.get(str(layer.compute_dtype), 4) for shape in shapes)

@@ -6,9 +6,9 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
+from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.model_factory.making import Made, user_code
 from hvdkit.measure.model_factory.torch_step import forward, loss_of
@@ -67,27 +67,6 @@ class _Live:
         self.bytes -= size
 
 
-@dataclass
-class Course:
-    """What one batch size showed.
-
-    Attributes:
-        batch: samples.
-        live: bytes alive after each operation of a step.
-        activations: bytes kept for backward.
-        parameters, gradients, states: bytes.
-        gradient_size: bytes of a number of a gradient, on average.
-    """
-
-    batch: int
-    live: list[int] = field(default_factory=list)
-    activations: int = 0
-    parameters: int = 0
-    gradients: int = 0
-    states: int = 0
-    gradient_size: float = 4.0
-
-
 def measure(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
     """The terms at ``question["batch"]`` samples, from steps at two smaller batch sizes.
 
@@ -103,19 +82,15 @@ def measure(made: Made, question: Mapping[str, Any]) -> dict[str, Any]:
         made = _on_meta(made)
     courses = [_course(made, batch, question) for batch in (first, second)]
     wanted = question["batch"]
-    same = len(courses[0].live) == len(courses[1].live)
-    lives = [one.live if same else [max(one.live)] for one in courses]
-    peak = max(_line(a, b, first, second, wanted) for a, b in zip(*lives, strict=True))
-    last = courses[1]
+    lives, terms = zip(*courses, strict=True)
+    same = len(lives[0]) == len(lives[1])
+    alike = lives if same else [[max(live)] for live in lives]
     return {
+        **terms[1],
         "batches": [first, second],
         "same_operations": same,
-        "parameters": last.parameters,
-        "gradients": last.gradients,
-        "states": last.states,
-        "activations": _line(courses[0].activations, last.activations, first, second, wanted),
-        "gradient_size": last.gradient_size,
-        "peak": peak,
+        "activations": _line(terms[0]["activations"], terms[1]["activations"], first, second, wanted),
+        "peak": max(_line(a, b, first, second, wanted) for a, b in zip(*alike, strict=True)),
     }
 
 
@@ -147,15 +122,12 @@ def peak_of_allocator(made: Made, question: Mapping[str, Any]) -> int:
     return peak
 
 
-def _course(made: Made, batch: int, question: Mapping[str, Any]) -> Course:
-    """Run two steps of a copy at this batch size.
-
-    The second one's live bytes by operation, and the sums of each term.
-    """
+def _course(made: Made, batch: int, question: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """Run two steps of a copy at this batch size: the second one's live bytes by operation, and the terms in bytes."""
     inputs = _inputs(made, batch)
     model = _copy(made.model)
     optimizer = _optimizer(question["optimizer"], model.parameters())
-    live, found = _Live(), Course(batch)
+    live = _Live()
     own = [*model.parameters(), *model.buffers()]
     live.add(own)
     live.add(inputs)
@@ -164,23 +136,23 @@ def _course(made: Made, batch: int, question: Mapping[str, Any]) -> Course:
         live.course.clear()
         with _saved_for_backward(own) as saved:
             _step(made, model, optimizer, inputs)
-    found.live, found.activations = live.course, sum(saved.values())
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    found.parameters = sum(one.untyped_storage().nbytes() for one in _distinct(own))
-    found.gradients = sum(one.untyped_storage().nbytes() for one in _distinct(gradients))
     numbers = sum(one.numel() for one in gradients)
-    found.gradient_size = found.gradients / numbers if numbers else 4.0
-    states = _distinct(_tensors(dict(optimizer.state)))
-    found.states = sum(one.untyped_storage().nbytes() for one in states)
-    return found
+    size = _bytes(gradients)
+    return live.course, {
+        "parameters": _bytes(own),
+        "gradients": size,
+        "states": _bytes(_tensors(dict(optimizer.state))),
+        "activations": sum(saved.values()),
+        "gradient_size": size / numbers if numbers else 4.0,
+    }
 
 
 def _failures_told(made: Made, batch: int, device: str) -> AbstractContextManager[None]:
     """What the model raises, as one sentence."""
-    samples = "1 sample" if batch == 1 else f"{batch} samples"
     other = " --input-shape makes float32 zeros: return (model, inputs) for others." if made.inputs is None else ""
     return user_code(
-        f"a step with {samples} on {device}",
+        f"a step with {count_text(batch, 'sample')} on {device}",
         "a model, and a loss function where there is one, that take any batch size (and --device cpu where an "
         f"operation needs values).{other}",
     )
@@ -261,8 +233,10 @@ def _tensors(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(tree) if _is_tensor(leaf)]
 
 
-def _distinct(tensors: list[Any]) -> list[Any]:
-    return list({one.untyped_storage()._cdata: one for one in tensors}.values())
+def _bytes(tensors: list[Any]) -> int:
+    """Of their storages, each counted once."""
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
+    return sum(one.nbytes() for one in storages.values())
 
 
 def _line(at_first: int, at_second: int, first: int, second: int, wanted: int) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hvdkit.common.json_files import Document
-from hvdkit.common.units import bytes_text
+from hvdkit.common.units import ITEM_SIZES, bytes_text, ranks_text
 from hvdkit.errors import InvalidArgumentError
 
-BYTES = {"float8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Of one number, by its type."""
+DTYPES = ("float8", "float16", "bfloat16", "float32", "float64")
 STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 """Numbers that an optimizer keeps for each parameter; momentum is SGD with it."""
 FUSION_BYTES = 128 * 1024**2
@@ -141,16 +139,9 @@ def of_numbers(
         fp16_allreduce: gradients are copied to half precision to travel.
         fusion_bytes: Horovod's buffer.
     Raises:
-        InvalidArgumentError: a number that is not positive, unknown names, or only some of layers, sequence, hidden.
+        InvalidArgumentError: only some of layers, sequence, hidden.
     """
-    numbers = {"parameters": parameters, "batch": batch, "layers": layers, "sequence": sequence, "hidden": hidden}
-    for name, number in {**numbers, "heads": heads}.items():
-        if number is not None and not (math.isfinite(number) and number >= 1):
-            raise InvalidArgumentError(f"{name} must be a finite number >= 1, got {number!r}.")
-    for name, word, known in (("dtype", dtype, list(BYTES)), ("optimizer", optimizer, list(STATES))):
-        if word not in known:
-            raise InvalidArgumentError(f"{name} must be one of {', '.join(known)}, got {word!r}.")
-    count, size = round(parameters), BYTES[dtype]
+    count, size = round(parameters), ITEM_SIZES[dtype]
     weights = f"{count:.4g} x {size} bytes"
     kept = STATES[optimizer] + 1 if mixed else STATES[optimizer]
     state_size = _FULL_PRECISION if mixed else size
@@ -175,8 +166,8 @@ def with_horovod(need: Need, gradient_size: float, fp16_allreduce: bool, fusion_
         fp16_allreduce: gradients wider than that are copied to half precision.
         fusion_bytes: of the buffer; it is allocated whole.
     """
-    copies = fp16_allreduce and gradient_size > BYTES["float16"]
-    compression = round(need.gradients * BYTES["float16"] / gradient_size) if copies else 0
+    copies = fp16_allreduce and gradient_size > ITEM_SIZES["float16"]
+    compression = round(need.gradients * ITEM_SIZES["float16"] / gradient_size) if copies else 0
     how = {
         **need.how,
         "fusion_buffer": "Horovod's, allocated whole; on several ranks",
@@ -191,12 +182,8 @@ def per_rank(need: Need, ranks: int) -> PerRank:
     ZeRO cuts its share of the terms into as many parts as there are ranks, rounded up; its own communication buffers
     are not in it.
 
-    Raises:
-        InvalidArgumentError: ranks < 1.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5 (P_os, P_os+g, P_os+g+p).
     """
-    if ranks < 1:
-        raise InvalidArgumentError(f"ranks must be at least 1, got {ranks}.")
     horovod = need.fusion_buffer + need.compression if ranks > 1 else 0
     cut = {1: ("states",), 2: ("states", "gradients"), 3: ("states", "gradients", "parameters")}
     zero = {stage: need.training - sum(_saved(getattr(need, name), ranks) for name in cut[stage]) for stage in cut}
@@ -221,7 +208,7 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> l
         return found
     unknown = need.activations is None
     for row in rows:
-        ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+        ranks = ranks_text(row.ranks)
         if unknown and row.data_parallel <= capacity:
             left = bytes_text(capacity - row.data_parallel)
             found.append(f"On {ranks} a rank has {left} left for its activations, {_UNKNOWN}.")

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, number, numbers_of_ranks, output_file
+from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
+from hvdkit.common.units import ITEM_SIZES
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.memory.counts import count
 from hvdkit.measure.plan import model, tables
 from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.learning_rate import RULES
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
 
 _WHOLE = click.IntRange(min=1, max=model.MOST)
 _MOST_EPOCHS = 10**6
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @click.command()
-@click.option("--samples", callback=count, required=True, metavar="S", help="Samples in the training set.")
+@click.option("--samples", callback=large_count, required=True, metavar="S", help="Samples in the training set.")
 @click.option("--batch-size", type=_WHOLE, required=True, metavar="B", help="Samples per step on each rank.")
 @click.option(
     "--lr",
@@ -65,9 +64,9 @@ _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
     help="Save a checkpoint every K epochs and after the last one.",
 )
 @click.option(
-    "--parameters", callback=count, metavar="P", help="Number of parameters of the model, such as 25557032 or 7B."
+    "--parameters", callback=large_count, metavar="P", help="Number of parameters of the model, such as 25557032 or 7B."
 )
-@click.option("--dtype", type=click.Choice(list(_BYTES)), default="float32", help="Data type of the gradients.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="float32", help="Data type of the gradients.")
 @click.option(
     "--fit",
     "fits",
@@ -113,7 +112,7 @@ def plan(
       hvdkit plan --samples 60000 --batch-size 512 --lr 0.01 --epochs 50 -n 1,2 --fit emulate.json
     """
     measured = _read(fits)
-    gradient_bytes = _replayed(measured) if parameters is None else parameters * _BYTES[dtype]
+    gradient_bytes = _replayed(measured) if parameters is None else parameters * ITEM_SIZES[dtype]
     training = model.Training(
         samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
     )
@@ -126,7 +125,7 @@ def plan(
         from hvdkit.measure.plan import plot as drawing
 
         drawing.write(plot, training, rows)
-    _print(training, rows, notes, form)
+    tables.page(training, rows, notes).print(form, model.Planned(training, tuple(rows), tuple(notes)))
     return 0
 
 
@@ -171,10 +170,3 @@ def _predict(
                 "--alpha-us and --bandwidth-gbit, or --ppn."
             )
     return found, unknown
-
-
-def _print(training: model.Training, rows: Sequence[model.Row], notes: Sequence[str], form: str | None) -> None:
-    if form == "json":
-        click.echo(json_files.encode(model.Planned(training, tuple(rows), tuple(notes))), nl=False)
-    else:
-        tables.page(training, rows, notes).print(form)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.json_files import Document
-from hvdkit.common.units import share_text
+from hvdkit.common.units import count_text, ranks_text, share_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.learning_rate import scale_factor, scale_lr, warmup_multiplier, warmup_steps
@@ -175,7 +175,9 @@ def _of_samples_over_size(rows: Sequence[Row]) -> list[str]:
     wrong = [row for row in rows if row.steps_per_epoch and row.samples_over_size > row.steps_per_epoch]
     if not wrong:
         return []
-    times = [f"{_times(row.samples_over_size / (row.steps_per_epoch or 1))} on {_ranks(row.ranks)}" for row in wrong]
+    times = [
+        f"{_times(row.samples_over_size / (row.steps_per_epoch or 1))} on {ranks_text(row.ranks)}" for row in wrong
+    ]
     return [
         "samples / size, as tutorials write the steps of an epoch, forgets the batch size and would train "
         f"{', '.join(times)} too long."
@@ -202,7 +204,7 @@ def _rate(training: Training, ranks: int, step: int, warmup: int) -> float:
 
 
 def _of_steps(training: Training, planned: Row) -> list[str]:
-    ranks = _ranks(planned.ranks)
+    ranks = ranks_text(planned.ranks)
     if planned.steps_per_epoch is None:
         return [
             f"On {ranks}: {training.samples} samples are fewer than one global batch of {planned.global_batch}, so "
@@ -213,14 +215,14 @@ def _of_steps(training: Training, planned: Row) -> list[str]:
     if used.dropped > _MUCH_LOST * training.samples:
         share = share_text(used.dropped / training.samples)
         found.append(
-            f"On {ranks}: 'drop' leaves out {_samples(used.dropped)} of every epoch ({share}, others each time, "
-            "since the order is drawn anew); --remainder exact uses them all."
+            f"On {ranks}: 'drop' leaves out {count_text(used.dropped, 'sample')} of every epoch ({share}, others each "
+            "time, since the order is drawn anew); --remainder exact uses them all."
         )
     return found
 
 
 def _of_rate(training: Training, planned: Row) -> list[str]:
-    ranks = _ranks(planned.ranks)
+    ranks = ranks_text(planned.ranks)
     found = []
     raised = scale_factor(planned.ranks, training.rule) > 1
     if raised and planned.steps is not None and planned.warmup_steps >= planned.steps:
@@ -235,14 +237,6 @@ def _of_rate(training: Training, planned: Row) -> list[str]:
             "made for large batches, or a smaller --batch-size."
         )
     return found
-
-
-def _ranks(n: int) -> str:
-    return "1 rank" if n == 1 else f"{n} ranks"
-
-
-def _samples(n: int) -> str:
-    return "1 sample" if n == 1 else f"{n} samples"
 
 
 def _times(ratio: float) -> str:

@@ -10,8 +10,6 @@ from hvdkit.common import plot
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.plan.model import Row, Training, curve
 
-_POINTS = 1000
-
 
 def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
     """Draw the learning rate over the epochs; x in epochs, so that numbers of ranks can be compared.
@@ -29,14 +27,10 @@ def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
 
 def _rates(axes: Any, training: Training, rows: Sequence[Row]) -> None:
     for row in rows:
-        steps = _shown(row.steps or 1, row.warmup_steps)
+        last = (row.steps or 1) - 1
+        steps = sorted({0, min(row.warmup_steps, last), last})  # between them the rate is a straight line
         epochs = [step / (row.steps_per_epoch or 1) for step in steps]
         axes.plot(epochs, curve(training, row, steps), label=str(row.ranks))
     axes.set(xlabel="epoch", ylabel="learning rate")
     axes.set_ylim(bottom=0)
     axes.legend(title="ranks")
-
-
-def _shown(steps: int, warmup: int) -> list[int]:
-    """About ``_POINTS`` of the steps, among them the end of the warmup and the last."""
-    return sorted({*range(0, steps, max(1, steps // _POINTS)), min(warmup, steps - 1), steps - 1})

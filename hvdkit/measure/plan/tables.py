@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, duration_text, interval_text
+from hvdkit.common.units import bytes_text, count_text, duration_text, interval_text
 from hvdkit.measure.plan.model import Policy, Row, Training
 
 _MOST_COLUMNS = 10
@@ -22,9 +22,9 @@ def page(training: Training, rows: Sequence[Row], notes: Sequence[str]) -> Page:
 
 
 def _steps(training: Training, rows: Sequence[Row]) -> Table:
-    epochs = "1 epoch" if training.epochs == 1 else f"{training.epochs} epochs"
     timed = any(row.allreduce_s is not None for row in rows)
     names = ["ranks", "global batch", "steps per epoch", "steps", "learning rate", "warmup steps", "checkpoints"]
+    epochs = count_text(training.epochs, "epoch")
     title = f"{training.samples} samples, {epochs}, batches of {training.batch_size} per rank, {training.remainder!r}"
     lines = [_plan_row(row) + ([_predicted(row)] if timed else []) for row in rows]
     return Table(title, names + (["allreduce of the gradients"] if timed else []), lines)

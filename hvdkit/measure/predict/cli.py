@@ -9,14 +9,13 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common import plot as drawing
-from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, number, numbers_of_ranks
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate import results as measurements
+from hvdkit.measure.emulate import size_files
 from hvdkit.measure.emulate.plan import Plan
 from hvdkit.measure.emulate.results import Results
-from hvdkit.measure.memory.counts import count
 from hvdkit.measure.predict import formulas, model, plot, prediction, stragglers, tables
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Fusion, gradients
@@ -26,10 +25,6 @@ _DOUBLING = tuple(2**power for power in range(11))
 _MIB = 2**20
 _TENSORS = 100
 """About as many weights as Inception V3 and ResNet-101 have, which docs/predict.md compares with."""
-
-
-def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    return None if text is None else numbers_of_ranks(ctx, parameter, text)
 
 
 @click.command()
@@ -44,7 +39,7 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 @click.argument("more", nargs=-1, type=FILE, metavar="")
 @click.option(
     "--at",
-    callback=_ranks,
+    callback=numbers_of_ranks,
     metavar="N,...",
     help="Numbers of ranks.  [default: 1, 2, 4 ... 1024, as far as the measurements reach]",
 )
@@ -74,7 +69,7 @@ def _ranks(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 )
 @click.option(
     "--parameters",
-    callback=count,
+    callback=large_count,
     metavar="P",
     help=f"In place of --plan: how many a model has, such as 25557032 or 7B, in {_TENSORS} equal float32 gradients.",
 )
@@ -173,12 +168,8 @@ def predict(**given: Any) -> int:
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
     if given["figure"] is not None:
         plot.draw(given["figure"], rows)
-    if given["form"] == "json":
-        click.echo(json_files.encode(tables.predicted(costs, rows, asked, notes)), nl=False)
-    elif given["form"] == "csv":
-        click.echo(tables.comma_separated(rows), nl=False)
-    else:
-        tables.page(costs, rows, notes).print(given["form"])
+    found = tables.predicted(costs, rows, asked, notes)
+    tables.page(costs, rows, notes).print(given["form"], found, lambda: tables.comma_separated(rows))
     return 0
 
 
@@ -204,7 +195,7 @@ def _plan(files: list[Results], path: Path | None, parameters: int | None) -> Pl
     if parameters is not None:
         least, more = divmod(parameters, _TENSORS)
         sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
-        return plans.from_sizes([size for size in sizes if size])
+        return Plan(tuple(size_files.of_list([size for size in sizes if size], "float32")))
     if path is not None:
         return json_files.read(path, Plan)
     if not files:

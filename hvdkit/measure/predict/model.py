@@ -66,14 +66,15 @@ class CostModel:
             The median to be expected with the 95 % prediction interval of a median that is measured anew: it holds how
             sure the parameters are and how far measurements are off the formula. No ends where nothing was measured.
         Raises:
-            InvalidArgumentError: a number that cannot be right, an unknown algorithm, or a level that is not known.
+            InvalidArgumentError: too many ranks, an unknown algorithm, or a level that is not known.
         """
         best, draws = self.draws_s(nbytes, ranks, algorithm)
         return estimated(best, draws)
 
     def draws_s(self, nbytes: float, ranks: int, algorithm: str | None = None) -> tuple[float, Array]:
         """As ``allreduce_s``: the best value, and one for each draw, shape (link.DRAWS,)."""
-        _check(nbytes, ranks)
+        if ranks > MOST_RANKS:
+            raise InvalidArgumentError(f"the number of ranks is {ranks}; expected one from 1 to {MOST_RANKS}.")
         chosen = algorithm or self.algorithm
         if chosen not in (*formulas.ALGORITHMS, LIBRARY):
             expected = ", ".join((LIBRARY, *formulas.ALGORITHMS))
@@ -233,8 +234,6 @@ def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) ->
             "there is no allreduce on two ranks or more in the measurements; run "
             "'hvdkit emulate --sizes 65536,1048576,16777216 -n 2 --json two.json' and the same with -n 3."
         )
-    if ppn is not None and ppn < 1:
-        raise InvalidArgumentError(f"ppn is {ppn}; expected 1 or more ranks per host.")
     rng = np.random.default_rng(seed)
     links = {level: _fit_level(level, found, rng) for level, found in cells.items() if found}
     measured = [cell.ppn for cell in cells[NETWORK]] + [cell.ranks for cell in cells[HOST]]
@@ -339,10 +338,3 @@ def _notes(level: str, link: Link, cells: Sequence[Cell]) -> list[str]:
     if min(len(cell.seconds) for cell in cells) < 5:
         notes.append(f"Some sizes were measured {where} fewer than 5 times: the intervals hold less than they say.")
     return notes
-
-
-def _check(nbytes: float, ranks: int) -> None:
-    if isinstance(ranks, bool) or int(ranks) != ranks or not 1 <= ranks <= MOST_RANKS:
-        raise InvalidArgumentError(f"the number of ranks is {ranks!r}; expected a whole number from 1 to {MOST_RANKS}.")
-    if not 0 <= nbytes < math.inf:
-        raise InvalidArgumentError(f"the size is {nbytes!r} bytes; expected a number of at least 0.")

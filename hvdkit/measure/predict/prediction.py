@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hvdkit.common.intervals import Estimate
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.predict.link import Array, estimated
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Exchange, Fusion, Gradient, exchange
@@ -33,8 +32,6 @@ class Workload:
         fusion: Horovod's settings.
         accumulate: backward passes before each exchange, >= 1 (backward_passes_per_step).
         overlap: whether communication runs beside backward; else it begins when backward has ended.
-    Raises:
-        InvalidArgumentError: a value that cannot be right.
     """
 
     gradients: tuple[Gradient, ...]
@@ -43,16 +40,6 @@ class Workload:
     fusion: Fusion = field(default_factory=Fusion)
     accumulate: int = 1
     overlap: bool = True
-
-    def __post_init__(self) -> None:
-        if self.compute_s is not None and not 0 < self.compute_s < float("inf"):
-            raise InvalidArgumentError(f"the computation of a step takes {self.compute_s!r} s; expected above 0.")
-        if not 0 < self.backward_share <= 1:
-            raise InvalidArgumentError(
-                f"the share of backward is {self.backward_share!r}; expected above 0, at most 1."
-            )
-        if self.accumulate < 1:
-            raise InvalidArgumentError(f"accumulate is {self.accumulate!r}; expected 1 or more.")
 
     @property
     def hiding_s(self) -> float:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from hvdkit.common import json_files, table
-from hvdkit.common.intervals import CONFIDENCE, Estimate
+from hvdkit.common.intervals import CONFIDENCE
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import interval_text
@@ -16,7 +15,7 @@ from hvdkit.measure.predict.model import HOST, NETWORK, CostModel
 from hvdkit.measure.predict.prediction import Row
 
 _NAMES = ("ranks", "hosts", "communication ms", "exposed ms", "straggler ms", "step ms", "efficiency")
-_TIMES = ("communication", "exposed", "straggler", "step", "efficiency")
+_TIMES = ("communication", "exposed", "straggler", "step")
 
 
 class Predicted(Document, frozen=True):
@@ -33,7 +32,7 @@ class Predicted(Document, frozen=True):
 
     kind = "predict"
     written_by = "hvdkit predict --json"
-    times = frozenset(("communication", "exposed", "straggler", "step"))
+    times = frozenset(_TIMES)
 
     model: dict[str, Any]
     assumed: dict[str, Any]
@@ -69,13 +68,14 @@ def page(model: CostModel, rows: Sequence[Row], notes: Sequence[str]) -> Page:
 
 def comma_separated(rows: Sequence[Row]) -> str:
     """One line for each number of ranks, in seconds; empty where something is not known."""
-    columns = [name if name == "efficiency" else f"{name}_s" for name in _TIMES]
-    ends = [f"{name}{end}" for name in columns for end in ("", "_low", "_high")]
-    lines = (
-        [row.ranks, row.hosts, row.buckets, *chain(*map(table.ends, _estimates(row))), int(row.extrapolated)]
-        for row in rows
-    )
-    return table.comma_separated(["ranks", "hosts", "buckets", *ends, "extrapolated"], lines)
+    return table.comma_separated([_csv_row(row) for row in rows])
+
+
+def _csv_row(row: Row) -> dict[str, object]:
+    found: dict[str, object] = {"ranks": row.ranks, "hosts": row.hosts, "buckets": row.buckets}
+    for name in _TIMES:
+        found |= table.ends(f"{name}_s", getattr(row, name))
+    return found | table.ends("efficiency", row.efficiency) | {"extrapolated": int(row.extrapolated)}
 
 
 _WHERE = {HOST: "Within a host", NETWORK: "Between hosts"}
@@ -94,13 +94,9 @@ def _parameters(link: Link) -> str:
     return f"{link.algorithm}, {', '.join(words)}"
 
 
-def _estimates(row: Row) -> tuple[Estimate | None, ...]:
-    return (row.communication, row.exposed, row.straggler, row.step, row.efficiency)
-
-
 def _words(row: Row) -> list[object]:
-    *times, efficiency = _estimates(row)
+    times = [getattr(row, name) for name in _TIMES]
     words = [None if one is None else interval_text(one.scaled(1000)) for one in times]
     if row.extrapolated:
         words[2] = f"{words[2] or '-'}*"
-    return [row.ranks, row.hosts, *words, None if efficiency is None else interval_text(efficiency)]
+    return [row.ranks, row.hosts, *words, None if row.efficiency is None else interval_text(row.efficiency)]

@@ -15,7 +15,7 @@ from hvdkit.prepare.preflight.report import look
 
 
 @click.command()
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+@click.option("--json", "form", flag_value="json", help="Print one JSON object, and nothing else, on standard output.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1, max=3600),
@@ -25,7 +25,7 @@ from hvdkit.prepare.preflight.report import look
     help="Time limit for all ranks to join.",
 )
 @click.option("--report", type=click.Path(file_okay=False, exists=True, path_type=Path), hidden=True)
-def preflight(json_: bool, timeout: float, report: Path | None) -> int:
+def preflight(form: str | None, timeout: float, report: Path | None) -> int:
     """Inside a job: do all ranks see each other, the same versions, and devices of their own?
 
     Start it as the training will be started, on every rank; or let `hvdkit launch --preflight` do that. Every rank
@@ -60,10 +60,8 @@ def preflight(json_: bool, timeout: float, report: Path | None) -> int:
         exchange.write(report, next(one for one in reports if one.rank == own.rank))
         return 0
     found = findings.examine(reports)
-    if own.rank == 0 and json_:
-        click.echo(show.as_json(reports, found), nl=False)
-    elif own.rank == 0:
-        show.page(reports, found).print()
+    if own.rank == 0:
+        show.page(reports, found).print(form, show.seen(reports, found))
     return 1 if show.has_errors(found) else 0
 
 

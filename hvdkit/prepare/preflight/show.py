@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from hvdkit.common import json_files
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.prepare.doctor.finding import Finding, Found, found_as
@@ -39,9 +38,9 @@ class Seen(Document, frozen=True):
     ranks: tuple[Report, ...]
 
 
-def as_json(reports: Sequence[Report], findings: Findings) -> str:
-    """One JSON object."""
-    return json_files.encode(Seen(not has_errors(findings), found_as(findings), tuple(reports)))
+def seen(reports: Sequence[Report], findings: Findings) -> Seen:
+    """The same for programs."""
+    return Seen(not has_errors(findings), found_as(findings), tuple(reports))
 
 
 def page(reports: Sequence[Report], findings: Findings) -> Page:

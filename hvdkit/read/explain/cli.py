@@ -6,15 +6,15 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
+from hvdkit.common.table import Page
 from hvdkit.read.explain import show
 from hvdkit.read.explain.join import explain as explanation
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True), metavar="FILE|DIR...")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
-def explain(paths: tuple[Path, ...], json_: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
+def explain(paths: tuple[Path, ...], form: str | None) -> int:
     """Name what costs a job most time: how much, the evidence and the fix, in at most ten lines.
 
     Reads the recordings of one job: the times of its steps, Horovod's timeline, PyTorch's traces, MPI profiles,
@@ -30,8 +30,5 @@ def explain(paths: tuple[Path, ...], json_: bool) -> int:
     Exit status: 0 success, whatever was found; 1 nothing of a job can be read there; 2 for bad usage.
     """
     found = explanation(paths)
-    if json_:
-        click.echo(json_files.encode(found), nl=False)
-    else:
-        click.echo("\n".join(show.lines(found)))
+    Page(show.lines(found)).print(form, found)
     return 0

@@ -11,6 +11,7 @@ import msgspec
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import count_text
 from hvdkit.errors import CorruptDataError
 from hvdkit.read.mpi_profile.model import HVDKIT, Calls, Profile, Rank
 
@@ -131,7 +132,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
 def _notes(files: Sequence[RankFile], older: int) -> list[str]:
     notes = []
     if older:
-        notes.append(f"{older} {'file' if older == 1 else 'files'} of an earlier job in the same directory left out.")
+        notes.append(f"{count_text(older, 'file')} of an earlier job in the same directory left out.")
     for state, what in (
         ("running", "was killed, or still ran: its record ends up to a minute before its end"),
         ("exited", "ended without MPI_Finalize"),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.mpi_profile import comparison, reading, results
@@ -21,8 +20,8 @@ _PATH = click.Path(path_type=Path, exists=True)
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=_PATH, metavar="DIR|FILE...")
 @click.option("--rank", "number", type=AT_LEAST_0, metavar="R", help="The rank to show  [default: the lowest there is]")
-@click.option("--json", "want_json", is_flag=True, help="Print JSON; times in seconds.")
-def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print JSON; times in seconds.")
+def show(paths: tuple[Path, ...], number: int | None, form: str | None) -> int:
     """Print which MPI routines the ranks of a job called, for how long, and what stands out.
 
     DIR is that of `hvdkit launch --mpi-profile DIR`; or give the files mpi_profile.* of IBM's mpitrace, or one report
@@ -42,18 +41,15 @@ def show(paths: tuple[Path, ...], number: int | None, want_json: bool) -> int:
     profile = reading.read(paths)
     traffic = purposes.of_profile(profile)
     shown = _shown(profile, traffic, number)
-    if want_json:
-        click.echo(json_files.encode(results.shown_as(profile, traffic, shown)), nl=False)
-    else:
-        tables.page(profile, shown).print()
+    tables.page(profile, shown).print(form, results.shown_as(profile, traffic, shown))
     return 0
 
 
 @click.command()
 @click.argument("a", type=_PATH)
 @click.argument("b", type=_PATH)
-@click.option("--json", "want_json", is_flag=True, help="Print JSON; times in seconds.")
-def compare(a: Path, b: Path, want_json: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print JSON; times in seconds.")
+def compare(a: Path, b: Path, form: str | None) -> int:
     """Put two profiles side by side: calls, bytes and seconds of each routine and purpose, medians over the ranks.
 
     \b
@@ -66,10 +62,7 @@ def compare(a: Path, b: Path, want_json: bool) -> int:
     """
     first, second = reading.read([a]), reading.read([b])
     compared, remarks = comparison.compare(first, second), comparison.notes(first, second)
-    if want_json:
-        click.echo(json_files.encode(results.Comparison(tuple(compared), tuple(remarks))), nl=False)
-    else:
-        tables.compared_page(compared, remarks).print()
+    tables.compared_page(compared, remarks).print(form, results.Comparison(tuple(compared), tuple(remarks)))
     return 0
 
 

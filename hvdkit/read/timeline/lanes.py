@@ -118,11 +118,7 @@ def collect_lanes(
         window: of ``choose_window``.
         summary: for the starts of the steps.
         limit: number of operations to keep, at least 1.
-    Raises:
-        InvalidArgumentError: ``limit`` is below 1.
     """
-    if limit < 1:
-        raise InvalidArgumentError(f"operations is {limit}; expected how many the page may hold, at least 1.")
     first, last, chosen = window
     kept: list[Operation] = []
     cycles: list[float] = []

@@ -114,18 +114,17 @@ def batch_numbers(start: Floats, exchange: Floats) -> NDArray[np.intp]:
     return np.concatenate(([0], np.cumsum(later))).astype(np.intp)
 
 
-def repeating(counts: Sequence[int], totals: int = 3) -> list[int]:
+def repeating(counts: Sequence[int]) -> list[int]:
     """The largest group of tensors that appear equally often: those of a training step.
 
     Args:
-        counts: how often each tensor appears.
-        totals: how often a tensor has to appear to count as repeated.
+        counts: how often each tensor appears; three times is often enough to count as repeated.
     Returns:
         Indices into ``counts``; of several groups the one with the most operations. Counts may differ by two in a
         hundred or by one, because the file may end within a step.
     """
     best: list[int] = []
-    for count in sorted({count for count in counts if count >= totals}, reverse=True):
+    for count in sorted({count for count in counts if count >= 3}, reverse=True):
         slack = max(1, count // 50)
         group = [index for index, other in enumerate(counts) if count - slack <= other <= count]
         if sum(counts[index] for index in group) > sum(counts[index] for index in best):

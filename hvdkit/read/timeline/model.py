@@ -8,23 +8,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from hvdkit.common.units import ITEM_SIZES
+
 COLLECTIVE_PREFIXES = ("MPI_", "NCCL_", "GLOO_", "CCL_", "DDL_")
 """How the names of the phases start in which data is exchanged between ranks."""
-
-ITEM_SIZES = {
-    "uint8": 1,
-    "int8": 1,
-    "bool": 1,
-    "uint16": 2,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
-}
-"""Bytes of one element, by the name that Horovod writes."""
 
 GROUPS = ("negotiate", "wait for data", "queue", "set up", "memcpy in", "collective", "memcpy out", "other")
 """Into what the phases of all operations and of all libraries are sorted, in the order in which they happen."""

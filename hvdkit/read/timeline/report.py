@@ -17,7 +17,6 @@ import numpy as np
 from hvdkit.common import render
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.drawing import LABEL, Figure, number, shown_name
-from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
 from hvdkit.errors import InvalidArgumentError
@@ -35,28 +34,6 @@ from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
 RANKS = 32
 """How many ranks are listed."""
-
-
-def write_report(
-    source: str | Path | Recording,
-    output: str | Path,
-    **shown: Any,
-) -> Path:
-    """Writes the page to a file, completely or not at all, and returns its path.
-
-    Args:
-        source: a timeline file or a recording.
-        output: the file to write; it must not be the recording.
-        shown: as in ``render_report``.
-    Raises:
-        DataError: as in ``render_report``, or the page cannot be written.
-        InvalidArgumentError: as in ``render_report``, or the output is the recording or a directory.
-    """
-    recording = source if isinstance(source, Recording) else read(source)
-    output = Path(output)
-    with replacing(output, recording.path) as file:
-        file.write(render_report(recording, **shown).encode("utf-8", "replace"))
-    return output
 
 
 def render_report(

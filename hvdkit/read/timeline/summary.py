@@ -187,17 +187,10 @@ def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
     ticks = keep[columns.tick_row]
     begin = columns.begin[keep]
     first, last = (begin.min(), columns.end[keep].max()) if len(begin) else (np.inf, -np.inf)
+    rows = ("tensor", "bytes", "begin", "start", "end", "exchange", "durations", "fused", "missed")
     return replace(
         columns,
-        tensor=columns.tensor[keep],
-        bytes=columns.bytes[keep],
-        begin=begin,
-        start=columns.start[keep],
-        end=columns.end[keep],
-        exchange=columns.exchange[keep],
-        durations=columns.durations[keep],
-        fused=columns.fused[keep],
-        missed=columns.missed[keep],
+        **{name: getattr(columns, name)[keep] for name in rows},
         tick_row=place[columns.tick_row[ticks]].astype(np.int32),
         tick_rank=columns.tick_rank[ticks],
         tick_late=columns.tick_late[ticks],

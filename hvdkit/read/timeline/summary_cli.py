@@ -1,4 +1,4 @@
-"""The command ``hvdkit timeline summary``."""
+"""The commands ``hvdkit timeline summary`` and ``report``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from typing import Any
 
 import click
 
-from hvdkit.common import json_files
-from hvdkit.common.commands import AT_LEAST_0, PATH
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, with_options
 from hvdkit.errors import DataError
 from hvdkit.read.timeline import show
-from hvdkit.read.timeline.options import of_the_job
-from hvdkit.read.timeline.summary import nothing_in, summarize
+from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS
+from hvdkit.read.timeline.reader import read
+from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
+
+OF_THE_JOB = (
+    click.option("--ranks", type=AT_LEAST_1, metavar="N", help="Ranks of the job  [default: what the file says]"),
+    click.option(
+        "--fusion-threshold",
+        type=AT_LEAST_0,
+        default=FUSION_THRESHOLD,
+        metavar="BYTES",
+        help="HOROVOD_FUSION_THRESHOLD of the job.",
+    ),
+)
+"""Options about the job behind a recording, for ``summarize``."""
 
 
 @click.command()
@@ -21,9 +33,9 @@ from hvdkit.read.timeline.summary import nothing_in, summarize
 @click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
 @click.option("--step", type=AT_LEAST_0, metavar="K", help="Only what began in this training step, from 0.")
 @click.option("--top", type=AT_LEAST_0, metavar="N", help="Tensors to list  [default: 10; all with --json]")
-@of_the_job
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds, sizes in bytes.")
-def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
+@with_options(OF_THE_JOB)
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds, sizes in bytes.")
+def summary(file: Path, top: int | None, form: str | None, **part: Any) -> int:
     """Name what costs a job time and what to try, then show where the time went, in numbers.
 
     Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
@@ -42,10 +54,7 @@ def summary(file: Path, top: int | None, json_: bool, **part: Any) -> int:
     if not found.operations:
         _check_part(file)
         raise nothing_in(file, found)
-    if json_:
-        click.echo(json_files.encode(show.found_as(found, top)), nl=False)
-    else:
-        show.page(found, 10 if top is None else top).print()
+    show.page(found, 10 if top is None else top).print(form, show.found_as(found, top))
     return 0
 
 
@@ -57,3 +66,41 @@ def _check_part(file: Path) -> None:
             f"no operation began in that part of {str(file)!r}, whose operations lie between {whole.since / 1e6:.6g} s "
             f"and {whole.until / 1e6:.6g} s; choose others for --since, --until and --step."
         )
+
+
+@click.command()
+@click.argument("file", type=PATH)
+@click.option("-o", "output", type=PATH, required=True, metavar="HTML", help="The page to write.")
+@click.option("--since", type=float, metavar="SECONDS", help="Show operation by operation from this time on.")
+@click.option("--until", type=float, metavar="SECONDS", help="Show operation by operation up to this time.")
+@click.option("--step", type=AT_LEAST_0, metavar="K", help="Show this training step, from 0  [default: usual steps]")
+@click.option("--top", type=AT_LEAST_1, default=TENSORS, metavar="N", help="Tensors to list.")
+@click.option(
+    "--operations",
+    type=click.IntRange(min=1, max=200_000),
+    default=OPERATIONS,
+    metavar="N",
+    help="Operations that the page holds.",
+)
+@with_options(OF_THE_JOB)
+def report(file: Path, output: Path, **shown: Any) -> int:
+    """Write one HTML page about a recording, which opens from disk and loads nothing.
+
+    It holds the summary, what to try, the time of each step, the phases of each tensor, and the sizes and durations of
+    collectives. These are about the whole recording. A part of it is shown operation by operation, to zoom into.
+
+    \b
+    Examples:
+      hvdkit timeline report timeline.json -o report.html
+      hvdkit timeline report timeline.json.gz -o report.html --step 20
+      hvdkit timeline report timeline.json -o report.html --since 60 --until 61.5
+
+    Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
+    """
+    from hvdkit.common import render
+    from hvdkit.read.timeline.report import render_report
+
+    recording = read(file)
+    render.write(output, lambda: render_report(recording, **shown), file)
+    click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
+    return 0

@@ -1,4 +1,4 @@
-"""The commands ``hvdkit timeline slice``, ``diff``, ``merge`` and ``export``."""
+"""The commands ``hvdkit timeline slice``, ``diff`` and ``export``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
-from hvdkit.common.table import Page, Table
-from hvdkit.common.units import printable, share_text
+from hvdkit.common.table import Page
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
@@ -33,9 +31,9 @@ def _steps(context: click.Context, parameter: click.Parameter, value: str | None
     "--steps", callback=_steps, metavar="A..B", help="Keep training steps A to B, inclusive; the first one is 0."
 )
 @click.option("-o", "--output", type=PATH, required=True, metavar="OUT.json[.gz]", help="The file to write.")
-@click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
+@click.option("--json", "form", flag_value="json", help="Print what was written as one JSON object.")
 def slice_(
-    file: Path, since: float | None, until: float | None, steps: tuple[int, int] | None, output: Path, json_: bool
+    file: Path, since: float | None, until: float | None, steps: tuple[int, int] | None, output: Path, form: str | None
 ) -> int:
     """Write part of a timeline to its own file, for viewers that cannot open all of it.
 
@@ -53,14 +51,9 @@ def slice_(
     if since is None and until is None and steps is None:
         raise click.UsageError("Say which part: --since, --until or both, or --steps.")
     written = slice_timeline(file, output, since=since, until=until, steps=steps)
-    if json_:
-        click.echo(json_files.encode(written), nl=False)
-    else:
-        end = "the end" if written.until is None else f"{written.until:g} s"
-        click.echo(
-            f"{printable(written.path)}: {written.operations} operations, {written.events} events, "
-            f"from {written.since:g} s to {end}"
-        )
+    end = "the end" if written.until is None else f"{written.until:g} s"
+    said = f"{written.operations} operations, {written.events} events, from {written.since:g} s to {end}"
+    Page([f"{written.path}: {said}"]).print(form, written)
     return 0
 
 
@@ -83,8 +76,10 @@ def slice_(
     metavar="US",
     help="Smallest growth of a median that counts for --fail-above.",
 )
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
-def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, at_least_us: float, json_: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
+def diff(
+    a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, at_least_us: float, form: str | None
+) -> int:
     """Show what takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
 
     Medians are compared with the Mann-Whitney U test, corrected for the number of comparisons (false discovery rate 5
@@ -105,58 +100,16 @@ def diff(a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, a
     limit = None if fail_above is None else difference.check_ratio(fail_above)
     found = difference.compare(a, b)
     above = [] if limit is None else found.slower(limit, at_least_us)
-    if json_:
-        click.echo(json_files.encode(replace(found, slower_than_limit=tuple(above))), nl=False)
-    else:
-        difference_page.page(found, above, limit, top, show_all=show_all).print()
+    page = difference_page.page(found, above, limit, top, show_all=show_all)
+    page.print(form, replace(found, slower_than_limit=tuple(above)))
     return 1 if above else 0
-
-
-@click.command()
-@click.argument("timeline", type=PATH)
-@click.argument("trace", type=PATH)
-@click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
-@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE.")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
-def merge(timeline: Path, trace: Path, output: Path, offset_us: float, json_: bool) -> int:
-    """Merge a timeline and a trace of torch.profiler on one time axis, and show how much communication is exposed.
-
-    TRACE is what export_chrome_trace wrote on rank 0 in the same run. Exposed is the time in which a collective ran and
-    nothing was computed: neither a GPU kernel nor, without GPUs, an operator of the training thread.
-
-    \b
-    Example:
-      hvdkit timeline merge timeline.json trace.json -o merged.json
-
-    Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
-    """
-    from hvdkit.read.timeline.merging import merge as merge_files
-
-    overlap = merge_files(timeline, trace, output, offset_us=offset_us)
-    if json_:
-        click.echo(json_files.encode(overlap), nl=False)
-        return 0
-    rows = [
-        (name, f"{value:.3f}", share_text(value / overlap.window))
-        for name, value in (
-            ("communication", overlap.communication),
-            ("computation", overlap.computation),
-            ("both at once", overlap.overlapped),
-            ("exposed communication", overlap.exposed),
-            ("neither", overlap.neither),
-        )
-    ]
-    said = f"{output}: {overlap.operations} operations in {overlap.window:.3f} ms of both files"
-    table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
-    Page([said, table]).print()
-    return 0
 
 
 @click.command()
 @click.argument("file", type=PATH)
 @click.option("-o", "--output", type=PATH, required=True, metavar="OUT.pftrace|OUT.csv", help="The file to write.")
-@click.option("--json", "json_", is_flag=True, help="Print what was written as one JSON object.")
-def export(file: Path, output: Path, json_: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print what was written as one JSON object.")
+def export(file: Path, output: Path, form: str | None) -> int:
     """Write a timeline for other programs: for Perfetto (https://ui.perfetto.dev), or a table.
 
     The output's suffix decides. .pftrace has a track for each tensor, with its negotiation below it, and one for
@@ -172,8 +125,5 @@ def export(file: Path, output: Path, json_: bool) -> int:
     from hvdkit.read.timeline.export import export as write
 
     written = write(file, output)
-    if json_:
-        click.echo(json_files.encode(written), nl=False)
-    else:
-        click.echo(f"{printable(written.path)}: {written.operations} operations of {written.tensors} tensors")
+    Page([f"{written.path}: {written.operations} operations of {written.tensors} tensors"]).print(form, written)
     return 0

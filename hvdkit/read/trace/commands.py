@@ -1,4 +1,4 @@
-"""The commands ``hvdkit trace summary`` and ``diff``."""
+"""The commands ``hvdkit trace summary`` and ``diff``, and ``hvdkit timeline merge``, which stands on both."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_0, PATH
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import share_text
 from hvdkit.read.trace import show
 from hvdkit.read.trace.difference import compare
+from hvdkit.read.trace.merging import merge as merge_files
 from hvdkit.read.trace.summary import summarize
 
 
 @click.command()
 @click.argument("traces", nargs=-1, required=True, type=PATH, metavar="TRACE...")
 @click.option("--top", type=AT_LEAST_0, default=15, metavar="N", help="Operators to list.")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, with all operators; times in seconds.")
-def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print one JSON object, with all operators; times in seconds.")
+def summary(traces: tuple[Path, ...], top: int, form: str | None) -> int:
     """Say what the steps of a training were spent on, from the traces of one rank or of all ranks of a run.
 
     A TRACE is a file, or a directory with one file for each rank. Computation is what GPU kernels do, or, without
@@ -32,10 +34,7 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
     Exit status: 0 success, 1 a file is no whole trace, 2 for bad usage, such as a file that is missing.
     """
     found = summarize(traces)
-    if json_:
-        click.echo(json_files.encode(found), nl=False)
-    else:
-        show.summary_page(found, top).print()
+    show.summary_page(found, top).print(form, found)
     return 0
 
 
@@ -43,8 +42,8 @@ def summary(traces: tuple[Path, ...], top: int, json_: bool) -> int:
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object; times in seconds.")
-def diff(a: Path, b: Path, top: int, json_: bool) -> int:
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
+def diff(a: Path, b: Path, top: int, form: str | None) -> int:
     """Say what takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
 
     A change is clear when every step of one is longer than any step of the other, with at least 4 steps each.
@@ -56,8 +55,40 @@ def diff(a: Path, b: Path, top: int, json_: bool) -> int:
     Exit status: 0, also when they differ; 1 a file is no whole trace; 2 for bad usage or a missing file.
     """
     found = compare(a, b)
-    if json_:
-        click.echo(json_files.encode(found), nl=False)
-    else:
-        show.difference_page(found, top).print()
+    show.difference_page(found, top).print(form, found)
+    return 0
+
+
+@click.command()
+@click.argument("timeline", type=PATH)
+@click.argument("trace", type=PATH)
+@click.option("-o", "--output", type=PATH, required=True, metavar="MERGED.json[.gz]", help="The file to write.")
+@click.option("--offset-us", type=float, default=0, metavar="US", help="Microseconds to add to the times of TRACE.")
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
+def merge(timeline: Path, trace: Path, output: Path, offset_us: float, form: str | None) -> int:
+    """Merge a timeline and a trace of torch.profiler on one time axis, and show how much communication is exposed.
+
+    TRACE is what export_chrome_trace wrote on rank 0 in the same run. Exposed is the time in which a collective ran and
+    nothing was computed: neither a GPU kernel nor, without GPUs, an operator of the training thread.
+
+    \b
+    Example:
+      hvdkit timeline merge timeline.json trace.json -o merged.json
+
+    Exit status: 0 success, 1 when a file cannot be used or the two cannot be aligned, 2 for bad usage.
+    """
+    overlap = merge_files(timeline, trace, output, offset_us=offset_us)
+    rows = [
+        (name, f"{value:.3f}", share_text(value / overlap.window))
+        for name, value in (
+            ("communication", overlap.communication),
+            ("computation", overlap.computation),
+            ("both at once", overlap.overlapped),
+            ("exposed communication", overlap.exposed),
+            ("neither", overlap.neither),
+        )
+    ]
+    said = f"{output}: {overlap.operations} operations in {overlap.window:.3f} ms of both files"
+    table = Table("", ("what", "ms", "share"), rows, ("what",), f"computation: {overlap.computed_by}")
+    Page([said, table]).print(form, overlap)
     return 0

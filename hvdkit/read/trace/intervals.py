@@ -39,8 +39,3 @@ def without(a: Intervals, b: Intervals) -> Intervals:
 def inside(a: Intervals, since: float, until: float) -> Intervals:
     """The part of a between two times."""
     return common(a, (np.array([since]), np.array([until])))
-
-
-def length(a: Intervals) -> float:
-    """How long it is in all."""
-    return float((a[1] - a[0]).sum())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
-from hvdkit.common.units import bytes_text, printable, share_text, shortened
+from hvdkit.common.units import bytes_text, count_text, printable, share_text, shortened
 from hvdkit.read.trace.causes import otherwise
 from hvdkit.read.trace.difference import ENOUGH, Change, Difference
 from hvdkit.read.trace.results import Operator, Rank, Skew, Summary
@@ -48,15 +48,11 @@ def summary_page(summary: Summary, top: int) -> Page:
 
 def _headline(rank: Rank) -> str:
     who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
-    steps = f"{_count(len(rank.steps), 'step')} ({_numbers(rank)})" if rank.steps else "no steps"
-    odd = [f"{_count(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
-    odd += [f"{_count(rank.repeated, 'repeated event')}, counted once"] if rank.repeated else []
+    steps = f"{count_text(len(rank.steps), 'step')} ({_numbers(rank)})" if rank.steps else "no steps"
+    odd = [f"{count_text(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
+    odd += [f"{count_text(rank.repeated, 'repeated event')}, counted once"] if rank.repeated else []
     extra = f"; {', '.join(odd)}" if odd else ""
-    return f"{who}: {steps}, {_count(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{who}: {steps}, {count_text(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
 
 
 def label(rank: Rank) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdkit.common import lateness
-from hvdkit.read.timeline.measures import Floats
 from hvdkit.read.trace.columns import Columns
 from hvdkit.read.trace.kinds import Kind, Source
 from hvdkit.read.trace.results import Rank, RankSkew, Skew, Step
@@ -72,20 +71,12 @@ def between(found: Sequence[tuple[Rank, Waits]]) -> tuple[Skew | None, str]:
     rows = [
         RankSkew(
             rank.rank or 0,
-            _computation(rank),
+            rank.times.computation / max(1, len(rank.steps)),
             int(np.sum((last == index) & (apart > 0))),
-            _mean(late[index]),
+            float(late[index].mean()),
             float(waits[index]),
             float(costs[index]),
         )
         for index, (rank, _) in enumerate(found)
     ]
     return Skew(len(ordered), float(np.median(apart)), float(apart.max()), tuple(rows)), ""
-
-
-def _computation(rank: Rank) -> float:
-    return rank.times.computation / max(1, len(rank.steps))
-
-
-def _mean(values: Floats) -> float:
-    return float(values.mean())

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.measures import covered
+from hvdkit.read.timeline.measures import covered, length
 from hvdkit.read.trace import skew
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.columns import Columns, collect
-from hvdkit.read.trace.intervals import Intervals, common, inside, joined, length, without
+from hvdkit.read.trace.intervals import Intervals, common, inside, joined, without
 from hvdkit.read.trace.kinds import Kind, Source, step_number
 from hvdkit.read.trace.operators import Calls, nest, table
 from hvdkit.read.trace.results import Communication, Memory, Rank, Step, Summary, Times

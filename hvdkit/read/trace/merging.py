@@ -4,23 +4,61 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from hvdkit.common.files import replacing
+from hvdkit.common import files
 from hvdkit.common.json_files import Document
-from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.columns import collect
-from hvdkit.read.timeline.measures import covered, union
+from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
+from hvdkit.read.timeline import columns as timelines
+from hvdkit.read.timeline.measures import Floats, length, union
 from hvdkit.read.timeline.model import CycleMark, Operation
-from hvdkit.read.timeline.profiler import Floats, Trace, read_trace
 from hvdkit.read.timeline.reader import Recording, read
+from hvdkit.read.trace.columns import Columns, collect
+from hvdkit.read.trace.intervals import Intervals, common, inside, joined
+from hvdkit.read.trace.kinds import Source
+from hvdkit.read.trace.summary import Sets
 
 LONGEST_OFFSET = 10**12
 """Microseconds (eleven days) past which an offset is no correction of a clock."""
+EARLIEST_EPOCH = 10**15
+"""Microseconds since 1970 (September 2001) below which a time was not counted from 1970."""
+_MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A trace of torch.profiler; nothing of it is lost.
+
+    Attributes:
+        path: the file.
+        base: nanoseconds since 1970 from which its times count; 0 where they count from 1970.
+        entries: the other entries of the file's JSON object, as text.
+        events: its events, as text.
+        since, until: microseconds after ``base`` of its first and its last operation.
+        computing: when something was computed, in microseconds after ``base``.
+        computed_by: what that was, in words.
+        largest_pid: of its processes.
+    """
+
+    path: Path
+    base: int
+    entries: dict[str, msgspec.Raw]
+    events: list[msgspec.Raw]
+    since: float
+    until: float
+    computing: Intervals
+    computed_by: str
+    largest_pid: int
+
+
+class _Process(msgspec.Struct, gc=False):
+    pid: Any = None
 
 
 class Overlap(Document, frozen=True):
@@ -70,21 +108,89 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
     """
     if not abs(offset_us) <= LONGEST_OFFSET:
         raise InvalidArgumentError(f"the offset must be microseconds, at most {LONGEST_OFFSET:g}, got {offset_us:g}.")
-    recording, profile = read(timeline), read_trace(trace)
-    columns = collect(recording)
+    recording, profile = read(timeline), read_profile(Path(trace))
+    columns = timelines.collect(recording)
     if not len(columns.tensor):
         raise DataError(f"no complete operation in {str(timeline)!r}; record both files in the same run.")
     shift = _shift(recording, profile) - offset_us
     first, last = float(columns.begin.min()) + shift, float(columns.end.max()) + shift
     _require_common_time(recording, profile, first, last)
     overlap = _overlap(columns.exchange + shift, profile, max(first, profile.since), min(last, profile.until))
-    with replacing(Path(output), recording.path, profile.path) as file:
+    with files.replacing(Path(output), recording.path, profile.path) as file:
         for text in _texts(recording, profile, shift):
             file.write(text)
     return overlap
 
 
-def _shift(recording: Recording, profile: Trace) -> float:
+def read_profile(path: Path) -> Profile:
+    """A trace that ``torch.profiler.profile.export_chrome_trace`` wrote, as it is or compressed with gzip.
+
+    The whole file is held in memory, about twice its size.
+
+    Args:
+        path: of the trace, of the process whose rank wrote the timeline (0).
+    Raises:
+        DataNotFoundError, CorruptDataError: as ``columns.collect``; or no operator and no kernel is in it.
+        DataError: it cannot be read, or its clock has no known start, so that it cannot be aligned.
+    Source: Kineto's output (torch 2.13): ts and dur in microseconds, baseTimeNanoseconds since 1970; before it had a
+        base, ts counted from 1970.
+    """
+    columns = collect(path)
+    if not np.isin(columns.source, (Source.CPU_OPERATOR, Source.KERNEL)).any():
+        raise CorruptDataError(
+            f"no operator and no kernel in {str(path)!r}; expected a trace that torch.profiler recorded with "
+            "ProfilerActivity.CPU and exported with export_chrome_trace."
+        )
+    try:
+        content = files.content(path, most=_MOST_BYTES, unzip=True)
+    except OSError as error:
+        raise DataError(f"cannot read the trace {str(path)!r} ({error}); give the path of a readable file.") from error
+    try:
+        entries = {"traceEvents": msgspec.Raw(content)}
+        if content.lstrip()[:1] != b"[":
+            entries = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+        events = entries.pop("traceEvents")
+        texts = msgspec.json.decode(events, type=list[msgspec.Raw])
+        pids = [one.pid for one in msgspec.json.decode(events, type=list[_Process])]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptDataError(
+            f"{str(path)!r} is not a trace of torch.profiler ({error}); expected the JSON that export_chrome_trace "
+            "writes."
+        ) from error
+    recorded = columns.source != Source.HOROVOD
+    sets = Sets(columns)
+    return Profile(
+        path,
+        _base(entries, columns),
+        entries,
+        texts,
+        float(columns.start[recorded].min()),
+        float(columns.end[recorded].max()),
+        sets.computation,
+        sets.computed_by,
+        max((int(pid) for pid in pids if isinstance(pid, int | float)), default=0),
+    )
+
+
+def _base(entries: dict[str, msgspec.Raw], columns: Columns) -> int:
+    if "baseTimeNanoseconds" in entries:
+        try:
+            return msgspec.json.decode(entries["baseTimeNanoseconds"], type=int)
+        except msgspec.DecodeError as error:
+            raise CorruptDataError(
+                f"baseTimeNanoseconds of {str(columns.path)!r} is {bytes(entries['baseTimeNanoseconds'])!r}; expected "
+                "nanoseconds since 1970."
+            ) from error
+    if columns.start.min() < EARLIEST_EPOCH:
+        raise DataError(
+            f"the clock of {str(columns.path)!r} cannot be aligned: its times start at {columns.start.min():.0f} us "
+            "after an unknown moment; expected baseTimeNanoseconds in the file or times since 1970, as torch.profiler "
+            "writes them."
+        )
+    return 0
+
+
+def _shift(recording: Recording, profile: Profile) -> float:
     """Microseconds to add to a time of the timeline to have it on the axis of the trace."""
     start = recording.start_time_since_epoch
     if start is None:
@@ -95,7 +201,7 @@ def _shift(recording: Recording, profile: Trace) -> float:
     return (start * 1000 - profile.base) / 1000
 
 
-def _require_common_time(recording: Recording, profile: Trace, first: float, last: float) -> None:
+def _require_common_time(recording: Recording, profile: Profile, first: float, last: float) -> None:
     if first < profile.until and profile.since < last:
         return
     apart = max(first - profile.until, profile.since - last) / 1e6
@@ -106,40 +212,32 @@ def _require_common_time(recording: Recording, profile: Trace, first: float, las
     )
 
 
-def _clock(profile: Trace, time: float) -> str:
+def _clock(profile: Profile, time: float) -> str:
     try:
         return datetime.fromtimestamp(profile.base / 1e9 + time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     except (OverflowError, ValueError, OSError):
         return "an impossible date"
 
 
-def _overlap(exchange: Floats, profile: Trace, since: float, until: float) -> Overlap:
+def _overlap(exchange: Floats, profile: Profile, since: float, until: float) -> Overlap:
     """Milliseconds of communication, of computation and of both, between two times in microseconds."""
-    window = np.array([since]), np.array([until])
-
-    def inside(intervals: tuple[Floats, Floats]) -> float:
-        return float(covered(intervals, *window)[0]) / 1e3
-
-    communicating = union(exchange[:, 0], exchange[:, 1])
-    either = union(
-        np.concatenate((communicating[0], profile.computing[0])),
-        np.concatenate((communicating[1], profile.computing[1])),
+    communicating, computing = (
+        inside(one, since, until) for one in (union(exchange[:, 0], exchange[:, 1]), profile.computing)
     )
-    communication, computation, busy = inside(communicating), inside(profile.computing), inside(either)
-    overlapped = min(communication, max(0.0, communication + computation - busy))
+    both = common(communicating, computing)
     return Overlap(
         window=(until - since) / 1e3,
-        communication=communication,
-        computation=computation,
-        overlapped=overlapped,
-        exposed=communication - overlapped,
-        neither=max(0.0, (until - since) / 1e3 - busy),
+        communication=length(communicating) / 1e3,
+        computation=length(computing) / 1e3,
+        overlapped=length(both) / 1e3,
+        exposed=(length(communicating) - length(both)) / 1e3,
+        neither=max(0.0, until - since - length(joined(communicating, computing))) / 1e3,
         computed_by=profile.computed_by,
         operations=int(np.sum((exchange[:, 0] < until) & (exchange[:, 1] > since))),
     )
 
 
-def _texts(recording: Recording, profile: Trace, shift: float) -> Iterator[bytes]:
+def _texts(recording: Recording, profile: Profile, shift: float) -> Iterator[bytes]:
     """The merged file, in pieces."""
     yield b'{"traceEvents": [\n'
     for number, text in enumerate(profile.events):

@@ -11,25 +11,19 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.extras import of_extra
 from hvdkit.common.files import complete_or_absent
-from hvdkit.datasets.hdf5_rows import Reader, reader_of
-from hvdkit.errors import (
-    CorruptDataError,
-    DataError,
-    DataNotFoundError,
-    HvdkitError,
-    InvalidArgumentError,
-    MissingFrameworkError,
-)
+from hvdkit.datasets.hdf5_rows import Array, Reader, reader_of
+from hvdkit.datasets.readers import one_line as _line
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, HvdkitError, InvalidArgumentError
+from hvdkit.steps.numbers import whole
 
-Array = NDArray[Any]
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system without locks says."""
 
@@ -207,14 +201,13 @@ def write_hdf5(
     for key, values in arrays.items():
         if not np.shape(values):
             raise InvalidArgumentError(f"{key!r} is a single value; give an array with a sample in each row.")
-    if chunks is not None and (not isinstance(chunks, Integral) or isinstance(chunks, bool) or chunks < 1):
-        raise InvalidArgumentError(f"chunks is a number of samples from 1 on, got {chunks!r}.")
+    rows = None if chunks is None else whole("chunks", chunks, 1)
     target = Path(path)
     try:
         with complete_or_absent(target) as place, h5py.File(place.name, "w") as file:
             for key, values in arrays.items():
                 shape = np.shape(values)
-                piece = (min(int(chunks), shape[0]), *shape[1:]) if chunks is not None and 0 not in shape else None
+                piece = (min(rows, shape[0]), *shape[1:]) if rows is not None and 0 not in shape else None
                 file.create_dataset(key, data=values, chunks=piece)
             for key, value in (attributes or {}).items():
                 file.attrs[key] = value
@@ -223,12 +216,8 @@ def write_hdf5(
 
 
 def _h5py() -> Any:
-    try:
+    with of_extra("data", "HDF5 files are read with h5py"):
         import h5py
-    except ImportError as error:
-        raise MissingFrameworkError(
-            f"HDF5 files need h5py, which cannot be imported ({error}); run `pip install 'hvdkit[data]'`."
-        ) from error
     return h5py
 
 
@@ -344,7 +333,3 @@ def _common_length(arrays: Sequence[Any], path: Path) -> int:
         told = ", ".join(f"{array.name} {length}" for array, length in zip(arrays, lengths, strict=True))
         raise DataError(f"the arrays of {str(path)!r} differ in their number of samples ({told}); it must be the same.")
     return lengths[0]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

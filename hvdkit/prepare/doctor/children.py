@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common.signals import signal_name
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor import inside
 from hvdkit.prepare.doctor.facts import Failure
@@ -65,7 +66,9 @@ class Children:
             begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
             fatal = begun[-1] if begun else remaining[0]
             outcomes[fatal] = Outcome(failure=end)
-            remaining = _still_possible(remaining[remaining.index(fatal) + 1 :], outcomes)
+            failed = {stage for stage, outcome in outcomes.items() if outcome.failure}
+            later = remaining[remaining.index(fatal) + 1 :]
+            remaining = [stage for stage in later if inside.is_possible(stage, failed)]
         return outcomes
 
     def stop(self) -> None:
@@ -130,7 +133,7 @@ class Children:
         if status is None:
             return Failure("timeout", f"did not end within {self.seconds:g} s", detail)
         if status < 0:
-            return Failure("signal", f"killed by {_signal_name(-status)}{last}", detail)
+            return Failure("signal", f"killed by {signal_name(-status)}{last}", detail)
         return Failure("exit", f"the process ended with exit status {status}{last}", detail)
 
 
@@ -143,23 +146,8 @@ def _outcome(line: Mapping[str, Any]) -> Outcome:
     )
 
 
-def _still_possible(stages: Sequence[str], outcomes: Mapping[str, Outcome]) -> list[str]:
-    failed = {stage for stage, outcome in outcomes.items() if outcome.failure}
-    possible = []
-    for stage in stages:
-        if inside.PREREQUISITES.get(stage) in failed:
-            failed.add(stage)
-        else:
-            possible.append(stage)
-    return possible
-
-
 def _read_all(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def without_host_name(text: str) -> str:

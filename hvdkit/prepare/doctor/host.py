@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdkit.common.ask import version
+from hvdkit.common.mpi_names import identify
 from hvdkit.prepare.doctor.facts import Host, MpiLauncher
-from hvdkit.prepare.doctor.mpi_names import identify
 
 _RELEVANT = (
     "HOROVOD_",
@@ -25,7 +25,6 @@ _RELEVANT = (
 """Beginnings of the names of variables that change a training; a report shows no others."""
 
 _SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
-_VERSION_SECONDS = 10.0
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
@@ -38,12 +37,13 @@ def look(environ: Mapping[str, str]) -> Host:
     """The machine as this process sees it."""
     path = environ.get("PATH")
     compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
+    shared = Path("/dev/shm")  # noqa: S108
     return Host(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
         cpu_quota=cpu_quota(_text(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
-        shm_bytes=_free_bytes(Path("/dev/shm")),  # noqa: S108
+        shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         gpus=gpus(Path("/")),
         compiler=next((found for name in compilers if (found := shutil.which(name, path=path))), None),
         schedulers=tuple(name for name in _SCHEDULERS if shutil.which(name, path=path)),
@@ -116,21 +116,7 @@ def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tu
 
 
 def _launcher(path: str, first_on_path: bool, environ: Mapping[str, str]) -> MpiLauncher:
-    try:
-        answer = subprocess.run(
-            [path, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_SECONDS,
-            env=dict(environ),
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return MpiLauncher(path, first_on_path, "", "")
-    implementation, version = identify(answer.stdout)
-    return MpiLauncher(path, first_on_path, implementation, version)
+    return MpiLauncher(path, first_on_path, *identify(version(Path(path), environ).text))
 
 
 def timeline_problem(environ: Mapping[str, str]) -> str | None:
@@ -144,10 +130,6 @@ def timeline_problem(environ: Mapping[str, str]) -> str | None:
     if Path(value).is_dir():
         return "it is a directory"
     return None if os.access(directory, os.W_OK) else f"{directory} is not writable"
-
-
-def _free_bytes(directory: Path) -> int | None:
-    return shutil.disk_usage(directory).free if directory.is_dir() else None
 
 
 def _text(file: Path) -> str:

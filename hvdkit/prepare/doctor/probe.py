@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common.mpi_names import identify
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.doctor import host, inside
 from hvdkit.prepare.doctor.children import Children, Outcome
@@ -24,9 +25,8 @@ from hvdkit.prepare.doctor.facts import (
     MpiLibrary,
     Package,
 )
-from hvdkit.prepare.doctor.mpi_names import identify
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
-from hvdkit.prepare.install.record import BuildRecord
+from hvdkit.prepare.install.record import BuildRecord, read_record
 
 DEFAULT_SECONDS = 60.0
 """Time that one child process may take; a first import from a parallel file system can take most of a minute."""
@@ -128,16 +128,7 @@ class _Assembly:
 
     def package(self, name: str) -> Package:
         found = self.inventory["packages"][name]
-        value = self.value(name)
-        return Package(
-            name=name,
-            present=found["present"],
-            location=found["location"],
-            distribution=found["distribution"],
-            distribution_version=found["distribution_version"],
-            version=value.get("version"),
-            failure=self.failure(name),
-        )
+        return Package(name=name, **found, version=self.value(name).get("version"), failure=self.failure(name))
 
     def devices(self, framework: str) -> Devices:
         value, failure = self.value(f"{framework}.devices"), self.failure(f"{framework}.devices")
@@ -167,13 +158,11 @@ def _builds(horovod: str | None) -> tuple[tuple[Build, ...], str | None]:
         return (), None
     record, problem = None, None
     try:
-        record = _from_record(BuildRecord.from_json((Path(horovod) / RECORD_NAME).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        pass  # built without hvdkit
-    except (OSError, UnicodeDecodeError, InstallError) as error:
+        record = read_record(Path(horovod))
+    except InstallError as error:
         problem = str(error)
-    metadata = _horovod_metadata(Path(horovod) / "metadata.json")
-    return tuple(build for build in (record, metadata) if build), problem
+    builds = (record and _from_record(record), _horovod_metadata(Path(horovod) / "metadata.json"))
+    return tuple(build for build in builds if build), problem
 
 
 def _own_mpi_directories(prefix: str, builds: Sequence[Build]) -> list[Path]:

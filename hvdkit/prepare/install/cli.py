@@ -7,18 +7,18 @@ import hashlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import click
 
 from hvdkit.common.commands import PATH
+from hvdkit.common.signals import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
-from hvdkit.prepare.install.adjust import Target
 from hvdkit.prepare.install.build import build_wheel
-from hvdkit.prepare.install.cache import Cache, DamagedError
+from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import TITLES, Facts
 from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
@@ -34,6 +34,7 @@ from hvdkit.prepare.install.requirements import (
 from hvdkit.prepare.install.shelf import Shelf
 
 DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
+_CACHED = "from the cache"
 
 
 @click.command()
@@ -95,12 +96,10 @@ def install(
         click.echo(explanation(facts, options))
         return 0
     with _reporting() as progress:
-        if ready is not None:
-            _install_ready(facts, options, Shelf(ready), progress)
-        elif keep is not None:
+        if keep is not None:
             _keep(facts, options, force, Shelf(keep), progress)
         else:
-            _install(facts, options, force, progress)
+            _install(facts, options, force, None if ready is None else Shelf(ready), progress)
     return 0
 
 
@@ -108,7 +107,7 @@ def install(
 def _reporting() -> Iterator[Progress]:
     """Say how far it is, and what has ended it."""
     progress = Progress(sys.stderr)
-    with _ended_by_signals():
+    with handled((signal.SIGTERM, signal.SIGHUP), _end):
         try:
             yield progress
         except KeyboardInterrupt:
@@ -123,12 +122,11 @@ def _reporting() -> Iterator[Progress]:
 def explanation(facts: Facts, options: Options) -> str:
     """What an install would do here: the table of adjustments with reasons, and the plan or why there is none."""
     found = tuple(framework.name for framework in facts.frameworks)
-    target = Target(frozenset(found if options.frameworks is None else options.frameworks), options.gpu, options.plain)
     head = (
         f"Horovod {HOROVOD_VERSION}, from its released source (SHA-256 {HOROVOD_SHA256}),\n"
         "with these changes where they apply to this build:\n\n"
     )
-    table = adjust.describe(target)
+    table = adjust.describe(replace(options, frameworks=options.frameworks or found))
     try:
         plan = make_plan(facts, options)
     except InstallError as error:
@@ -136,43 +134,32 @@ def explanation(facts: Facts, options: Options) -> str:
     return f"{head}{table}\n\n{_describe(plan, facts)}"
 
 
-def _install(facts: Facts, options: Options, force: bool, progress: Progress) -> None:
-    plan = make_plan(facts, options)
+def _install(facts: Facts, options: Options, force: bool, ready: Shelf | None, progress: Progress) -> None:
+    """Install a wheel: one of a shelf, one from the cache, or one that is built now."""
+    found, plan = (None, make_plan(facts, options)) if ready is None else ready.find(facts, options)
     cache = Cache(facts.cache_directory)
     for note in plan.notes:
         progress.say(f"Note: {note}")
 
-    with _locked_environment(facts, cache, progress):
+    place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
+    with cache.locked(f"environment-{place}", _waiting(progress, "installs into this environment")):
         if not force and environment.is_installed(plan):
             click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
             return
         with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
             log = cache.new_log(plan.key)
-            wheel, built = _wheel(plan, facts, cache, force, progress, log)
-            _put_in_place(wheel, plan, facts, cache, built, progress, log)
-    _compile_mpi_recorder(plan, facts, progress)
-    click.echo(_summary(plan, "compiled" if built else "from the cache", progress.seconds))
+            if found is None:
+                wheel, how = _wheel(plan, facts, cache, force, progress, log)
+            else:
+                wheel, how = found, f"from {found.parent}"
+            _put_in_place(wheel, plan, facts, cache, how != _CACHED, progress, log)
+    if found is None:
+        _compile_mpi_recorder(plan, facts, progress)
+    click.echo(_summary(plan, how, progress.seconds))
 
 
 def _waiting(progress: Progress, doing: str) -> Callable[[str], None]:
     return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
-
-
-def _locked_environment(facts: Facts, cache: Cache, progress: Progress) -> AbstractContextManager[None]:
-    place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
-    return cache.locked(f"environment-{place}", _waiting(progress, "installs into this environment"))
-
-
-def _install_ready(facts: Facts, options: Options, shelf: Shelf, progress: Progress) -> None:
-    """Install what was built elsewhere. It is imported here for the first time, so always tried."""
-    wheel, plan = shelf.find(facts, options)
-    cache = Cache(facts.cache_directory)
-    with _locked_environment(facts, cache, progress):
-        if environment.is_installed(plan):
-            click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
-            return
-        _put_in_place(wheel, plan, facts, cache, True, progress, cache.new_log(plan.key))
-    click.echo(_summary(plan, f"from {wheel.parent}", progress.seconds))
 
 
 def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: Progress) -> None:
@@ -185,34 +172,23 @@ def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: P
     click.echo(f"{_title(plan)}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {shelf.directory}")
 
 
-def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progress, log: Path) -> tuple[Path, bool]:
-    """The wheel of a plan, and whether it was built now. Hold the key's lock."""
-    wheel = None if force else _cached(cache, plan, progress)
-    if wheel is not None:
-        return wheel, False
-    return build_wheel(plan, facts, cache, progress, log), True
-
-
-def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
-    """The wheel from the cache, None when there is none that is whole."""
-    try:
-        wheel = cache.get(plan.key)
-    except DamagedError as error:
-        progress.say(f"{error} It is built again.")
-        cache.drop(plan.key)
-        return None
+def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progress, log: Path) -> tuple[Path, str]:
+    """The wheel of a plan, and how it was had. Hold the key's lock."""
+    wheel = None if force else cache.whole(plan.key, progress.say)
     if wheel is not None:
         progress.say(f"From the cache: {wheel}")
-    return wheel
+        return wheel, _CACHED
+    return build_wheel(plan, facts, cache, progress, log), "compiled"
 
 
 def _put_in_place(
-    wheel: Path, plan: Plan, facts: Facts, cache: Cache, built: bool, progress: Progress, log: Path
+    wheel: Path, plan: Plan, facts: Facts, cache: Cache, untried: bool, progress: Progress, log: Path
 ) -> None:
+    """Install a wheel; one that was never imported where it is now is tried, and forgotten where that fails."""
     progress.say(f"Installing into {facts.python.prefix}")
     with environment.restored_on_failure(facts.python):
         environment.install(wheel, plan, facts.python, facts.environ, log)
-        if not built:
+        if not untried:
             return
         try:
             environment.check_import(plan, facts.python, facts.environ, log)
@@ -262,7 +238,7 @@ def _contents(plan: Plan) -> list[tuple[str, str]]:
     controllers = "Gloo"
     if plan.mpi is not None:
         controllers = f"MPI ({plan.mpi.implementation} {plan.mpi.version}".rstrip() + f", {plan.mpi.bin}), Gloo"
-    return [("frameworks", frameworks), ("controllers", controllers), ("GPU", plan.target.gpu)]
+    return [("frameworks", frameworks), ("controllers", controllers), ("GPU", plan.options.gpu)]
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
@@ -273,16 +249,6 @@ def _title(plan: Plan) -> str:
     return f"Horovod {plan.record.horovod}"
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let the signals that end a process run through its clean-up, as Ctrl-C does."""
-
-    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _end(number: int, _frame: FrameType | None) -> None:
+    """Let a signal that ends a process run through its clean-up, as Ctrl-C does."""
+    sys.exit(128 + number)

@@ -9,23 +9,17 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common.commands import seconds_above_0
+from hvdkit.common.commands import JSON, time_limit
+from hvdkit.prepare.doctor.finding import has_errors
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.prepare.preflight.report import look
 
 
 @click.command()
-@click.option("--json", "form", flag_value="json", help="Print one JSON object, and nothing else, on standard output.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1, max=3600),
-    callback=seconds_above_0,  # not a number is in every range
-    default=60.0,
-    metavar="SECONDS",
-    help="Time limit for all ranks to join.",
-)
+@JSON
+@time_limit(60.0, "Time limit for all ranks to join.")
 @click.option("--report", type=click.Path(file_okay=False, exists=True, path_type=Path), hidden=True)
-def preflight(form: str | None, timeout: float, report: Path | None) -> int:
+def preflight(json_: bool, timeout: float, report: Path | None) -> int:
     """Inside a job: do all ranks see each other, the same versions, and devices of their own?
 
     Start it as the training will be started, on every rank; or let `hvdkit launch --preflight` do that. Every rank
@@ -61,8 +55,8 @@ def preflight(form: str | None, timeout: float, report: Path | None) -> int:
         return 0
     found = findings.examine(reports)
     if own.rank == 0:
-        show.page(reports, found).print(form, show.seen(reports, found))
-    return 1 if show.has_errors(found) else 0
+        show.page(reports, found).print("json" if json_ else None, show.seen(reports, found))
+    return 1 if has_errors(found) else 0
 
 
 def _give_up(rank: int, size: int, timeout: float) -> None:

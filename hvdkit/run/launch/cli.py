@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
 from hvdkit.common.commands import with_options
 from hvdkit.errors import InvalidArgumentError
@@ -24,12 +25,11 @@ from hvdkit.run.launch import (
     mpi_recording,
     options,
     placement,
-    plan,
+    recordings,
     show,
     torch_profile,
     tuned,
 )
-from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Host, Plan, Request
 from hvdkit.run.launch.stage import job as staging
 
@@ -159,14 +159,14 @@ def _request(
         if asked[name] and not asked[needed]:
             option, other = (f"--{word.replace('_', '-')}" for word in (name, needed))
             raise InvalidArgumentError(f"{option} needs {other}, {why}.")
-    chosen, given = tuned.choose(rest.pop("tuned"), **{name: rest.pop(name) for name in tuned.OPTIONS})
-    fixed = "--tuned" if chosen.source else next(iter(given.values()), None)
+    chosen, source, given = tuned.choose(rest.pop("tuned"), **{name: rest.pop(name) for name in tuned.OPTIONS})
+    fixed = "--tuned" if source else next(iter(given.values()), None)
     if fixed is not None and rest["autotune_log"] is not None:
         raise InvalidArgumentError(f"{fixed} fixes what --autotune-log is to vary; give one of them.")
     if skew and chosen.cache_capacity:
         raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
     if skew:
-        chosen, given = replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
+        chosen, given = structs.replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
     stamp = time.strftime("%Y%m%d-%H%M%S")
     explain_dir = rest.pop("explain_dir") or Path(f"hvdkit-job-{stamp}")
     stage_dir = rest.pop("stage_dir")
@@ -185,6 +185,7 @@ def _request(
         hosts_chosen=placed.chosen,
         tuned=chosen,
         options=given,
+        tuned_source=source,
         dry_run=dry_run,
         **rest,
     )
@@ -209,12 +210,17 @@ def _staging(request: Request, job: Plan) -> Plan | None:
 def _recorded(request: Request, job: Plan) -> Iterator[None]:
     """Around a job: the directories of its profiles are there before it, and what came to be in them is said after."""
     recorders = ((mpi_recording, request.mpi_profile), (torch_profile, request.torch_profile))
-    before = [(one, directory, one.prepare(directory)) for one, directory in recorders if directory is not None]
+    before = [
+        (one, directory, recordings.prepare(one.OPTION, directory, one.FILES))
+        for one, directory in recorders
+        if directory is not None
+    ]
     if request.explain_job is not None:
         explained.prepare(request.explain_job, job)
     yield
     for recorder, directory, found in before:
-        click.echo(f"hvdkit launch: {recorder.outcome(directory, found)}", err=True)
+        files = recordings.new(directory, recorder.FILES, found)
+        click.echo(f"hvdkit launch: {recorder.outcome(directory, files)}", err=True)
     if request.explain_job is not None:
         also = (request.timeline, request.mpi_profile, request.torch_profile, request.stall_dir)
         click.echo(explained.outcome(request.explain_job, also), err=True)
@@ -245,8 +251,4 @@ def _elastic_plan(request: Request, wanted: elastic.Elastic) -> Plan:
 
 
 def _plan(request: Request) -> Plan:
-    environ = dict(os.environ)
-    python = facts.own_python()
-    path = request.variables.get("PATH", facts.job_path(environ, python))
-    command = resolve(request.command, path, python)
-    return plan.build(request, facts.gather(request, environ), command, environ)
+    return facts.planned(request, dict(os.environ))[1]

@@ -15,7 +15,7 @@ from hvdkit.common.commands import (
     FILE,
     PATH,
     not_below_0,
-    require_possible,
+    output_file,
     seconds_above_0,
     shortened,
 )
@@ -36,16 +36,8 @@ def environment_variables(_ctx: click.Context, _parameter: click.Parameter, pair
     return variables
 
 
-def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
-    if file is None:
-        return None
-    file = file.absolute()
-    require_possible(file)
-    if not file.parent.is_dir():
-        raise click.BadParameter(f"directory {str(file.parent)!r} does not exist; create it first")
-    if file.is_dir():
-        raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
-    return file
+def _output_file(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    return _absolute(ctx, parameter, output_file(ctx, parameter, file))
 
 
 def _directory(name: str, help_text: str) -> Callable[[Any], Any]:
@@ -220,23 +212,15 @@ OPTIONS = (
         help="End the job when a collective waits longer than S seconds, and write every rank's call stacks (not on "
         "several hosts)  [default: off; a rank may rightly be busy for long]",
     ),
-    click.option(
-        "--stall-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        metavar="DIR",
-        help="Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]",
-    ),
+    _directory("--stall-dir", "Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]"),
     click.option(
         "--stage",
         is_flag=True,
         help="First copy the environment to the local disk of every host, once, over MPI; the ranks import from there.",
     ),
-    click.option(
+    _directory(
         "--stage-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        callback=_absolute,
-        metavar="DIR",
-        help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
+        "Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
     ),
     click.option(
         "--preflight",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.prepare.install import mpi_recorder
 from hvdkit.run.launch import (
     aprun,
     batch,
@@ -121,21 +120,6 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
     return settings
 
 
-def _recorded(
-    directory: Path, request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
-) -> tuple[Command, list[Setting]]:
-    """The command with the recorder of MPI calls preloaded into it alone, not into the launcher."""
-    before = request.variables.get("LD_PRELOAD", environ.get("LD_PRELOAD", ""))
-    words = mpi_recording.words(facts.mpi_recorder or Path(mpi_recorder.NAME), before)
-    script = None if command.script is None else command.script + len(words)
-    variables = mpi_recording.variables(directory, wait=request.mpi_profile_wait)
-    settings = [
-        Setting("--mpi-profile: each rank writes what it called there", variables=variables),
-        Setting("--mpi-profile: the recorder stands between the ranks and their MPI; not in the launcher", words),
-    ]
-    return Command((*words, *command.words), script), settings
-
-
 def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str], *, direct: bool) -> Setting:
     """Have Horovod report what waits, often enough to measure the limit; end the job itself where nobody reads that.
 
@@ -163,21 +147,27 @@ def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, st
     if request.threads is not None:
         return Setting("--threads", variables={"OMP_NUM_THREADS": str(request.threads)})
     if request.tuned.threads is not None:
-        return Setting(f"--tuned: {request.tuned.source}", variables={"OMP_NUM_THREADS": str(request.tuned.threads)})
+        return Setting(f"--tuned: {request.tuned_source}", variables={"OMP_NUM_THREADS": str(request.tuned.threads)})
     if environ.get("OMP_NUM_THREADS"):
         return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
     if request.depth is not None:
         return Setting("--depth: a thread for each core", variables={"OMP_NUM_THREADS": str(request.depth)})
-    together = _on_a_host(request) if _is_direct(name, request) else request.n
-    if together is None or name in _SERVICE_NODES:
+    together = ranks_on_a_host(name, request)
+    if together is None:
         return Setting("OMP_NUM_THREADS stays unset: the cores of a rank are not known here; say them with --depth")
     share = max(1, facts.cores // together)
     ranks = f"{together} ranks" if together == request.n else f"the {together} ranks of a host"
     return Setting(f"{facts.cores} cores for {ranks}", variables={"OMP_NUM_THREADS": str(share)})
 
 
-def _on_a_host(request: Request) -> int | None:
-    """The most ranks that come to share a host; None where the launcher alone decides."""
+def ranks_on_a_host(name: str, request: Request) -> int | None:
+    """The most ranks that come to share a host like this one; None where the launcher alone decides, or its hosts are
+    unlike this machine.
+    """
+    if name in _SERVICE_NODES:
+        return None
+    if not _is_direct(name, request):
+        return request.n
     return request.ppn or max((host.slots for host in request.hosts), default=None)
 
 
@@ -196,7 +186,7 @@ def choose(request: Request, facts: Facts) -> tuple[str, str]:
     if facts.batch is not None:
         return facts.batch
     if request.tuned.launcher is not None:
-        return request.tuned.launcher, f"--tuned: {request.tuned.source}"
+        return request.tuned.launcher, f"--tuned: {request.tuned_source}"
     if facts.horovod is None:
         if facts.mpi is not None:
             return "mpirun", f"Horovod is not installed; {facts.mpi} is"
@@ -240,7 +230,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
     settings += changes
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
-    settings += [*_torch_profiled(request, environ), *_explained(request, environ)]
+    settings += [*torch_profile.settings(request, environ), *explained.settings(request, environ)]
     added: dict[str, str] = {}
     for setting in settings:
         added.update(setting.variables)
@@ -280,30 +270,12 @@ def _as_started(
         command = through_mpi4py(command)
         why = "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others"
         settings.append(Setting(why, ("-m", "mpi4py")))
-    if request.mpi_profile is not None:
-        command, recorded = _recorded(request.mpi_profile, request, facts, command, environ)
-        settings += recorded
+    command, recorded = mpi_recording.around(command, request, facts, environ)
+    settings += recorded
     if any(map(line.taken.fullmatch, command.words[1:])):
         command = as_one_word(command, facts.python)
         settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
     return command, settings
-
-
-def _torch_profiled(request: Request, environ: Mapping[str, str]) -> list[Setting]:
-    if request.torch_profile is None:
-        return []
-    before = request.variables.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
-    steps = request.torch_profile_steps or torch_profile.STEPS
-    variables = torch_profile.variables(request.torch_profile, steps, before)
-    return [Setting("--torch-profile: each rank profiles itself and writes there", variables=variables)]
-
-
-def _explained(request: Request, environ: Mapping[str, str]) -> list[Setting]:
-    if request.explain_job is None:
-        return []
-    timeline = {} if request.timeline is None else {"HOROVOD_TIMELINE": str(request.timeline)}
-    variables = explained.variables(request.explain_job, {**environ, **timeline, **request.variables})
-    return [Setting("--explain-job: each rank writes there when its steps begin and end", variables=variables)]
 
 
 def _check(name: str, request: Request) -> None:

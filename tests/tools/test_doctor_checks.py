@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdkit.prepare.doctor.checks import CHECKS, examine
+from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.facts import (
     Build,
     Devices,
@@ -19,7 +19,7 @@ from hvdkit.prepare.doctor.facts import (
     MpiLibrary,
     Package,
 )
-from hvdkit.prepare.doctor.finding import LEVELS, Finding
+from hvdkit.prepare.doctor.finding import LEVELS, Found
 from hvdkit.prepare.doctor.mpi_names import identify, same_family
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
@@ -106,11 +106,11 @@ def with_environ(**environ: str) -> Facts:
     return replace(SOUND, environ=environ)
 
 
-def found(facts: Facts) -> dict[str, Finding]:
-    return dict(examine(facts))
+def found(facts: Facts) -> dict[str, Found]:
+    return {one.check: one for one in examine(facts)}
 
 
-def only(facts: Facts, name: str) -> Finding:
+def only(facts: Facts, name: str) -> Found:
     """The one finding there is."""
     findings = found(facts)
     assert list(findings) == [name]
@@ -121,14 +121,10 @@ def test_a_sound_environment_has_no_finding() -> None:
     assert examine(SOUND) == []
 
 
-def test_names_of_checks_are_unique() -> None:
-    assert len({check.name for check in CHECKS}) == len(CHECKS)
-
-
 def test_errors_come_first() -> None:
     facts = replace(without_package("mpi4py"), mpi4py_mpi=None, environ={"OMP_NUM_THREADS": "99"})
     facts = with_extension("torch", facts, loaded=False, failure=CRASH, built=(), runs={}, mpi=None)
-    levels = [finding.level for _, finding in examine(facts)]
+    levels = [finding.level for finding in examine(facts)]
     assert levels == sorted(levels, key=LEVELS.index)
     assert set(levels) == set(LEVELS)
 

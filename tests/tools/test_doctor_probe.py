@@ -19,7 +19,7 @@ from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.children import Children, without_host_name
 from hvdkit.prepare.doctor.facts import Facts
-from hvdkit.prepare.doctor.finding import Finding
+from hvdkit.prepare.doctor.finding import Found
 from hvdkit.prepare.doctor.probe import gather
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 
@@ -89,8 +89,8 @@ def add_distribution(directory: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def found(facts: Facts) -> dict[str, Finding]:
-    return dict(examine(facts))
+def found(facts: Facts) -> dict[str, Found]:
+    return {one.check: one for one in examine(facts)}
 
 
 def test_an_environment_without_anything_gets_the_commands_that_fill_it(bare_python: str, tmp_path: Path) -> None:

@@ -114,10 +114,10 @@ def test_a_sound_job_has_no_findings():
 )
 def test_each_fault_is_found(reports, check, level, part):
     found = examine(reports)
-    assert (check, level) in [(name, finding.level) for name, finding in found]
-    assert any(part in finding.what for name, finding in found if name == check)
-    assert [finding.level for _, finding in found] == sorted((one.level for _, one in found))
-    assert all(finding.why and finding.fix for _, finding in found)
+    assert (check, level) in [(finding.check, finding.level) for finding in found]
+    assert any(part in finding.what for finding in found if finding.check == check)
+    assert [finding.level for finding in found] == sorted(finding.level for finding in found)
+    assert all(finding.why and finding.fix for finding in found)
 
 
 def test_one_fault_is_one_finding():

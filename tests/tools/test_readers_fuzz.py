@@ -126,7 +126,7 @@ def real(place: Path) -> Callable[[str], bytes]:
     made = emulate_results.made({1024: 1e-4, 1 << 20: 1e-3}, trials=3)
     results.write(place / "emulate.json", made)
     json_files.write(place / "plan.json", made.plan)
-    tuned.write(place / "tuned.json", tuned.Tuned("mpirun", 2, 1.5, 1 << 20, 512, True, False, False))
+    tuned.write(place / "tuned.json", tuned.Tuned("mpirun", 2, 0.0015, 1 << 20, 512, True, False, False))
     CheckpointDirectory(place / "run").save(1, lambda folder: None, {"epoch": 2, "data": {"position": 8}}, score=0.5)
     steps = b'{"hvdkit": "step times", "version": 1, "rank": 0, "host": 7}\n'
     steps += b"".join(b"[%d.0, %d.1, %d.5, %d.9]\n" % (at, at, at, at) for at in range(20))

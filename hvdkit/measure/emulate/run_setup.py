@@ -145,14 +145,14 @@ def wish_of(n: int, **options: Any) -> Wish:
 
 
 def _horovod_settings(name: str, engine: str, settings: Mapping[str, Any], fusion: bool | None) -> Tuned:
-    tuned, _ = tuned_settings.choose(None, **settings)
+    tuned, _, _ = tuned_settings.choose(None, **settings)
     if name != "horovod" and (fusion is not None or tuned.variables()):
         given = "--fusion" if fusion is not None else ", ".join(tuned.variables())
         raise InvalidArgumentError(f"{given} is a setting of Horovod, got --engine {engine}; use --engine horovod.")
     if fusion is False:
         if tuned.fusion_threshold_bytes:
             raise InvalidArgumentError("--fusion off and --fusion-threshold-mb contradict each other; give one.")
-        return replace(tuned, fusion_threshold_bytes=0)
+        return structs.replace(tuned, fusion_threshold_bytes=0)
     return tuned
 
 

@@ -10,6 +10,7 @@ from hvdkit.common.commands import seconds_above_0
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import children
 from hvdkit.prepare.doctor.checks import examine
+from hvdkit.prepare.doctor.finding import has_errors
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
 from hvdkit.prepare.doctor.report import as_json, as_text
 
@@ -68,4 +69,4 @@ def doctor(json_: bool, report: bool, timeout: float) -> int:
         click.echo(click.unstyle(children.without_names(as_text(facts, findings, _WIDEST))))
     else:
         click.echo(as_text(facts, findings, min(shutil.get_terminal_size().columns, _WIDEST)))
-    return 1 if any(finding.level == "error" for _, finding in findings) else 0
+    return 1 if has_errors(findings) else 0

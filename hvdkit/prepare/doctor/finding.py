@@ -1,20 +1,18 @@
-"""A finding, and the checks that come to one."""
+"""A finding, of the doctor or of a preflight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from hvdkit.common.json_files import Part
-from hvdkit.prepare.doctor.facts import Facts
 
 LEVELS = ("error", "warning", "info")
 """error: training would not work; warning: it works badly or in some uses not; info: good to know."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong, why that matters, and what to do.
+class Finding(NamedTuple):
+    """What a check says is wrong, why that matters, and what to do.
 
     Attributes:
         level: one of LEVELS.
@@ -43,14 +41,12 @@ class Found(Part, frozen=True):
     fix: str
 
 
-def found_as(findings: Sequence[tuple[str, Finding]]) -> tuple[Found, ...]:
-    """Findings with the names of their checks, for a program."""
-    return tuple(Found(name, one.level, one.what, one.why, one.fix) for name, one in findings)
+def worst_first(findings: Iterable[tuple[str, Finding]]) -> list[Found]:
+    """Findings with the names of their checks: errors, then warnings, then the rest."""
+    found = [Found(name, *finding) for name, finding in findings]
+    return sorted(found, key=lambda one: LEVELS.index(one.level))
 
 
-@dataclass(frozen=True)
-class Check:
-    """A row of the table of checks: its name, and the function that comes to a finding, or None when all is well."""
-
-    name: str
-    function: Callable[[Facts], Finding | None]
+def has_errors(findings: Iterable[Found]) -> bool:
+    """Whether training would not work."""
+    return any(one.level == "error" for one in findings)

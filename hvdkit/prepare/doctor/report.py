@@ -12,7 +12,7 @@ import hvdkit
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document
 from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, Extension, Facts, Package
-from hvdkit.prepare.doctor.finding import LEVELS, Finding, Found, found_as
+from hvdkit.prepare.doctor.finding import LEVELS, Found, has_errors
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan", "working": "green", "broken": "red"}
 _WORDS = ("error", "warning", "note")  # in the order of LEVELS
@@ -53,9 +53,9 @@ class Report(Document, frozen=True):
     facts: Facts
 
 
-def as_json(facts: Facts, findings: Sequence[tuple[str, Finding]]) -> str:
+def as_json(facts: Facts, findings: Sequence[Found]) -> str:
     """The report as one JSON object."""
-    return json_files.encode(Report(not _has_errors(findings), components(facts), found_as(findings), facts))
+    return json_files.encode(Report(not has_errors(findings), components(facts), tuple(findings), facts))
 
 
 def components(facts: Facts) -> dict[str, Component]:
@@ -147,15 +147,15 @@ def _mpirun(facts: Facts) -> Component:
     return Component("found", str(launcher), launcher.path + ("" if launcher.first_on_path else " (not on PATH)"))
 
 
-def as_text(facts: Facts, findings: Sequence[tuple[str, Finding]], width: int) -> str:
+def as_text(facts: Facts, findings: Sequence[Found], width: int) -> str:
     """The report for people, in lines of at most ``width`` columns where words allow; coloured by click's styles."""
     parts = [f"hvdkit {hvdkit.__version__}, Python {facts.python} in {facts.prefix}, {facts.host.platform}", ""]
     parts += _table(components(facts))
     parts += ["", f"  cores     {_cores(facts)}"]
     parts += [f"  GPUs      {', '.join(facts.host.gpus) or 'none'}"]
     parts += [f"  {name}={value}" for name, value in facts.environ.items()]
-    for name, finding in findings:
-        parts += ["", *_finding(name, finding, width)]
+    for finding in findings:
+        parts += ["", *_finding(finding, width)]
     return "\n".join([*parts, "", _summary(findings)])
 
 
@@ -175,8 +175,8 @@ def _cores(facts: Facts) -> str:
     return f"{host.cores}, of which this process may use {host.affinity}{quota}"
 
 
-def _finding(name: str, finding: Finding, width: int) -> list[str]:
-    lines = [f"{click.style(finding.level, fg=_COLOURS[finding.level], bold=True)} [{name}]"]
+def _finding(finding: Found, width: int) -> list[str]:
+    lines = [f"{click.style(finding.level, fg=_COLOURS[finding.level], bold=True)} [{finding.check}]"]
     for label, text in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
         lines.append(
             fill(
@@ -191,13 +191,9 @@ def _finding(name: str, finding: Finding, width: int) -> list[str]:
     return lines
 
 
-def _summary(findings: Sequence[tuple[str, Finding]]) -> str:
-    levels = [finding.level for _, finding in findings]
+def _summary(findings: Sequence[Found]) -> str:
+    levels = [finding.level for finding in findings]
     counts = {level: levels.count(level) for level in LEVELS}
     verdict = "Training would not work" if counts["error"] else "Training works here"
     words = [f"{count} {word}{'' if count == 1 else 's'}" for word, count in zip(_WORDS, counts.values(), strict=True)]
     return f"{verdict}: {', '.join(words)}."
-
-
-def _has_errors(findings: Sequence[tuple[str, Finding]]) -> bool:
-    return any(finding.level == "error" for _, finding in findings)

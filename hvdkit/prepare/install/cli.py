@@ -14,6 +14,7 @@ from types import FrameType
 import click
 
 from hvdkit.common.commands import PATH
+from hvdkit.common.signals import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.adjust import Target
@@ -108,7 +109,7 @@ def install(
 def _reporting() -> Iterator[Progress]:
     """Say how far it is, and what has ended it."""
     progress = Progress(sys.stderr)
-    with _ended_by_signals():
+    with handled((signal.SIGTERM, signal.SIGHUP), _end):
         try:
             yield progress
         except KeyboardInterrupt:
@@ -273,16 +274,6 @@ def _title(plan: Plan) -> str:
     return f"Horovod {plan.record.horovod}"
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let the signals that end a process run through its clean-up, as Ctrl-C does."""
-
-    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _end(number: int, _frame: FrameType | None) -> None:
+    """Let a signal that ends a process run through its clean-up, as Ctrl-C does."""
+    sys.exit(128 + number)

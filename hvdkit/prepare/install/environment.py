@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from hvdkit.common.signals import handled
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import PythonFacts
 from hvdkit.prepare.install.find_frameworks import distribution
@@ -122,7 +123,7 @@ def restored_on_failure(python: PythonFacts) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            with _undisturbed():
+            with handled((signal.SIGINT,), signal.SIG_IGN):  # a second Ctrl-C must not stop the undoing half-way
                 for entry in _entries(python):
                     if entry not in before or _HOROVODS.match(entry.name):
                         _delete(entry)
@@ -131,16 +132,6 @@ def restored_on_failure(python: PythonFacts) -> Iterator[None]:
                         _copy(copy, entry)
                 importlib.invalidate_caches()
             raise
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not stop the undoing half-way."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _entries(python: PythonFacts) -> set[Path]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from hvdkit.common.commands import seconds_above_0
+from hvdkit.prepare.doctor.finding import has_errors
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.prepare.preflight.report import look
 
@@ -64,7 +65,7 @@ def preflight(json_: bool, timeout: float, report: Path | None) -> int:
         click.echo(show.as_json(reports, found), nl=False)
     elif own.rank == 0:
         show.page(reports, found).print()
-    return 1 if show.has_errors(found) else 0
+    return 1 if has_errors(found) else 0
 
 
 def _give_up(rank: int, size: int, timeout: float) -> None:

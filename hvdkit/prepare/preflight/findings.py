@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from hvdkit.prepare.doctor.finding import LEVELS, Finding
+from hvdkit.prepare.doctor.finding import Finding, Found, worst_first
 from hvdkit.prepare.preflight.report import PACKAGES, Place, Report
 from hvdkit.steps.ranks import name_ranks
 
@@ -18,14 +18,13 @@ _MUST_BE_EQUAL = ("Python", *PACKAGES)
 Reports = Sequence[Report]
 
 
-def examine(reports: Reports) -> list[tuple[str, Finding]]:
-    """Findings with the names of their checks, errors first.
+def examine(reports: Reports) -> list[Found]:
+    """What all checks find, errors first.
 
     Args:
         reports: at least one, by rank.
     """
-    found = [(name, finding) for name, check in CHECKS.items() for finding in check(reports)]
-    return sorted(found, key=lambda pair: LEVELS.index(pair[1].level))
+    return worst_first((name, finding) for name, check in CHECKS.items() for finding in check(reports))
 
 
 def _ranks(reports: Reports) -> str:

@@ -9,16 +9,10 @@ from rich.text import Text
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
-from hvdkit.prepare.doctor.finding import Finding, Found, found_as
+from hvdkit.prepare.doctor.finding import Found, has_errors
 from hvdkit.prepare.preflight.report import Place, Report
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
-Findings = Sequence[tuple[str, Finding]]
-
-
-def has_errors(findings: Findings) -> bool:
-    """Whether training would not work."""
-    return any(finding.level == "error" for _, finding in findings)
 
 
 class Seen(Document, frozen=True):
@@ -39,12 +33,12 @@ class Seen(Document, frozen=True):
     ranks: tuple[Report, ...]
 
 
-def as_json(reports: Sequence[Report], findings: Findings) -> str:
+def as_json(reports: Sequence[Report], findings: Sequence[Found]) -> str:
     """One JSON object."""
-    return json_files.encode(Seen(not has_errors(findings), found_as(findings), tuple(reports)))
+    return json_files.encode(Seen(not has_errors(findings), tuple(findings), tuple(reports)))
 
 
-def page(reports: Sequence[Report], findings: Findings) -> Page:
+def page(reports: Sequence[Report], findings: Sequence[Found]) -> Page:
     """A table of the ranks, the findings, and a verdict."""
     ways = sorted({f"{report.launcher} starts the ranks, Horovod over {report.library or '?'}" for report in reports})
     rows = [
@@ -62,8 +56,8 @@ def page(reports: Sequence[Report], findings: Findings) -> Page:
     ]
     names = ("rank", "host", "launcher", "Horovod", "MPI", "GPU", "cores", "threads")
     found: list[Table | str | Text] = ["; ".join(ways), Table("", names, rows, left=names[1:6])]
-    for name, finding in findings:
-        found.append(Text(f"{finding.level} [{name}]", style=_COLOURS[finding.level]))
+    for finding in findings:
+        found.append(Text(f"{finding.level} [{finding.check}]", style=_COLOURS[finding.level]))
         found += [f"  {label}: {getattr(finding, label)}" for label in ("what", "why", "fix")]
     size = max(report.size for report in reports)
     verdict = "The job would not train as it is" if has_errors(findings) else "The job can train"

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from hvdkit.common.table import console
+from hvdkit.prepare.doctor.finding import has_errors
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.run.launch import direct, supervise
 from hvdkit.run.launch.model import Plan
@@ -37,7 +38,7 @@ def preflight(plan: Plan, python: Path) -> bool:
         return False
     found = findings.examine(reports)
     show.page(reports, found).show(console(stderr=True))
-    return not show.has_errors(found)
+    return not has_errors(found)
 
 
 def started(job: Plan, *, tagged: bool = False, verbose: bool = False) -> Ended:

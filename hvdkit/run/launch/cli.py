@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
 from hvdkit.common.commands import with_options
 from hvdkit.errors import InvalidArgumentError
@@ -159,14 +160,14 @@ def _request(
         if asked[name] and not asked[needed]:
             option, other = (f"--{word.replace('_', '-')}" for word in (name, needed))
             raise InvalidArgumentError(f"{option} needs {other}, {why}.")
-    chosen, given = tuned.choose(rest.pop("tuned"), **{name: rest.pop(name) for name in tuned.OPTIONS})
-    fixed = "--tuned" if chosen.source else next(iter(given.values()), None)
+    chosen, source, given = tuned.choose(rest.pop("tuned"), **{name: rest.pop(name) for name in tuned.OPTIONS})
+    fixed = "--tuned" if source else next(iter(given.values()), None)
     if fixed is not None and rest["autotune_log"] is not None:
         raise InvalidArgumentError(f"{fixed} fixes what --autotune-log is to vary; give one of them.")
     if skew and chosen.cache_capacity:
         raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
     if skew:
-        chosen, given = replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
+        chosen, given = structs.replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
     stamp = time.strftime("%Y%m%d-%H%M%S")
     explain_dir = rest.pop("explain_dir") or Path(f"hvdkit-job-{stamp}")
     stage_dir = rest.pop("stage_dir")
@@ -185,6 +186,7 @@ def _request(
         hosts_chosen=placed.chosen,
         tuned=chosen,
         options=given,
+        tuned_source=source,
         dry_run=dry_run,
         **rest,
     )

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from hvdkit.common.signals import handled
 from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, Ended
 from hvdkit.run.launch.reach import Reach
 from hvdkit.run.launch.signals import ENDING
@@ -51,18 +52,12 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             os.killpg(process.pid, signal.SIGKILL if len(ended_by) > 1 else number)
 
-    # One that is ignored stays ignored: "nohup hvdkit launch ..." outlives its terminal.
-    watched = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, pass_on) for number in watched}
-    try:
+    with handled(ENDING, pass_on):
         process = start(argv, environment)
         if ended_by:
             os.killpg(process.pid, ended_by[0])
         copies = [_Copy(pipe(process.stdout), 1, reach.suspect), _Copy(pipe(process.stderr), 2, reach.suspect)]
         status = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     for copy in copies:
         copy.join(_DRAIN_S)
         while copy.is_alive() and copy.writing:  # whoever reads takes its time

@@ -74,7 +74,8 @@ class Request:
         gpus_per_node, gpus_per_task: what the batch system's launcher is to hand out, None for no claim.
         autotune_log: absolute path of the log of Horovod's autotuner, None to leave it off.
         tuned: Horovod's settings for speed; ``launcher``, ``threads`` and a batch job win over its own.
-        options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned.source``.
+        options: the option that gave a variable of ``tuned``, for ``--explain``; the others come from ``tuned_source``.
+        tuned_source: the file of ``tuned``, or the line of it; "" for none.
         monitor: absolute path of the directory for the history of the run, None for none.
         mpi_profile: absolute path of the directory for the MPI profile, None for none.
         mpi_profile_wait: it also measures how long a rank waits for the others.
@@ -104,6 +105,7 @@ class Request:
     autotune_log: Path | None = None
     tuned: Tuned = field(default_factory=Tuned)
     options: Mapping[str, str] = field(default_factory=dict)
+    tuned_source: str = ""
     monitor: Path | None = None
     mpi_profile: Path | None = None
     mpi_profile_wait: bool = False

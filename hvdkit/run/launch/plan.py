@@ -163,7 +163,7 @@ def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, st
     if request.threads is not None:
         return Setting("--threads", variables={"OMP_NUM_THREADS": str(request.threads)})
     if request.tuned.threads is not None:
-        return Setting(f"--tuned: {request.tuned.source}", variables={"OMP_NUM_THREADS": str(request.tuned.threads)})
+        return Setting(f"--tuned: {request.tuned_source}", variables={"OMP_NUM_THREADS": str(request.tuned.threads)})
     if environ.get("OMP_NUM_THREADS"):
         return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
     if request.depth is not None:
@@ -196,7 +196,7 @@ def choose(request: Request, facts: Facts) -> tuple[str, str]:
     if facts.batch is not None:
         return facts.batch
     if request.tuned.launcher is not None:
-        return request.tuned.launcher, f"--tuned: {request.tuned.source}"
+        return request.tuned.launcher, f"--tuned: {request.tuned_source}"
     if facts.horovod is None:
         if facts.mpi is not None:
             return "mpirun", f"Horovod is not installed; {facts.mpi} is"

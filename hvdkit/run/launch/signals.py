@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
+from hvdkit.common.signals import handled
+
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a user or a batch system ends a job with."""
 
@@ -41,17 +43,14 @@ class Signals:
 
 @contextlib.contextmanager
 def watched_signals() -> Iterator[Signals]:
-    """Collect signals. One that is ignored stays ignored: ``nohup hvdkit launch ...`` outlives its terminal."""
+    """Collect the signals that end a job or say that a child has ended."""
     receiver, sender = socket.socketpair()
     with receiver, sender:
         sender.setblocking(False)
         signals = Signals(receiver)
         previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        watched = [signal.SIGCHLD, *(number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN)]
-        previous = {number: signal.signal(number, signals.note) for number in watched}
         try:
-            yield signals
+            with handled((signal.SIGCHLD, *ENDING), signals.note):
+                yield signals
         finally:
             signal.set_wakeup_fd(previous_fd)
-            for number, handler in previous.items():
-                signal.signal(number, handler)

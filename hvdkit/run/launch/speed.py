@@ -38,7 +38,7 @@ def settings(request: Request, name: str, environ: Mapping[str, str]) -> list[Se
 
 def _source(request: Request, variable: str) -> str:
     given = request.options.get(variable)
-    return given if given is not None else f"--tuned: {request.tuned.source}"
+    return given if given is not None else f"--tuned: {request.tuned_source}"
 
 
 def _controller(name: str) -> Setting:

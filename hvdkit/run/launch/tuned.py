@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,38 +14,6 @@ from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 
 MIB = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """What is set for speed; None leaves a setting as it is.
-
-    Attributes:
-        launcher: "mpirun" (MPI) or "horovodrun" (Gloo).
-        threads: compute threads per rank, > 0.
-        cycle_time_ms: milliseconds between two looks of Horovod at what is ready, >= 0 (HOROVOD_CYCLE_TIME).
-        fusion_threshold_bytes: size of the fusion buffer, 0 for no fusion (HOROVOD_FUSION_THRESHOLD).
-        cache_capacity: tensors whose negotiation is remembered, 0 for none (HOROVOD_CACHE_CAPACITY).
-        hierarchical_allreduce, hierarchical_allgather, torus_allreduce: within a host first, then between hosts.
-        source: where they come from, for ``--explain``.
-    """
-
-    launcher: str | None = None
-    threads: int | None = None
-    cycle_time_ms: float | None = None
-    fusion_threshold_bytes: int | None = None
-    cache_capacity: int | None = None
-    hierarchical_allreduce: bool | None = None
-    hierarchical_allgather: bool | None = None
-    torus_allreduce: bool | None = None
-    source: str = ""
-
-    def variables(self) -> dict[str, str]:
-        """The environment variables of Horovod that say the same, in the units that Horovod reads."""
-        values = {variable: getattr(self, name) for variable, name in _VARIABLES.items()}
-        return {variable: _word(value) for variable, value in values.items() if value is not None}
-
-
 _VARIABLES = {
     "HOROVOD_CYCLE_TIME": "cycle_time_ms",
     "HOROVOD_FUSION_THRESHOLD": "fusion_threshold_bytes",
@@ -57,7 +24,7 @@ _VARIABLES = {
 }
 
 
-class Settings(Part, frozen=True, omit_defaults=True):
+class Tuned(Part, frozen=True, omit_defaults=True):
     """What is set for speed; what is left out stays as it is.
 
     Attributes:
@@ -78,6 +45,16 @@ class Settings(Part, frozen=True, omit_defaults=True):
     hierarchical_allgather: bool | None = None
     torus_allreduce: bool | None = None
 
+    @property
+    def cycle_time_ms(self) -> float | None:
+        """The cycle time in the unit in which Horovod reads it."""
+        return None if self.cycle_time_s is None else 1000 * self.cycle_time_s
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables of Horovod that say the same, in the units that Horovod reads."""
+        values = {variable: getattr(self, name) for variable, name in _VARIABLES.items()}
+        return {variable: _word(value) for variable, value in values.items() if value is not None}
+
 
 class File(Document, frozen=True):
     """What makes a job fast.
@@ -91,7 +68,7 @@ class File(Document, frozen=True):
     written_by = "hvdkit tune"
     fix = "give a file of 'hvdkit tune', or a log of HOROVOD_AUTOTUNE_LOG"
 
-    settings: Settings
+    settings: Tuned
     measured: Any = None
 
 
@@ -110,8 +87,9 @@ def choose(
     fusion_threshold_mb: float | None,
     cache_capacity: int | None,
     hierarchical_allreduce: bool | None,
-) -> tuple[Tuned, dict[str, str]]:
-    """The settings of a file with those of the options over them, and the option behind each variable.
+) -> tuple[Tuned, str, dict[str, str]]:
+    """The settings of a file with those of the options over them, the source of the file's, and the option behind each
+    variable.
 
     Args:
         path: for ``read``, None for no file.
@@ -120,19 +98,20 @@ def choose(
         InvalidArgumentError: see ``read``.
     """
     options = Tuned(
-        cycle_time_ms=cycle_time_ms,
+        cycle_time_s=None if cycle_time_ms is None else cycle_time_ms / 1000,
         fusion_threshold_bytes=None if fusion_threshold_mb is None else round(fusion_threshold_mb * MIB),
         cache_capacity=cache_capacity,
         hierarchical_allreduce=hierarchical_allreduce,
     )
-    given = {name: value for name, value in asdict(options).items() if value is not None and name != "source"}
     names = dict(zip(_VARIABLES, OPTIONS, strict=False))
     by_variable = {name: f"--{names[name].replace('_', '-')}" for name in options.variables()}
-    return replace(Tuned() if path is None else read(path), **given), by_variable
+    found, source = (Tuned(), "") if path is None else read(path)
+    given = {name: value for name, value in structs.asdict(options).items() if value is not None}
+    return structs.replace(found, **given), source, by_variable
 
 
-def read(path: Path) -> Tuned:
-    """The settings of a file of ``hvdkit tune``, or the best row of a log of Horovod's autotuner.
+def read(path: Path) -> tuple[Tuned, str]:
+    """The settings of a file of ``hvdkit tune``, or the best row of a log of Horovod's autotuner; and their source.
 
     Args:
         path: JSON written by ``write``, or the CSV of HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB.
@@ -144,7 +123,7 @@ def read(path: Path) -> Tuned:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as tuned settings: {error}.") from error
     if text.lstrip().startswith("{"):
-        return _of_json(path, text)
+        return json_files.decode(text, File, str(path), InvalidArgumentError).settings, str(path)
     return _of_autotune_log(path, text)
 
 
@@ -158,23 +137,10 @@ def write(path: Path, tuned: Tuned, measured: Part | None = None) -> None:
     Raises:
         DataError, InvalidArgumentError, OSError: it cannot be written.
     """
-    json_files.write(path, File(settings_of(tuned), measured))
+    json_files.write(path, File(tuned, measured))
 
 
-def settings_of(tuned: Tuned) -> Settings:
-    """The settings as a file has them."""
-    values = {name: value for name, value in asdict(tuned).items() if name != "source"}
-    cycle_ms = values.pop("cycle_time_ms")
-    return Settings(**values, cycle_time_s=None if cycle_ms is None else cycle_ms / 1000)
-
-
-def _of_json(path: Path, text: str) -> Tuned:
-    values = structs.asdict(json_files.decode(text, File, str(path), InvalidArgumentError).settings)
-    cycle_s = values.pop("cycle_time_s")
-    return Tuned(**values, cycle_time_ms=None if cycle_s is None else 1000 * cycle_s, source=str(path))
-
-
-def _of_autotune_log(path: Path, text: str) -> Tuned:
+def _of_autotune_log(path: Path, text: str) -> tuple[Tuned, str]:
     """The settings of the best row of a HOROVOD_AUTOTUNE_LOG, whose fusion threshold is in MiB."""
     lines = text.splitlines()
     names = [name.strip() for name in lines[0].split(",")] if lines else []
@@ -199,15 +165,15 @@ def _of_autotune_log(path: Path, text: str) -> Tuned:
     score, line, best = max(rows)
     if score <= 0:
         raise InvalidArgumentError(f"{path} has no row with a score above 0: its autotuner saw no allreduce.")
-    return Tuned(
-        cycle_time_ms=best["cycle_time_ms"],
+    found = Tuned(
+        cycle_time_s=best["cycle_time_ms"] / 1000,
         fusion_threshold_bytes=round(best["tensor_fusion_threshold"] * MIB),
         cache_capacity=0 if best.get("cache_enabled") == 0 else None,
         hierarchical_allreduce=_bool(best.get("hierarchical_allreduce")),
         hierarchical_allgather=_bool(best.get("hierarchical_allgather")),
         torus_allreduce=_bool(best.get("torus_allreduce")),
-        source=f"line {-line} of {path}, the best of {len(rows)} (its fusion threshold is in MiB)",
     )
+    return found, f"line {-line} of {path}, the best of {len(rows)} (its fusion threshold is in MiB)"
 
 
 def _bool(value: float | None) -> bool | None:

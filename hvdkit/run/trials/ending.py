@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+from hvdkit.common.signals import handled
+
 
 class Ended(KeyboardInterrupt):
     """This program was told to end by a signal other than Ctrl-C's."""
@@ -23,10 +25,5 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         raise Ended(number)
 
-    watched = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, end) for number in watched}
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), end):
         yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,10 +35,10 @@ class Space:
 
     def _axes(self) -> list[list[Tuned]]:
         return [
-            [replace(DEFAULT, launcher=launcher) for launcher in self.launchers],
-            [replace(DEFAULT, threads=threads) for threads in self.threads],
-            [replace(DEFAULT, cycle_time_ms=time_ms) for time_ms in self.cycle_times_ms],
-            [replace(DEFAULT, fusion_threshold_bytes=size) for size in self.fusion_thresholds_bytes],
+            [Tuned(launcher=launcher) for launcher in self.launchers],
+            [Tuned(threads=threads) for threads in self.threads],
+            [Tuned(cycle_time_s=time_ms / 1000) for time_ms in self.cycle_times_ms],
+            [Tuned(fusion_threshold_bytes=size) for size in self.fusion_thresholds_bytes],
         ]
 
     def candidates(self, limit: int, rng: np.random.Generator) -> list[Tuned]:
@@ -60,7 +60,7 @@ class Space:
 
 def _merged(several: Sequence[Tuned]) -> Tuned:
     launcher, threads, cycle, fusion = several
-    return Tuned(launcher.launcher, threads.threads, cycle.cycle_time_ms, fusion.fusion_threshold_bytes)
+    return Tuned(launcher.launcher, threads.threads, cycle.cycle_time_s, fusion.fusion_threshold_bytes)
 
 
 def thread_choices(share: int | None, current: int | None) -> tuple[int, ...]:

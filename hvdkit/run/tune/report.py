@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
@@ -13,7 +13,7 @@ from msgspec import structs
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
 from hvdkit.run.launch import tuned
-from hvdkit.run.launch.tuned import Settings, Tuned, settings_of
+from hvdkit.run.launch.tuned import Tuned
 from hvdkit.run.trials.space import DEFAULT, label
 from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search
 from hvdkit.run.tune.statistics import Speedup
@@ -108,7 +108,7 @@ class Confirmed(Part, frozen=True):
         pairs: of runs.
     """
 
-    settings: Settings
+    settings: Tuned
     speedup: float
     low: float
     high: float | None
@@ -152,7 +152,7 @@ class Tried(Part, frozen=True):
         failure: why it was dropped.
     """
 
-    settings: Settings
+    settings: Tuned
     speedup_in_selection: float | None
     selection_seconds: tuple[float, ...]
     confirmation_seconds: tuple[float, ...]
@@ -167,7 +167,7 @@ class Leader(Part, frozen=True):
         speedup: in the runs that select.
     """
 
-    settings: Settings
+    settings: Tuned
     speedup: float
 
 
@@ -187,7 +187,7 @@ class Outcome(Document, Measured, frozen=True):
 
     interrupted: bool
     budget_ended: bool
-    adopted: Settings | None
+    adopted: Tuned | None
     leader: Leader | None
     settings: tuple[Tried, ...]
 
@@ -199,11 +199,11 @@ def outcome(search: Search, subject: Subject, *, interrupted: bool = False) -> O
         **structs.asdict(_measured(search, subject, interrupted=interrupted)),
         interrupted=interrupted,
         budget_ended=search.budget_ended,
-        adopted=None if best is None else settings_of(best),
-        leader=None if leader is None else Leader(settings_of(leader[0]), leader[1]),
+        adopted=best,
+        leader=None if leader is None else Leader(*leader),
         settings=tuple(
             Tried(
-                settings_of(setting),
+                setting,
                 search.screening.ratio(setting),
                 tuple(search.screening.seconds(setting)),
                 tuple(search.confirming.seconds(setting)),
@@ -223,7 +223,7 @@ def save(path: Path, search: Search, subject: Subject) -> Tuned:
     best = search.best()
     settings = DEFAULT if best is None else best
     if best is not None and subject.launcher is not None:
-        settings = Tuned(**{**asdict(best), "launcher": subject.launcher})
+        settings = structs.replace(best, launcher=subject.launcher)
     tuned.write(path, settings, _measured(search, subject))
     return settings
 
@@ -232,7 +232,7 @@ def _measured(search: Search, subject: Subject, *, interrupted: bool = False) ->
     """What a search found, in the form of its file."""
     confirmed = tuple(
         Confirmed(
-            settings_of(setting),
+            setting,
             found.ratio,
             found.low,
             found.high if math.isfinite(found.high) else None,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hvdkit.common.mpi_names import identify, same_family
 from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.facts import (
     Build,
@@ -20,7 +21,6 @@ from hvdkit.prepare.doctor.facts import (
     Package,
 )
 from hvdkit.prepare.doctor.finding import LEVELS, Found
-from hvdkit.prepare.doctor.mpi_names import identify, same_family
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 MPICH = MpiLibrary("/usr/lib/libmpich.so.12", "MPICH", "4.2.0")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdkit.prepare.install import ask, find_gpu, find_mpi, find_toolchain
+from hvdkit.common import ask
+from hvdkit.prepare.install import find_gpu, find_mpi, find_toolchain
 from hvdkit.prepare.install.find_frameworks import find_tensorflow, find_torch
 
 

@@ -19,10 +19,12 @@ from hvdkit.run.launch.model import Horovod, Request
         ("mpirun (Open MPI) 5.1.0a1\n", "Open MPI", (5, 1, 0)),
         ("HYDRA build details:\n    Version:                                 4.1.2\n", "MPICH", (4, 1, 2)),
         ("Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626", "Intel MPI", (2021, 18, 1)),
+        ("HYDRA build details:\n  Version:  3.4a2\n", "MPICH", (3, 4)),
     ],
 )
-def test_mpirun_is_told_by_what_it_says(text, implementation, version):
-    found = mpi.identify(Path("/x/mpirun"), text)
+def test_mpirun_is_told_by_what_it_says(tmp_path, text, implementation, version):
+    (tmp_path / "text").write_text(text)
+    found = mpi.identify(program(tmp_path / "mpirun", f"cat {tmp_path}/text"), os.environ)
     assert (found.implementation, found.version) == (implementation, version)
 
 
@@ -35,11 +37,11 @@ def program(path, text):
 
 def test_an_unknown_mpirun_is_one_sentence_with_what_it_said(tmp_path):
     with pytest.raises(LaunchError, match=r"'cluster starter 3'.*--launcher horovodrun"):
-        mpi.ask(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
+        mpi.identify(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
 
 
 def test_an_mpirun_may_say_it_on_standard_error(tmp_path):
-    found = mpi.ask(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.3' >&2"), os.environ)
+    found = mpi.identify(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.3' >&2"), os.environ)
     assert (found.implementation, found.version) == ("Open MPI", (5, 0, 3))
 
 
@@ -47,8 +49,8 @@ def test_an_mpirun_that_does_not_run_is_an_error_of_ours(tmp_path):
     broken = tmp_path / "mpirun"
     broken.write_text("#!/nowhere/sh\n")
     broken.chmod(0o755)
-    with pytest.raises(LaunchError, match="--version' failed"):
-        mpi.ask(broken, os.environ)
+    with pytest.raises(LaunchError, match="mpirun cannot be run"):
+        mpi.identify(broken, os.environ)
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hvdkit.common.mpi_names import major, same_family
 from hvdkit.prepare.doctor.facts import Facts, MpiLauncher, MpiLibrary
 from hvdkit.prepare.doctor.finding import Finding
-from hvdkit.prepare.doctor.mpi_names import major, same_family
 
 _RANK_0 = (
     "A launcher tells each process its rank in its own way. A process that uses another MPI does not find its rank "

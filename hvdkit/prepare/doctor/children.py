@@ -65,7 +65,9 @@ class Children:
             begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
             fatal = begun[-1] if begun else remaining[0]
             outcomes[fatal] = Outcome(failure=end)
-            remaining = _still_possible(remaining[remaining.index(fatal) + 1 :], outcomes)
+            failed = {stage for stage, outcome in outcomes.items() if outcome.failure}
+            later = remaining[remaining.index(fatal) + 1 :]
+            remaining = [stage for stage in later if inside.is_possible(stage, failed)]
         return outcomes
 
     def stop(self) -> None:
@@ -141,17 +143,6 @@ def _outcome(line: Mapping[str, Any]) -> Outcome:
     return Outcome(
         failure=Failure(fields["how"], without_host_name(fields["message"]), without_host_name(fields["detail"]))
     )
-
-
-def _still_possible(stages: Sequence[str], outcomes: Mapping[str, Outcome]) -> list[str]:
-    failed = {stage for stage, outcome in outcomes.items() if outcome.failure}
-    possible = []
-    for stage in stages:
-        if inside.PREREQUISITES.get(stage) in failed:
-            failed.add(stage)
-        else:
-            possible.append(stage)
-    return possible
 
 
 def _read_all(descriptor: int) -> bytes:

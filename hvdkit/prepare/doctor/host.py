@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdkit.common.ask import version
+from hvdkit.common.mpi_names import identify
 from hvdkit.prepare.doctor.facts import Host, MpiLauncher
-from hvdkit.prepare.doctor.mpi_names import identify
 
 _RELEVANT = (
     "HOROVOD_",
@@ -25,7 +25,6 @@ _RELEVANT = (
 """Beginnings of the names of variables that change a training; a report shows no others."""
 
 _SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
-_VERSION_SECONDS = 10.0
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
@@ -116,21 +115,7 @@ def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tu
 
 
 def _launcher(path: str, first_on_path: bool, environ: Mapping[str, str]) -> MpiLauncher:
-    try:
-        answer = subprocess.run(
-            [path, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_SECONDS,
-            env=dict(environ),
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return MpiLauncher(path, first_on_path, "", "")
-    implementation, version = identify(answer.stdout)
-    return MpiLauncher(path, first_on_path, implementation, version)
+    return MpiLauncher(path, first_on_path, *identify(version(Path(path), environ).text))
 
 
 def timeline_problem(environ: Mapping[str, str]) -> str | None:

@@ -28,21 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-PREREQUISITES = {
-    "torch.devices": "torch",
-    "torch.extension": "torch",
-    "torch.run.Gloo": "torch.extension",
-    "torch.run.MPI": "torch.extension",
-    "tensorflow.devices": "tensorflow",
-    "tensorflow.extension": "tensorflow",
-    "tensorflow.run.Gloo": "tensorflow.extension",
-    "tensorflow.run.MPI": "tensorflow.extension",
-    "tensorflow.keras": "tensorflow",
-    "keras": "tensorflow",
-    "mpi4py.run": "mpi4py",
-}
-"""Stage -> the stage whose failure leaves nothing to find out."""
-
 EXTENSION_FILES = {"torch": "mpi_lib_v2", "tensorflow": "mpi_lib"}
 """Framework -> stem of its extension's file below ``horovod/<framework>/`` (horovod/common/util.py, 0.28)."""
 
@@ -87,13 +72,11 @@ def inventory() -> dict[str, Any]:
 
 def _find(name: str) -> dict[str, Any]:
     spec = importlib.util.find_spec(name)
-    if spec is None:
-        return {"present": False, "location": None, "distribution": None, "distribution_version": None}
-    directories = list(spec.submodule_search_locations or [])
-    distribution, version = _distribution(name)
+    directories = list(spec.submodule_search_locations or []) if spec else []
+    distribution, version = _distribution(name) if spec else (None, None)
     return {
-        "present": True,
-        "location": directories[0] if directories else spec.origin,
+        "present": spec is not None,
+        "location": directories[0] if directories else spec and spec.origin,
         "distribution": distribution,
         "distribution_version": version,
     }
@@ -236,25 +219,35 @@ def _loaded_mpi() -> dict[str, str] | None:
     return None
 
 
-STAGES: dict[str, Callable[[], Any]] = {
-    "inventory": inventory,
-    "horovod": partial(imported, "horovod"),
-    "jax": partial(imported, "jax"),
-    "keras": keras,
-    "mpi4py": mpi4py,
-    "mpi4py.run": mpi4py_run,
-    "torch": partial(imported, "torch"),
-    "torch.devices": torch_devices,
-    "torch.extension": partial(extension, "torch"),
-    "torch.run.Gloo": partial(run, "torch", "Gloo"),
-    "torch.run.MPI": partial(run, "torch", "MPI"),
-    "tensorflow": partial(imported, "tensorflow"),
-    "tensorflow.devices": tensorflow_devices,
-    "tensorflow.extension": partial(extension, "tensorflow"),
-    "tensorflow.run.Gloo": partial(run, "tensorflow", "Gloo"),
-    "tensorflow.run.MPI": partial(run, "tensorflow", "MPI"),
-    "tensorflow.keras": tensorflow_keras,
+def _of_framework(name: str) -> dict[str, tuple[Callable[[], Any], str]]:
+    return {
+        name: (partial(imported, name), ""),
+        f"{name}.devices": (tensorflow_devices if name == "tensorflow" else torch_devices, name),
+        f"{name}.extension": (partial(extension, name), name),
+        f"{name}.run.Gloo": (partial(run, name, "Gloo"), f"{name}.extension"),
+        f"{name}.run.MPI": (partial(run, name, "MPI"), f"{name}.extension"),
+    }
+
+
+STAGES: dict[str, tuple[Callable[[], Any], str]] = {
+    "inventory": (inventory, ""),
+    "horovod": (partial(imported, "horovod"), ""),
+    "jax": (partial(imported, "jax"), ""),
+    "keras": (keras, "tensorflow"),
+    "mpi4py": (mpi4py, ""),
+    "mpi4py.run": (mpi4py_run, "mpi4py"),
+    **_of_framework("torch"),
+    **_of_framework("tensorflow"),
+    "tensorflow.keras": (tensorflow_keras, "tensorflow"),
 }
+"""By stage what it does, and the stage whose failure leaves nothing to find out, "" for none."""
+
+
+def is_possible(stage: str, failed: set[str]) -> bool:
+    """Whether a stage can find out something; one that cannot joins those that failed."""
+    if STAGES[stage][1] in failed:
+        failed.add(stage)
+    return stage not in failed
 
 
 def described(error: BaseException) -> dict[str, str]:
@@ -281,12 +274,11 @@ def main(descriptor: int, stages: list[str]) -> None:
         os.write(descriptor, (json.dumps(line) + "\n").encode())
 
     for stage in stages:
-        if PREREQUISITES.get(stage) in failed:
-            failed.add(stage)
+        if not is_possible(stage, failed):
             continue
         write({"begin": stage})
         try:
-            value = STAGES[stage]()
+            value = STAGES[stage][0]()
         except BaseException as error:
             # Whatever an import throws, sys.exit() included, is what this file is here to find out.
             failed.add(stage)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common.mpi_names import identify
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.doctor import host, inside
 from hvdkit.prepare.doctor.children import Children, Outcome
@@ -24,7 +25,6 @@ from hvdkit.prepare.doctor.facts import (
     MpiLibrary,
     Package,
 )
-from hvdkit.prepare.doctor.mpi_names import identify
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
 from hvdkit.prepare.install.record import BuildRecord
 
@@ -128,16 +128,7 @@ class _Assembly:
 
     def package(self, name: str) -> Package:
         found = self.inventory["packages"][name]
-        value = self.value(name)
-        return Package(
-            name=name,
-            present=found["present"],
-            location=found["location"],
-            distribution=found["distribution"],
-            distribution_version=found["distribution_version"],
-            version=value.get("version"),
-            failure=self.failure(name),
-        )
+        return Package(name=name, **found, version=self.value(name).get("version"), failure=self.failure(name))
 
     def devices(self, framework: str) -> Devices:
         value, failure = self.value(f"{framework}.devices"), self.failure(f"{framework}.devices")

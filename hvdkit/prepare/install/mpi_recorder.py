@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import hvdkit
+from hvdkit.common.ask import ask
 from hvdkit.errors import LaunchError
-from hvdkit.prepare.install.ask import ask
 from hvdkit.prepare.install.cache import Cache, DamagedError
 from hvdkit.prepare.install.find_mpi import find_mpi, identify
 

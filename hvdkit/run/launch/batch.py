@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hvdkit.run.launch.mpi import version_text
+from hvdkit.common.ask import version
 from hvdkit.steps.launchers import BATCH_JOBS
 
 PROGRAMS = ("mpiexec", "aprun", "srun", "jsrun")
@@ -50,7 +49,4 @@ def is_pals(mpiexec: Path, environ: Mapping[str, str]) -> bool:
     """Whether an mpiexec is that of PALS: by the directory that it lies in, or by what it says of itself."""
     if "pals" in mpiexec.resolve().parts or "/pals/" in str(mpiexec):
         return True
-    try:
-        return "PALS" in version_text(mpiexec, environ)
-    except (OSError, subprocess.TimeoutExpired):
-        return False  # whatever it is, it cannot start a job
+    return "PALS" in version(mpiexec, environ).text

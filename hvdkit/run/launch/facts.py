@@ -65,7 +65,7 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
         python=python,
         path=path,
         horovod=horovod,
-        mpi=None if mpirun is None else mpi.ask(mpirun, {**environ, "PATH": path}),
+        mpi=None if mpirun is None else mpi.identify(mpirun, {**environ, "PATH": path}),
         horovodrun=None if horovodrun is None else Path(horovodrun).absolute(),
         mpi4py=has_mpi4py(),
         programs=programs,

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import re
 from pathlib import Path
 
+from hvdkit.common.ask import ask
 from hvdkit.errors import LaunchError
 from hvdkit.prepare.install.record import horovod_directory, mpi_bin, read_record
 from hvdkit.run.launch.model import Horovod
 
 # The first framework whose part of Horovod loads answers for all: they share one build of the controllers.
 _PROBE = """
-import importlib, json, os
+import importlib
 reasons = []
 for framework in ("torch", "tensorflow"):
     try:
         module = importlib.import_module("horovod." + framework)
-        print("\\n" + json.dumps([bool(module.mpi_built()), bool(module.gloo_built())]))
+        print(f"\\nbuilt: {bool(module.mpi_built())} {bool(module.gloo_built())}")
         break
     except Exception as error:
         reasons.append(f"horovod.{framework}: {error}".splitlines()[0])
 else:
-    raise SystemExit("; ".join(reasons))
+    raise SystemExit("\\nfailed: " + "; ".join(reasons))
 """
-_PROBE_TIMEOUT_S = 120
+_ANSWER = re.compile(r"^(?:built: (\w+) (\w+)|failed: (.*))$", re.MULTILINE)
 
 
 def installed_horovod(python: Path) -> Horovod | None:
@@ -59,27 +59,12 @@ def _probe(python: Path) -> Horovod:
     Raises:
         LaunchError: it cannot be loaded.
     """
-    try:
-        answer = subprocess.run(
-            [python, "-c", _PROBE],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROBE_TIMEOUT_S,
-            check=False,
+    answer = ask([str(python), "-c", _PROBE])
+    match = _ANSWER.search(answer.text)
+    if match is None or match[3] is not None:
+        reason = answer.problem if match is None else match[3]
+        raise LaunchError(
+            f"Horovod is installed but cannot be loaded ({reason}); run 'hvdkit doctor', or name a launcher for a "
+            "command that does not use Horovod: --launcher mpirun."
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(_unloadable(str(error))) from error
-    lines = (answer.stdout if answer.returncode == 0 else answer.stderr).strip().splitlines() or ["no reason given"]
-    if answer.returncode != 0:
-        raise LaunchError(_unloadable(lines[-1]))
-    mpi, gloo = json.loads(lines[-1])
-    return Horovod(mpi, gloo)
-
-
-def _unloadable(reason: str) -> str:
-    return (
-        f"Horovod is installed but cannot be loaded ({reason}); run 'hvdkit doctor', or name a launcher for a command "
-        "that does not use Horovod: --launcher mpirun."
-    )
+    return Horovod(match[1] == "True", match[2] == "True")

@@ -9,10 +9,12 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, cast
 
 PATIENCE_SECONDS = 120
 """On a slow parallel file system a wrapper or a small compilation may take seconds; what takes longer is broken."""
+_VERSION_SECONDS = 30
 LONGEST = 1 << 20
 """Bytes of an answer; who says more is broken too."""
 
@@ -41,13 +43,24 @@ class Answer:
         return [line.strip() for line in self.text.splitlines() if line.strip()]
 
 
-def ask(argv: Sequence[str], stdin: str = "", environ: Mapping[str, str] | None = None) -> Answer:
+def version(program: Path, environ: Mapping[str, str]) -> Answer:
+    """What a program says of its version."""
+    return ask([str(program), "--version"], environ=environ, seconds=_VERSION_SECONDS)
+
+
+def ask(
+    argv: Sequence[str],
+    stdin: str = "",
+    environ: Mapping[str, str] | None = None,
+    seconds: float = PATIENCE_SECONDS,
+) -> Answer:
     """Run a program to its end and return what it said; one that cannot be run is an answer too.
 
     Args:
         argv: program and arguments.
         stdin: what it reads.
         environ: its environment; default: that of this process.
+        seconds: that it may take.
     """
     try:
         process = subprocess.Popen(
@@ -60,20 +73,20 @@ def ask(argv: Sequence[str], stdin: str = "", environ: Mapping[str, str] | None 
         )
     except OSError as error:
         return Answer(f"{argv[0]} cannot be run: {error.strerror}", ok=False)
-    said, status = _hear(process, stdin.encode())
+    said, status = _hear(process, stdin.encode(), seconds)
     if status == -signal.SIGKILL and len(said) < LONGEST:
-        return Answer(f"{argv[0]} did not answer within {PATIENCE_SECONDS} s", ok=False, ended=False)
+        return Answer(f"{argv[0]} did not answer within {seconds:g} s", ok=False, ended=False)
     return Answer(said.decode(errors="replace"), ok=status == 0)
 
 
-def _hear(process: subprocess.Popen[bytes], stdin: bytes) -> tuple[bytes, int]:
+def _hear(process: subprocess.Popen[bytes], stdin: bytes, seconds: float) -> tuple[bytes, int]:
     """What a process says and its exit status; it is killed when it takes too long, or says too much."""
 
     def end() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    patience = threading.Timer(PATIENCE_SECONDS, end)
+    patience = threading.Timer(seconds, end)
     patience.start()
     with process:
         try:

@@ -8,7 +8,7 @@ _PATTERNS = (
     ("Open MPI", r"^Open MPI v([\d.]+\w*)"),
     ("Open MPI", r"\((?:Open MPI|OpenRTE)\) ([\d.]+\w*)"),
     ("IBM Spectrum MPI", r"IBM Spectrum MPI\D*([\d.]*)"),
-    ("Intel MPI", r"Intel\(R\) MPI Library\D*([\d.]*)"),
+    ("Intel MPI", r"Intel\(R\) MPI Library(?:.*Version)?\D*([\d.]*)"),
     ("Cray MPICH", r"CRAY MPICH version ([\d.]+)"),
     ("MVAPICH", r"MVAPICH2?\D* Version\s*:?\s*([\d.]+\w*)"),
     ("MPICH", r"^MPICH Version\s*:\s*([\d.]+\w*)"),
@@ -34,7 +34,7 @@ def identify(text: str) -> tuple[str, str]:
     ('Open MPI', '5.0.11')
     """
     for name, pattern in _PATTERNS:
-        found = re.search(pattern, text.strip())
+        found = re.search(pattern, text.strip(), re.MULTILINE)
         if found:
             return name, found.group(1).rstrip(".")
     return "", ""

@@ -16,44 +16,36 @@ from numpy.typing import NDArray
 
 from hvdkit.common import files
 from hvdkit.datasets.pickled import read_dictionary, uint8_array
-from hvdkit.datasets.readers import MOST_BYTES, Arrays, ImageFormat, checked_images, checked_labels, corrupt, reading
+from hvdkit.datasets.readers import MOST_BYTES, Arrays, ImageFormat, Pair, checked_pair, corrupt, reading
 
 PICKLED_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 BINARY_BATCHES = tuple(f"{name}.bin" for name in PICKLED_BATCHES)
 
-Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
-
-def read_binary_batches(paths: Sequence[Path], form: ImageFormat) -> Arrays:
-    """Read data_batch_1.bin to data_batch_5.bin and test_batch.bin.
+def read_binary(paths: Sequence[Path], form: ImageFormat) -> Arrays:
+    """Read data_batch_1.bin to data_batch_5.bin and test_batch.bin, or the cifar-10-binary.tar.gz with them inside.
 
     Raises:
         CorruptDataError: a file is not made of whole records, or has a label out of range.
     """
-    return _join([_binary_batch(_content(path), str(path), form) for path in paths])
+    return _join([_binary_batch(content, where, form) for where, content in _contents(paths, BINARY_BATCHES)])
 
 
-def read_binary_archive(paths: Sequence[Path], form: ImageFormat) -> Arrays:
-    """Read the six binary batches inside cifar-10-binary.tar.gz; nothing is unpacked to disk."""
-    (archive,) = paths
-    members = _members(archive, BINARY_BATCHES)
-    return _join([_binary_batch(content, f"{archive}:{name}", form) for name, content in members])
-
-
-def read_pickled_batches(paths: Sequence[Path], form: ImageFormat) -> Arrays:
-    """Read data_batch_1 to data_batch_5 and test_batch, without running what the pickles ask for.
+def read_pickled(paths: Sequence[Path], form: ImageFormat) -> Arrays:
+    """Read data_batch_1 to data_batch_5 and test_batch, or the cifar-10-python.tar.gz with them inside, without running
+    what the pickles ask for.
 
     Raises:
         CorruptDataError: a file is damaged, or is a pickle of anything but arrays and labels.
     """
-    return _join([_pickled_batch(_content(path), str(path), form) for path in paths])
+    return _join([_pickled_batch(content, where, form) for where, content in _contents(paths, PICKLED_BATCHES)])
 
 
-def read_pickled_archive(paths: Sequence[Path], form: ImageFormat) -> Arrays:
-    """Read the six pickled batches inside cifar-10-python.tar.gz; nothing is unpacked to disk."""
-    (archive,) = paths
-    members = _members(archive, PICKLED_BATCHES)
-    return _join([_pickled_batch(content, f"{archive}:{name}", form) for name, content in members])
+def _contents(paths: Sequence[Path], names: Sequence[str]) -> list[tuple[str, bytes]]:
+    """Where each batch is, for messages, and its bytes; nothing of an archive is unpacked to disk."""
+    if len(paths) == 1:
+        return [(f"{paths[0]}:{name}", content) for name, content in _members(paths[0], names)]
+    return [(str(path), _content(path)) for path in paths]
 
 
 def _content(path: Path) -> bytes:
@@ -81,24 +73,21 @@ def _members(archive: Path, names: Sequence[str]) -> list[tuple[str, bytes]]:
     return [(name, found[name]) for name in names]
 
 
-def _binary_batch(content: bytes, where: str, form: ImageFormat) -> Batch:
+def _binary_batch(content: bytes, where: str, form: ImageFormat) -> Pair:
     record_bytes = 1 + form.height * form.width * form.channels
     if not content or len(content) % record_bytes:
         raise corrupt(where, f"{len(content)} bytes are not a whole number of {record_bytes}-byte records")
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, record_bytes)
-    return _images_from_planes(records[:, 1:], form, where), checked_labels(records[:, 0], form, where)
+    return checked_pair(_images_from_planes(records[:, 1:], form, where), records[:, 0], form, where)
 
 
-def _pickled_batch(content: bytes, where: str, form: ImageFormat) -> Batch:
+def _pickled_batch(content: bytes, where: str, form: ImageFormat) -> Pair:
     entries = read_dictionary(content, where)
     missing = [key for key in ("data", "labels") if key not in entries]
     if missing:
         raise corrupt(where, f"it lacks {' and '.join(missing)}")
     images = _images_from_planes(uint8_array(entries["data"], where), form, where)
-    labels = checked_labels(_label_array(entries["labels"], where), form, where)
-    if len(images) != len(labels):
-        raise corrupt(where, f"{len(images)} images and {len(labels)} labels")
-    return images, labels
+    return checked_pair(images, _label_array(entries["labels"], where), form, where)
 
 
 def _label_array(labels: Any, where: str) -> NDArray[Any]:
@@ -116,10 +105,10 @@ def _images_from_planes(rows: NDArray[np.uint8], form: ImageFormat, where: str) 
         expected = form.channels * form.height * form.width
         raise corrupt(where, f"its images are of shape {rows.shape}, expected (n, {expected})")
     planes = rows.reshape(-1, form.channels, form.height, form.width)
-    return checked_images(planes.transpose(0, 2, 3, 1), form, where)
+    return planes.transpose(0, 2, 3, 1)
 
 
-def _join(batches: Sequence[Batch]) -> Arrays:
+def _join(batches: Sequence[Pair]) -> Arrays:
     *train, (x_test, y_test) = batches
     return Arrays(
         np.concatenate([images for images, _ in train]), np.concatenate([labels for _, labels in train]), x_test, y_test

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.datasets.readers import Arrays
 from hvdkit.errors import MissingFrameworkError
 
 DIGITS_TEST_FRACTION = 0.2
@@ -14,16 +13,7 @@ DIGITS_BRIGHTEST = 16.0
 SYNTHETIC_NOISE = 0.25
 
 
-class Samples(NamedTuple):
-    """Images float32 (n, height, width, channels) in [0, 1] and labels int64 (n,)."""
-
-    x_train: NDArray[np.float32]
-    y_train: NDArray[np.int64]
-    x_test: NDArray[np.float32]
-    y_test: NDArray[np.int64]
-
-
-def digits(seed: int) -> Samples:
+def digits(seed: int) -> Arrays:
     """1797 handwritten digits of 8 x 8 pixels; 80 % to train, 20 % held out, each digit in proportion.
 
     Args:
@@ -46,10 +36,10 @@ def digits(seed: int) -> Samples:
     x_train, x_test, y_train, y_test = train_test_split(
         images, labels, test_size=DIGITS_TEST_FRACTION, stratify=labels, random_state=seed
     )
-    return Samples(x_train, y_train, x_test, y_test)
+    return Arrays(x_train, y_train, x_test, y_test)
 
 
-def synthetic(n: int, shape: tuple[int, int, int], classes: int, seed: int) -> Samples:
+def synthetic(n: int, shape: tuple[int, int, int], classes: int, seed: int) -> Arrays:
     """A pattern per class plus noise: small or large at will, and a network learns it.
 
     Args:
@@ -62,7 +52,7 @@ def synthetic(n: int, shape: tuple[int, int, int], classes: int, seed: int) -> S
     patterns = rng.random((classes, *shape), dtype=np.float32)
     x_train, y_train = _noisy(rng, patterns, n)
     x_test, y_test = _noisy(rng, patterns, -(-n // 4))
-    return Samples(x_train, y_train, x_test, y_test)
+    return Arrays(x_train, y_train, x_test, y_test)
 
 
 def _noisy(

@@ -91,14 +91,8 @@ def _load_files(source: Source, directory: str | os.PathLike[str] | None, downlo
         raise locate.not_found(source, base, directory)
     arrays = found.layout.read(found.paths, source.form)
     _refuse_another_set(source, arrays, found)
-    return Dataset(
-        source.name,
-        _scaled(arrays.x_train),
-        arrays.y_train,
-        _scaled(arrays.x_test),
-        arrays.y_test,
-        classes=source.form.classes,
-    )
+    scaled = arrays._replace(x_train=_scaled(arrays.x_train), x_test=_scaled(arrays.x_test))
+    return Dataset(source.name, *scaled, classes=source.form.classes)
 
 
 def _refuse_another_set(source: Source, arrays: Arrays, found: locate.Found) -> None:

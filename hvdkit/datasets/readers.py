@@ -33,12 +33,16 @@ class ImageFormat(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """A data set as its files hold it: uint8 images (n, height, width, channels), int64 labels (n,)."""
+    """A data set: images (n, height, width, channels), uint8 as files hold them or float32 in [0, 1]; labels (n,)."""
 
-    x_train: NDArray[np.uint8]
+    x_train: NDArray[Any]
     y_train: NDArray[np.int64]
-    x_test: NDArray[np.uint8]
+    x_test: NDArray[Any]
     y_test: NDArray[np.int64]
+
+
+Pair = tuple[NDArray[np.uint8], NDArray[np.int64]]
+"""Images and as many labels."""
 
 
 def corrupt(where: Path | str, problem: str) -> CorruptDataError:
@@ -94,14 +98,8 @@ def read_idx_set(paths: Sequence[Path], form: ImageFormat) -> Arrays:
     )
 
 
-def _read_idx_pair(
-    images_path: Path, labels_path: Path, form: ImageFormat
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    images = checked_images(read_idx(images_path, 3), form, images_path)
-    labels = checked_labels(read_idx(labels_path, 1), form, labels_path)
-    if len(images) != len(labels):
-        raise corrupt(f"{images_path} or {labels_path}", f"{len(images)} images and {len(labels)} labels")
-    return images, labels
+def _read_idx_pair(images: Path, labels: Path, form: ImageFormat) -> Pair:
+    return checked_pair(read_idx(images, 3), read_idx(labels, 1), form, images, labels)
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
@@ -157,16 +155,24 @@ def read_npz_set(paths: Sequence[Path], form: ImageFormat) -> Arrays:
                 found = ", ".join(archive.files) or "nothing"
                 raise corrupt(path, f"it holds {found} and lacks {', '.join(missing)}")
             content: dict[str, NDArray[Any]] = {key: archive[key] for key in NPZ_KEYS}
-    arrays = Arrays(
-        checked_images(content["x_train"], form, path),
-        checked_labels(content["y_train"], form, path),
-        checked_images(content["x_test"], form, path),
-        checked_labels(content["y_test"], form, path),
-    )
-    for part, images, labels in (("train", arrays.x_train, arrays.y_train), ("test", arrays.x_test, arrays.y_test)):
-        if len(images) != len(labels):
-            raise corrupt(path, f"{len(images)} images and {len(labels)} labels for {part}")
-    return arrays
+    x_train, y_train, x_test, y_test = content.values()
+    return Arrays(*checked_pair(x_train, y_train, form, path), *checked_pair(x_test, y_test, form, path))
+
+
+def checked_pair(
+    images: NDArray[Any],
+    labels: NDArray[Any],
+    form: ImageFormat,
+    where: Path | str,
+    labels_where: Path | str | None = None,
+) -> Pair:
+    """The images and their labels, which may come from another place, or a CorruptDataError."""
+    images = checked_images(images, form, where)
+    labels = checked_labels(labels, form, labels_where or where)
+    if len(images) != len(labels):
+        both = where if labels_where is None else f"{where} or {labels_where}"
+        raise corrupt(both, f"{len(images)} images and {len(labels)} labels")
+    return images, labels
 
 
 def checked_images(images: NDArray[Any], form: ImageFormat, where: Path | str) -> NDArray[np.uint8]:

@@ -124,11 +124,11 @@ CIFAR10 = Source(
         "cifar-10-batches-py",
     ),
     layouts=(
-        Layout(files=tuple((name,) for name in cifar.BINARY_BATCHES), read=cifar.read_binary_batches),
-        Layout(files=(("cifar-10-binary.tar.gz",),), read=cifar.read_binary_archive),
+        Layout(files=tuple((name,) for name in cifar.BINARY_BATCHES), read=cifar.read_binary),
+        Layout(files=(("cifar-10-binary.tar.gz",),), read=cifar.read_binary),
         _npz_layout("cifar10.npz", "cifar-10.npz"),
-        Layout(files=tuple((name,) for name in cifar.PICKLED_BATCHES), read=cifar.read_pickled_batches),
-        Layout(files=(("cifar-10-python.tar.gz",),), read=cifar.read_pickled_archive),
+        Layout(files=tuple((name,) for name in cifar.PICKLED_BATCHES), read=cifar.read_pickled),
+        Layout(files=(("cifar-10-python.tar.gz",),), read=cifar.read_pickled),
     ),
     # The binary version: the same images as the python version, and no pickle.
     remote=_remote(

@@ -289,7 +289,7 @@ def test_the_other_set_under_the_same_file_names_is_noticed(tmp_path: Path, name
         ({"y_train": None}, "lacks y_train"),
         ({"x_train": np.array([{}, 1], dtype=object)}, "Object arrays cannot be loaded"),
         ({"x_train": X_TRAIN / 255}, "float64 of shape"),
-        ({"y_test": Y_TEST[:2]}, "3 images and 2 labels for test"),
+        ({"y_test": Y_TEST[:2]}, "3 images and 2 labels"),
         ({"y_train": Y_TRAIN.astype(np.int64) - 1}, "label 1 is -1, expected 0 to 9"),
         ({"y_train": np.eye(10, dtype=np.uint8)[Y_TRAIN]}, r"labels are uint8 of shape \(7, 10\)"),
         ({"y_train": Y_TRAIN.astype(np.float32)}, "labels are float32"),

@@ -11,6 +11,14 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
+def signal_name(number: int) -> str:
+    """``SIGTERM`` for 15; ``signal 34`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
     """Handle these signals within the block.

@@ -21,7 +21,7 @@ from hvdkit.errors import DataError, InstallError, InvalidArgumentError, LaunchE
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.read.mpi_profile.results import Shown
-from hvdkit.run.launch import facts, mpi_recording, plan
+from hvdkit.run.launch import facts, mpi_recording, plan, recordings
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Facts, Horovod, Host, Mpi, Request
 
@@ -334,11 +334,12 @@ def test_a_dry_run_compiles_nothing(tmp_path, monkeypatch):
 
 def test_what_a_job_left(tmp_path):
     directory = tmp_path / "a" / "profile"
-    before = mpi_recording.prepare(directory)
-    assert directory.is_dir() and "no rank wrote" in mpi_recording.outcome(directory, before)
+    prepare, new = recordings.prepare, recordings.new
+    before = prepare("--mpi-profile", directory, mpi_recording.FILES)
+    assert directory.is_dir() and "no rank wrote" in mpi_recording.outcome(directory, [])
     write(directory, record(0), record(2))
-    said = mpi_recording.outcome(directory, before)
+    said = mpi_recording.outcome(directory, new(directory, mpi_recording.FILES, before))
     assert f"hvdkit mpi-profile show {directory}" in said and "2 of 4 ranks left no record: 1, 3." in said
-    assert "no rank wrote" in mpi_recording.outcome(directory, mpi_recording.prepare(directory))
+    assert not new(directory, mpi_recording.FILES, prepare("--mpi-profile", directory, mpi_recording.FILES))
     with pytest.raises(InvalidArgumentError, match="cannot be made a directory"):
-        mpi_recording.prepare(directory / "mpi_profile.0.json" / "x")
+        prepare("--mpi-profile", directory / "mpi_profile.0.json" / "x", mpi_recording.FILES)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common.signals import signal_name
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor import inside
 from hvdkit.prepare.doctor.facts import Failure
@@ -132,7 +133,7 @@ class Children:
         if status is None:
             return Failure("timeout", f"did not end within {self.seconds:g} s", detail)
         if status < 0:
-            return Failure("signal", f"killed by {_signal_name(-status)}{last}", detail)
+            return Failure("signal", f"killed by {signal_name(-status)}{last}", detail)
         return Failure("exit", f"the process ended with exit status {status}{last}", detail)
 
 
@@ -147,10 +148,6 @@ def _outcome(line: Mapping[str, Any]) -> Outcome:
 
 def _read_all(descriptor: int) -> bytes:
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def without_host_name(text: str) -> str:

@@ -25,12 +25,11 @@ from hvdkit.run.launch import (
     mpi_recording,
     options,
     placement,
-    plan,
+    recordings,
     show,
     torch_profile,
     tuned,
 )
-from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Host, Plan, Request
 from hvdkit.run.launch.stage import job as staging
 
@@ -211,12 +210,17 @@ def _staging(request: Request, job: Plan) -> Plan | None:
 def _recorded(request: Request, job: Plan) -> Iterator[None]:
     """Around a job: the directories of its profiles are there before it, and what came to be in them is said after."""
     recorders = ((mpi_recording, request.mpi_profile), (torch_profile, request.torch_profile))
-    before = [(one, directory, one.prepare(directory)) for one, directory in recorders if directory is not None]
+    before = [
+        (one, directory, recordings.prepare(one.OPTION, directory, one.FILES))
+        for one, directory in recorders
+        if directory is not None
+    ]
     if request.explain_job is not None:
         explained.prepare(request.explain_job, job)
     yield
     for recorder, directory, found in before:
-        click.echo(f"hvdkit launch: {recorder.outcome(directory, found)}", err=True)
+        files = recordings.new(directory, recorder.FILES, found)
+        click.echo(f"hvdkit launch: {recorder.outcome(directory, files)}", err=True)
     if request.explain_job is not None:
         also = (request.timeline, request.mpi_profile, request.torch_profile, request.stall_dir)
         click.echo(explained.outcome(request.explain_job, also), err=True)
@@ -247,8 +251,4 @@ def _elastic_plan(request: Request, wanted: elastic.Elastic) -> Plan:
 
 
 def _plan(request: Request) -> Plan:
-    environ = dict(os.environ)
-    python = facts.own_python()
-    path = request.variables.get("PATH", facts.job_path(environ, python))
-    command = resolve(request.command, path, python)
-    return plan.build(request, facts.gather(request, environ), command, environ)
+    return facts.planned(request, dict(os.environ))[1]

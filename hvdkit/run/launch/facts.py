@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.run.launch import batch, mpi, mpi_recording
+from hvdkit.run.launch import batch, mpi, mpi_recording, plan
+from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.horovod import installed_horovod, recorded_horovod
 from hvdkit.run.launch.machine import usable_cores
-from hvdkit.run.launch.model import Facts, Horovod, Request
+from hvdkit.run.launch.model import Facts, Horovod, Plan, Request
 from hvdkit.steps import hosts as job_hosts
 
 
@@ -72,6 +73,18 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
         batch=chosen,
         mpi_recorder=_mpi_recorder(request, horovod, mpirun, environ) if records and not without_mpi else None,
     )
+
+
+def planned(request: Request, environ: Mapping[str, str]) -> tuple[Facts, Plan]:
+    """What there is for a request, and the plan of its job.
+
+    Raises:
+        InvalidArgumentError, LaunchError, InstallError: see ``gather``, ``command.resolve`` and ``plan.build``.
+    """
+    python = own_python()
+    command = resolve(request.command, request.variables.get("PATH", job_path(environ, python)), python)
+    found = gather(request, environ)
+    return found, plan.build(request, found, command, environ)
 
 
 def _mpi_recorder(request: Request, horovod: Horovod | None, mpirun: Path | None, environ: Mapping[str, str]) -> Path:

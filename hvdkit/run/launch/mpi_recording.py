@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.errors import HvdkitError, LaunchError
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
-from hvdkit.run.launch import recordings
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer reads."""
-_PROFILES = "mpi_profile.*.json"
+OPTION, FILES = "--mpi-profile", "mpi_profile.*.json"
 
 
 def recorder(mpi_bin: Path | None, environ: Mapping[str, str], say: Callable[[str], None], *, dry: bool) -> Path:
@@ -59,18 +58,12 @@ def variables(directory: Path, *, wait: bool) -> dict[str, str]:
     return {DIRECTORY: str(directory), **({WAIT: "1"} if wait else {})}
 
 
-def prepare(directory: Path) -> dict[Path, int]:
-    """Make the directory, unless it is there; the profiles that it holds before the job, with their times."""
-    return recordings.prepare("--mpi-profile", directory, _PROFILES)
-
-
-def outcome(directory: Path, before: Mapping[Path, int]) -> str:
+def outcome(directory: Path, files: Sequence[Path]) -> str:
     """A sentence on what a job left.
 
     Args:
-        before: what ``prepare`` found; files that are still the same are not of this job.
+        files: the profiles of this job.
     """
-    files = recordings.new(directory, _PROFILES, before)
     if not files:
         return (
             "no rank wrote an MPI profile: none started MPI, as under Gloo, or the program is linked with another MPI "

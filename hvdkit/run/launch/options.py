@@ -15,7 +15,7 @@ from hvdkit.common.commands import (
     FILE,
     PATH,
     not_below_0,
-    require_possible,
+    output_file,
     seconds_above_0,
     shortened,
 )
@@ -36,16 +36,8 @@ def environment_variables(_ctx: click.Context, _parameter: click.Parameter, pair
     return variables
 
 
-def _output_file(_ctx: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
-    if file is None:
-        return None
-    file = file.absolute()
-    require_possible(file)
-    if not file.parent.is_dir():
-        raise click.BadParameter(f"directory {str(file.parent)!r} does not exist; create it first")
-    if file.is_dir():
-        raise click.BadParameter(f"{str(file)!r} is a directory; give the path of a file in it")
-    return file
+def _output_file(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    return _absolute(ctx, parameter, output_file(ctx, parameter, file))
 
 
 def _directory(name: str, help_text: str) -> Callable[[Any], Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from hvdkit.common.signals import signal_name
 
 KNOCK_ON_MARKS = (b"HorovodInternalError", b"Horovod has been shut down", b"hvdkit.errors.RootError")
 """What a rank says whose peer is gone, or that stops because the root failed."""
@@ -80,11 +81,3 @@ def left_early(ends: Iterable[RankEnd]) -> RankEnd | None:
     if (failure is None and not any(end.told for end in known)) or (failure is not None and not failure.knock_on):
         return None
     return next((end for end in known if end.status == 0 and not end.told), None)
-
-
-def signal_name(number: int) -> str:
-    """``SIGTERM`` for 15; ``signal 34`` for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

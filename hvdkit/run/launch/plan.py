@@ -168,16 +168,22 @@ def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, st
         return Setting(f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} stays as you set it")
     if request.depth is not None:
         return Setting("--depth: a thread for each core", variables={"OMP_NUM_THREADS": str(request.depth)})
-    together = _on_a_host(request) if _is_direct(name, request) else request.n
-    if together is None or name in _SERVICE_NODES:
+    together = ranks_on_a_host(name, request)
+    if together is None:
         return Setting("OMP_NUM_THREADS stays unset: the cores of a rank are not known here; say them with --depth")
     share = max(1, facts.cores // together)
     ranks = f"{together} ranks" if together == request.n else f"the {together} ranks of a host"
     return Setting(f"{facts.cores} cores for {ranks}", variables={"OMP_NUM_THREADS": str(share)})
 
 
-def _on_a_host(request: Request) -> int | None:
-    """The most ranks that come to share a host; None where the launcher alone decides."""
+def ranks_on_a_host(name: str, request: Request) -> int | None:
+    """The most ranks that come to share a host like this one; None where the launcher alone decides, or its hosts are
+    unlike this machine.
+    """
+    if name in _SERVICE_NODES:
+        return None
+    if not _is_direct(name, request):
+        return request.n
     return request.ppn or max((host.slots for host in request.hosts), default=None)
 
 

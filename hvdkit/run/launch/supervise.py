@@ -18,10 +18,11 @@ from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
+from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.model import Plan
 from hvdkit.run.launch.open_mpi import SESSIONS
-from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, left_early, signal_name
+from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, left_early
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
 from hvdkit.run.launch.shown import STDERR, STDOUT, Shown
 from hvdkit.run.launch.signals import Signals, listener, watched_signals

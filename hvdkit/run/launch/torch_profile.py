@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit.run.launch import recordings
 from hvdkit.run.launch.rank import STACKS_DIRECTORY
 from hvdkit.steps.torch_profile import VARIABLE
 
 STEPS = (10, 2, 5)
 """Steps that are left out, traced and thrown away, recorded: as ``hvdkit.torch.profile`` has them."""
-_TRACES = "trace-*-of-*.json.gz"
+OPTION, FILES = "--torch-profile", "trace-*-of-*.json.gz"
 
 
 def variables(directory: Path, steps: tuple[int, int, int], python_path: str) -> dict[str, str]:
@@ -29,18 +28,13 @@ def with_ours(python_path: str) -> str:
     return os.pathsep.join([str(STACKS_DIRECTORY), *filter(None, [python_path])])
 
 
-def prepare(directory: Path) -> dict[Path, int]:
-    """Make the directory, unless it is there; the traces that it holds before the job, with their times."""
-    return recordings.prepare("--torch-profile", directory, _TRACES)
-
-
-def outcome(directory: Path, before: Mapping[Path, int]) -> str:
+def outcome(directory: Path, files: Sequence[Path]) -> str:
     """A sentence on what a job left.
 
     Args:
-        before: what ``prepare`` found; files that are still the same are not of this job.
+        files: the traces of this job.
     """
-    count = len(recordings.new(directory, _TRACES, before))
+    count = len(files)
     if not count:
         return (
             "no rank wrote a profile: none took enough steps of a PyTorch optimizer (--torch-profile-steps), or its "

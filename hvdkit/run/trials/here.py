@@ -9,14 +9,11 @@ from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, placement, plan
-from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.model import Facts, Plan, Request
 from hvdkit.run.trials.space import thread_choices
 
 WITH_A_CONTROLLER = ("mpirun", "horovodrun")
 """Launchers that stand for Horovod's two controllers, MPI and Gloo."""
-_CORES_UNKNOWN = ("aprun", "jsrun")
-"""Launchers that are started on a machine unlike those of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +119,8 @@ class Here:
     def _cores_of_a_rank(self) -> int | None:
         if self.request.depth is not None:
             return self.request.depth
-        if self.plan.launcher_name in _CORES_UNKNOWN:
-            return None
-        together = self.request.n
-        if self.request.hosts or self.plan.launcher_name in batch.PROGRAMS:
-            slots = max((host.slots for host in self.request.hosts), default=None)
-            if (self.request.ppn or slots) is None:
-                return None
-            together = self.request.ppn or slots or together
-        return max(1, self.facts.cores // together)
+        together = plan.ranks_on_a_host(self.plan.launcher_name, self.request)
+        return None if together is None else max(1, self.facts.cores // together)
 
 
 def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
@@ -153,7 +143,4 @@ def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
             "'hvdkit launch --autotune-log', and '--tuned' afterwards."
         )
     request = wish.request(environ)
-    python = facts.own_python()
-    command = resolve(request.command, request.variables.get("PATH", facts.job_path(environ, python)), python)
-    found = facts.gather(request, environ)
-    return Here(request, found, plan.build(request, found, command, environ))
+    return Here(request, *facts.planned(request, environ))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.children import Children, without_host_name
@@ -318,7 +319,7 @@ def test_the_build_record_is_read_with_the_mpirun_it_names(
         adjustments=(),
         key="0" * 64,
     )
-    (tmp_path / "horovod" / "hvdkit-build.json").write_text(record.to_json())
+    (tmp_path / "horovod" / "hvdkit-build.json").write_text(json_files.encode(record))
     facts = gather(bare_python, environ)
     assert facts.builds[0].by_hvdkit
     assert (str(mpirun), "4.1.4") in [(launcher.path, launcher.version) for launcher in facts.mpi_launchers]

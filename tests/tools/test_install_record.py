@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from hvdkit.common import json_files
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.record import FILE_NAME, BuildRecord, MpiRecord, mpi_bin, read_record
 
@@ -37,13 +38,18 @@ def fake_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return package
 
 
-def test_a_record_is_read_back_as_it_was_written() -> None:
+def decoded(tmp_path: Path, text: str) -> BuildRecord | None:
+    (tmp_path / FILE_NAME).write_text(text)
+    return read_record(tmp_path)
+
+
+def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     for record in (RECORD, replace(RECORD, mpi=None, torch=None, tensorflow="2.21.0", gpu="nccl")):
-        assert BuildRecord.from_json(record.to_json()) == record
+        assert decoded(tmp_path, json_files.encode(record)) == record
 
 
 def test_the_installed_record_is_read_without_importing_horovod(fake_horovod: Path) -> None:
-    (fake_horovod / FILE_NAME).write_text(RECORD.to_json())
+    (fake_horovod / FILE_NAME).write_text(json_files.encode(RECORD))
     assert read_record() == RECORD
 
 
@@ -58,10 +64,10 @@ def test_a_horovod_of_other_origin_has_no_record(fake_horovod: Path) -> None:
         ("[1]", "it is no JSON object"),
         (json.dumps({"schema": 2}), "it does not say what it is"),
         (json.dumps({"kind": "horovod-build", "schema": 1}), "object missing required field `horovod`"),
-        (RECORD.to_json().replace('"schema": 1', '"schema": 2'), "wrote it with schema 2"),
-        (RECORD.to_json().replace('"cp311"', "311"), "python is 311: expected `str`"),
-        (RECORD.to_json().replace('"bin": "bin"', '"bin": null'), "mpi.bin is null: expected `str`"),
-        (RECORD.to_json().replace('"cxx20"', "20"), "adjustments[0] is 20: expected `str`"),
+        (json_files.encode(RECORD).replace('"schema": 1', '"schema": 2'), "wrote it with schema 2"),
+        (json_files.encode(RECORD).replace('"cp311"', "311"), "python is 311: expected `str`"),
+        (json_files.encode(RECORD).replace('"bin": "bin"', '"bin": null'), "mpi.bin is null: expected `str`"),
+        (json_files.encode(RECORD).replace('"cxx20"', "20"), "adjustments[0] is 20: expected `str`"),
     ],
 )
 def test_what_is_no_record_is_refused_with_the_reason_and_the_fix(fake_horovod: Path, text: str, reason: str) -> None:
@@ -72,10 +78,10 @@ def test_what_is_no_record_is_refused_with_the_reason_and_the_fix(fake_horovod: 
     assert "hvdkit install --force" in str(caught.value)
 
 
-def test_fields_of_later_versions_are_passed_over() -> None:
-    fields = {**json.loads(RECORD.to_json()), "later": 1}
+def test_fields_of_later_versions_are_passed_over(tmp_path: Path) -> None:
+    fields = {**json.loads(json_files.encode(RECORD)), "later": 1}
     fields["mpi"]["later"] = 2
-    assert BuildRecord.from_json(json.dumps(fields)) == RECORD
+    assert decoded(tmp_path, json.dumps(fields)) == RECORD
 
 
 def test_the_mpi_of_a_wheel_moves_with_the_environment_and_another_stays() -> None:

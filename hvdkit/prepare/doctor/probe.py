@@ -26,7 +26,7 @@ from hvdkit.prepare.doctor.facts import (
     Package,
 )
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
-from hvdkit.prepare.install.record import BuildRecord
+from hvdkit.prepare.install.record import BuildRecord, read_record
 
 DEFAULT_SECONDS = 60.0
 """Time that one child process may take; a first import from a parallel file system can take most of a minute."""
@@ -158,13 +158,11 @@ def _builds(horovod: str | None) -> tuple[tuple[Build, ...], str | None]:
         return (), None
     record, problem = None, None
     try:
-        record = _from_record(BuildRecord.from_json((Path(horovod) / RECORD_NAME).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        pass  # built without hvdkit
-    except (OSError, UnicodeDecodeError, InstallError) as error:
+        record = read_record(Path(horovod))
+    except InstallError as error:
         problem = str(error)
-    metadata = _horovod_metadata(Path(horovod) / "metadata.json")
-    return tuple(build for build in (record, metadata) if build), problem
+    builds = (record and _from_record(record), _horovod_metadata(Path(horovod) / "metadata.json"))
+    return tuple(build for build in builds if build), problem
 
 
 def _own_mpi_directories(prefix: str, builds: Sequence[Build]) -> list[Path]:

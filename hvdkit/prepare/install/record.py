@@ -6,13 +6,13 @@ takes from it which MPI starts the processes.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import InstallError
+from hvdkit.prepare.install.find_frameworks import package_directory
 
 FILE_NAME = "hvdkit-build.json"
 """Name of the record inside the package ``horovod``."""
@@ -65,29 +65,18 @@ class BuildRecord(Document, frozen=True, forbid_unknown_fields=False):
     adjustments: tuple[str, ...]
     key: str
 
-    def to_json(self) -> str:
-        """The record as indented JSON, ending in a newline."""
-        return json_files.encode(self)
 
-    @classmethod
-    def from_json(cls, text: str) -> BuildRecord:
-        """Read a record.
+def read_record(package: Path | None = None) -> BuildRecord | None:
+    """The record of an installed Horovod, without importing it.
 
-        Raises:
-            InstallError: not JSON, another schema, or a field is missing or of another type.
-        """
-        return json_files.decode(text, cls, FILE_NAME, InstallError)
-
-
-def read_record() -> BuildRecord | None:
-    """The record of the Horovod that this interpreter would import, without importing it.
-
+    Args:
+        package: its directory; default: that of the one that this interpreter would import.
     Returns:
         None when Horovod is not installed, or was not built by ``hvdkit install``.
     Raises:
-        InstallError: there is a record and it cannot be read.
+        InstallError: there is a record and it cannot be read: not JSON, another schema, or a field is missing.
     """
-    package = horovod_directory()
+    package = package or horovod_directory()
     if package is None:
         return None
     try:
@@ -95,16 +84,15 @@ def read_record() -> BuildRecord | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise InstallError(_unreadable(str(error))) from error
-    return BuildRecord.from_json(text)
+        raise InstallError(
+            f"The build record of the installed Horovod cannot be read: {error}; run 'hvdkit install --force'."
+        ) from error
+    return json_files.decode(text, BuildRecord, FILE_NAME, InstallError)
 
 
 def horovod_directory() -> Path | None:
     """Directory of the package ``horovod`` that would be imported, or None; nothing is imported."""
-    spec = importlib.util.find_spec("horovod")
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent
+    return package_directory("horovod")
 
 
 def mpi_bin(record: BuildRecord) -> Path | None:
@@ -114,7 +102,3 @@ def mpi_bin(record: BuildRecord) -> Path | None:
     any more; callers that start mpirun check.
     """
     return None if record.mpi is None else Path(sys.prefix) / record.mpi.bin
-
-
-def _unreadable(reason: str) -> str:
-    return f"The build record of the installed Horovod cannot be read: {reason}; run 'hvdkit install --force'."

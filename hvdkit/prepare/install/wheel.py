@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from hvdkit.common import json_files
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import PythonFacts
 from hvdkit.prepare.install.pins import HOROVOD_VERSION
@@ -42,7 +43,7 @@ def finish(wheel: Path, plan: Plan, python: PythonFacts, work: Path, tool: Tool)
             entries = [entry for entry in "".join(lines).strip().split(os.pathsep) if entry]
             moved = relocated(entries, package, python, work, extra)
             tool(["patchelf", "--set-rpath", os.pathsep.join(moved), str(library)])
-    (tree / "horovod" / FILE_NAME).write_text(plan.record.to_json(), encoding="utf-8")
+    (tree / "horovod" / FILE_NAME).write_text(json_files.encode(plan.record), encoding="utf-8")
     finished = work / "finished"
     shutil.rmtree(finished, ignore_errors=True)
     finished.mkdir()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch import placement
 from hvdkit.run.launch.horovodrun import UNREAD
 from hvdkit.run.launch.model import Setting
 
@@ -17,7 +18,6 @@ COOLDOWN_S = (2, 10)
 """Seconds, at least and at most, that a host is left out after one of its workers failed."""
 _SCRIPT_SECONDS = 30
 _HOST = re.compile(r"([A-Za-z0-9_.\-]+)(?::([1-9][0-9]*))?")
-_LOCAL = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,4 +127,4 @@ def notes(n: int, elastic: Elastic, found: Mapping[str, int]) -> list[str]:
 
 def are_elsewhere(found: Mapping[str, int]) -> bool:
     """Whether there are hosts other than this one."""
-    return any(host not in (*_LOCAL, socket.gethostname()) for host in found)
+    return not all(placement.is_here(host, socket.gethostname()) for host in found)

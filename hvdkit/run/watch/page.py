@@ -11,10 +11,10 @@ from hvdkit.common.drawing import Path as Curve
 from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.table import Table
-from hvdkit.common.units import bytes_text, duration_text, printable
+from hvdkit.common.units import duration_text, printable
 from hvdkit.run.watch.history import Window
 from hvdkit.run.watch.results import Seen
-from hvdkit.run.watch.view import HEAT, height, progress_text, series, speed_texts
+from hvdkit.run.watch.view import HEAT, height, memory_text, progress_text, series, speed_texts, time_text
 
 _PACKAGE = "hvdkit.run.watch"
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 380, 150, 52, 20
@@ -108,7 +108,7 @@ def _bars(seen: Seen) -> Figure:
     most = max((one.own_s or 0.0 for one in shown), default=0.0) or 1.0
     step = (_WIDTH - _LEFT - 8) / len(shown)
     slowest = shown[0]
-    text = f"Own time of {len(shown)} ranks, the slowest first: rank {slowest.rank} takes {_time(slowest.own_s)}."
+    text = f"Own time of {len(shown)} ranks, the slowest first: rank {slowest.rank} takes {time_text(slowest.own_s)}."
     figure = Figure("ranks", "Own time of a step, the slowest rank first", text, _WIDTH, _HEIGHT)
     for value in ticks(most, 3):
         at = _HEIGHT - _BELOW - (_HEIGHT - _BELOW - 14) * value / most
@@ -117,7 +117,7 @@ def _bars(seen: Seen) -> Figure:
     for at, one in enumerate(shown):
         level = next(index for index, (limit, *_) in enumerate(HEAT) if seen.behind(one) <= limit)
         tall = (_HEIGHT - _BELOW - 14) * (one.own_s or 0.0) / most
-        tip = f"rank {one.rank}: {_time(one.own_s)}, {seen.behind(one):.2f} times the median"
+        tip = f"rank {one.rank}: {time_text(one.own_s)}, {seen.behind(one):.2f} times the median"
         figure.marks.append(
             Rect(_LEFT + at * step, _HEIGHT - _BELOW - tall, max(1.0, 0.85 * step), tall, f"heat{level}", tip)
         )
@@ -129,19 +129,11 @@ def _bars(seen: Seen) -> Figure:
 def _table(seen: Seen) -> Table:
     rows = [
         (
-            one.rank, _time(one.own_s), f"{seen.behind(one):.2f}", _time(one.step_s), _time(one.input_s),
-            _time(one.compute_s), _time(one.wait_s), _bytes(one.rss), _bytes(one.device),
+            one.rank, time_text(one.own_s), f"{seen.behind(one):.2f}", time_text(one.step_s), time_text(one.input_s),
+            time_text(one.compute_s), time_text(one.wait_s), memory_text(one.rss), memory_text(one.device),
         )
         for one in seen.ranks[:_MOST_RANKS]
     ]  # fmt: skip
     left_out = seen.world_size - len(rows)
     names = ("rank", "own time", "of median", "step", "input", "compute", "wait", "memory", "device")
     return Table("", names, rows, note=f"{left_out} faster ranks are left out." if left_out > 0 else "")
-
-
-def _time(seconds: float | None) -> str | None:
-    return None if seconds is None else duration_text(1e6 * seconds)
-
-
-def _bytes(size: float | None) -> str | None:
-    return None if size is None else bytes_text(size)

@@ -172,8 +172,8 @@ def heat(seen: Seen, rank: RankNow) -> tuple[str, str]:
 
 
 def _row(seen: Seen, one: RankNow) -> list[tuple[str, str]]:
-    times = [_time(value) for value in (one.input_s, one.compute_s, one.wait_s)]
-    cells = [str(one.rank), _time(one.own_s), f"{seen.behind(one):.2f}×", *times, _bytes(one.rss), _bytes(one.device)]
+    own, *times = map(time_text, (one.own_s, one.input_s, one.compute_s, one.wait_s))
+    cells = [str(one.rank), own, f"{seen.behind(one):.2f}×", *times, *map(memory_text, (one.rss, one.device))]
     colour = heat(seen, one)[1]
     aligned = zip(cells, _WIDTHS, strict=True)
     return [(f"{cell:>{wide}}", colour if at < 3 else "") for at, (cell, wide) in enumerate(aligned)]
@@ -183,11 +183,13 @@ def _aligned(cells: Sequence[str]) -> str:
     return "".join(f"{cell:>{wide}}" for cell, wide in zip(cells, _WIDTHS, strict=False))
 
 
-def _time(seconds: float | None) -> str:
+def time_text(seconds: float | None) -> str:
+    """A time, - where it is not known."""
     return "-" if seconds is None else duration_text(1e6 * seconds)
 
 
-def _bytes(size: float | None) -> str:
+def memory_text(size: float | None) -> str:
+    """Bytes, - where they are not known."""
     return "-" if size is None else bytes_text(size)
 
 

@@ -54,11 +54,11 @@ class Launched:
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 
-def _inside_srun(environ: Mapping[str, str]) -> bool:
-    """Whether this is a task of an ``srun`` step.
+def inside_srun(environ: Mapping[str, str]) -> bool:
+    """Whether this process is in an ``srun`` step.
 
     The body of an ``sbatch`` script has SLURM_PROCID=0 and SLURM_NTASKS=N too and is no rank; only steps have a
-    step id below the numbers reserved for the batch, extern and interactive steps (slurm/slurm.h).
+    step id below the numbers reserved for the batch, extern and interactive steps, which hold no cores (slurm/slurm.h).
     """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < _FIRST_SPECIAL_SLURM_STEP
@@ -166,7 +166,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank=("SLURM_LOCALID",),
         local_size=("SLURM_NTASKS_PER_NODE",),
-        proves=_inside_srun,
+        proves=inside_srun,
         local_size_of=_tasks_on_this_node,
     ),
     Launcher(  # other PMI launchers, and a Hydra that says nothing of the host

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdkit.run.launch.model import LauncherLine, Request, Setting
+from hvdkit.steps.launchers import inside_srun
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _BINDINGS = {"core": "cores", "socket": "sockets", "numa": "ldoms"}
 
 
@@ -45,10 +45,9 @@ def line(request: Request, program: Path) -> LauncherLine:
 def inside_a_step(environ: Mapping[str, str]) -> list[Setting]:
     """What srun needs inside another srun, such as ``srun --pty bash``; else it waits for the cores that this one has.
 
-    Source: srun(1), SLURM_OVERLAP; the step ids of batch and interactive shells, which hold no cores, in slurm/slurm.h.
+    Source: srun(1), SLURM_OVERLAP.
     """
-    step = environ.get("SLURM_STEP_ID", "")
-    if not (step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
+    if not inside_srun(environ):
         return []
     return [Setting("this shell is an srun step itself, whose cores the ranks share", variables={"SLURM_OVERLAP": "1"})]
 

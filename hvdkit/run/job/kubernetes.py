@@ -17,6 +17,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import script
+from hvdkit.run.job.limits import seconds
 from hvdkit.run.job.model import Job
 from hvdkit.run.launch import elastic
 
@@ -94,7 +95,6 @@ def _mpi_job(
     job: Job, image: str, claims: Mapping[str, str], ssh_directory: str, growing: elastic.Elastic | None
 ) -> dict[str, Any]:
     """The MPIJob as a mapping, for YAML. ``claims``: directory to volume claim; ``growing``: of an elastic job."""
-    hours, minutes, seconds = map(int, job.walltime.split(":"))
     launch = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
     # Not --depth: pods on one host see the same cores, and would tie their ranks to the same ones.
     launch += [] if job.depth is None else ["--threads", str(job.depth)]
@@ -132,7 +132,7 @@ def _mpi_job(
             "runPolicy": {
                 "cleanPodPolicy": "Running",
                 "backoffLimit": 0,
-                "activeDeadlineSeconds": hours * 3600 + minutes * 60 + seconds,
+                "activeDeadlineSeconds": seconds(job.walltime),
             },
             "mpiReplicaSpecs": {
                 "Launcher": _replicas(1, launcher, volumes, ssh_directory),

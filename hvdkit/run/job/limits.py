@@ -61,12 +61,13 @@ def _candidates(job: Job, site: Site) -> list[Queue]:
 def _fits(job: Job, queue: Queue) -> bool:
     if not queue.min_nodes <= job.nodes <= (queue.max_nodes or job.nodes):
         return False
-    return not queue.max_walltime or _seconds(job.walltime) <= _seconds(queue.max_walltime)
+    return not queue.max_walltime or seconds(job.walltime) <= seconds(queue.max_walltime)
 
 
-def _seconds(walltime: str) -> int:
-    hours, minutes, seconds = map(int, walltime.split(":"))
-    return (hours * 60 + minutes) * 60 + seconds
+def seconds(walltime: str) -> int:
+    """Of a walltime."""
+    hours, minutes, rest = map(int, walltime.split(":"))
+    return (hours * 60 + minutes) * 60 + rest
 
 
 def _limits(queue: Queue) -> str:

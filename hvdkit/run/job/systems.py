@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from hvdkit.run.job.limits import seconds
 from hvdkit.run.job.model import Job, Site
 
 
@@ -74,8 +75,7 @@ def _slurm(job: Job, site: Site) -> list[str]:
 
 def _lsf(job: Job, site: Site) -> list[str]:
     """Source: bsub(1), which counts time in minutes. The log is NAME.NUMBER.log."""
-    hours, minutes, seconds = map(int, job.walltime.split(":"))
-    total = hours * 60 + minutes + (seconds > 0)
+    total = -(-seconds(job.walltime) // 60)
     room = [f"-nnodes {job.nodes}"] if site.whole_nodes else [
         f"-n {job.nodes * job.ppn}", f'-R "span[ptile={job.ppn}]"',
     ]  # fmt: skip

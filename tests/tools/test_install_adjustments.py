@@ -12,12 +12,13 @@ import pytest
 import hvdkit
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install import adjust, source
-from hvdkit.prepare.install.adjust import CONDITIONS, Patch, Target, apply, applying, describe, digest, parse, patches
+from hvdkit.prepare.install.adjust import CONDITIONS, Patch, apply, applying, describe, digest, parse, patches
 from hvdkit.prepare.install.here import cache_directory
+from hvdkit.prepare.install.requirements import Options
 
-BOTH = Target(frozenset({"torch", "tensorflow"}), "none")
+BOTH = Options(frameworks=("torch", "tensorflow"))
 TARGETS = [
-    Target(frozenset(frameworks), gpu, plain)
+    Options(gpu, frameworks=tuple(frameworks), plain=plain)
     for frameworks in ({"torch"}, {"tensorflow"}, {"torch", "tensorflow"})
     for gpu, plain in itertools.product(("none", "nccl", "mpi"), (False, True))
 ]
@@ -53,7 +54,7 @@ def released(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda one: f"{'+'.join(sorted(one.frameworks))}-{one.gpu}-{one.plain}")
-def test_the_patches_of_every_build_apply_to_one_source(tmp_path: Path, target: Target) -> None:
+def test_the_patches_of_every_build_apply_to_one_source(tmp_path: Path, target: Options) -> None:
     """No patch stands on another, nor on a line that another takes away."""
     released(tmp_path)
     apply(tmp_path, applying(target))
@@ -148,15 +149,15 @@ def test_two_patches_of_one_file_see_each_other(tmp_path: Path) -> None:
     ],
 )
 def test_patches_apply_to_what_is_built(frameworks: set[str], gpu: str, has: set[str], lacks: set[str]) -> None:
-    names = {one.name for one in applying(Target(frozenset(frameworks), gpu))}
+    names = {one.name for one in applying(Options(gpu, frameworks=tuple(frameworks)))}
     assert has <= names
     assert not lacks & names
 
 
 def test_plain_leaves_out_what_only_makes_it_faster() -> None:
-    frameworks = frozenset({"torch", "tensorflow"})
-    faster = {one.name for one in applying(Target(frameworks, "none"))}
-    plain = {one.name for one in applying(Target(frameworks, "none", plain=True))}
+    frameworks = ("torch", "tensorflow")
+    faster = {one.name for one in applying(Options(frameworks=frameworks))}
+    plain = {one.name for one in applying(Options(frameworks=frameworks, plain=True))}
     assert faster - plain == {"cycle-on-request", "torch-sleeping-wait", "mpi-in-parts"}
     assert plain < faster
 

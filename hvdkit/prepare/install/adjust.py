@@ -14,30 +14,19 @@ from functools import cache
 from pathlib import Path
 
 from hvdkit.errors import InstallError
+from hvdkit.prepare.install.requirements import Options
 
 _PATCHES = Path(__file__).parent / "patches"
 _FILE = re.compile(r"^--- a/(.+)\n\+\+\+ b/.+\n", re.MULTILINE)
 _HUNK = re.compile(r"^@@ .*\n", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Target:
-    """What a build is for: the names of its frameworks and its GPU operations ("none", "nccl", "mpi").
-
-    ``plain``: only what it needs to compile and to work, nothing that makes it faster.
-    """
-
-    frameworks: frozenset[str]
-    gpu: str
-    plain: bool = False
-
-
-CONDITIONS: dict[str, Callable[[Target], bool]] = {
-    "always": lambda target: True,  # noqa: ARG005
-    "built for PyTorch": lambda target: "torch" in target.frameworks,
-    "built for TensorFlow": lambda target: "tensorflow" in target.frameworks,
-    "--gpu none": lambda target: target.gpu == "none",
-    "without --plain": lambda target: not target.plain,
+CONDITIONS: dict[str, Callable[[Options], bool]] = {
+    "always": lambda options: True,  # noqa: ARG005
+    "built for PyTorch": lambda options: "torch" in (options.frameworks or ()),
+    "built for TensorFlow": lambda options: "tensorflow" in (options.frameworks or ()),
+    "--gpu none": lambda options: options.gpu == "none",
+    "without --plain": lambda options: not options.plain,
 }
 """What the head of a patch says after ``When:``, with commas between several that all must hold."""
 
@@ -69,9 +58,9 @@ class Patch:
     diff: str
     hunks: tuple[Hunk, ...]
 
-    def applies(self, target: Target) -> bool:
+    def applies(self, options: Options) -> bool:
         """Whether a build needs it."""
-        return all(CONDITIONS[words](target) for words in self.when.split(", "))
+        return all(CONDITIONS[words](options) for words in self.when.split(", "))
 
 
 def parse(name: str, text: str) -> Patch:
@@ -95,9 +84,9 @@ def patches() -> tuple[Patch, ...]:
     return tuple(parse(file.stem.partition("-")[2], file.read_text(encoding="utf-8")) for file in files)
 
 
-def applying(target: Target) -> tuple[Patch, ...]:
+def applying(options: Options) -> tuple[Patch, ...]:
     """The patches that apply to a build, in order."""
-    return tuple(patch for patch in patches() if patch.applies(target))
+    return tuple(patch for patch in patches() if patch.applies(options))
 
 
 def digest(chosen: Iterable[Patch]) -> str:
@@ -127,11 +116,11 @@ def apply(tree: Path, chosen: Iterable[Patch]) -> None:
         (tree / file).write_text(text, encoding="utf-8", newline="")
 
 
-def describe(target: Target) -> str:
-    """The patches as text, one paragraph each, saying which apply to ``target``."""
+def describe(options: Options) -> str:
+    """The patches as text, one paragraph each, saying which apply to a build."""
     return "\n\n".join(
         f"  {patch.name}\n"
-        f"    applies: {'yes' if patch.applies(target) else 'no'} (when: {patch.when})\n"
+        f"    applies: {'yes' if patch.applies(options) else 'no'} (when: {patch.when})\n"
         f"    why:     {patch.why}\n" + "\n".join(f"      {line}".rstrip() for line in patch.diff.splitlines())
         for patch in patches()
     )

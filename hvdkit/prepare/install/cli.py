@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,6 @@ from hvdkit.common.commands import PATH
 from hvdkit.common.signals import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
-from hvdkit.prepare.install.adjust import Target
 from hvdkit.prepare.install.build import build_wheel
 from hvdkit.prepare.install.cache import Cache, DamagedError
 from hvdkit.prepare.install.facts import TITLES, Facts
@@ -124,12 +124,11 @@ def _reporting() -> Iterator[Progress]:
 def explanation(facts: Facts, options: Options) -> str:
     """What an install would do here: the table of adjustments with reasons, and the plan or why there is none."""
     found = tuple(framework.name for framework in facts.frameworks)
-    target = Target(frozenset(found if options.frameworks is None else options.frameworks), options.gpu, options.plain)
     head = (
         f"Horovod {HOROVOD_VERSION}, from its released source (SHA-256 {HOROVOD_SHA256}),\n"
         "with these changes where they apply to this build:\n\n"
     )
-    table = adjust.describe(target)
+    table = adjust.describe(replace(options, frameworks=options.frameworks or found))
     try:
         plan = make_plan(facts, options)
     except InstallError as error:
@@ -263,7 +262,7 @@ def _contents(plan: Plan) -> list[tuple[str, str]]:
     controllers = "Gloo"
     if plan.mpi is not None:
         controllers = f"MPI ({plan.mpi.implementation} {plan.mpi.version}".rstrip() + f", {plan.mpi.bin}), Gloo"
-    return [("frameworks", frameworks), ("controllers", controllers), ("GPU", plan.target.gpu)]
+    return [("frameworks", frameworks), ("controllers", controllers), ("GPU", plan.options.gpu)]
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

@@ -103,7 +103,7 @@ def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], lo
         log=log,
     )
     found = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
-    expected = [plan.mpi is not None, True, plan.target.gpu == "nccl"]
+    expected = [plan.mpi is not None, True, plan.options.gpu == "nccl"]
     for package, built in found.items():
         if built != expected:
             raise InstallError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.prepare.install import adjust, requirements
-from hvdkit.prepare.install.adjust import Patch, Target
+from hvdkit.prepare.install.adjust import Patch
 from hvdkit.prepare.install.facts import (
     CompilerFacts,
     CudaFacts,
@@ -77,7 +77,7 @@ class Plan:
     """A build, decided.
 
     Attributes:
-        target: frameworks and GPU operations, which choose the adjustments.
+        options: what was asked for, with the names of the frameworks that were found.
         frameworks: what it is built against.
         mpi: None for Gloo alone.
         adjustments: patches that are applied to the source.
@@ -90,7 +90,7 @@ class Plan:
         notes: what the user should know, one sentence each.
     """
 
-    target: Target
+    options: Options
     frameworks: tuple[FrameworkFacts, ...]
     mpi: MpiFacts | None
     adjustments: tuple[Patch, ...]
@@ -115,14 +115,14 @@ def make_plan(facts: Facts, options: Options) -> Plan:
         InvalidArgumentError: the options contradict each other.
         InstallError: something is missing; one sentence with the command that fixes it.
     """
-    used, target = _used(facts, options)
+    used, options = _used(facts, options)
     cxx, cc = requirements.check_toolchain(facts, used.frameworks)
     requirements.check_mpi(facts, options)
     requirements.check_gpu(facts, options, used.frameworks)
     requirements.check_space(facts)
 
-    patches = adjust.applying(target)
-    settings = _settings(used, target, cxx, cc)
+    patches = adjust.applying(options)
+    settings = _settings(used, options, cxx, cc)
     run_paths = _run_paths(used)
     fields = {
         **_run_fields(used),
@@ -131,7 +131,7 @@ def make_plan(facts: Facts, options: Options) -> Plan:
     }
     key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return Plan(
-        target=target,
+        options=options,
         frameworks=used.frameworks,
         mpi=used.mpi,
         adjustments=patches,
@@ -140,7 +140,7 @@ def make_plan(facts: Facts, options: Options) -> Plan:
         run_paths=run_paths,
         nccl_link=used.nccl.library if used.nccl and used.nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
-        record=_record(used, target.gpu, cxx.name, patches, key),
+        record=_record(used, options.gpu, cxx.name, patches, key),
         notes=tuple(_notes(facts, options, used.frameworks)),
     )
 
@@ -156,7 +156,7 @@ def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str,
     Raises:
         InstallError, InvalidArgumentError: as ``make_plan``, for what is needed to run.
     """
-    used, target = _used(facts, options)
+    used, options = _used(facts, options)
     here = json.loads(json.dumps(_run_fields(used)))
     different = [
         f"{name} {_shown(fields.get(name))}, here {_shown(here[name])}"
@@ -164,8 +164,8 @@ def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str,
         if here[name] != fields.get(name)
     ]
     gpu = str(fields["settings"].get("HOROVOD_GPU_OPERATIONS", "none")).lower()
-    if gpu != target.gpu:
-        different.append(f"--gpu {gpu}, here --gpu {target.gpu}")
+    if gpu != options.gpu:
+        different.append(f"--gpu {gpu}, here --gpu {options.gpu}")
     paths = {name: tuple(entries) for name, entries in fields["run_paths"].items()}
     for name, mine in _run_paths(used).items():
         if not set(mine) <= set(paths.get(name, ())):
@@ -175,7 +175,7 @@ def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str,
     if different:
         return "; ".join(different)
     return Plan(
-        target=target,
+        options=options,
         frameworks=used.frameworks,
         mpi=used.mpi,
         adjustments=(),
@@ -184,13 +184,13 @@ def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str,
         run_paths=paths,
         nccl_link=None,
         key_fields=fields,
-        record=_record(used, target.gpu, "", (), key),
+        record=_record(used, options.gpu, "", (), key),
         notes=(),
     )
 
 
-def _used(facts: Facts, options: Options) -> tuple[Facts, Target]:
-    """What of the facts the options ask for."""
+def _used(facts: Facts, options: Options) -> tuple[Facts, Options]:
+    """What of the facts the options ask for, and the options with the frameworks that this is."""
     requirements.check_options(options)
     requirements.check_environment(facts)
     frameworks = requirements.chosen_frameworks(facts, options)
@@ -201,7 +201,7 @@ def _used(facts: Facts, options: Options) -> tuple[Facts, Target]:
         cuda=facts.cuda if options.gpu != "none" else None,
         nccl=facts.nccl if options.gpu == "nccl" else None,
     )
-    return used, Target(frozenset(framework.name for framework in frameworks), options.gpu, options.plain)
+    return used, replace(options, frameworks=tuple(framework.name for framework in frameworks))
 
 
 def _shown(field: Any) -> str:
@@ -245,7 +245,7 @@ def relative_to_environment(path: Path, python: PythonFacts) -> str:
     return os.path.relpath(path, python.prefix) if _inside(path, python.prefix) else str(path)
 
 
-def _settings(used: Facts, target: Target, cxx: CompilerFacts, cc: CompilerFacts) -> dict[str, str]:
+def _settings(used: Facts, options: Options, cxx: CompilerFacts, cc: CompilerFacts) -> dict[str, str]:
     """What Horovod's build is told by variables, name to value, of the parts that will be used."""
     settings = {
         "CXX": shlex.join(cxx.command),
@@ -260,13 +260,13 @@ def _settings(used: Facts, target: Target, cxx: CompilerFacts, cc: CompilerFacts
         f"HOROVOD_{'WITH' if used.mpi else 'WITHOUT'}_MPI": "1",
     }
     for name, switch in _SWITCHES.items():
-        settings[f"HOROVOD_{'WITH' if name in target.frameworks else 'WITHOUT'}_{switch}"] = "1"
+        settings[f"HOROVOD_{'WITH' if name in (options.frameworks or ()) else 'WITHOUT'}_{switch}"] = "1"
     if used.system.arch_flags:
         settings["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(used.system.arch_flags)
     if used.mpi is not None:
         settings["MPI_HOME"] = str(used.mpi.bin.parent)
     if used.cuda is not None:
-        settings |= _cuda_settings(used.cuda, target.gpu, used.environ)
+        settings |= _cuda_settings(used.cuda, options.gpu, used.environ)
     else:
         settings["HOROVOD_WITHOUT_NVTX"] = "1"
     if used.nccl is not None:

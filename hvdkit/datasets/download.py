@@ -13,7 +13,6 @@ import os
 import ssl
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import IO
 
 from hvdkit.common.files import complete_or_absent
 from hvdkit.datasets.readers import quoted
-from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
+from hvdkit.errors import CorruptDataError, DataError
 
 TIMEOUT_S = 30.0
 CHUNK_BYTES = 1 << 20
@@ -38,11 +37,6 @@ class RemoteFile:
     name: str
     sha256: str
     urls: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for url in self.urls:
-            if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-                raise InvalidArgumentError(f"cannot download {self.name} from {url}: expected an http or https URL")
 
 
 def fetch(files: Sequence[RemoteFile], folder: Path, login_node_command: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, cast
 
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.failure import first_error, is_out_of_memory
@@ -41,9 +42,7 @@ def run(
     lines: list[str] = []
     with log.open("a", encoding="utf-8", errors="replace") as file, _process(argv, environ, cwd) as process:
         file.write(f"\n$ {' '.join(argv)}\n")
-        if process.stdout is None:
-            raise ValueError("the process has no output to read")
-        for line in process.stdout:
+        for line in cast(IO[str], process.stdout):
             file.write(line)
             file.flush()
             lines.append(line)
@@ -77,8 +76,7 @@ def _process(argv: Sequence[str], environ: Mapping[str, str], cwd: Path) -> Iter
         yield process
     finally:
         end_session(process)
-        if process.stdout is not None:
-            process.stdout.close()
+        cast(IO[str], process.stdout).close()
 
 
 def end_session(process: subprocess.Popen[str]) -> None:

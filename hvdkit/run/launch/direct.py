@@ -14,13 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, cast
 
 from hvdkit.common.signals import handled
 from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, Ended
 from hvdkit.run.launch.reach import Reach
 from hvdkit.run.launch.signals import ENDING
-from hvdkit.run.launch.start import pipe, start
+from hvdkit.run.launch.start import start
 
 _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
 """What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
@@ -56,7 +56,8 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
         process = start(argv, environment)
         if ended_by:
             os.killpg(process.pid, ended_by[0])
-        copies = [_Copy(pipe(process.stdout), 1, reach.suspect), _Copy(pipe(process.stderr), 2, reach.suspect)]
+        pipes = (cast(IO[bytes], process.stdout), cast(IO[bytes], process.stderr))
+        copies = [_Copy(stream, fd, reach.suspect) for fd, stream in enumerate(pipes, start=1)]
         status = process.wait()
     for copy in copies:
         copy.join(_DRAIN_S)

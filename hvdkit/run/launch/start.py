@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import IO
 
 from hvdkit.errors import LaunchError
 from hvdkit.run.launch.guard import guarded
@@ -34,14 +33,3 @@ def start(
         )
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
-
-
-def pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    """A stream of a process that was started with a pipe for it.
-
-    Raises:
-        ValueError: it was started without one.
-    """
-    if stream is None:
-        raise ValueError("the process was started without a pipe for this stream")
-    return stream

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from typing import IO, cast
 
 from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
@@ -27,7 +28,7 @@ from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
 from hvdkit.run.launch.shown import STDERR, STDOUT, Shown
 from hvdkit.run.launch.signals import Signals, listener, watched_signals
 from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
-from hvdkit.run.launch.start import pipe, start
+from hvdkit.run.launch.start import start
 from hvdkit.run.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
 from hvdkit.steps.stalls import IN_INIT, PAST_INIT, STALLED_STATUS
 
@@ -117,7 +118,7 @@ class _Job:
         before = wire.descendants()
         wire.adopt_orphans(True)
         self._launcher = self._start()
-        self._report_fd = pipe(self._launcher.stdout).fileno()
+        self._report_fd = cast(IO[bytes], self._launcher.stdout).fileno()
         os.set_blocking(self._report_fd, False)
         self._selector.register(self._report_fd, selectors.EVENT_READ, self._on_report)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connections)

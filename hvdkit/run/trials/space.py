@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,9 @@ CYCLE_TIMES_MS = (0.1, 0.5, 5.0)
 """Around Horovod's own 1 ms: quicker answers for small models, fewer interruptions and more fusion for large ones."""
 FUSION_THRESHOLDS_BYTES = (4 * MIB, 32 * MIB)
 """Below Horovod's own 128 MiB: less copying, and the first allreduce begins while gradients are still computed."""
+
+
+_NAMES = Tuned.__struct_fields__[:4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +37,6 @@ class Space:
     cycle_times_ms: tuple[float, ...] = CYCLE_TIMES_MS
     fusion_thresholds_bytes: tuple[int, ...] = FUSION_THRESHOLDS_BYTES
 
-    def _axes(self) -> list[list[Tuned]]:
-        return [
-            [Tuned(launcher=launcher) for launcher in self.launchers],
-            [Tuned(threads=threads) for threads in self.threads],
-            [Tuned(cycle_time_s=time_ms / 1000) for time_ms in self.cycle_times_ms],
-            [Tuned(fusion_threshold_bytes=size) for size in self.fusion_thresholds_bytes],
-        ]
-
     def candidates(self, limit: int, rng: np.random.Generator) -> list[Tuned]:
         """The settings to try: each change alone, then random combinations of several until there are ``limit``.
 
@@ -48,19 +44,16 @@ class Space:
             limit: the most to return, >= 1; the default is not counted and not among them.
             rng: draws what does not fit all together.
         """
-        axes = [list(dict.fromkeys(axis)) for axis in self._axes()]
-        alone = [setting for axis in axes for setting in axis]
-        combined = [_merged(several) for several in itertools.product(*([DEFAULT, *axis] for axis in axes))]
+        cycles_s = [time_ms / 1000 for time_ms in self.cycle_times_ms]
+        values: tuple[Sequence[Any], ...] = (self.launchers, self.threads, cycles_s, self.fusion_thresholds_bytes)
+        axes: list[list[Any]] = [[None, *dict.fromkeys(axis)] for axis in values]
+        alone = [Tuned(**{name: value}) for name, axis in zip(_NAMES, axes, strict=True) for value in axis[1:]]
+        combined = [Tuned(*several) for several in itertools.product(*axes)]
         combined = [setting for setting in combined if setting != DEFAULT and setting not in alone]
         shuffled = [combined[index] for index in rng.permutation(len(combined))]
         if len(alone) > limit:
             return [alone[index] for index in sorted(rng.permutation(len(alone))[:limit])]
         return [*alone, *shuffled][:limit]
-
-
-def _merged(several: Sequence[Tuned]) -> Tuned:
-    launcher, threads, cycle, fusion = several
-    return Tuned(launcher.launcher, threads.threads, cycle.cycle_time_s, fusion.fusion_threshold_bytes)
 
 
 def thread_choices(share: int | None, current: int | None) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ import hashlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -35,6 +34,7 @@ from hvdkit.prepare.install.requirements import (
 from hvdkit.prepare.install.shelf import Shelf
 
 DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
+_CACHED = "from the cache"
 
 
 @click.command()
@@ -96,12 +96,10 @@ def install(
         click.echo(explanation(facts, options))
         return 0
     with _reporting() as progress:
-        if ready is not None:
-            _install_ready(facts, options, Shelf(ready), progress)
-        elif keep is not None:
+        if keep is not None:
             _keep(facts, options, force, Shelf(keep), progress)
         else:
-            _install(facts, options, force, progress)
+            _install(facts, options, force, None if ready is None else Shelf(ready), progress)
     return 0
 
 
@@ -136,43 +134,32 @@ def explanation(facts: Facts, options: Options) -> str:
     return f"{head}{table}\n\n{_describe(plan, facts)}"
 
 
-def _install(facts: Facts, options: Options, force: bool, progress: Progress) -> None:
-    plan = make_plan(facts, options)
+def _install(facts: Facts, options: Options, force: bool, ready: Shelf | None, progress: Progress) -> None:
+    """Install a wheel: one of a shelf, one from the cache, or one that is built now."""
+    found, plan = (None, make_plan(facts, options)) if ready is None else ready.find(facts, options)
     cache = Cache(facts.cache_directory)
     for note in plan.notes:
         progress.say(f"Note: {note}")
 
-    with _locked_environment(facts, cache, progress):
+    place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
+    with cache.locked(f"environment-{place}", _waiting(progress, "installs into this environment")):
         if not force and environment.is_installed(plan):
             click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
             return
         with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
             log = cache.new_log(plan.key)
-            wheel, built = _wheel(plan, facts, cache, force, progress, log)
-            _put_in_place(wheel, plan, facts, cache, built, progress, log)
-    _compile_mpi_recorder(plan, facts, progress)
-    click.echo(_summary(plan, "compiled" if built else "from the cache", progress.seconds))
+            if found is None:
+                wheel, how = _wheel(plan, facts, cache, force, progress, log)
+            else:
+                wheel, how = found, f"from {found.parent}"
+            _put_in_place(wheel, plan, facts, cache, how != _CACHED, progress, log)
+    if found is None:
+        _compile_mpi_recorder(plan, facts, progress)
+    click.echo(_summary(plan, how, progress.seconds))
 
 
 def _waiting(progress: Progress, doing: str) -> Callable[[str], None]:
     return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
-
-
-def _locked_environment(facts: Facts, cache: Cache, progress: Progress) -> AbstractContextManager[None]:
-    place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
-    return cache.locked(f"environment-{place}", _waiting(progress, "installs into this environment"))
-
-
-def _install_ready(facts: Facts, options: Options, shelf: Shelf, progress: Progress) -> None:
-    """Install what was built elsewhere. It is imported here for the first time, so always tried."""
-    wheel, plan = shelf.find(facts, options)
-    cache = Cache(facts.cache_directory)
-    with _locked_environment(facts, cache, progress):
-        if environment.is_installed(plan):
-            click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
-            return
-        _put_in_place(wheel, plan, facts, cache, True, progress, cache.new_log(plan.key))
-    click.echo(_summary(plan, f"from {wheel.parent}", progress.seconds))
 
 
 def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: Progress) -> None:
@@ -185,12 +172,12 @@ def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: P
     click.echo(f"{_title(plan)}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {shelf.directory}")
 
 
-def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progress, log: Path) -> tuple[Path, bool]:
-    """The wheel of a plan, and whether it was built now. Hold the key's lock."""
+def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progress, log: Path) -> tuple[Path, str]:
+    """The wheel of a plan, and how it was had. Hold the key's lock."""
     wheel = None if force else _cached(cache, plan, progress)
     if wheel is not None:
-        return wheel, False
-    return build_wheel(plan, facts, cache, progress, log), True
+        return wheel, _CACHED
+    return build_wheel(plan, facts, cache, progress, log), "compiled"
 
 
 def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
@@ -207,12 +194,13 @@ def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
 
 
 def _put_in_place(
-    wheel: Path, plan: Plan, facts: Facts, cache: Cache, built: bool, progress: Progress, log: Path
+    wheel: Path, plan: Plan, facts: Facts, cache: Cache, untried: bool, progress: Progress, log: Path
 ) -> None:
+    """Install a wheel; one that was never imported where it is now is tried, and forgotten where that fails."""
     progress.say(f"Installing into {facts.python.prefix}")
     with environment.restored_on_failure(facts.python):
         environment.install(wheel, plan, facts.python, facts.environ, log)
-        if not built:
+        if not untried:
             return
         try:
             environment.check_import(plan, facts.python, facts.environ, log)

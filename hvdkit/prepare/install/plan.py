@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,27 +80,27 @@ class Plan:
         options: what was asked for, with the names of the frameworks that were found.
         frameworks: what it is built against.
         mpi: None for Gloo alone.
+        run_paths: for the library of each framework, where it looks for others besides what the linker notes.
+        key_fields: everything that changes the binary.
+        record: what is written into the wheel; holds the key.
         adjustments: patches that are applied to the source.
         settings: environment variables that are set for the build.
         path_first: directories put first on the build's PATH.
-        run_paths: for the library of each framework, where it looks for others besides what the linker notes.
         nccl_link: a library to be offered to the linker as ``libnccl.so``, which pip's NCCL has not.
-        key_fields: everything that changes the binary.
-        record: what is written into the wheel; holds the key.
         notes: what the user should know, one sentence each.
     """
 
     options: Options
     frameworks: tuple[FrameworkFacts, ...]
     mpi: MpiFacts | None
-    adjustments: tuple[Patch, ...]
-    settings: Mapping[str, str]
-    path_first: tuple[Path, ...]
     run_paths: Mapping[str, tuple[str, ...]]
-    nccl_link: Path | None
     key_fields: Mapping[str, Any]
     record: BuildRecord
-    notes: tuple[str, ...]
+    adjustments: tuple[Patch, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    path_first: tuple[Path, ...] = ()
+    nccl_link: Path | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -174,19 +174,7 @@ def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str,
             )
     if different:
         return "; ".join(different)
-    return Plan(
-        options=options,
-        frameworks=used.frameworks,
-        mpi=used.mpi,
-        adjustments=(),
-        settings={},
-        path_first=(),
-        run_paths=paths,
-        nccl_link=None,
-        key_fields=fields,
-        record=_record(used, options.gpu, "", (), key),
-        notes=(),
-    )
+    return Plan(options, used.frameworks, used.mpi, paths, fields, _record(used, options.gpu, "", (), key))
 
 
 def _used(facts: Facts, options: Options) -> tuple[Facts, Options]:
@@ -204,13 +192,13 @@ def _used(facts: Facts, options: Options) -> tuple[Facts, Options]:
     return used, replace(options, frameworks=tuple(framework.name for framework in frameworks))
 
 
-def _shown(field: Any) -> str:
+def _shown(value: Any) -> str:
     """A field of the key for people."""
-    if isinstance(field, Mapping):
-        return ", ".join(f"{name} {_shown(value)}" for name, value in field.items()) or "none"
-    if isinstance(field, list | tuple):
-        return " ".join(str(value) for value in field if value not in (None, "", False, True)) or "none"
-    return "none" if field is None else str(field)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(one)}" for name, one in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return " ".join(str(one) for one in value if one not in (None, "", False, True)) or "none"
+    return "none" if value is None else str(value)
 
 
 def build_environ(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:

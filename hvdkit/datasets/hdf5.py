@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from hvdkit.errors import (
     InvalidArgumentError,
     MissingFrameworkError,
 )
+from hvdkit.steps.numbers import whole
 
 Array = NDArray[Any]
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -207,14 +207,13 @@ def write_hdf5(
     for key, values in arrays.items():
         if not np.shape(values):
             raise InvalidArgumentError(f"{key!r} is a single value; give an array with a sample in each row.")
-    if chunks is not None and (not isinstance(chunks, Integral) or isinstance(chunks, bool) or chunks < 1):
-        raise InvalidArgumentError(f"chunks is a number of samples from 1 on, got {chunks!r}.")
+    rows = None if chunks is None else whole("chunks", chunks, 1)
     target = Path(path)
     try:
         with complete_or_absent(target) as place, h5py.File(place.name, "w") as file:
             for key, values in arrays.items():
                 shape = np.shape(values)
-                piece = (min(int(chunks), shape[0]), *shape[1:]) if chunks is not None and 0 not in shape else None
+                piece = (min(rows, shape[0]), *shape[1:]) if rows is not None and 0 not in shape else None
                 file.create_dataset(key, data=values, chunks=piece)
             for key, value in (attributes or {}).items():
                 file.attrs[key] = value

@@ -6,8 +6,6 @@ import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +15,7 @@ from hvdkit.datasets.download import fetch
 from hvdkit.datasets.readers import Arrays
 from hvdkit.datasets.sources import SOURCES, Source
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.steps.numbers import whole
 
 NAMES = ("digits", *SOURCES, "synthetic")
 LARGEST_SEED = 2**32 - 1
@@ -68,7 +67,9 @@ def load(
         DataError: a file cannot be read, or no server could be reached.
     """
     _check_name(name)
-    seed = _whole_number("seed", seed, 0, LARGEST_SEED)
+    seed = whole("seed", seed, 0)
+    if seed > LARGEST_SEED:
+        raise InvalidArgumentError(f"seed must be at most {LARGEST_SEED}, got {seed}.")
     if name == "synthetic":
         return _synthetic(n, shape, classes, seed)
     for option, value in (("n", n), ("shape", shape), ("classes", classes)):
@@ -111,12 +112,12 @@ def _scaled(images: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def _synthetic(n: int | None, shape: Sequence[int] | None, classes: int | None, seed: int) -> Dataset:
-    n = _whole_number("n", 1000 if n is None else n, 1)
-    classes = _whole_number("classes", 10 if classes is None else classes, 2)
+    n = whole("n", 1000 if n is None else n, 1)
+    classes = whole("classes", 10 if classes is None else classes, 2)
     shape = (8, 8, 1) if shape is None else shape
     if not isinstance(shape, list | tuple) or len(shape) != 3:
         raise InvalidArgumentError(f"shape is {shape!r}, expected height, width and channels, as in (8, 8, 1)")
-    height, width, channels = (_whole_number("shape", extent, 1) for extent in shape)
+    height, width, channels = (whole("shape", extent, 1) for extent in shape)
     try:
         samples = generated.synthetic(n, (height, width, channels), classes, seed)
     except (MemoryError, OverflowError, ValueError) as error:  # too large for this machine, for a size, for NumPy
@@ -133,13 +134,3 @@ def _check_name(name: str) -> None:
     nearest = difflib.get_close_matches(str(name), NAMES, n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise InvalidArgumentError(f"unknown data set {name!r}, expected one of {', '.join(NAMES)}{hint}")
-
-
-def _whole_number(what: str, value: Any, smallest: int, largest: int | None = None) -> int:
-    wanted = f"{smallest} or more" if largest is None else f"{smallest} to {largest}"
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise InvalidArgumentError(f"{what} is {value!r}, expected a whole number, {wanted}")
-    number = int(value)
-    if number < smallest or (largest is not None and number > largest):
-        raise InvalidArgumentError(f"{what} is {number}, expected {wanted}")
-    return number

@@ -121,17 +121,17 @@ def test_synthetic_samples_of_a_class_are_not_copies() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"n": -1}, "n is -1, expected 1 or more"),
-        ({"n": 0}, "n is 0, expected 1 or more"),
-        ({"n": 2.5}, "n is 2.5, expected a whole number"),
-        ({"n": True}, "n is True, expected a whole number"),
-        ({"classes": 1}, "classes is 1, expected 2 or more"),
+        ({"n": -1}, "n must be an integer >= 1, got -1"),
+        ({"n": 0}, "n must be an integer >= 1, got 0"),
+        ({"n": 2.5}, "n must be an integer >= 1, got 2.5"),
+        ({"n": True}, "n must be an integer >= 1, got True"),
+        ({"classes": 1}, "classes must be an integer >= 2, got 1"),
         ({"shape": (8, 8)}, r"shape is \(8, 8\), expected height, width and channels"),
         ({"shape": 8}, "shape is 8, expected height, width and channels"),
-        ({"shape": (8, 0, 1)}, "shape is 0, expected 1 or more"),
-        ({"seed": -1}, "seed is -1, expected 0 to 4294967295"),
-        ({"seed": 2**32}, "seed is 4294967296, expected 0 to 4294967295"),
-        ({"seed": "a"}, "seed is 'a', expected a whole number"),
+        ({"shape": (8, 0, 1)}, "shape must be an integer >= 1, got 0"),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"seed": 2**32}, "seed must be at most 4294967295, got 4294967296"),
+        ({"seed": "a"}, "seed must be an integer >= 0, got 'a'"),
     ],
 )
 def test_wrong_numbers_are_refused(arguments: dict[str, object], sentence: str) -> None:

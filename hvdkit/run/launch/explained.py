@@ -10,27 +10,28 @@ from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError, InvalidArgumentError
 from hvdkit.run.launch import recordings, torch_profile
 from hvdkit.run.launch.machine import usable_cores
-from hvdkit.run.launch.model import Plan
+from hvdkit.run.launch.model import Plan, Request, Setting
 from hvdkit.steps import step_marks, step_times
 
 _STEPS = "steps"
 _FILES = "rank-*.jsonl"
 
 
-def variables(directory: Path, before: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of the ranks.
-
-    Args:
-        directory: of the job's recordings.
-        before: their environment as it would be otherwise. A timeline of some steps is recorded, unless one is already.
-    """
-    timeline = {"HOROVOD_TIMELINE": "DYNAMIC"} if not before.get("HOROVOD_TIMELINE") else {}
-    return {
-        **timeline,
+def settings(request: Request, environ: Mapping[str, str]) -> list[Setting]:
+    """What the ranks are told. A timeline of some steps is recorded, unless one is already."""
+    directory = request.explain_job
+    if directory is None:
+        return []
+    timeline = str(request.timeline or environ.get("HOROVOD_TIMELINE", ""))
+    given = {**environ, "HOROVOD_TIMELINE": timeline, **request.variables}
+    recorded = bool(given["HOROVOD_TIMELINE"])
+    variables = {
+        **({} if recorded else {"HOROVOD_TIMELINE": "DYNAMIC"}),
         step_times.VARIABLE: str(directory / _STEPS),
-        step_marks.VARIABLE: str(directory / "timeline.json") if timeline else "1",
-        "PYTHONPATH": torch_profile.with_ours(before.get("PYTHONPATH", "")),
+        step_marks.VARIABLE: "1" if recorded else str(directory / "timeline.json"),
+        "PYTHONPATH": torch_profile.with_ours(given.get("PYTHONPATH", "")),
     }
+    return [Setting("--explain-job: each rank writes there when its steps begin and end", variables=variables)]
 
 
 def prepare(directory: Path, job: Plan) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from hvdkit.errors import HvdkitError, LaunchError
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
+from hvdkit.run.launch.command import Command
+from hvdkit.run.launch.model import Facts, Request, Setting
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer reads."""
@@ -44,18 +46,22 @@ def recorder(mpi_bin: Path | None, environ: Mapping[str, str], say: Callable[[st
     return mpi_recorder.ensure(mpicc, environ, cache_directory(), say)
 
 
-def words(recorder: Path, preloaded: str) -> tuple[str, str]:
-    """What to put before the command of a rank, so that it alone is recorded, not its launcher.
-
-    Args:
-        preloaded: LD_PRELOAD as it would be otherwise, "" for nothing.
-    """
-    return "/usr/bin/env", f"LD_PRELOAD={recorder}{':' if preloaded else ''}{preloaded}"
-
-
-def variables(directory: Path, *, wait: bool) -> dict[str, str]:
-    """The environment variables of the ranks."""
-    return {DIRECTORY: str(directory), **({WAIT: "1"} if wait else {})}
+def around(
+    command: Command, request: Request, facts: Facts, environ: Mapping[str, str]
+) -> tuple[Command, list[Setting]]:
+    """The command with the recorder preloaded into it alone, not into the launcher; and what the ranks are told."""
+    if request.mpi_profile is None:
+        return command, []
+    before = request.variables.get("LD_PRELOAD", environ.get("LD_PRELOAD", ""))
+    recorder = facts.mpi_recorder or Path(mpi_recorder.NAME)
+    words = ("/usr/bin/env", f"LD_PRELOAD={recorder}{':' if before else ''}{before}")
+    variables = {DIRECTORY: str(request.mpi_profile), **({WAIT: "1"} if request.mpi_profile_wait else {})}
+    settings = [
+        Setting("--mpi-profile: each rank writes what it called there", variables=variables),
+        Setting("--mpi-profile: the recorder stands between the ranks and their MPI; not in the launcher", words),
+    ]
+    script = None if command.script is None else command.script + len(words)
+    return Command((*words, *command.words), script), settings
 
 
 def outcome(directory: Path, files: Sequence[Path]) -> str:

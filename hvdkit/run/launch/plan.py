@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.prepare.install import mpi_recorder
 from hvdkit.run.launch import (
     aprun,
     batch,
@@ -121,21 +120,6 @@ def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, 
     return settings
 
 
-def _recorded(
-    directory: Path, request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
-) -> tuple[Command, list[Setting]]:
-    """The command with the recorder of MPI calls preloaded into it alone, not into the launcher."""
-    before = request.variables.get("LD_PRELOAD", environ.get("LD_PRELOAD", ""))
-    words = mpi_recording.words(facts.mpi_recorder or Path(mpi_recorder.NAME), before)
-    script = None if command.script is None else command.script + len(words)
-    variables = mpi_recording.variables(directory, wait=request.mpi_profile_wait)
-    settings = [
-        Setting("--mpi-profile: each rank writes what it called there", variables=variables),
-        Setting("--mpi-profile: the recorder stands between the ranks and their MPI; not in the launcher", words),
-    ]
-    return Command((*words, *command.words), script), settings
-
-
 def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str], *, direct: bool) -> Setting:
     """Have Horovod report what waits, often enough to measure the limit; end the job itself where nobody reads that.
 
@@ -246,7 +230,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
     settings += changes
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
-    settings += [*_torch_profiled(request, environ), *_explained(request, environ)]
+    settings += [*torch_profile.settings(request, environ), *explained.settings(request, environ)]
     added: dict[str, str] = {}
     for setting in settings:
         added.update(setting.variables)
@@ -286,30 +270,12 @@ def _as_started(
         command = through_mpi4py(command)
         why = "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others"
         settings.append(Setting(why, ("-m", "mpi4py")))
-    if request.mpi_profile is not None:
-        command, recorded = _recorded(request.mpi_profile, request, facts, command, environ)
-        settings += recorded
+    command, recorded = mpi_recording.around(command, request, facts, environ)
+    settings += recorded
     if any(map(line.taken.fullmatch, command.words[1:])):
         command = as_one_word(command, facts.python)
         settings.append(Setting(f"{name} would take a word of the command for its own; as one word it is passed on"))
     return command, settings
-
-
-def _torch_profiled(request: Request, environ: Mapping[str, str]) -> list[Setting]:
-    if request.torch_profile is None:
-        return []
-    before = request.variables.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
-    steps = request.torch_profile_steps or torch_profile.STEPS
-    variables = torch_profile.variables(request.torch_profile, steps, before)
-    return [Setting("--torch-profile: each rank profiles itself and writes there", variables=variables)]
-
-
-def _explained(request: Request, environ: Mapping[str, str]) -> list[Setting]:
-    if request.explain_job is None:
-        return []
-    timeline = {} if request.timeline is None else {"HOROVOD_TIMELINE": str(request.timeline)}
-    variables = explained.variables(request.explain_job, {**environ, **timeline, **request.variables})
-    return [Setting("--explain-job: each rank writes there when its steps begin and end", variables=variables)]
 
 
 def _check(name: str, request: Request) -> None:

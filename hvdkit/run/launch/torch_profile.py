@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdkit.run.launch.model import Request, Setting
 from hvdkit.run.launch.rank import STACKS_DIRECTORY
 from hvdkit.steps.torch_profile import VARIABLE
 
@@ -14,13 +15,14 @@ STEPS = (10, 2, 5)
 OPTION, FILES = "--torch-profile", "trace-*-of-*.json.gz"
 
 
-def variables(directory: Path, steps: tuple[int, int, int], python_path: str) -> dict[str, str]:
-    """The environment variables of the ranks: every Python of theirs then starts with hvdkit's ``sitecustomize``.
-
-    Args:
-        python_path: PYTHONPATH as it would be otherwise, "" for nothing.
-    """
-    return {VARIABLE: f"{','.join(map(str, steps))}:{directory}", "PYTHONPATH": with_ours(python_path)}
+def settings(request: Request, environ: Mapping[str, str]) -> list[Setting]:
+    """What the ranks are told: every Python of theirs then starts with hvdkit's ``sitecustomize``."""
+    if request.torch_profile is None:
+        return []
+    steps = ",".join(map(str, request.torch_profile_steps or STEPS))
+    before = request.variables.get("PYTHONPATH", environ.get("PYTHONPATH", ""))
+    variables = {VARIABLE: f"{steps}:{request.torch_profile}", "PYTHONPATH": with_ours(before)}
+    return [Setting("--torch-profile: each rank profiles itself and writes there", variables=variables)]
 
 
 def with_ours(python_path: str) -> str:

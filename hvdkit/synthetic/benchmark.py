@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,7 +207,7 @@ class Stopwatch:
 
     def __init__(self, settings: Settings, world: Topology, device: str, tensors: int, parameters: int) -> None:
         self._settings, self._world, self._device = settings, world, device
-        self._sizes = {"tensors": tensors, "parameters": parameters}
+        self._sizes = (tensors, parameters)
         self._done = 0
         self._begun = 0.0
         self.speeds: list[float] = []
@@ -247,18 +247,7 @@ class Stopwatch:
         self._say(f"Img/sec per {device}: {mean:.1f} +-{spread:.1f}")
         self._say(f"Total img/sec on {size} {device}(s): {size * mean:.1f} +-{size * spread:.1f}")
         if self._settings.as_json and self._world.is_root:
-            speeds = tuple(self.speeds)
-            found = Speed(
-                self._settings,
-                device,
-                size,
-                self._sizes["tensors"],
-                self._sizes["parameters"],
-                mean,
-                spread,
-                size * mean,
-                speeds,
-            )
+            found = Speed(self._settings, device, size, *self._sizes, mean, spread, size * mean, tuple(self.speeds))
             _write(json_files.encode(found).rstrip())
 
     def _say(self, line: str) -> None:
@@ -272,11 +261,16 @@ def _write(text: str) -> None:
 
 
 def run_program(run: Callable[[Settings], object]) -> NoReturn:
-    """The main program of a framework's benchmark: reads ``Settings.word``, and ends with a sentence on a mistake."""
+    """The main program of a framework's benchmark, which reads ``Settings.word``."""
+    started_by("hvdkit bench synthetic", lambda word: run(_settings(word)), 1)
+
+
+def started_by(command: str, run: Callable[..., object], words: int) -> NoReturn:
+    """A main program that a command starts with so many words; it ends with a sentence on a mistake."""
     try:
-        if len(sys.argv) != 2:
-            raise InvalidArgumentError("this program is started by `hvdkit bench synthetic`; see its --help.")
-        run(_settings(sys.argv[1]))
+        if len(sys.argv) != 1 + words:
+            raise InvalidArgumentError(f"this program is started by `{command}`; see its --help.")
+        run(*sys.argv[1:])
     except HvdkitError as error:
         sys.stderr.write(f"hvdkit: {error}\n")
         raise SystemExit(error.exit_code) from None
@@ -287,9 +281,8 @@ def run_program(run: Callable[[Settings], object]) -> NoReturn:
 
 def _settings(word: str) -> Settings:
     try:
-        content: dict[str, Any] = json.loads(word)
-        return Settings(**content)
+        return Settings(**json.loads(word))
+    except InvalidArgumentError:
+        raise
     except (ValueError, TypeError) as error:
-        if isinstance(error, InvalidArgumentError):
-            raise
         raise InvalidArgumentError(f"expected the settings of `hvdkit bench synthetic`, got {word!r}.") from error

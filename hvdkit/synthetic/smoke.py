@@ -6,8 +6,8 @@ import importlib
 import sys
 from typing import Any
 
-from hvdkit.errors import HvdkitError, InvalidArgumentError, TopologyMismatchError
-from hvdkit.synthetic.benchmark import Settings
+from hvdkit.errors import HvdkitError, TopologyMismatchError
+from hvdkit.synthetic.benchmark import Settings, started_by
 
 STEPS = 10
 
@@ -48,16 +48,5 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    """Read ``FRAMEWORK RANKS cpu|gpu``; a mistake is a sentence on standard error."""
-    try:
-        if len(sys.argv) != 4:
-            raise InvalidArgumentError("this program is started by `hvdkit test`; see its --help.")
-        run(sys.argv[1], int(sys.argv[2]), gpu=sys.argv[3] == "gpu")
-    except HvdkitError as error:
-        sys.stderr.write(f"hvdkit: {error}\n")
-        sys.exit(error.exit_code)
-
-
 if __name__ == "__main__":
-    main()
+    started_by("hvdkit test", lambda framework, ranks, device: run(framework, int(ranks), gpu=device == "gpu"), 3)

@@ -1,4 +1,4 @@
-"""``hvdkit bench synthetic --framework torch``: one rank of it, started by that command (``steps.synthetic``)."""
+"""``hvdkit bench synthetic --framework torch``: one rank of it, started by that command."""
 
 from __future__ import annotations
 

@@ -97,6 +97,25 @@ def with_options(options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return decorate
 
 
+JSON = click.option(
+    "--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output."
+)
+
+
+def time_limit(
+    seconds: float, help_text: str, name: str = "--timeout", most: float | None = 3600
+) -> Callable[..., Any]:
+    """An option for a time limit of at least a second."""
+    return click.option(
+        name,
+        type=click.FloatRange(min=1, max=most),
+        callback=seconds_above_0,  # not a number is in every range
+        default=seconds,
+        metavar="SECONDS",
+        help=help_text,
+    )
+
+
 def print_any_name() -> None:
     """Have standard output and error take names, from files, that are no text in their encoding."""
     for stream in (sys.stdout, sys.stderr):

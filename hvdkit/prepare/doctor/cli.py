@@ -6,7 +6,7 @@ import shutil
 
 import click
 
-from hvdkit.common.commands import seconds_above_0
+from hvdkit.common.commands import JSON, time_limit
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.doctor import children
 from hvdkit.prepare.doctor.checks import examine
@@ -18,18 +18,11 @@ _WIDEST = 110
 
 
 @click.command()
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+@JSON
 @click.option(
     "--report", is_flag=True, help="Print the text without colours and without host and user names, to be pasted."
 )
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1, max=3600),
-    callback=seconds_above_0,  # not a number is in every range
-    default=DEFAULT_SECONDS,
-    metavar="SECONDS",
-    help="Time limit of each import and trial run; raise it on a slow network file system.",
-)
+@time_limit(DEFAULT_SECONDS, "Time limit of each import and trial run; raise it on a slow network file system.")
 def doctor(json_: bool, report: bool, timeout: float) -> int:
     """Report what is installed, what does not fit together and how to fix it.
 

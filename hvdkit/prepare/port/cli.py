@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hvdkit.common import files
-from hvdkit.common.commands import seconds_above_0
+from hvdkit.common.commands import time_limit
 from hvdkit.common.extras import of_extra
 
 if TYPE_CHECKING:
@@ -27,15 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--try-steps", type=click.IntRange(1, 1000), default=5, show_default=True, metavar="N", help="Steps of --try."
 )
-@click.option(
-    "--try-timeout",
-    type=click.FloatRange(min=1),
-    callback=seconds_above_0,  # not a number is in every range
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time limit of each of the four runs of --try.",
-)
+@time_limit(600.0, "Time limit of each of the four runs of --try.", "--try-timeout", most=None)
 def port(
     script: str,
     arguments: tuple[str, ...],

@@ -9,22 +9,15 @@ from pathlib import Path
 
 import click
 
-from hvdkit.common.commands import seconds_above_0
+from hvdkit.common.commands import JSON, time_limit
 from hvdkit.prepare.doctor.finding import has_errors
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.prepare.preflight.report import look
 
 
 @click.command()
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1, max=3600),
-    callback=seconds_above_0,  # not a number is in every range
-    default=60.0,
-    metavar="SECONDS",
-    help="Time limit for all ranks to join.",
-)
+@JSON
+@time_limit(60.0, "Time limit for all ranks to join.")
 @click.option("--report", type=click.Path(file_okay=False, exists=True, path_type=Path), hidden=True)
 def preflight(json_: bool, timeout: float, report: Path | None) -> int:
     """Inside a job: do all ranks see each other, the same versions, and devices of their own?

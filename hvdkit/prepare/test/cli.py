@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from hvdkit.common import json_files
-from hvdkit.common.commands import seconds_above_0
+from hvdkit.common.commands import JSON, time_limit
 from hvdkit.common.json_files import Document, Part
 from hvdkit.prepare.doctor import host
 
@@ -59,7 +59,7 @@ class SmokeTest(Document, frozen=True):
 
 
 @click.command()
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+@JSON
 @click.option(
     "--framework",
     "frameworks",
@@ -67,15 +67,7 @@ class SmokeTest(Document, frozen=True):
     type=click.Choice(FRAMEWORKS),
     help="Framework to test; repeatable  [default: all that are installed]",
 )
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1, max=3600),
-    callback=seconds_above_0,  # not a number is in every range
-    default=120.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time limit for each framework; raise it on a slow network file system.",
-)
+@time_limit(120.0, "Time limit for each framework; raise it on a slow network file system.")
 def test(json_: bool, frameworks: tuple[str, ...], timeout: float) -> int:
     """Train on 2 ranks of this machine, in every installed framework, to see that it works.
 

@@ -223,12 +223,9 @@ OPTIONS = (
         is_flag=True,
         help="First copy the environment to the local disk of every host, once, over MPI; the ranks import from there.",
     ),
-    click.option(
+    _directory(
         "--stage-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        callback=_absolute,
-        metavar="DIR",
-        help="Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
+        "Local directory for --stage, the same on every host; later jobs reuse it  [default: $TMPDIR, else /tmp]",
     ),
     click.option(
         "--preflight",

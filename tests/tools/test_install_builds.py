@@ -147,7 +147,7 @@ def test_when_nothing_can_be_fetched_the_damaged_cache_is_said_and_the_environme
     (wheel,) = installed.wheels()
     wheel.write_bytes(wheel.read_bytes()[:-1])
     output = installed.install(status=1, STANDIN_TOOLS="no-such-tools")
-    assert "has SHA-256" in output and "It is built again." in output
+    assert "has SHA-256" in output and "It is made again." in output
     assert output.splitlines()[-1].startswith("hvdkit: pip install failed: ERROR: ")
     assert installed.files() == before and installed.wheels() == []
 

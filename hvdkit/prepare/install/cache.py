@@ -80,6 +80,15 @@ class Cache:
             raise DamagedError(f"The cached {file} has SHA-256 {found}, expected {expected}.")
         return file
 
+    def whole(self, key: str, say: Callable[[str], None]) -> Path | None:
+        """The file of a key; ``say`` is told of one that is damaged, which is forgotten."""
+        try:
+            return self.get(key)
+        except DamagedError as error:
+            say(f"{error} It is made again.")
+            self.drop(key)
+            return None
+
     def put(self, key: str, file: Path, fields: Mapping[str, Any]) -> Path:
         """Keep a file under a key in place of any other; it is there whole or not at all. Hold the key's lock.
 

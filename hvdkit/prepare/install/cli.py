@@ -18,7 +18,7 @@ from hvdkit.common.signals import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.build import build_wheel
-from hvdkit.prepare.install.cache import Cache, DamagedError
+from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import TITLES, Facts
 from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
@@ -174,23 +174,11 @@ def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: P
 
 def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progress, log: Path) -> tuple[Path, str]:
     """The wheel of a plan, and how it was had. Hold the key's lock."""
-    wheel = None if force else _cached(cache, plan, progress)
-    if wheel is not None:
-        return wheel, _CACHED
-    return build_wheel(plan, facts, cache, progress, log), "compiled"
-
-
-def _cached(cache: Cache, plan: Plan, progress: Progress) -> Path | None:
-    """The wheel from the cache, None when there is none that is whole."""
-    try:
-        wheel = cache.get(plan.key)
-    except DamagedError as error:
-        progress.say(f"{error} It is built again.")
-        cache.drop(plan.key)
-        return None
+    wheel = None if force else cache.whole(plan.key, progress.say)
     if wheel is not None:
         progress.say(f"From the cache: {wheel}")
-    return wheel
+        return wheel, _CACHED
+    return build_wheel(plan, facts, cache, progress, log), "compiled"
 
 
 def _put_in_place(

@@ -90,11 +90,8 @@ def ensure(mpicc: Path, environ: Mapping[str, str], cache: Path, say: Callable[[
             return found
     try:
         with kept.locked(f"mpi-profile-{key}", lambda holder: say(f"waiting for {holder}, which compiles the same")):
-            try:
-                if found := kept.get(key):
-                    return found
-            except DamagedError as error:
-                say(f"{error} It is compiled again.")
+            if found := kept.whole(key, say):
+                return found
             say(f"compiling the recorder of MPI calls with {mpicc}, once for this MPI")
             return _compile(mpicc, environ, kept, key)
     except OSError as error:

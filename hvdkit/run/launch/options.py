@@ -212,12 +212,7 @@ OPTIONS = (
         help="End the job when a collective waits longer than S seconds, and write every rank's call stacks (not on "
         "several hosts)  [default: off; a rank may rightly be busy for long]",
     ),
-    click.option(
-        "--stall-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        metavar="DIR",
-        help="Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]",
-    ),
+    _directory("--stall-dir", "Directory for the call stacks of --stall-timeout  [default: hvdkit-stall-TIME]"),
     click.option(
         "--stage",
         is_flag=True,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
-from typing import Any
 
 import click
 
 import hvdkit
-from hvdkit.common.commands import group_of
+from hvdkit.common import commands
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FLOORS = {
     "Before a job": {
         "install": (
@@ -63,7 +60,7 @@ _FOR_ALL = {"help_option_names": ["-h", "--help"], "show_default": True}
 """Settings that every command inherits."""
 
 
-@click.group(cls=group_of(COMMANDS, FLOORS), context_settings=_FOR_ALL)
+@click.group(cls=commands.group_of(COMMANDS, FLOORS), context_settings=_FOR_ALL)
 @click.version_option(hvdkit.__version__, prog_name="hvdkit")
 def hvdkit_command() -> None:
     """The eight steps of data-parallel training with Horovod, and the tools around them.
@@ -85,27 +82,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit status."""
-    try:
-        status: Any = hvdkit_command.main(args=argv, prog_name="hvdkit", standalone_mode=False)
-        sys.stdout.flush()
-    except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "hvdkit"
-        return _fail(f"{error.format_message().rstrip('.')} (see '{where} --help').", 2)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        return _fail("Interrupted.", 130)
-    except hvdkit.HvdkitError as error:
-        return _fail(str(error), error.exit_code)
-    except MemoryError:
-        return _fail("The memory does not suffice; give smaller files, or run it where there is more.", 1)
-    except BrokenPipeError:
-        _forget_output()
-        return 0
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        _forget_output()
-        return _fail(f"Nothing more could be written ({error.strerror}); free space, or write to another place.", 1)
-    return status if isinstance(status, int) else 0
+    return commands.run(hvdkit_command, argv, "hvdkit")
 
 
 def _open_what_is_closed() -> None:
@@ -115,16 +92,6 @@ def _open_what_is_closed() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "w" if number else "r"))
-
-
-def _forget_output() -> None:
-    """Else Python tries to write the rest of it when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail(message: str, status: int) -> int:
-    click.echo(f"hvdkit: {message}", err=True)
-    return status
 
 
 if __name__ == "__main__":

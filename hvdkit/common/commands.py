@@ -7,6 +7,7 @@ Why this room exists: ``hvdkit`` itself and those of its commands that have subc
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import io
 import math
@@ -18,6 +19,9 @@ from typing import Any
 
 import click
 
+from hvdkit.errors import HvdkitError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DIGITS = 16
 """More than any number of ranks has; Python refuses to read numbers of thousands of digits."""
 _LONGEST = 200
@@ -26,6 +30,47 @@ AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 PATH = click.Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 """A file to read from."""
+
+
+def run(command: click.Command, argv: Sequence[str], name: str) -> int:
+    """Run one command line and return its exit status; a user's mistake is one sentence on stderr.
+
+    Args:
+        command: what is run.
+        argv: its words.
+        name: how it is called.
+    """
+    try:
+        status: Any = command.main(args=list(argv), prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else name
+        return _fail(f"{error.format_message().rstrip('.')} (see '{where} --help').", 2)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return _fail("Interrupted.", 130)
+    except HvdkitError as error:
+        return _fail(str(error), error.exit_code)
+    except MemoryError:
+        return _fail("The memory does not suffice; give smaller files, or run it where there is more.", 1)
+    except BrokenPipeError:
+        _forget_output()
+        return 0
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _forget_output()
+        return _fail(f"Nothing more could be written ({error.strerror}); free space, or write to another place.", 1)
+    return status if isinstance(status, int) else 0
+
+
+def _forget_output() -> None:
+    """Else Python tries to write the rest of it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail(message: str, status: int) -> int:
+    click.echo(f"hvdkit: {message}", err=True)
+    return status
 
 
 @contextlib.contextmanager

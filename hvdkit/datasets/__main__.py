@@ -8,8 +8,8 @@ import sys
 import click
 import numpy as np
 
-from hvdkit.datasets.loading import NAMES, Dataset, load
-from hvdkit.errors import HvdkitError
+from hvdkit.common.commands import run
+from hvdkit.datasets.loading import Dataset, load
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,23 +46,7 @@ def _description(data: Dataset) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status; a mistake is one sentence on stderr."""
     logging.basicConfig(level=logging.INFO, format="hvdkit: %(message)s")
-    try:
-        datasets.main(args=argv, prog_name="python -m hvdkit.datasets", standalone_mode=False)
-    except click.UsageError as error:
-        message = (
-            f"{error.format_message().rstrip('.')} (see 'python -m hvdkit.datasets --help'; names: {', '.join(NAMES)})."
-        )
-        return _fail(message, 2)
-    except click.exceptions.Abort:
-        return _fail("Interrupted.", 130)
-    except HvdkitError as error:
-        return _fail(str(error), error.exit_code)
-    return 0
-
-
-def _fail(message: str, status: int) -> int:
-    click.echo(f"hvdkit: {message}", err=True)
-    return status
+    return run(datasets, sys.argv[1:] if argv is None else argv, "python -m hvdkit.datasets")
 
 
 if __name__ == "__main__":

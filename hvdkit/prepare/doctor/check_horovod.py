@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hvdkit.prepare.doctor.check_frameworks import import_fix, legacy_keras, missing_module, public
-from hvdkit.prepare.doctor.facts import FRAMEWORKS, Extension, Facts, Failure
+from hvdkit.prepare.doctor.facts import FRAMEWORKS, Facts, Failure
 from hvdkit.prepare.doctor.finding import Finding
 
 _REBUILD = "Build Horovod again for what is installed now: 'hvdkit install --force'."
@@ -175,16 +175,13 @@ def run_fails(facts: Facts, name: str, controller: str) -> Finding | None:
     if extension is None or failure is None or drifted(facts, name):
         return None
     explain, fix = _RUN_TEXTS[controller]
+    works_over_mpi = "MPI" in extension.runs and extension.runs["MPI"] is None
     return Finding(
-        "warning" if controller == "Gloo" and _works_over_mpi(extension) else "error",
+        "warning" if controller == "Gloo" and works_over_mpi else "error",
         f"Horovod for {FRAMEWORKS[name]} does not run over {controller}: {failure.message}.",
         explain,
         fix,
     )
-
-
-def _works_over_mpi(extension: Extension) -> bool:
-    return "MPI" in extension.runs and extension.runs["MPI"] is None
 
 
 _RUN_TEXTS = {

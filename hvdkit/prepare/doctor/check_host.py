@@ -98,21 +98,17 @@ def omp_threads(facts: Facts) -> Finding | None:
     if value is None:
         return None
     first = value.split(",")[0].strip()  # one number for each level of nesting; the first counts here
-    if not first.isdigit() or int(first) == 0:
-        return Finding(
-            "warning",
-            f"OMP_NUM_THREADS={value!r} is not a positive number.",
-            "OpenMP ignores it and takes every core, in each of the processes.",
-            "Unset it ('hvdkit launch' sets it for each process), or set it to the cores of one process.",
-        )
-    if int(first) <= facts.host.usable_cores:
+    threads = int(first) if first.isdigit() else 0
+    if 0 < threads <= facts.host.usable_cores:
         return None
-    return Finding(
-        "warning",
-        f"OMP_NUM_THREADS={value}, and this process may use {facts.host.usable_cores} cores.",
-        "Threads that outnumber the cores wait for each other, in every process.",
-        "Unset it ('hvdkit launch' sets it for each process), or set it to the cores of one process.",
-    )
+    if threads:
+        what = f"OMP_NUM_THREADS={value}, and this process may use {facts.host.usable_cores} cores."
+        why = "Threads that outnumber the cores wait for each other, in every process."
+    else:
+        what = f"OMP_NUM_THREADS={value!r} is not a positive number."
+        why = "OpenMP ignores it and takes every core, in each of the processes."
+    fix = "Unset it ('hvdkit launch' sets it for each process), or set it to the cores of one process."
+    return Finding("warning", what, why, fix)
 
 
 def small_shared_memory(facts: Facts) -> Finding | None:

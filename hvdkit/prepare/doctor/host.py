@@ -37,12 +37,13 @@ def look(environ: Mapping[str, str]) -> Host:
     """The machine as this process sees it."""
     path = environ.get("PATH")
     compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
+    shared = Path("/dev/shm")  # noqa: S108
     return Host(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
         cpu_quota=cpu_quota(_text(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
-        shm_bytes=_free_bytes(Path("/dev/shm")),  # noqa: S108
+        shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         gpus=gpus(Path("/")),
         compiler=next((found for name in compilers if (found := shutil.which(name, path=path))), None),
         schedulers=tuple(name for name in _SCHEDULERS if shutil.which(name, path=path)),
@@ -129,10 +130,6 @@ def timeline_problem(environ: Mapping[str, str]) -> str | None:
     if Path(value).is_dir():
         return "it is a directory"
     return None if os.access(directory, os.W_OK) else f"{directory} is not writable"
-
-
-def _free_bytes(directory: Path) -> int | None:
-    return shutil.disk_usage(directory).free if directory.is_dir() else None
 
 
 def _text(file: Path) -> str:

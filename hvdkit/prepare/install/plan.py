@@ -222,15 +222,14 @@ def run_path(target: Path, package: str, python: PythonFacts) -> str:
     Returns:
         "$ORIGIN/..." when ``target`` is inside the environment, so that it moves with it; else ``target`` itself.
     """
-    inside = _inside(target, python.prefix) and _inside(python.site_packages, python.prefix)
-    if not inside:
+    if not (target.is_relative_to(python.prefix) and python.site_packages.is_relative_to(python.prefix)):
         return str(target)
     return os.path.join("$ORIGIN", os.path.relpath(target, python.site_packages / "horovod" / package))  # noqa: PTH118
 
 
 def relative_to_environment(path: Path, python: PythonFacts) -> str:
     """A path as it is noted in key and record: relative when inside the environment, so that it moves with it."""
-    return os.path.relpath(path, python.prefix) if _inside(path, python.prefix) else str(path)
+    return os.path.relpath(path, python.prefix) if path.is_relative_to(python.prefix) else str(path)
 
 
 def _settings(used: Facts, options: Options, cxx: CompilerFacts, cc: CompilerFacts) -> dict[str, str]:
@@ -363,7 +362,3 @@ def _notes(facts: Facts, options: Options, frameworks: Iterable[FrameworkFacts])
             yield f"Another MPI is not used: {reason}."
         if options.gpu == "mpi" and facts.mpi is not None and facts.mpi.gpu_aware is None:
             yield f"--gpu mpi needs an MPI that takes GPU memory; {facts.mpi.implementation} does not say if it does."
-
-
-def _inside(path: Path, directory: Path) -> bool:
-    return path.is_relative_to(directory)

@@ -61,12 +61,8 @@ def _ask_horovod(own: Report) -> tuple[Report, Gather | None]:
             library = (loaded_mpi() or "MPI") if hvd.mpi_enabled() else "Gloo"
             local_rank = hvd.local_rank() if own.local_rank is None else own.local_rank
             found = replace(own, horovod=Place(hvd.rank(), hvd.size()), library=library, local_rank=local_rank)
-            return found, partial(_over_horovod, hvd)
+            return found, partial(hvd.allgather_object, name="hvdkit.preflight")
     return replace(own, horovod=Place(error="; ".join(errors))), None
-
-
-def _over_horovod(hvd: Any, text: str) -> list[str]:
-    return list(hvd.allgather_object(text, name="hvdkit.preflight"))
 
 
 def _first_line(error: Exception) -> str:

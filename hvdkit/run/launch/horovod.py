@@ -17,14 +17,14 @@ reasons = []
 for framework in ("torch", "tensorflow"):
     try:
         module = importlib.import_module("horovod." + framework)
-        print(f"\\nbuilt: {bool(module.mpi_built())} {bool(module.gloo_built())}")
+        print(f"\\nhvdkit: built {bool(module.mpi_built())} {bool(module.gloo_built())}")
         break
     except Exception as error:
         reasons.append(f"horovod.{framework}: {error}".splitlines()[0])
 else:
-    raise SystemExit("\\nfailed: " + "; ".join(reasons))
+    raise SystemExit("\\nhvdkit: failed " + "; ".join(reasons))
 """
-_ANSWER = re.compile(r"^(?:built: (\w+) (\w+)|failed: (.*))$", re.MULTILINE)
+_ANSWER = re.compile(r"^hvdkit: (?:built (\w+) (\w+)|failed (.*))$", re.MULTILINE)
 
 
 def installed_horovod(python: Path) -> Horovod | None:

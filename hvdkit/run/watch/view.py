@@ -34,7 +34,7 @@ def lines(seen: Seen, windows: Sequence[Window], width: int) -> list[Text]:
         windows: for the curves.
         width: columns, of which no line has more.
     """
-    found = [_head(seen), _progress(seen, width), _speed(seen)]
+    found = [_head(seen), _progress(seen, width), Text("  ".join(speed_texts(seen)))]
     found += _curves(windows, width)
     if seen.ranks:
         found += [Text(), *_ranks(seen, width)]
@@ -110,10 +110,6 @@ def speed_texts(seen: Seen) -> list[str]:
     return words
 
 
-def _speed(seen: Seen) -> Text:
-    return Text("  ".join(speed_texts(seen)))
-
-
 def series(windows: Sequence[Window]) -> dict[str, list[float | None]]:
     """What was logged, by name, a value for each window; the norm of the gradient and the speed after it."""
     names = dict.fromkeys(name for window in windows for name in window.logs)
@@ -161,7 +157,7 @@ def _ranks(seen: Seen, width: int) -> list[Text]:
     if all(one.device is None for one in seen.ranks):
         fit = min(fit, len(_WIDTHS) - 1)
     names = ("rank", "own time", "of median", "input", "compute", "wait", "memory", "device")
-    heading = Text(_aligned(names[:fit]), "dim")
+    heading = Text("".join(f"{name:>{wide}}" for name, wide in zip(names[:fit], _WIDTHS, strict=False)), "dim")
     return [strip, heading, *(Text.assemble(*_row(seen, one)[:fit]) for one in seen.ranks[:_RANKS])]
 
 
@@ -177,10 +173,6 @@ def _row(seen: Seen, one: RankNow) -> list[tuple[str, str]]:
     colour = heat(seen, one)[1]
     aligned = zip(cells, _WIDTHS, strict=True)
     return [(f"{cell:>{wide}}", colour if at < 3 else "") for at, (cell, wide) in enumerate(aligned)]
-
-
-def _aligned(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>{wide}}" for cell, wide in zip(cells, _WIDTHS, strict=False))
 
 
 def time_text(seconds: float | None) -> str:

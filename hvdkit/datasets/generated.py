@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.extras import of_extra
 from hvdkit.datasets.readers import Arrays
-from hvdkit.errors import MissingFrameworkError
 
 DIGITS_TEST_FRACTION = 0.2
 DIGITS_BRIGHTEST = 16.0
@@ -22,14 +22,9 @@ def digits(seed: int) -> Arrays:
         MissingFrameworkError: scikit-learn is missing or does not import.
     Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits, UCI repository.
     """
-    try:
+    with of_extra("examples", "digits comes with scikit-learn", ", or use the data set synthetic, which needs nothing"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-    except ImportError as error:
-        raise MissingFrameworkError(
-            f"digits comes with scikit-learn, which cannot be imported ({error}); "
-            'install it with `pip install "hvdkit[examples]"`, or use the data set synthetic, which needs nothing'
-        ) from error
     bundled = load_digits()
     images = (bundled.images / DIGITS_BRIGHTEST).astype(np.float32)[..., np.newaxis]
     labels = bundled.target.astype(np.int64)

@@ -17,19 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdkit.common.extras import of_extra
 from hvdkit.common.files import complete_or_absent
-from hvdkit.datasets.hdf5_rows import Reader, reader_of
-from hvdkit.errors import (
-    CorruptDataError,
-    DataError,
-    DataNotFoundError,
-    HvdkitError,
-    InvalidArgumentError,
-    MissingFrameworkError,
-)
+from hvdkit.datasets.hdf5_rows import Array, Reader, reader_of
+from hvdkit.datasets.readers import one_line as _line
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, HvdkitError, InvalidArgumentError
 from hvdkit.steps.numbers import whole
 
-Array = NDArray[Any]
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system without locks says."""
 
@@ -222,12 +216,8 @@ def write_hdf5(
 
 
 def _h5py() -> Any:
-    try:
+    with of_extra("data", "HDF5 files are read with h5py"):
         import h5py
-    except ImportError as error:
-        raise MissingFrameworkError(
-            f"HDF5 files need h5py, which cannot be imported ({error}); run `pip install 'hvdkit[data]'`."
-        ) from error
     return h5py
 
 
@@ -343,7 +333,3 @@ def _common_length(arrays: Sequence[Any], path: Path) -> int:
         told = ", ".join(f"{array.name} {length}" for array, length in zip(arrays, lengths, strict=True))
         raise DataError(f"the arrays of {str(path)!r} differ in their number of samples ({told}); it must be the same.")
     return lengths[0]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -77,7 +77,7 @@ def test_digits_split_depends_on_the_seed_alone() -> None:
 
 def test_digits_without_scikit_learn_name_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingFrameworkError, match=r'pip install "hvdkit\[examples\]"'):
+    with pytest.raises(MissingFrameworkError, match=r"pip install 'hvdkit\[examples\]'"):
         load("digits")
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.measure.emulate import results
-from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.predict import model
 from hvdkit.measure.predict.overlap import Fusion, gradients
 from hvdkit.measure.predict.prediction import Workload, predict
@@ -58,7 +58,7 @@ def published(path=PUBLISHED, gbit=None):
     for one in known["model"]:
         layers = one.get("layers") or [[one["parameters"] // one["tensors"], 1.0]] * one["tensors"]
         collectives = [Collective(f"layer{number}", *layer) for number, layer in enumerate(_gaps(layers))]
-        grads = gradients(Plan(tuple(reversed(collectives))))
+        grads = gradients(ReplayPlan(tuple(reversed(collectives))))
         compute = one["batch"] / one["images_per_s"]
         for ranks, efficiency in one["published"].items():
             rows = [

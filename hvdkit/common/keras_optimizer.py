@@ -27,7 +27,7 @@ _under_way = ContextVar("hvdkit_step_under_way", default=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class DistributeOptions:
     """How a distributed optimizer combines gradients.
 
     Attributes:
@@ -58,9 +58,9 @@ def distribute_optimizer(
     Args:
         optimizer: any Keras 3 optimizer, also one that a model is compiled with already.
         options: see ``GradientOptions``; ``backward_passes_per_step`` must be 1, Keras accumulates by itself.
-        reduce: see ``Distribution``; it must be usable where the trainer calls it, inside ``tf.function`` or
+        reduce: see ``DistributeOptions``; it must be usable where the trainer calls it, inside ``tf.function`` or
             ``jax.jit`` too.
-        ranks: see ``Distribution``; for the messages of the checks, ``reduce`` itself decides.
+        ranks: see ``DistributeOptions``; for the messages of the checks, ``reduce`` itself decides.
     Raises:
         InvalidArgumentError: not a Keras 3 optimizer, distributed already, or an option that Keras has itself.
     """
@@ -76,7 +76,7 @@ def distribute_optimizer(
             "optimizer, its gradients are averaged."
         )
     base = type(optimizer)
-    members = _overrides(Distribution(options, reduce, None if ranks is None else tuple(ranks), base))
+    members = _overrides(DistributeOptions(options, reduce, None if ranks is None else tuple(ranks), base))
     cls = _named_like(base, types.new_class(base.__name__, (base,), exec_body=lambda body: body.update(members)))
     object.__setattr__(optimizer, "__class__", cls)  # past TensorFlow's tracking of attributes
     return optimizer
@@ -175,7 +175,7 @@ def move_to_loss_scale(optimizer: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is None or is_distributed(optimizer) or not is_distributed(inner):
         return
-    distribution: Distribution = inner._hvdkit_distribution
+    distribution: DistributeOptions = inner._hvdkit_distribution
     object.__setattr__(inner, "__class__", distribution.base)
     distribute_optimizer(optimizer, distribution.options, distribution.reduce, distribution.ranks)
 
@@ -203,7 +203,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [*found, *(one for outer in found for one in inner_optimizers(outer))]
 
 
-def _overrides(distribution: Distribution) -> dict[str, Any]:
+def _overrides(distribution: DistributeOptions) -> dict[str, Any]:
     base = distribution.base
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdkit.common.tf_functions import Mapped, traced
 from hvdkit.common.tf_samples import CountedIterator, of_one_shape
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.streams import HEAD, Exchange, StreamPosition, StreamShare
+from hvdkit.steps.streams import HEAD, StreamExchange, StreamPosition, StreamShare
 
 
 def repeated(number: int) -> tf.data.Dataset:
@@ -23,7 +23,7 @@ def repeated(number: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(np.int64(number)).repeat()
 
 
-def reading(source: Any, passes: WeakValueDictionary[int, Steps]) -> tuple[Callable[..., Any], Any]:
+def reading(source: Any, passes: WeakValueDictionary[int, StepsOfPass]) -> tuple[Callable[..., Any], Any]:
     """What reads the samples of a window, and tells the pass the digests of the first one; its arguments' types.
 
     A function that is called for each sample would take longer than to read an image.
@@ -65,7 +65,7 @@ def flat(parts: Any) -> list[Any]:
     return tf.nest.flatten(parts, expand_composites=True)  # type: ignore[no-any-return]
 
 
-class Steps:
+class StepsOfPass:
     """One pass: each call is a step, the next batch of this rank and the weights (m,) of its samples.
 
     Args:
@@ -78,7 +78,9 @@ class Steps:
         digests: of the samples before the first one, the second one, ... up to ``HEAD``.
     """
 
-    def __init__(self, batches: Any, exchange: Exchange, share: StreamShare, start: StreamPosition, mark: int) -> None:
+    def __init__(
+        self, batches: Any, exchange: StreamExchange, share: StreamShare, start: StreamPosition, mark: int
+    ) -> None:
         self._batches, self._exchange, self._share, self._mark = iter(batches), exchange, share, mark
         self._skipped, self._before = divmod(start.samples, share.global_batch)
         self._first: Any = None
@@ -138,7 +140,9 @@ class PassIterator(CountedIterator):
         took, lost: see ``CountedIterator``.
     """
 
-    def __init__(self, dataset: Any, exchange: Exchange, place: Any, steps: Steps, took: Any, lost: Any) -> None:
+    def __init__(
+        self, dataset: Any, exchange: StreamExchange, place: Any, steps: StepsOfPass, took: Any, lost: Any
+    ) -> None:
         self._exchange, self._place, self._steps = exchange, place, steps
         super().__init__(dataset, lambda: None, took, lost)
 

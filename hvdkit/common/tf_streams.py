@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.common.tf_functions import Flattened, Mapped, Shuffled, traced
-from hvdkit.common.tf_pass import PassIterator, Steps, flat, reading, repeated, windows
+from hvdkit.common.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
 from hvdkit.common.tf_samples import has_first, has_slices, held, in_memory, require_one_order, require_samples, untuned
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
@@ -135,7 +135,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         self._maps: tuple[tuple[Any, str | None], ...] = ()
         self.in_fit = False
         self._begin_stream(share, totals if share.world.size > 1 else lambda _: lambda mine: mine)
-        self._passes: WeakValueDictionary[int, Steps] = WeakValueDictionary()
+        self._passes: WeakValueDictionary[int, StepsOfPass] = WeakValueDictionary()
         self._reader = None if files is not None else traced(*reading(source, self._passes))
         self._spec = self._batches(StreamPosition(), 0).element_spec[1]
         self._step = traced(self._agreed(), tf.TensorSpec((), tf.int64))
@@ -199,7 +199,9 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
             _raise_in_function()
         exchange, start = self._begin_pass()
         number = self._place.passes
-        steps = self._passes[number] = Steps(self._batches(start, number), exchange, self.share, start, self._mark)
+        steps = self._passes[number] = StepsOfPass(
+            self._batches(start, number), exchange, self.share, start, self._mark
+        )
         place = self._place
 
         def took(batches: int) -> None:

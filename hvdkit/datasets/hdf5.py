@@ -28,7 +28,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system without locks says."""
 
 
-class Samples(list[Any]):
+class HDF5Samples(list[Any]):
     """Samples that were read together.
 
     Attributes:
@@ -98,12 +98,12 @@ class HDF5Dataset:
         arrays = self.batch([index])
         return arrays[0][0] if self._alone else tuple(array[0] for array in arrays)
 
-    def __getitems__(self, indices: Sequence[int]) -> Samples:
+    def __getitems__(self, indices: Sequence[int]) -> HDF5Samples:
         """Several samples, read together; what PyTorch's ``DataLoader`` calls."""
         arrays = self.batch(indices)
-        return Samples(arrays[0] if self._alone else zip(*arrays, strict=True), arrays)
+        return HDF5Samples(arrays[0] if self._alone else zip(*arrays, strict=True), arrays)
 
-    def collate(self, samples: Samples) -> Any:
+    def collate(self, samples: HDF5Samples) -> Any:
         """For ``DataLoader(..., collate_fn=dataset.collate)``: the batch as it was read, not copied once more.
 
         Args:
@@ -115,7 +115,7 @@ class HDF5Dataset:
         """
         import torch
 
-        if not isinstance(samples, Samples):
+        if not isinstance(samples, HDF5Samples):
             raise InvalidArgumentError(
                 f"collate joins the samples of this data set, got {type(samples).__name__}; where another data set is "
                 "wrapped around it, leave collate_fn out."

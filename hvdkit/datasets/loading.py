@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hvdkit.datasets import generated, locate
 from hvdkit.datasets.download import fetch
 from hvdkit.datasets.readers import Arrays
-from hvdkit.datasets.sources import SOURCES, Source
+from hvdkit.datasets.sources import SOURCES, DataSource
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.steps.numbers import whole
 
@@ -82,7 +82,7 @@ def load(
     return _load_files(SOURCES[name], directory, download)
 
 
-def _load_files(source: Source, directory: str | os.PathLike[str] | None, download: bool) -> Dataset:
+def _load_files(source: DataSource, directory: str | os.PathLike[str] | None, download: bool) -> Dataset:
     base = locate.data_directory(directory)
     found = locate.find(source, base)
     if found is None and download:
@@ -96,7 +96,7 @@ def _load_files(source: Source, directory: str | os.PathLike[str] | None, downlo
     return Dataset(source.name, *scaled, classes=source.form.classes)
 
 
-def _refuse_another_set(source: Source, arrays: Arrays, found: locate.Found) -> None:
+def _refuse_another_set(source: DataSource, arrays: Arrays, found: locate.FoundFiles) -> None:
     for other in SOURCES.values():
         known = len(other.first_labels)
         if other is not source and tuple(arrays.y_train[:known].tolist()) == other.first_labels:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdkit.datasets.sources import Layout, Source
+from hvdkit.datasets.sources import DataSource, FolderLayout
 from hvdkit.errors import DataError, DataNotFoundError
 
 
-class Found(NamedTuple):
+class FoundFiles(NamedTuple):
     """The files of a data set, in the order in which their layout's reader wants them."""
 
-    layout: Layout
+    layout: FolderLayout
     paths: list[Path]
 
 
@@ -40,17 +40,17 @@ def data_directory(directory: str | os.PathLike[str] | None) -> Path:
         raise DataError("there is no home directory to look for data in; set HVDKIT_DATA to a directory") from error
 
 
-def find(source: Source, base: Path) -> Found | None:
+def find(source: DataSource, base: Path) -> FoundFiles | None:
     """The first folder and layout that hold the whole data set; None when no folder does."""
     for folder in _folders(source, base):
         for layout in source.layouts:
             paths = [path for names in layout.files if (path := _existing(folder, names))]
             if len(paths) == len(layout.files):
-                return Found(layout, paths)
+                return FoundFiles(layout, paths)
     return None
 
 
-def not_found(source: Source, base: Path, directory: str | os.PathLike[str] | None) -> DataNotFoundError:
+def not_found(source: DataSource, base: Path, directory: str | os.PathLike[str] | None) -> DataNotFoundError:
     """The error that says which files are missing, every place looked at, and how to get them."""
     folders = _folders(source, base)
     return DataNotFoundError(
@@ -69,7 +69,7 @@ def download_command(name: str, directory: str | os.PathLike[str] | None) -> str
     return shlex.join(command)
 
 
-def _what_is_missing(source: Source, folders: Sequence[Path]) -> str:
+def _what_is_missing(source: DataSource, folders: Sequence[Path]) -> str:
     for folder in folders:
         for layout in source.layouts:
             missing = [names[0] for names in layout.files if not _existing(folder, names)]
@@ -78,7 +78,7 @@ def _what_is_missing(source: Source, folders: Sequence[Path]) -> str:
     return "no " + " and no ".join(", ".join(names[0] for names in layout.files) for layout in source.layouts)
 
 
-def _folders(source: Source, base: Path) -> list[Path]:
+def _folders(source: DataSource, base: Path) -> list[Path]:
     return [base / folder for folder in source.folders]
 
 

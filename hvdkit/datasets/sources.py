@@ -16,7 +16,7 @@ from hvdkit.datasets.readers import Arrays, ImageFormat, read_idx_set, read_npz_
 
 
 @dataclass(frozen=True)
-class Layout:
+class FolderLayout:
     """One way in which the files of a data set may lie in a folder.
 
     ``files`` has one entry per file, each with the spellings under which it is known, the published one first.
@@ -27,7 +27,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One data set.
 
     ``folders`` are tried below the data directory in this order, ``"."`` being the data directory itself;
@@ -38,7 +38,7 @@ class Source:
     name: str
     form: ImageFormat
     folders: tuple[str, ...]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[FolderLayout, ...]
     remote: tuple[RemoteFile, ...]
     first_labels: tuple[int, ...]
 
@@ -49,7 +49,7 @@ def _idx_names(stem: str, dimensions: int) -> tuple[str, ...]:
     return (plain[0], f"{plain[0]}.gz", plain[1], f"{plain[1]}.gz")
 
 
-IDX_LAYOUT = Layout(
+IDX_LAYOUT = FolderLayout(
     files=(
         _idx_names("train-images", 3),
         _idx_names("train-labels", 1),
@@ -60,8 +60,8 @@ IDX_LAYOUT = Layout(
 )
 
 
-def _npz_layout(*names: str) -> Layout:
-    return Layout(files=(names,), read=read_npz_set)
+def _npz_layout(*names: str) -> FolderLayout:
+    return FolderLayout(files=(names,), read=read_npz_set)
 
 
 def _remote(bases: Sequence[str], checksums: dict[str, str]) -> tuple[RemoteFile, ...]:
@@ -78,7 +78,7 @@ CIFAR_BASES = (
     "https://www.cs.toronto.edu/~kriz/",
 )
 
-MNIST = Source(
+MNIST = DataSource(
     name="mnist",
     form=ImageFormat(28, 28, 1, classes=10),
     folders=("mnist", "MNIST/raw", "."),
@@ -95,7 +95,7 @@ MNIST = Source(
     first_labels=(5, 0, 4, 1, 9, 2, 1, 3, 1, 4),
 )
 
-FASHION_MNIST = Source(
+FASHION_MNIST = DataSource(
     name="fashion_mnist",
     form=ImageFormat(28, 28, 1, classes=10),
     folders=("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", "."),
@@ -112,7 +112,7 @@ FASHION_MNIST = Source(
     first_labels=(9, 0, 0, 3, 0, 2, 7, 2, 5, 5),
 )
 
-CIFAR10 = Source(
+CIFAR10 = DataSource(
     name="cifar10",
     form=ImageFormat(32, 32, 3, classes=10),
     folders=(
@@ -124,11 +124,11 @@ CIFAR10 = Source(
         "cifar-10-batches-py",
     ),
     layouts=(
-        Layout(files=tuple((name,) for name in cifar.BINARY_BATCHES), read=cifar.read_binary),
-        Layout(files=(("cifar-10-binary.tar.gz",),), read=cifar.read_binary),
+        FolderLayout(files=tuple((name,) for name in cifar.BINARY_BATCHES), read=cifar.read_binary),
+        FolderLayout(files=(("cifar-10-binary.tar.gz",),), read=cifar.read_binary),
         _npz_layout("cifar10.npz", "cifar-10.npz"),
-        Layout(files=tuple((name,) for name in cifar.PICKLED_BATCHES), read=cifar.read_pickled),
-        Layout(files=(("cifar-10-python.tar.gz",),), read=cifar.read_pickled),
+        FolderLayout(files=tuple((name,) for name in cifar.PICKLED_BATCHES), read=cifar.read_pickled),
+        FolderLayout(files=(("cifar-10-python.tar.gz",),), read=cifar.read_pickled),
     ),
     # The binary version: the same images as the python version, and no pickle.
     remote=_remote(

@@ -150,7 +150,7 @@ def digest_table(arrays: Mapping[str, npt.ArrayLike]) -> Digests:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RanksDiffer:
     """The first place where ranks hold different values.
 
     Attributes:
@@ -164,7 +164,7 @@ class Difference:
     same_names: bool
 
 
-def first_difference(tables: Sequence[Digests]) -> Difference | None:
+def first_difference(tables: Sequence[Digests]) -> RanksDiffer | None:
     """The first difference between the digest tables of the ranks, in rank order; None when all are equal."""
     longest = max((len(table) for table in tables), default=0)
     for position in range(longest):
@@ -174,7 +174,7 @@ def first_difference(tables: Sequence[Digests]) -> Difference | None:
             for rank, row in enumerate(rows):
                 groups.setdefault(row, []).append(rank)
             same_names = len({row[:1] for row in rows}) == 1
-            return Difference(position, tuple(tuple(ranks) for ranks in groups.values()), same_names)
+            return RanksDiffer(position, tuple(tuple(ranks) for ranks in groups.values()), same_names)
     return None
 
 
@@ -228,7 +228,7 @@ def require_same_values(
 
 
 def layout_error(
-    difference: Difference,
+    difference: RanksDiffer,
     rows: Sequence[str],
     rank: int,
     fault: str = "hold different models",
@@ -249,7 +249,7 @@ def layout_error(
     )
 
 
-def value_error(difference: Difference, name: str, largest: float, fix: str = BROADCAST) -> AgreementError:
+def value_error(difference: RanksDiffer, name: str, largest: float, fix: str = BROADCAST) -> AgreementError:
     """The error for ranks whose models are the same and whose values differ.
 
     Args:
@@ -300,5 +300,5 @@ class EveryFewSteps:
             warnings.warn(f"after step {self.steps}, {error}", RuntimeWarning, stacklevel=2)
 
 
-def _sides(difference: Difference) -> str:
+def _sides(difference: RanksDiffer) -> str:
     return " and ".join(name_ranks(group) for group in difference.groups)

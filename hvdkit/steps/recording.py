@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hvdkit.errors import DataError, InvalidArgumentError
 
 
-class Horovod(Protocol):
+class HorovodTimeline(Protocol):
     """What is used of ``horovod.torch`` or ``horovod.tensorflow``."""
 
     def rank(self) -> int:
@@ -48,7 +48,11 @@ class TimelineSteps:
     """
 
     def __init__(
-        self, horovod: Horovod, path: str | os.PathLike[str], steps: range | None = None, mark_cycles: bool = False
+        self,
+        horovod: HorovodTimeline,
+        path: str | os.PathLike[str],
+        steps: range | None = None,
+        mark_cycles: bool = False,
     ) -> None:
         """Check the arguments; nothing is recorded yet.
 

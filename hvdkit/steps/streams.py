@@ -146,7 +146,7 @@ def _identity(share: StreamShare) -> dict[str, Any]:
     return {"stream": "files" if share.by_files else "samples", "seed": share.seed, "shuffle": share.buffer}
 
 
-class Exchange:
+class StreamExchange:
     """What the ranks tell each other in one pass over a stream: one small sum before each step, in order.
 
     Args:
@@ -275,7 +275,7 @@ class _Place:
 
     def __init__(self) -> None:
         self.start, self.taken = StreamPosition(), 0
-        self.exchange: Exchange | None = None
+        self.exchange: StreamExchange | None = None
         self.lost = False
         self.passes = 0
 
@@ -295,10 +295,10 @@ class StreamInEpochs(InEpochs):
         self._place = _Place()
         self._name = f"hvdkit.stream.{next(_streams)}"
 
-    def _begin_pass(self) -> tuple[Exchange, StreamPosition]:
+    def _begin_pass(self) -> tuple[StreamExchange, StreamPosition]:
         place = self._place
         start, place.lost = place.start.next_epoch() if place.lost else self._next, False
-        exchange = Exchange(self._totals(f"{self._name}.{place.passes}"), self.share, start)
+        exchange = StreamExchange(self._totals(f"{self._name}.{place.passes}"), self.share, start)
         place.start, place.taken, place.exchange = start, 0, exchange
         place.passes += 1
         return exchange, start

@@ -25,13 +25,13 @@ from hvdkit.steps import launchers
 from hvdkit.steps.agreement import digest
 
 VARIABLE = "HVDKIT_TRIAL"
-"""Asks for all this: what ``Wanted`` says, as JSON."""
+"""Asks for all this: what ``WantedTrial`` says, as JSON."""
 _MOST_NUMBERS = 1_000_000
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedTrial:
     """What is asked of a script.
 
     Attributes:
@@ -52,7 +52,7 @@ class Wanted:
 
 
 @dataclass
-class Recording:
+class TrialRecording:
     """What a rank's script did.
 
     Attributes:
@@ -81,7 +81,7 @@ class Recording:
         np.savez(directory / f"rank-{rank}.npz", **self.arrays)  # type: ignore[arg-type]
 
 
-def read(directory: Path, rank: int) -> Recording:
+def read(directory: Path, rank: int) -> TrialRecording:
     """What a rank left.
 
     Raises:
@@ -90,7 +90,7 @@ def read(directory: Path, rank: int) -> Recording:
     try:
         with np.load(directory / f"rank-{rank}.npz", allow_pickle=False) as file:
             arrays = dict(file)
-        return Recording(**json.loads((directory / f"rank-{rank}.json").read_text()), arrays=arrays)
+        return TrialRecording(**json.loads((directory / f"rank-{rank}.json").read_text()), arrays=arrays)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"rank {rank} left no recording of its steps in {directory}: {error}.") from error
 
@@ -146,13 +146,13 @@ def _unpacked(form: dict[str, Any], arrays: dict[str, Array]) -> Any:
     return array.copy()
 
 
-def union(ranks: Sequence[Recording]) -> tuple[Recording, str]:
+def union(ranks: Sequence[TrialRecording]) -> tuple[TrialRecording, str]:
     """The batches that one process is given for those of several ranks together, and why there are none, or "".
 
     Args:
         ranks: their recordings. A batch that all of them have alike is taken once: an evaluation is on all the data.
     """
-    made = Recording(steps=ranks[0].steps)
+    made = TrialRecording(steps=ranks[0].steps)
     if len({tuple(tuple(event) for event in one.events) for one in ranks}) > 1:
         return made, "the loaders of the ranks were not asked alike"
     for events in zip(*(one.events for one in ranks), strict=True):
@@ -172,7 +172,7 @@ def union(ranks: Sequence[Recording]) -> tuple[Recording, str]:
     return made, ""
 
 
-def on_same_batches(ranks: Sequence[Recording]) -> bool:
+def on_same_batches(ranks: Sequence[TrialRecording]) -> bool:
     """Whether all ranks were given the same batches only, where not all of their numbers are equal anyway."""
     packs = [[(event["batch"], one.arrays) for event in one.events if "batch" in event] for one in ranks]
     numbers = [one for name, one in ranks[0].arrays.items() if name.startswith("b")]
@@ -221,11 +221,11 @@ def _digest(form: dict[str, Any], arrays: dict[str, Array]) -> int:
 class Trial:
     """Records a script, or gives it the batches of another. Called where a framework's own functions were."""
 
-    def __init__(self, wanted: Wanted, rank: int) -> None:
+    def __init__(self, wanted: WantedTrial, rank: int) -> None:
         self._wanted, self._rank = wanted, rank
         self._given = read(Path(wanted.batches), rank) if wanted.batches else None
         self._left = iter(self._given.events if self._given else ())
-        self.made = Recording()
+        self.made = TrialRecording()
         self._weights: dict[int, int] = {}
         self._states: Any = None
         self._drew = False
@@ -345,7 +345,7 @@ def current() -> Trial:
         DataError: the recording whose batches it is to be given cannot be read.
     """
     launched = launchers.detect(os.environ)
-    return Trial(Wanted(**json.loads(os.environ[VARIABLE])), launched.rank if launched else 0)
+    return Trial(WantedTrial(**json.loads(os.environ[VARIABLE])), launched.rank if launched else 0)
 
 
 def seed(number: int) -> None:

@@ -51,7 +51,7 @@ _SHAPES = {"cnn": (28, 28, 1), "mlp": (784,), "deep": (256,), "wide": (784,)}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BenchmarkSettings:
     """What is to be run.
 
     Attributes:
@@ -184,7 +184,7 @@ class Speed(Document, frozen=True):
     kind = "bench-synthetic"
     written_by = "hvdkit bench synthetic --json"
 
-    found: Settings
+    found: BenchmarkSettings
     device: str
     ranks: int
     tensors: int
@@ -205,7 +205,9 @@ class Stopwatch:
         tensors, parameters: of the model that is trained, their numbers.
     """
 
-    def __init__(self, settings: Settings, world: Topology, device: str, tensors: int, parameters: int) -> None:
+    def __init__(
+        self, settings: BenchmarkSettings, world: Topology, device: str, tensors: int, parameters: int
+    ) -> None:
         self._settings, self._world, self._device = settings, world, device
         self._sizes = (tensors, parameters)
         self._done = 0
@@ -260,8 +262,8 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def run_program(run: Callable[[Settings], object]) -> NoReturn:
-    """The main program of a framework's benchmark, which reads ``Settings.word``."""
+def run_program(run: Callable[[BenchmarkSettings], object]) -> NoReturn:
+    """The main program of a framework's benchmark, which reads ``BenchmarkSettings.word``."""
     started_by("hvdkit bench synthetic", lambda word: run(_settings(word)), 1)
 
 
@@ -279,9 +281,9 @@ def started_by(command: str, run: Callable[..., object], words: int) -> NoReturn
     raise SystemExit(0)
 
 
-def _settings(word: str) -> Settings:
+def _settings(word: str) -> BenchmarkSettings:
     try:
-        return Settings(**json.loads(word))
+        return BenchmarkSettings(**json.loads(word))
     except InvalidArgumentError:
         raise
     except (ValueError, TypeError) as error:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hvdkit.synthetic.benchmark import Settings, Stopwatch, run_program
+from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch, run_program
 
 
-def run(settings: Settings) -> tuple[Any, Any]:
+def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
     """Train on one random batch with ``fit``, on any backend of Keras 3, and print how fast that is.
 
     Returns:
@@ -47,7 +47,7 @@ def run(settings: Settings) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def _batches(settings: Settings, rank: int) -> Any:
+def _batches(settings: BenchmarkSettings, rank: int) -> Any:
     """The same batch again and again, without a copy where TensorFlow reads it."""
     import keras
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from hvdkit.errors import HvdkitError, TopologyMismatchError
-from hvdkit.synthetic.benchmark import Settings, started_by
+from hvdkit.synthetic.benchmark import BenchmarkSettings, started_by
 
 STEPS = 10
 
@@ -37,7 +37,7 @@ def run(framework: str, ranks: int, *, gpu: bool) -> None:
         raise HvdkitError(f"Horovod adds up {words} to {total:g} on rank {world.rank}; run `hvdkit install --force`.")
     _say(f"allreduce: {words} = {total:g} on every rank, under {world.launcher}")
     training: Any = importlib.import_module(f"hvdkit.synthetic.{framework}")
-    settings = Settings("mlp", batch_size=8, warmup_batches=0, batches_per_iter=STEPS, iters=1, cuda=gpu)
+    settings = BenchmarkSettings("mlp", batch_size=8, warmup_batches=0, batches_per_iter=STEPS, iters=1, cuda=gpu)
     model, optimizer = training.run(settings)
     hk.check_agreement(model, optimizer, world)
     _say(f"training: after {STEPS} steps all ranks have the same weights, bit for bit")

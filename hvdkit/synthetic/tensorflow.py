@@ -6,10 +6,10 @@ import itertools
 import math
 from typing import Any
 
-from hvdkit.synthetic.benchmark import Settings, Stopwatch, run_program
+from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch, run_program
 
 
-def run(settings: Settings) -> tuple[Any, Any]:
+def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
     """Train on one random batch, with a step in ``tf.function``, and print how fast that is.
 
     Returns:

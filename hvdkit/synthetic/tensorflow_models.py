@@ -7,10 +7,10 @@ from typing import Any
 import keras
 from keras import layers
 
-from hvdkit.synthetic.benchmark import EXPANSION, HIDDEN, RESNET50, Settings, bottlenecks, projected
+from hvdkit.synthetic.benchmark import EXPANSION, HIDDEN, RESNET50, BenchmarkSettings, bottlenecks, projected
 
 
-def make_model(settings: Settings) -> Any:
+def make_model(settings: BenchmarkSettings) -> Any:
     """The model with random weights; takes (batch, height, width, channels), or (batch, features), gives logits."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input(settings.shape)

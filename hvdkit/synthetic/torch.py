@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from hvdkit.synthetic.benchmark import Settings, Stopwatch, run_program
+from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch, run_program
 
 
-def run(settings: Settings) -> tuple[Any, Any]:
+def run(settings: BenchmarkSettings) -> tuple[Any, Any]:
     """Train on one random batch and print how fast that is.
 
     Returns:

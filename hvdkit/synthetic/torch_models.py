@@ -7,10 +7,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from hvdkit.synthetic.benchmark import EXPANSION, HIDDEN, RESNET50, Settings, bottlenecks, projected
+from hvdkit.synthetic.benchmark import EXPANSION, HIDDEN, RESNET50, BenchmarkSettings, bottlenecks, projected
 
 
-def make_model(settings: Settings) -> nn.Module:
+def make_model(settings: BenchmarkSettings) -> nn.Module:
     """The model with random weights; takes (batch, channels, height, width), or (batch, features)."""
     torch.manual_seed(0)
     if settings.model == RESNET50:

@@ -40,7 +40,7 @@ from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
-from hvdkit.torch.bucket_layout import Layout
+from hvdkit.torch.bucket_layout import BucketLayout
 from hvdkit.torch.buckets import FUSION_BYTES
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.copies import COPIES
@@ -192,7 +192,7 @@ def distribute(
         AgreementError: in ``backward``, on every rank: the ranks train different parameters.
     """
     options = GradientOptions(op, compression, backward_passes_per_step, gradient_predivide_factor)
-    layout = Layout(bucket_mb, groups, sparse_as_dense)
+    layout = BucketLayout(bucket_mb, groups, sparse_as_dense)
     return averaging.distributed(optimizer, model, options, layout, process_set)
 
 

@@ -17,7 +17,7 @@ Named = Sequence[tuple[str, Parameter]]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BucketLayout:
     """How gradients are put into buckets; see ``hvdkit.torch.distribute``.
 
     Attributes:

@@ -22,7 +22,7 @@ from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range o
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
-from hvdkit.torch.bucket_layout import Layout, Named, Parameter, Said
+from hvdkit.torch.bucket_layout import BucketLayout, Named, Parameter, Said
 
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
@@ -368,7 +368,7 @@ class SparseGradient:
         return Said()
 
 
-def in_buckets(named: Named, layout: Layout, sparse: set[int]) -> list[Travelling]:
+def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Travelling]:
     """Buckets of parameters that train, last layer first, as backward produces gradients; at least one.
 
     Args:

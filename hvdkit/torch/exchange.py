@@ -20,10 +20,10 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.parting import Parting
 from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.bucket_layout import Layout, Members, Parameter, Said
+from hvdkit.torch.bucket_layout import BucketLayout, Members, Parameter, Said
 from hvdkit.torch.buckets import Travelling, Wire, in_buckets, obstacle_to, total_norm
 from hvdkit.torch.copies import COPIES
-from hvdkit.torch.state import OverTorch, layout, parameters_of, plain_name
+from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
 """Those whose parameters are still in use."""
@@ -77,7 +77,7 @@ class Exchange:
     """
 
     def __init__(
-        self, optimizer: Optimizer, model: torch.nn.Module, options: GradientOptions, layout: Layout, ranks: Any
+        self, optimizer: Optimizer, model: torch.nn.Module, options: GradientOptions, layout: BucketLayout, ranks: Any
     ) -> None:
         self.optimizer = weakref.ref(optimizer)  # parameters live longer than an optimizer, and hold their hooks
         self._model = weakref.ref(model)
@@ -255,7 +255,7 @@ class Exchange:
         named = parting.own(self._training(), self.optimizer())
         names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
         call = f"parameters.{agreed.number}"
-        self._parting.compare(OverTorch(self._ranks), names, roundings, call)
+        self._parting.compare(TorchRanks(self._ranks), names, roundings, call)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -263,7 +263,7 @@ class Exchange:
         sparse = {key for key, member in self._members.items() if member.sparse}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
-        ranks = OverTorch(self._ranks)
+        ranks = TorchRanks(self._ranks)
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
         number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())

@@ -18,7 +18,7 @@ import torch
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
-from hvdkit.torch.bucket_layout import Layout, Named
+from hvdkit.torch.bucket_layout import BucketLayout, Named
 from hvdkit.torch.every_step import look_at_steps
 from hvdkit.torch.exchange import EXCHANGES, Exchange, named_of
 from hvdkit.torch.state import DISTRIBUTED, parameters_of
@@ -28,7 +28,7 @@ def distributed(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     options: GradientOptions,
-    layout: Layout,
+    layout: BucketLayout,
     process_set: Any,
 ) -> torch.optim.Optimizer:
     """The inside of ``hvdkit.torch.distribute``, which says what is taken and refused."""

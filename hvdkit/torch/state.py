@@ -18,7 +18,7 @@ from hvdkit.torch import seeds
 from hvdkit.torch.nested import Outline, Placing, rebuilt
 
 
-class OverTorch(OverHorovod):
+class TorchRanks(OverHorovod):
     """Also within ``torch.inference_mode``: Horovod's thread may not write to the tensors that are made there."""
 
     def __init__(self, process_set: Any = None) -> None:
@@ -32,7 +32,7 @@ class OverTorch(OverHorovod):
     aside = torch.inference_mode(False)(OverHorovod.aside)
 
 
-RANKS = OverTorch()
+RANKS = TorchRanks()
 DISTRIBUTED = "_hvdkit_distributed"
 """Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits forever."""
 

@@ -122,6 +122,21 @@ def trees() -> dict[str, ast.Module]:
     return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+IN_SEVERAL_ADAPTERS = {"CheckAgreement", "Checkpoints", "ElasticState", "Monitor", "ShardedStream", "Warmup"}
+"""The same for each framework, and what is the same in all of them in steps/."""
+
+
+def test_a_class_name_is_said_once(trees):
+    """``Plan`` in four places says nothing; what is the same lives in common/ or steps/."""
+    where: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(path)
+    assert len(where) > 400
+    assert {name: paths for name, paths in where.items() if len(paths) > 1 and name not in IN_SEVERAL_ADAPTERS} == {}
+
+
 def test_every_public_name_has_a_docstring(trees):
     public = [
         (f"{path}:{node.name}", ast.get_docstring(node))

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from hvdkit.measure.emulate import engines, engines_mpi, worker
-from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.run_job import Asked, Job
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.run_job import EmulateAsked, ReplayJob
 from hvdkit.measure.emulate.worker_replay import Replay
 
 SIZES = (1, 3, 650, 200_001)
@@ -17,16 +17,16 @@ SIZES = (1, 3, 650, 200_001)
 def collectives(engine, ranks, todo, folder, algorithm="library", fusion=False, backend="", without=()):
     """Replay every (collective, dtype) of ``todo``, checked; what was verified. Modules ``without`` are not there."""
     sys.modules.update(dict.fromkeys(without))
-    plan = Plan(tuple(Collective(f"t{count}", count, "float32") for count in SIZES), trials=2)
+    plan = ReplayPlan(tuple(Collective(f"t{count}", count, "float32") for count in SIZES), trials=2)
 
     def job(collective, plan):
-        asked = Asked(engine, collective, algorithm, ranks, hosts=1, check=True, backend=backend, fusion=fusion)
-        return Job(Path(folder), plan, asked)
+        asked = EmulateAsked(engine, collective, algorithm, ranks, hosts=1, check=True, backend=backend, fusion=fusion)
+        return ReplayJob(Path(folder), plan, asked)
 
     connected = engines.connect(job("allreduce", plan))
     verified = []
     for collective, dtype in todo:
-        plan = Plan(tuple(Collective(f"t{count}", count, dtype) for count in SIZES), trials=2)
+        plan = ReplayPlan(tuple(Collective(f"t{count}", count, dtype) for count in SIZES), trials=2)
         own, kept = job(collective, plan), []
         Replay(own, Renamed(connected, len(verified)), lambda *times, kept=kept: kept.append(times)).run()
         verified.append([collective, dtype, len(kept)])

@@ -15,8 +15,8 @@ import pytest
 from ranks import missing
 
 from hvdkit.measure.emulate import results, run_job, run_join
-from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.run_job import Asked, Job
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.run_job import EmulateAsked, ReplayJob
 
 pytestmark = pytest.mark.parallel
 
@@ -200,8 +200,8 @@ def test_clocks_that_are_hours_apart_are_compared(ranks_command, tmp_path):
     away = ["unshare", "--time", "--monotonic", "9000"]
     if subprocess.run([*away, "true"], capture_output=True).returncode:
         pytest.skip("needs time namespaces")
-    asked = Asked("mpi", "allreduce", "library", 2, hosts=2, check=True)
-    job = Job(tmp_path, Plan((Collective("a", 1000),), trials=5), asked, apart=True)
+    asked = EmulateAsked("mpi", "allreduce", "library", 2, hosts=2, check=True)
+    job = ReplayJob(tmp_path, ReplayPlan((Collective("a", 1000),), trials=5), asked, apart=True)
     run_job.write(job)
     start, environment = ranks_command(2, "mpi")
     worker = [sys.executable, "-m", "hvdkit.measure.emulate.worker", str(tmp_path)]

@@ -16,7 +16,7 @@ import yaml
 from ranks import warm
 
 from hvdkit.run.job import kubernetes
-from hvdkit.run.job.model import Job
+from hvdkit.run.job.model import BatchJob
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None] + namespaces.missing()
 pytestmark = [
@@ -121,7 +121,7 @@ def test_over_gloo_as_under_srun(hosts, rank_of, compare):
 def test_the_launcher_command_of_an_mpi_job_reaches_its_workers_by_the_operators_host_file(hosts, rank_of, tmp_path):
     """As in the launcher pod of the Kubeflow MPI Operator, where no rank runs."""
     command, environment = rank_of("train")
-    written = kubernetes.write(Job(2, 1, "00:10:00", tuple(command)), "image", (), "/root/.ssh")
+    written = kubernetes.write(BatchJob(2, 1, "00:10:00", tuple(command)), "image", (), "/root/.ssh")
     pods = yaml.safe_load(written)["spec"]["mpiReplicaSpecs"]
     hvdkit, *words = pods["Launcher"]["template"]["spec"]["containers"][0]["command"]
     assert hvdkit == "hvdkit"

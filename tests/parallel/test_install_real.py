@@ -16,14 +16,14 @@ from install_machine import Environment
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.here import cache_directory, gather_facts
-from hvdkit.prepare.install.plan import Plan, make_plan
+from hvdkit.prepare.install.plan import BuildPlan, make_plan
 from hvdkit.prepare.install.requirements import Options
 
 pytestmark = pytest.mark.parallel
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> BuildPlan:
     try:
         plan = make_plan(gather_facts(gpu=False), Options())
     except HvdkitError as error:
@@ -34,7 +34,7 @@ def plan() -> Plan:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, plan: Plan) -> Environment:
+def environment(tmp_path: Path, plan: BuildPlan) -> Environment:
     """Has this one's programs and MPI too, and the wheel in its cache."""
     made = Environment(tmp_path / "env", tmp_path / "cache")
     for name in ("bin", "lib", "share", "etc", "include"):
@@ -49,7 +49,9 @@ def environment(tmp_path: Path, plan: Plan) -> Environment:
     return made
 
 
-def test_a_wheel_built_elsewhere_is_installed_from_the_cache_and_works(environment: Environment, plan: Plan) -> None:
+def test_a_wheel_built_elsewhere_is_installed_from_the_cache_and_works(
+    environment: Environment, plan: BuildPlan
+) -> None:
     before = {entry.name for entry in environment.site.iterdir()}
     assert "from the cache" in environment.run("-m", "hvdkit.cli", "install")
     added = {entry.name for entry in environment.site.iterdir()} - before - {"__pycache__"}

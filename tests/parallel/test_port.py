@@ -147,7 +147,7 @@ losses = history.history["d_loss"]
 
 @on_ranks("keras", n=2)
 def test_a_train_step_that_counts_no_samples(everyone):
-    found = run.port(text.Text("own.py", OWN_STEP.encode(), ast.parse(OWN_STEP)))
+    found = run.port(text.ScriptText("own.py", OWN_STEP.encode(), ast.parse(OWN_STEP)))
     assert found.left == ()
     path = Path.cwd() / f"own_{os.getpid()}.py"
     path.write_bytes(found.after)
@@ -177,7 +177,7 @@ def test_a_horovod_program_with_a_tape(world, everyone):
 
 def recorded(directory: Path, source: str, *, batches: Path | str = "", steps: int = 4) -> None:
     """What a run of --try does in the process of a rank, whose framework is imported already."""
-    os.environ[trials.VARIABLE] = trials.Wanted(str(directory), steps, str(batches), dropout=False).variable()
+    os.environ[trials.VARIABLE] = trials.WantedTrial(str(directory), steps, str(batches), dropout=False).variable()
     for variable, _, function, module in sitecustomize._ASKED:
         if variable == trials.VARIABLE and module in sys.modules:
             getattr(trial_marks, function)(sys.modules[module])

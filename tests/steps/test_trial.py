@@ -8,7 +8,7 @@ import pytest
 
 from hvdkit.errors import DataError
 from hvdkit.steps import trial
-from hvdkit.steps.trial import Recording, Trial, Wanted
+from hvdkit.steps.trial import Trial, TrialRecording, WantedTrial
 
 
 def batch(start, rows=2):
@@ -22,7 +22,7 @@ def drawn(values):
 
 def recorded(directory, values, steps=2, rank=0):
     """A script that takes a step with each batch, and asks once more."""
-    seen, weights = Trial(Wanted(str(directory), steps), rank), np.zeros(4)
+    seen, weights = Trial(WantedTrial(str(directory), steps), rank), np.zeros(4)
     draw = drawn(values)
     with pytest.raises((SystemExit, StopIteration)):
         while True:
@@ -53,7 +53,7 @@ def test_a_script_ends_after_its_steps_and_leaves_what_it_did(tmp_path):
 def test_another_script_is_given_its_batches_and_their_end(tmp_path):
     recorded(tmp_path / "first", [batch(0), batch(1)], steps=3)
     for own, alike in (([batch(0), batch(1)], True), ([batch(5), batch(6), batch(7)], False)):
-        given = Trial(Wanted(str(tmp_path / "second"), 9, str(tmp_path / "first")), 0)
+        given = Trial(WantedTrial(str(tmp_path / "second"), 9, str(tmp_path / "first")), 0)
         draw = drawn(own)
         for value in (batch(0), batch(1)):
             same(given.batch(draw), value)
@@ -69,7 +69,7 @@ def test_one_process_is_given_the_batches_of_all_ranks_together(tmp_path):
     made, why = trial.union(ranks)
     assert why == ""
     made.write(tmp_path / "union", 0)
-    given = Trial(Wanted(str(tmp_path / "out"), 9, str(tmp_path / "union")), 0)
+    given = Trial(WantedTrial(str(tmp_path / "out"), 9, str(tmp_path / "union")), 0)
     both = given.batch(drawn([batch(0)]))
     np.testing.assert_array_equal(both["x"], np.concatenate([batch(0, 1)["x"], batch(10)["x"]]))
     np.testing.assert_array_equal(both["y"][0], [0, 0, 1])
@@ -92,7 +92,7 @@ def test_one_process_is_given_the_batches_of_all_ranks_together(tmp_path):
 def test_batches_that_cannot_be_put_together_are_told(tmp_path, value, why):
     ranks = []
     for rank, one in enumerate(({"x": np.ones((2, 3))}, value)):
-        seen = Trial(Wanted(str(tmp_path), 5), rank)
+        seen = Trial(WantedTrial(str(tmp_path), 5), rank)
         seen.batch(drawn([one]))
         ranks.append(seen.made)
     _, told = trial.union(ranks)
@@ -101,7 +101,7 @@ def test_batches_that_cannot_be_put_together_are_told(tmp_path, value, why):
 
 def test_numbers_drawn_in_a_step_are_seen(tmp_path):
     for draws, seen in ((lambda: None, False), (random.random, True), (lambda: np.random.rand(700), True)):
-        one = Trial(Wanted(str(tmp_path), 5), 0)
+        one = Trial(WantedTrial(str(tmp_path), 5), 0)
         one.batch(drawn([batch(0)]))
         draws()
         one.begin("sgd", [np.zeros(1)], [np.ones(1)])
@@ -113,7 +113,7 @@ def test_a_large_model_is_recorded_in_part_and_digested_as_a_whole(tmp_path, mon
     monkeypatch.setattr(trial, "_MOST_NUMBERS", 10)
     digests = []
     for last in (0, 1):
-        seen, weights = Trial(Wanted(str(tmp_path), 5), 0), np.zeros(100)
+        seen, weights = Trial(WantedTrial(str(tmp_path), 5), 0), np.zeros(100)
         weights[-1] = last
         seen.begin("sgd", [weights], [weights + 1])
         seen.end("sgd", [weights], 1.0)
@@ -125,14 +125,14 @@ def test_a_large_model_is_recorded_in_part_and_digested_as_a_whole(tmp_path, mon
 def test_what_is_no_recording_is_one_sentence(tmp_path):
     with pytest.raises(DataError, match="rank 1 left no recording"):
         trial.read(tmp_path, 1)
-    Recording().write(tmp_path, 1)
+    TrialRecording().write(tmp_path, 1)
     (tmp_path / "rank-1.json").write_text(json.dumps({"other": 1}))
     with pytest.raises(DataError, match="rank 1 left no recording"):
         trial.read(tmp_path, 1)
 
 
 def test_a_step_that_only_makes_slots_is_none(tmp_path):
-    seen, zero = Trial(Wanted(str(tmp_path), 5), 0), np.zeros(2)
+    seen, zero = Trial(WantedTrial(str(tmp_path), 5), 0), np.zeros(2)
     for gradient, weights, count in ((zero, zero, 0), (zero + 1, zero, 1), (zero, zero + 1, 2)):
         seen.begin("sgd", [zero], [gradient])
         seen.end("sgd", [weights], 0.1)
@@ -141,4 +141,4 @@ def test_a_step_that_only_makes_slots_is_none(tmp_path):
 
 def test_ranks_begin_with_different_seeds(tmp_path):
     """What a broadcast makes equal is not equal before it; one process begins as the root does."""
-    assert Trial(Wanted("", 5), 0).seed != Trial(Wanted("", 5), 1).seed
+    assert Trial(WantedTrial("", 5), 0).seed != Trial(WantedTrial("", 5), 1).seed

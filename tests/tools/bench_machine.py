@@ -12,10 +12,10 @@ from timeline_files import metadata, write
 from hvdkit import DataError, cli
 from hvdkit.common import json_files
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench.analysis import Analysis
+from hvdkit.measure.bench.analysis import ScalingSummary
 from hvdkit.run.launch import facts
-from hvdkit.run.launch.model import Facts, Horovod, Mpi
-from hvdkit.run.trials.jobs import Job, Launch
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.run.trials.jobs import Launch, TrialJob
 from hvdkit.steps.step_times import VARIABLE
 
 
@@ -51,7 +51,7 @@ class Machine:
 
     def failed(self):
         """A job that failed."""
-        return Job(1.0, failure=self.failure)
+        return TrialJob(1.0, failure=self.failure)
 
     def launch(self, launch):
         """Run a job of a ``Launch``."""
@@ -66,14 +66,14 @@ class Machine:
         step = self.seconds(n) * math.exp(self.rng.normal(0, self.noise))
         step *= 1.0 if timeline is None else self.slowed
         if self.silent:
-            return Job(step * self.count(n) + 1, step * self.count(n))
+            return TrialJob(step * self.count(n) + 1, step * self.count(n))
         (told,) = [word for word in launch.options if word.startswith(f"{VARIABLE}=")]
         begin = time.time() + 2.0
         for rank in range(n):
             self._write(Path(told.partition("=")[2]), rank, n, step, begin)
         if timeline is not None:
             self._record(Path(timeline), n, step, begin)
-        return Job(step * self.count(n) + 1)
+        return TrialJob(step * self.count(n) + 1)
 
     def _write(self, directory, rank, n, step, now):
         lines = [{"hvdkit": "step times", "version": 1, "rank": rank}]
@@ -121,7 +121,7 @@ class Machine:
 
 def use(directory, monkeypatch, machine, cores=4):
     """Have jobs of ``directory`` run on a machine of numbers, with so many cores, Open MPI and train.py."""
-    found = Facts(
+    found = LaunchFacts(
         cores, False, Path("/venv/bin/python"), os.environ["PATH"], Horovod(mpi=True, gloo=True),
         Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), Path("/venv/bin/horovodrun"),
     )  # fmt: skip
@@ -148,10 +148,10 @@ def saved(path="results.json"):
 def fitting(value):
     """Whether a value is as the classes of the results and of their summary say."""
     try:
-        json_files.decode(json.dumps(value), results.Results, "it")
+        json_files.decode(json.dumps(value), results.ScalingResults, "it")
         if value["summary"] is not None:
-            head = {"hvdkit": "1", "kind": Analysis.kind, "schema": Analysis.schema}
-            json_files.decode(json.dumps({**value["summary"], **head}), Analysis, "its summary")
+            head = {"hvdkit": "1", "kind": ScalingSummary.kind, "schema": ScalingSummary.schema}
+            json_files.decode(json.dumps({**value["summary"], **head}), ScalingSummary, "its summary")
     except DataError:
         return False
     return True

@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from hvdkit.measure.bench.subject import Launch
+from hvdkit.measure.bench.subject import HowLaunched
 from hvdkit.measure.emulate import plan
-from hvdkit.measure.emulate.results import Results, Sample, WithLaunch
-from hvdkit.measure.emulate.run_job import Asked
+from hvdkit.measure.emulate.results import EmulateResults, Sample, WithLaunch
+from hvdkit.measure.emulate.run_job import EmulateAsked
 
-ENVIRONMENT = WithLaunch("1", "3.11", "Linux", {"mpi4py": "4"}, 4, Launch(4, "mpirun", 1, False, ()))
+ENVIRONMENT = WithLaunch("1", "3.11", "Linux", {"mpi4py": "4"}, 4, HowLaunched(4, "mpirun", 1, False, ()))
 
 
 def asked(**changes):
     told = {"engine": "ring", "collective": "allreduce", "algorithm": "ring", "ranks": 4, "hosts": 1, "ppn": 4}
-    return Asked(**{**told, "check": True, **changes})
+    return EmulateAsked(**{**told, "check": True, **changes})
 
 
 def sample(trial, index, nbytes, own, skew=0.0, transfer=None):
@@ -30,7 +30,7 @@ def from_sizes(sizes, dtype="float32", *, names=None, trials=plan.TRIALS, source
     for index, size in enumerate(sizes):
         name = names[index] if names else f"collective{index}"
         steps.append(plan.Collective(name, plan.elements_of(size, dtype, name), dtype))
-    return plan.Plan(tuple(steps), trials, source)
+    return plan.ReplayPlan(tuple(steps), trials, source)
 
 
 def made(seconds, trials=8, noise=0.0, seed=0, ranks=4, environment=ENVIRONMENT, notes=(), **changes):
@@ -47,7 +47,7 @@ def made(seconds, trials=8, noise=0.0, seed=0, ranks=4, environment=ENVIRONMENT,
 
 def results(steps, samples, environment=ENVIRONMENT, notes=(), **changes):
     ranks = len(samples[0].ranks_s) if samples else 4
-    return Results(
+    return EmulateResults(
         asked=asked(**{"ranks": ranks, **changes}),
         environment=environment,
         notes=list(notes),

@@ -3,9 +3,9 @@
 import numpy as np
 from emulate_results import ENVIRONMENT
 
-from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.results import Results, Sample
-from hvdkit.measure.emulate.run_job import Asked
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults, Sample
+from hvdkit.measure.emulate.run_job import EmulateAsked
 from hvdkit.measure.predict import formulas
 
 SIZES = tuple(2**power for power in range(16, 25))
@@ -34,6 +34,6 @@ def results(n, *, hosts=None, true="ring", known=True, noise=0.02, trials=20, si
             samples.append(Sample(trial, index, nbytes, skew, taken, taken, 0, (taken,) * n))
     told = {"engine": "mpi", "collective": "allreduce", "algorithm": "ring" if known else "library", "ranks": n,
             "hosts": hosts, "ppn": -(-n // hosts), "check": True}  # fmt: skip
-    plan = Plan(tuple(Collective(f"layer{index}", nbytes // 4) for index, nbytes in enumerate(sizes)), trials)
-    wanted = Asked(**{**told, **(asked or {})})
-    return Results(asked=wanted, environment=ENVIRONMENT, notes=[], plan=plan, summary=None, samples=samples)
+    plan = ReplayPlan(tuple(Collective(f"layer{index}", nbytes // 4) for index, nbytes in enumerate(sizes)), trials)
+    wanted = EmulateAsked(**{**told, **(asked or {})})
+    return EmulateResults(asked=wanted, environment=ENVIRONMENT, notes=[], plan=plan, summary=None, samples=samples)

@@ -10,21 +10,21 @@ from msgspec.structs import replace
 from hvdkit import cli
 from hvdkit.common import intervals
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench.results import Measured, Results
-from hvdkit.measure.bench.subject import Asked, WithCommit
+from hvdkit.measure.bench.results import MeasuredJob, ScalingResults
+from hvdkit.measure.bench.subject import ScalingAsked, WithCommit
 
 ENVIRONMENT = WithCommit("1", "3.11", "Linux", {}, 4, None)
 
 
 def write(name, seconds, noise=0.01, repeats=5, mode="strong", environment=ENVIRONMENT, seed=0):
     rng = np.random.default_rng([seed, len(name)])
-    asked = Asked(("train.py",), (), tuple(seconds), mode, repeats)
+    asked = ScalingAsked(("train.py",), (), tuple(seconds), mode, repeats)
     jobs = [
-        Measured(n, repeat, 1.0, float(mean * np.exp(rng.normal(0, noise))))
+        MeasuredJob(n, repeat, 1.0, float(mean * np.exp(rng.normal(0, noise))))
         for n, mean in seconds.items()
         for repeat in range(repeats)
     ]
-    results.write(Path(name), Results(asked, environment, (), (), jobs))
+    results.write(Path(name), ScalingResults(asked, environment, (), (), jobs))
 
 
 @pytest.fixture(autouse=True)

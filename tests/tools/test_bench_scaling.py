@@ -15,12 +15,12 @@ from hvdkit import cli
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench.analysis import Row, causes
+from hvdkit.measure.bench.analysis import ScalingRow, causes
 from hvdkit.measure.bench.measurement import measure
 from hvdkit.measure.bench.scaling import order
-from hvdkit.measure.bench.subject import Asked, commit
+from hvdkit.measure.bench.subject import ScalingAsked, commit
 from hvdkit.read.explain import explain
-from hvdkit.run.trials.jobs import Job
+from hvdkit.run.trials.jobs import TrialJob
 from hvdkit.steps.step_files import RankTimes, Step
 
 SERIAL = 0.1
@@ -123,7 +123,7 @@ def test_the_rank_whose_input_sleeps_in_two_of_three_batches_is_named(marks):
     found = measure(times, 2, 0.0, 0)
     assert found.late.ranks == (1,)
     assert found.late.lost_s == pytest.approx(0.020 * 2 / 3) == found.late.input_s
-    (cause,) = causes([Row(2, 1, 0, False, step_s=found.step_s, late=found.late)])
+    (cause,) = causes([ScalingRow(2, 1, 0, False, step_s=found.step_s, late=found.late)])
     assert cause.kind == "input" and cause.sentence().startswith(
         "Rank 1 comes late, and the others wait: for the input."
     )
@@ -198,7 +198,7 @@ def test_a_closing_line_that_names_no_time_is_a_failure(start, capsys, seconds):
     machine = start(Machine(amdahl))
     machine.silent = True
     whole = machine.launch
-    machine.launch = lambda launch: whole(launch) if launch.n != 4 else Job(1.0, seconds)
+    machine.launch = lambda launch: whole(launch) if launch.n != 4 else TrialJob(1.0, seconds)
     assert bench("--repeats", "2") == 1
     assert [row["repeats"] for row in saved()["summary"]["rows"]] == [2, 2, 0]
     assert "nor printed 'Hvd Procs N Total time: X second' with a time above 0" in capsys.readouterr().err
@@ -263,7 +263,9 @@ def test_ctrl_c_keeps_what_was_measured_and_the_same_command_goes_on(start, caps
     assert "the same command line goes on" in capsys.readouterr().err
     assert bench() == 0
     assert saved()["jobs"][:6] == before
-    assert [(job["ranks"], job["repeat"]) for job in saved()["jobs"]] == order(Asked(("train.py",), ranks=(1, 2, 4)))
+    assert [(job["ranks"], job["repeat"]) for job in saved()["jobs"]] == order(
+        ScalingAsked(("train.py",), ranks=(1, 2, 4))
+    )
     assert len(machine.ran) == 15
     assert bench() == 0
     assert len(machine.ran) == 15
@@ -287,7 +289,7 @@ def test_another_number_of_cores_is_refused(start, capsys):
 
 
 def test_every_round_has_each_number_once_in_its_own_order():
-    jobs = order(Asked(("train.py",), ranks=(1, 2, 4, 8), repeats=6))
+    jobs = order(ScalingAsked(("train.py",), ranks=(1, 2, 4, 8), repeats=6))
     rounds = [tuple(n for n, repeat in jobs if repeat == number) for number in range(6)]
     assert all(sorted(one) == [1, 2, 4, 8] for one in rounds)
     assert len(set(rounds)) > 2

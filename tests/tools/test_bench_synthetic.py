@@ -12,7 +12,7 @@ from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.topology import Topology
 from hvdkit.synthetic import benchmark
-from hvdkit.synthetic.benchmark import MODELS, Settings, Stopwatch
+from hvdkit.synthetic.benchmark import MODELS, BenchmarkSettings, Stopwatch
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def start(*words):
 
 
 def settings_of(argv):
-    return Settings(**json.loads(argv[-1]))
+    return BenchmarkSettings(**json.loads(argv[-1]))
 
 
 def test_horovods_flags_mean_what_they_mean_there(started):
@@ -46,7 +46,7 @@ def test_horovods_flags_mean_what_they_mean_there(started):
     (argv,) = started
     assert argv[1:3] == ["-m", "hvdkit.synthetic.torch"]
     settings = settings_of(argv)
-    assert settings == Settings("mlp", 8, 3, 4, 5, fp16_allreduce=True, adasum=True, cuda=False)
+    assert settings == BenchmarkSettings("mlp", 8, 3, 4, 5, fp16_allreduce=True, adasum=True, cuda=False)
     assert (settings.compression, settings.op, settings.rule) == ("fp16", "adasum", "none")
 
 
@@ -102,12 +102,12 @@ def test_a_rank_of_a_job_starts_no_job(started, capsys, monkeypatch):
 
 
 def test_adasum_over_three_ranks_is_refused_also_where_the_ranks_are_started_by_others():
-    settings = Settings(adasum=True)
+    settings = BenchmarkSettings(adasum=True)
     for size in (1, 2, 4, 8):
         settings.require_ranks(size)
     with pytest.raises(InvalidArgumentError, match="got 6; take 4 or 8"):
         settings.require_ranks(6)
-    Settings().require_ranks(6)
+    BenchmarkSettings().require_ranks(6)
 
 
 # Shapes
@@ -135,7 +135,7 @@ def test_pytorchs_resnet50_has_these_shapes():
     torch = pytest.importorskip("torch")
     from hvdkit.synthetic import torch_models
 
-    model = torch_models.make_model(Settings("resnet50-shape", image_size=64)).eval()
+    model = torch_models.make_model(BenchmarkSettings("resnet50-shape", image_size=64)).eval()
     with torch.no_grad():
         assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
     found = [tuple(parameter.shape) for parameter in model.parameters()]
@@ -150,7 +150,7 @@ def test_resnet50_halves_its_images_three_times_after_the_stem():
 
 def test_data_are_each_ranks_own_and_the_same_in_every_run():
     for model in MODELS:
-        settings = Settings(model, batch_size=3, image_size=64 if model == "resnet50-shape" else None)
+        settings = BenchmarkSettings(model, batch_size=3, image_size=64 if model == "resnet50-shape" else None)
         x, y = settings.data(1)
         assert x.shape == (3, *settings.shape) and y.shape == (3,)
         assert y.min() >= 0 and y.max() < settings.classes
@@ -160,7 +160,7 @@ def test_data_are_each_ranks_own_and_the_same_in_every_run():
 @pytest.mark.parametrize("wrong", [{"model": "vgg"}, {"iters": 0}, {"warmup_batches": -1}, {"image_size": 64}], ids=str)
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(InvalidArgumentError):
-        Settings(**wrong)
+        BenchmarkSettings(**wrong)
 
 
 # Timing
@@ -183,7 +183,7 @@ def clock(monkeypatch):
 
 def train(clock, seconds, rank=0, size=2, complete=0.0, **settings):
     """A training whose batches take these seconds."""
-    watch = Stopwatch(Settings(**settings), Topology(rank, size, rank, size), "CPU", 8, 1000)
+    watch = Stopwatch(BenchmarkSettings(**settings), Topology(rank, size, rank, size), "CPU", 8, 1000)
     watch.begin()
     for second in seconds:
         clock.now += second
@@ -240,7 +240,7 @@ def test_a_program_that_is_started_by_hand_says_how_it_is_meant(monkeypatch, cap
 
 
 def test_the_settings_travel_as_one_word(monkeypatch):
-    settings, seen = Settings("deep", 7, 1, 2, 3, fp16_allreduce=True, cuda=False), []
+    settings, seen = BenchmarkSettings("deep", 7, 1, 2, 3, fp16_allreduce=True, cuda=False), []
     monkeypatch.setattr(sys, "argv", ["program", settings.word()])
     with pytest.raises(SystemExit) as ended:
         benchmark.run_program(seen.append)

@@ -12,10 +12,10 @@ from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.facts import (
     Build,
     Devices,
+    DoctorFacts,
+    DoctorHost,
     Extension,
-    Facts,
     Failure,
-    Host,
     MpiLauncher,
     MpiLibrary,
     Package,
@@ -60,11 +60,11 @@ RECORD = Build(
     python="cp311",
     by_hvdkit=True,
 )
-SOUND = Facts(
+SOUND = DoctorFacts(
     python="3.11.7",
     python_tag="cp311",
     prefix="/env",
-    host=Host("Linux 6.1 x86_64", cores=8, affinity=8, shm_bytes=2**30, compiler="/usr/bin/g++"),
+    host=DoctorHost("Linux 6.1 x86_64", cores=8, affinity=8, shm_bytes=2**30, compiler="/usr/bin/g++"),
     packages={
         "torch": package("torch", "2.13.0+cpu"),
         "tensorflow": package("tensorflow", "2.21.0", distribution="tensorflow-cpu"),
@@ -84,33 +84,33 @@ SOUND = Facts(
 )
 
 
-def with_package(name: str, facts: Facts = SOUND, **changes: Any) -> Facts:
+def with_package(name: str, facts: DoctorFacts = SOUND, **changes: Any) -> DoctorFacts:
     changed = replace(facts.packages[name], **changes)
     return replace(facts, packages={**facts.packages, name: changed})
 
 
-def without_package(name: str, facts: Facts = SOUND) -> Facts:
+def without_package(name: str, facts: DoctorFacts = SOUND) -> DoctorFacts:
     return replace(facts, packages={**facts.packages, name: Package(name)})
 
 
-def with_extension(framework: str, facts: Facts = SOUND, **changes: Any) -> Facts:
+def with_extension(framework: str, facts: DoctorFacts = SOUND, **changes: Any) -> DoctorFacts:
     changed = replace(facts.extensions[framework], **changes)
     return replace(facts, extensions={**facts.extensions, framework: changed})
 
 
-def with_host(**changes: Any) -> Facts:
+def with_host(**changes: Any) -> DoctorFacts:
     return replace(SOUND, host=replace(SOUND.host, **changes))
 
 
-def with_environ(**environ: str) -> Facts:
+def with_environ(**environ: str) -> DoctorFacts:
     return replace(SOUND, environ=environ)
 
 
-def found(facts: Facts) -> dict[str, Found]:
+def found(facts: DoctorFacts) -> dict[str, Found]:
     return {one.check: one for one in examine(facts)}
 
 
-def only(facts: Facts, name: str) -> Found:
+def only(facts: DoctorFacts, name: str) -> Found:
     """The one finding there is."""
     findings = found(facts)
     assert list(findings) == [name]
@@ -136,7 +136,7 @@ def test_every_finding_says_what_why_and_fix() -> None:
         environ={"HOROVOD_FUSION_THRESHOLD": "64", "HOROVOD_CONTROLLER": "ccl", "HOROVOD_TIMELINE": "x/y"},
         timeline_problem="there is no directory x",
         build_error="The record cannot be read.",
-        host=Host("Linux", cores=8, affinity=1, gpus=("NVIDIA A100",)),
+        host=DoctorHost("Linux", cores=8, affinity=1, gpus=("NVIDIA A100",)),
         mpi4py_mpi=MPICH,
         mpi_launchers=(),
     )

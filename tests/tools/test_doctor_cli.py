@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
-from hvdkit.prepare.doctor.facts import Extension, Facts, Failure, Host, MpiLauncher, MpiLibrary, Package
+from hvdkit.prepare.doctor.facts import DoctorFacts, DoctorHost, Extension, Failure, MpiLauncher, MpiLibrary, Package
 from hvdkit.prepare.doctor.report import components
 
 OPEN_MPI = MpiLibrary("/env/lib/libmpi.so.40", "Open MPI", "5.0.11")
 TORCH = Package("torch", True, "/env/torch", "torch", "2.13.0+cpu", "2.13.0+cpu")
-SOUND = Facts(
+SOUND = DoctorFacts(
     python="3.11.7",
     python_tag="cp311",
     prefix="/env",
-    host=Host("Linux 6.1 x86_64", cores=8, affinity=8, shm_bytes=2**30, compiler="/usr/bin/g++"),
+    host=DoctorHost("Linux 6.1 x86_64", cores=8, affinity=8, shm_bytes=2**30, compiler="/usr/bin/g++"),
     packages={
         **{name: Package(name) for name in ("tensorflow", "keras", "tf_keras", "jax")},
         "torch": TORCH,
@@ -43,18 +43,18 @@ BROKEN = replace(
 
 
 @pytest.fixture
-def facts(monkeypatch: pytest.MonkeyPatch) -> list[Facts]:
+def facts(monkeypatch: pytest.MonkeyPatch) -> list[DoctorFacts]:
     """Put the facts in here that the doctor shall find."""
-    found: list[Facts] = []
+    found: list[DoctorFacts] = []
     monkeypatch.setattr("hvdkit.prepare.doctor.cli.gather", lambda seconds: found[0])
     return found
 
 
-def statuses(facts: Facts) -> dict[str, str]:
+def statuses(facts: DoctorFacts) -> dict[str, str]:
     return {name: component.status for name, component in components(facts).items()}
 
 
-def test_json_is_alone_on_standard_output(facts: list[Facts], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_alone_on_standard_output(facts: list[DoctorFacts], capsys: pytest.CaptureFixture[str]) -> None:
     facts.append(SOUND)
     assert cli.run(["doctor", "--json"]) == 0
     output = capsys.readouterr()
@@ -67,7 +67,7 @@ def test_json_is_alone_on_standard_output(facts: list[Facts], capsys: pytest.Cap
     assert [finding["level"] for finding in report["findings"]] == ["info"]  # not built by hvdkit
 
 
-def test_an_error_makes_exit_status_1(facts: list[Facts], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_makes_exit_status_1(facts: list[DoctorFacts], capsys: pytest.CaptureFixture[str]) -> None:
     facts.append(BROKEN)
     assert cli.run(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -76,7 +76,7 @@ def test_an_error_makes_exit_status_1(facts: list[Facts], capsys: pytest.Capture
     assert report["components"]["PyTorch"]["status"] == "broken"
 
 
-def test_a_warning_does_not(facts: list[Facts], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_does_not(facts: list[DoctorFacts], capsys: pytest.CaptureFixture[str]) -> None:
     facts.append(replace(SOUND, environ={"OMP_NUM_THREADS": "99"}))
     assert cli.run(["doctor"]) == 0
     text = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_a_warning_does_not(facts: list[Facts], capsys: pytest.CaptureFixture[st
     assert "Training works here: 0 errors, 1 warning, 1 note." in text
 
 
-def test_text_has_each_component_and_what_why_fix(facts: list[Facts], capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_has_each_component_and_what_why_fix(facts: list[DoctorFacts], capsys: pytest.CaptureFixture[str]) -> None:
     facts.append(BROKEN)
     assert cli.run(["doctor"]) == 1
     text = capsys.readouterr().out

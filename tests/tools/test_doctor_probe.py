@@ -19,7 +19,7 @@ from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.children import Children, without_host_name
-from hvdkit.prepare.doctor.facts import Facts
+from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.finding import Found
 from hvdkit.prepare.doctor.probe import gather
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
@@ -90,7 +90,7 @@ def add_distribution(directory: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def found(facts: Facts) -> dict[str, Found]:
+def found(facts: DoctorFacts) -> dict[str, Found]:
     return {one.check: one for one in examine(facts)}
 
 

@@ -10,8 +10,8 @@ import pytest
 from hvdkit import InvalidArgumentError
 from hvdkit.measure.emulate import clock, worker
 from hvdkit.measure.emulate.check import EXACT, Values, split, storage
-from hvdkit.measure.emulate.plan import DTYPES, Collective, Plan
-from hvdkit.measure.emulate.run_job import Asked, Delay, Job, read, write
+from hvdkit.measure.emulate.plan import DTYPES, Collective, ReplayPlan
+from hvdkit.measure.emulate.run_job import Delay, EmulateAsked, ReplayJob, read, write
 from hvdkit.measure.emulate.run_join import join
 from hvdkit.measure.emulate.worker_files import Writer, head_of
 from hvdkit.measure.emulate.worker_replay import Replay, WrongResultError
@@ -161,12 +161,12 @@ def test_a_machine_has_one_name():
 
 
 def asked(ranks, engine, **changes):
-    return Asked(engine, "allreduce", "library", ranks, hosts=1, **{"check": True, **changes})
+    return EmulateAsked(engine, "allreduce", "library", ranks, hosts=1, **{"check": True, **changes})
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path):
-    job = Job(
-        tmp_path, Plan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4),
+    job = ReplayJob(
+        tmp_path, ReplayPlan((Collective("a", 3), Collective("b", 2, "float16", 0.5)), trials=4),
         asked(
             3, "torch", backend="gloo", straggler_s={2: 0.05}, delay=Delay(0.02, 1, 0.1), compute="sleep", check=False,
         ), apart=True,
@@ -182,7 +182,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path):
 def test_a_rank_says_where_it_is_and_whether_its_engine_overlaps(tmp_path, overlaps):
     with Writer(tmp_path, 0, worker._head(Alone(overlaps), None)):
         pass
-    joined = join(tmp_path, Plan((Collective("a", 3),)), 1)
+    joined = join(tmp_path, ReplayPlan((Collective("a", 3),)), 1)
     assert (joined.placed, joined.overlapped) == ((1,), overlaps)
     assert head_of(tmp_path, 0)["host"] == socket.gethostname()
 
@@ -224,9 +224,9 @@ class AloneOperation:
 
 
 def replay(engine, **options):
-    plan = Plan((Collective("fc4", 5), Collective("fc3", 7)), trials=options.pop("trials", 2))
+    plan = ReplayPlan((Collective("fc4", 5), Collective("fc3", 7)), trials=options.pop("trials", 2))
     kept = []
-    Replay(Job(Path(), plan, asked(1, "mpi", **options)), engine, lambda *times: kept.append(times)).run()
+    Replay(ReplayJob(Path(), plan, asked(1, "mpi", **options)), engine, lambda *times: kept.append(times)).run()
     return kept
 
 

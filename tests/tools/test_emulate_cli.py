@@ -9,11 +9,11 @@ import pytest
 from hvdkit import DataError, cli
 from hvdkit.common import json_files
 from hvdkit.measure.emulate import results, run_job
-from hvdkit.measure.emulate.analysis import Analysis
+from hvdkit.measure.emulate.analysis import EmulateSummary
 from hvdkit.measure.emulate.worker_files import Writer
 from hvdkit.run.launch import facts
-from hvdkit.run.launch.model import Facts, Horovod, Mpi
-from hvdkit.run.trials.jobs import Job, Launch
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
+from hvdkit.run.trials.jobs import Launch, TrialJob
 
 LIST = "803840,131584,33024,2600"
 
@@ -47,12 +47,12 @@ class Ranks:
                     writer.error(*self.error[1:3], wrong=self.error[3])
         if isinstance(self.ends, BaseException):
             raise self.ends
-        return Job(1.0, failure=self.ends)
+        return TrialJob(1.0, failure=self.ends)
 
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
-    found = Facts(
+    found = LaunchFacts(
         4, False, Path("/venv/bin/python"), os.environ["PATH"], Horovod(mpi=True, gloo=True),
         Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), Path("/venv/bin/horovodrun"),
     )  # fmt: skip
@@ -76,12 +76,12 @@ def saved(path="r.json"):
 
 def fitting(value):
     """Whether a value is as the classes of the results and of their summary say, with no other name."""
-    head = {"hvdkit": "1", "kind": Analysis.kind, "schema": Analysis.schema}
+    head = {"hvdkit": "1", "kind": EmulateSummary.kind, "schema": EmulateSummary.schema}
     try:
-        json_files.decode(json.dumps(value), results.Results, "it")
+        json_files.decode(json.dumps(value), results.EmulateResults, "it")
         if value["summary"] is None:
             return True
-        summary = json_files.decode(json.dumps({**value["summary"], **head}), Analysis, "its summary")
+        summary = json_files.decode(json.dumps({**value["summary"], **head}), EmulateSummary, "its summary")
     except DataError:
         return False
     return json_files.plain(summary) == value["summary"]
@@ -334,7 +334,7 @@ def test_subcommands_are_there(ranks, capsys):
 
 
 def test_mpi_needs_a_launcher_of_mpi_where_horovod_has_none(ranks, monkeypatch):
-    found = Facts(
+    found = LaunchFacts(
         4, False, Path("/venv/bin/python"), os.environ["PATH"], Horovod(mpi=False, gloo=True),
         Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), Path("/venv/bin/horovodrun"),
     )  # fmt: skip

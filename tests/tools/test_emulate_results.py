@@ -10,13 +10,13 @@ from hvdkit import DataError, cli
 from hvdkit.measure.emulate import results, run_join
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.clock import Reading
-from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.results import Results, Sample
-from hvdkit.measure.emulate.run_job import Asked
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults, Sample
+from hvdkit.measure.emulate.run_job import EmulateAsked
 from hvdkit.measure.emulate.worker_files import Writer, file_of, head_of, read
 
-PLAN = Plan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
-ASKED = Asked("mpi", "allreduce", "ring", ranks=2, hosts=1, check=True)
+PLAN = ReplayPlan((Collective("fc2", 10), Collective("fc1", 30)), trials=3)
+ASKED = EmulateAsked("mpi", "allreduce", "ring", ranks=2, hosts=1, check=True)
 
 
 def sample(trial=0, index=0, **changed):
@@ -122,7 +122,9 @@ def test_a_folder_that_hosts_do_not_share_is_said(tmp_path):
 
 
 def of(samples, asked=ASKED, notes=()):
-    return Results(asked=asked, environment=ENVIRONMENT, notes=list(notes), plan=PLAN, summary=None, samples=samples)
+    return EmulateResults(
+        asked=asked, environment=ENVIRONMENT, notes=list(notes), plan=PLAN, summary=None, samples=samples
+    )
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -13,7 +13,7 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import model_process
-from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 
 TUTORIAL = [803840, 131584, 33024, 2600]
 CLASSIFIER = """
@@ -121,7 +121,7 @@ def sizes(capsys, *words, status=0):
     """The plan that the command prints, or what it says on standard error."""
     assert cli.run(["emulate", "sizes", *words, *(["--json"] if status == 0 else [])]) == status
     captured = capsys.readouterr()
-    return json_files.decode(captured.out, Plan, "the output") if status == 0 else captured.err
+    return json_files.decode(captured.out, ReplayPlan, "the output") if status == 0 else captured.err
 
 
 def gradients(factory, **wanted):
@@ -295,7 +295,7 @@ def test_a_plan_is_saved_and_comes_back(capsys):
     plan = sizes(
         capsys, "--sizes", "40,80", "--samples", "100", "--batch-size", "32", "--gap-ms", "3", "-o", "plan.json"
     )
-    assert json_files.read(Path("plan.json"), Plan) == plan
+    assert json_files.read(Path("plan.json"), ReplayPlan) == plan
     again = sizes(capsys, "--plan", "plan.json")
     assert again == plan and again.trials == 4 and again.collectives[0].gap_s == 0.003
     other = sizes(capsys, "--plan", "plan.json", "--trials", "9", "--gap-ms", "0")
@@ -323,12 +323,12 @@ def test_a_plan_is_saved_and_comes_back(capsys):
     ids=str,
 )
 def test_a_plan_that_cannot_be_right_is_refused(capsys, change, said):
-    plan = Plan((Collective("a", 2),), 4, "", 100, 32, 1, 4)
+    plan = ReplayPlan((Collective("a", 2),), 4, "", 100, 32, 1, 4)
     json_files.write(Path("plan.json"), plan)
     value = json.loads(Path("plan.json").read_text())
     Path("plan.json").write_text(json.dumps({**value, **change}))
     with pytest.raises(DataError, match="not a file of 'hvdkit emulate sizes'"):
-        json_files.read(Path("plan.json"), Plan)
+        json_files.read(Path("plan.json"), ReplayPlan)
     err = sizes(capsys, "--plan", "plan.json", status=1)
     assert said in err and "plan.json" in err
 
@@ -453,7 +453,7 @@ def test_a_layer_of_two_types_is_two_collectives(nets):
 
 
 def test_a_layer_is_ready_with_the_last_of_its_gradients():
-    ready = [model_process.Gradient(f"{layer}.{n}", layer, 1, "float32") for n, layer in enumerate("abab")][:3]
+    ready = [model_process.ModelGradient(f"{layer}.{n}", layer, 1, "float32") for n, layer in enumerate("abab")][:3]
     assert [(one.name, one.elements) for one in model_process.by_layer(ready)] == [("b", 1), ("a", 2)]
 
 

@@ -18,7 +18,7 @@ from hvdkit.common import json_files
 from hvdkit.common.causes import Cause
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.explain import explain, step_causes
-from hvdkit.read.explain.launched import Launched
+from hvdkit.read.explain.launched import JobLaunch
 from hvdkit.read.explain.results import Explanation
 from hvdkit.read.explain.show import LINES, lines
 from hvdkit.read.timeline import causes as timeline_causes
@@ -186,7 +186,7 @@ def test_who_keeps_the_cores_from_the_ranks(tmp_path):
     """2 s of 200 steps on each of 4 ranks are about a third of a core each: it is not they."""
     job = Job()
     few_cores(job)
-    found = [job.told(tmp_path, Launched(4, "mpirun", cores, 4, 1, {})).causes[0] for cores in (1, 64)]
+    found = [job.told(tmp_path, JobLaunch(4, "mpirun", cores, 4, 1, {})).causes[0] for cores in (1, 64)]
     assert [(cause.kind, cause.ranks) for cause in found] == [("few-cores", ()), ("host", ())]
     assert "64 cores" in found[1].evidence
 
@@ -421,7 +421,7 @@ def test_a_timeline_alone_says_what_to_record(tmp_path):
 def test_how_it_was_launched_and_that_it_stalled(tmp_path):
     job = Job(ranks=2)
     job.write(tmp_path)
-    json_files.write(tmp_path / "launch.json", Launched(3, "mpirun", 8, 3, 2, {}))
+    json_files.write(tmp_path / "launch.json", JobLaunch(3, "mpirun", 8, 3, 2, {}))
     (tmp_path / "stall").mkdir()
     stall.write_stacks(tmp_path / "stall", stall.Stall({1: ("allreduce.metrics",)}), {0: b"stack", 1: b"stack"})
     said = explain([tmp_path])

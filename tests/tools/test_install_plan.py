@@ -11,9 +11,9 @@ import pytest
 
 from hvdkit.errors import InstallError, InvalidArgumentError
 from hvdkit.prepare.install.facts import (
+    BuildFacts,
     CompilerFacts,
     CudaFacts,
-    Facts,
     FrameworkFacts,
     MpiFacts,
     NcclFacts,
@@ -35,7 +35,7 @@ SITE_MPI = MpiFacts("Cray MPICH", "8.1.28", Path("/opt/cray/bin"), Path("/opt/cr
 CUDA = CudaFacts(Path("/opt/cuda-13.0"), "13.0.88", nvtx=True)
 PIP_NCCL = NcclFacts(SITE / "nvidia/nccl/include", SITE / "nvidia/nccl/lib/libnccl.so.2", "2.29.7")
 
-FACTS = Facts(
+FACTS = BuildFacts(
     python=PythonFacts(
         version=(3, 11, 7),
         tag="cp311",
@@ -60,11 +60,11 @@ FACTS = Facts(
 )
 
 
-def with_python(**changes: Any) -> Facts:
+def with_python(**changes: Any) -> BuildFacts:
     return replace(FACTS, python=replace(FACTS.python, **changes))
 
 
-def moved_to(prefix: Path) -> Facts:
+def moved_to(prefix: Path) -> BuildFacts:
     """The same environment at another place."""
 
     def move(path: Path) -> Path:
@@ -128,7 +128,7 @@ def test_the_key_is_the_same_for_the_same_environment_at_another_place() -> None
     assert elsewhere.record == make_plan(FACTS, Options()).record
 
 
-CHANGES: dict[str, Callable[[Facts], Facts]] = {
+CHANGES: dict[str, Callable[[BuildFacts], BuildFacts]] = {
     "python": lambda facts: replace(facts, python=replace(facts.python, version=(3, 12, 1), tag="cp312")),
     "machine": lambda facts: replace(facts, system=replace(facts.system, machine="aarch64")),
     "C library": lambda facts: replace(facts, system=replace(facts.system, libc="glibc 2.28")),
@@ -270,14 +270,14 @@ def test_the_compute_capabilities_that_the_user_wants_are_part_of_the_key() -> N
         ),
     ],
 )
-def test_a_gpu_build_that_cannot_work_is_one_sentence(facts: Facts, options: Options, words: list[str]) -> None:
+def test_a_gpu_build_that_cannot_work_is_one_sentence(facts: BuildFacts, options: Options, words: list[str]) -> None:
     check_sentence(facts, options, words)
 
 
 # --- what is missing -------------------------------------------------------------------------------------------------
 
 
-def check_sentence(facts: Facts, options: Options, words: list[str]) -> None:
+def check_sentence(facts: BuildFacts, options: Options, words: list[str]) -> None:
     with pytest.raises(InstallError) as caught:
         make_plan(facts, options)
     message = str(caught.value)
@@ -328,7 +328,7 @@ def check_sentence(facts: Facts, options: Options, words: list[str]) -> None:
         (replace(FACTS, cache_problem="/home/me is not writable"), Options(), ["not writable", "XDG_CACHE_HOME"]),
     ],
 )
-def test_what_is_missing_is_one_sentence_with_the_fix(facts: Facts, options: Options, words: list[str]) -> None:
+def test_what_is_missing_is_one_sentence_with_the_fix(facts: BuildFacts, options: Options, words: list[str]) -> None:
     check_sentence(facts, options, words)
 
 

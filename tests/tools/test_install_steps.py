@@ -17,7 +17,7 @@ from hvdkit.errors import InstallError
 from hvdkit.prepare.install import build, cli, environment, source, wheel
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import PythonFacts
-from hvdkit.prepare.install.progress import Progress, parse_progress
+from hvdkit.prepare.install.progress import InstallProgress, parse_progress
 from hvdkit.prepare.install.runner import run, session_members
 
 # --- runner ----------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_a_line_of_the_build_is_read() -> None:
 
 def test_without_a_terminal_a_line_is_shown_every_ten_percent() -> None:
     stream = io.StringIO()
-    progress = Progress(stream, clock=lambda: 0.0)
+    progress = InstallProgress(stream, clock=lambda: 0.0)
     for percent in range(101):
         progress.compiling(ninja(percent))
     lines = stream.getvalue().splitlines()
@@ -116,7 +116,7 @@ def test_on_a_terminal_one_line_changes_and_is_taken_away() -> None:
 
     stream = Terminal()
     ticks = iter([0.0, 61.0, 62.0, 63.0])
-    progress = Progress(stream, clock=lambda: next(ticks))
+    progress = InstallProgress(stream, clock=lambda: next(ticks))
     progress.compiling(ninja(3))
     progress.compiling(ninja(4))
     progress.say("done")
@@ -368,6 +368,6 @@ def test_a_new_build_that_cannot_be_imported_is_taken_out_and_forgotten(
     plan, facts = SimpleNamespace(key="key"), SimpleNamespace(python=installed, environ={})
     before = tree(installed.prefix)
     with pytest.raises(InstallError, match="cannot be imported"):
-        cli._put_in_place(cached, plan, facts, kept, True, Progress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
+        cli._put_in_place(cached, plan, facts, kept, True, InstallProgress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
     assert tree(installed.prefix) == before
     assert kept.get("key") is None

@@ -18,13 +18,13 @@ from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench.scaling_cli import scaling
 from hvdkit.run.job import script, site
-from hvdkit.run.job.model import Job, Queue, Site
+from hvdkit.run.job.model import BatchJob, Queue, Site
 from hvdkit.run.job.systems import SYSTEMS
 from hvdkit.run.launch.cli import launch
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").rglob("*.sh"))
-JOB = Job(2, 4, "00:30:00", ("python", "train.py", "--epochs", "3"), account="me")
+JOB = BatchJob(2, 4, "00:30:00", ("python", "train.py", "--epochs", "3"), account="me")
 NASTY = ("python", "my train.py", 'it\'s $HOME `id` \\ "q"', "", "*", "~", "!x", "{a,b}", "#PBS -q other", "é;rm -rf /",
          "\\", "~/data", "then", "it\u2019s \u201cq\u201d")  # fmt: skip
 
@@ -73,7 +73,7 @@ def passes_bash(text):
 
 
 def test_the_script_for_polaris_word_for_word():
-    job_ = Job(2, 4, "00:30:00", ("python", "train.py"), "cnn", "debug-scaling", "me", 16)
+    job_ = BatchJob(2, 4, "00:30:00", ("python", "train.py"), "cnn", "debug-scaling", "me", 16)
     assert script.write(job_, site.find("pbs", "polaris"), "/venv/bin") == (
         "#!/bin/bash -l\n"
         "#PBS -N cnn\n"
@@ -152,7 +152,7 @@ def test_the_script_for_polaris_word_for_word():
 )
 def test_what_each_system_is_told(site_name, changes, expected):
     values = {field: getattr(JOB, field) for field in JOB.__dataclass_fields__} | changes
-    lines = script.write(Job(**values), site.find(None, site_name), "/venv/bin").splitlines()
+    lines = script.write(BatchJob(**values), site.find(None, site_name), "/venv/bin").splitlines()
     for start in expected:
         assert any(line.startswith(start) for line in lines), (start, lines)
     body = next(index for index, line in enumerate(lines) if line == "")
@@ -163,9 +163,9 @@ def test_what_each_system_is_told(site_name, changes, expected):
 @pytest.mark.parametrize("site_name", site.known())
 def test_every_script_is_clean_and_launches_what_was_typed(site_name):
     chosen = site.find(None, site_name)
-    asked = Job(2, 4, "00:30:00", NASTY, account="me", gpus_per_node=4, depth=2, queue="q")
-    every = Job(2, 4, "00:30:00", NASTY, account="me", mem="64G", exclusive=True, array="1-4:2%2", log="log/%j.out",
-                qos="q", constraint="gpu&hbm80g", stage=True)  # fmt: skip
+    asked = BatchJob(2, 4, "00:30:00", NASTY, account="me", gpus_per_node=4, depth=2, queue="q")
+    every = BatchJob(2, 4, "00:30:00", NASTY, account="me", mem="64G", exclusive=True, array="1-4:2%2",
+                log="log/%j.out", qos="q", constraint="gpu&hbm80g", stage=True)  # fmt: skip
     every = replace(every, **dict.fromkeys(SYSTEMS[chosen.system].lacks))
     for wanted in (asked, every):
         text = script.write(wanted, chosen, "/my venv/of $USER/it's/bin")
@@ -181,7 +181,7 @@ def test_every_script_is_clean_and_launches_what_was_typed(site_name):
 @settings(max_examples=40)
 @given(st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=12), min_size=1, max_size=4))
 def test_whatever_is_typed_reaches_the_command_as_it_is(words):
-    text = script.write(Job(1, 1, "00:01:00", ("x", *words)), site.find("slurm", None), "/venv/bin")
+    text = script.write(BatchJob(1, 1, "00:01:00", ("x", *words)), site.find("slurm", None), "/venv/bin")
     (line,) = launch_lines(text)
     shown = f"hvdkit() {{ printf '%s\\0' \"$@\"; }}\n{line}"
     said = subprocess.run(["bash", "-c", shown], capture_output=True, check=True).stdout.decode().split("\0")
@@ -268,7 +268,7 @@ def test_a_file_is_written_once_unless_forced(capsys, tmp_path):
 
 def asked(site_name, nodes, walltime, ppn=4, **others):
     chosen = site.find(None, site_name)
-    text = script.write(Job(nodes, ppn, walltime, ("true",), account="me", **others), chosen, "/venv/bin")
+    text = script.write(BatchJob(nodes, ppn, walltime, ("true",), account="me", **others), chosen, "/venv/bin")
     return [line.removeprefix(f"{SYSTEMS[chosen.system].prefix} ") for line in text.splitlines()]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdkit import cli
 from hvdkit.run.job import kubernetes
-from hvdkit.run.job.model import Job
+from hvdkit.run.job.model import BatchJob
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "data/kubernetes/mpijob_v2beta1.json").read_text())["openAPIV3Schema"]
 KINDS = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
@@ -209,7 +209,7 @@ def passed_on(word):
     st.lists(st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=12) | st.just("$(HOME)$$x"), max_size=4)
 )
 def test_whatever_is_typed_reaches_the_command_as_it_is(words):
-    job = Job(1, 2, "00:01:00", ("x", *words))
+    job = BatchJob(1, 2, "00:01:00", ("x", *words))
     command = container(kubernetes.write(job, "i", (), USER_SSH), "Launcher")["command"]
     assert [passed_on(word) for word in command] == ["hvdkit", "launch", "-n", "2", "--ppn", "2", "--", "x", *words]
 

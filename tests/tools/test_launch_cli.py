@@ -8,13 +8,13 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.run.launch import facts, supervise
-from hvdkit.run.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
 
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     """A machine of 4 cores with Open MPI, and a directory with train.py in it; starting a job is an error."""
-    found = Facts(
+    found = LaunchFacts(
         cores=4,
         root=False,
         python=Path("/venv/bin/python"),
@@ -32,7 +32,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def ended(status):
-    return supervise.Ended(status, interrupted=False)
+    return supervise.JobEnd(status, interrupted=False)
 
 
 def launch(capsys, *words):

@@ -10,7 +10,7 @@ import pytest
 
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch import supervise
-from hvdkit.run.launch.model import Plan
+from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.peer import Peer
 from hvdkit.run.launch.signals import Signals
 
@@ -18,7 +18,7 @@ from hvdkit.run.launch.signals import Signals
 @pytest.mark.parametrize("said", [b"ValueError: bad\n", b"HorovodInternalError: Horovod has been shut down\n"])
 def test_ranks_and_launchers_that_do_not_end_are_killed_within_ten_seconds_of_a_failure(monkeypatch, said):
     now, seen = [0.0], []
-    plan = Plan(3, "mpirun", (), (), {}, {}, "RANK")
+    plan = LaunchPlan(3, "mpirun", (), (), {}, {}, "RANK")
     ours, theirs = socket.socketpair()
     with ours, theirs:
         job = supervise._Job(plan, Signals(ours), ours, tagged=True, verbose=False)

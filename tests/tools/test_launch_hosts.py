@@ -14,11 +14,11 @@ from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, placement, plan, show
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Facts, Horovod, Host, Mpi, Request
+from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi, Request
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.PROGRAMS}
-FACTS = Facts(
+FACTS = LaunchFacts(
     cores=64,
     root=False,
     python=Path("/venv/bin/python"),

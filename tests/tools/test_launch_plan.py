@@ -9,13 +9,13 @@ import pytest
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch import plan, show
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Facts, Horovod, Mpi, Request
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi, Request
 
 OPEN_MPI_5 = Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11))
 OPEN_MPI_4 = Mpi(Path("/usr/bin/mpirun"), "Open MPI", (4, 1, 4))
 MPICH = Mpi(Path("/opt/mpich/bin/mpirun"), "MPICH", (5, 0, 2))
 INTEL = Mpi(Path("/opt/intel/bin/mpirun"), "Intel MPI", (2021, 18, 1))
-FACTS = Facts(
+FACTS = LaunchFacts(
     cores=8,
     root=False,
     python=Path("/venv/bin/python"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import facts, tuned
-from hvdkit.run.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.run.launch.tuned import Tuned
 
 LOG = Path(__file__).parents[1] / "data" / "autotune" / "torch-mpi-2ranks.csv"
@@ -21,7 +21,7 @@ HEADER = LOG.read_text().splitlines()[0] + "\n"
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    found = Facts(
+    found = LaunchFacts(
         cores=4,
         root=False,
         python=Path("/venv/bin/python"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdkit.run.launch import elastic, plan
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Facts, Horovod, Mpi, Request
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi, Request
 
 MPIS = {
     "mpirun": Mpi(Path("/bin/mpirun"), "Open MPI", (5, 0, 11)),
@@ -19,7 +19,7 @@ MPIS = {
 }
 PROGRAMS = {name: Path(f"/bin/{name}") for name in ("mpiexec", "aprun", "srun", "jsrun")}
 HOROVODRUN = Path("/bin/horovodrun")
-FACTS = Facts(8, False, Path(sys.executable), "/bin", Horovod(True, True), None, HOROVODRUN, False, PROGRAMS)
+FACTS = LaunchFacts(8, False, Path(sys.executable), "/bin", Horovod(True, True), None, HOROVODRUN, False, PROGRAMS)
 PRINT = ("/usr/bin/printf", r"%s\0", "first")
 
 OPTIONS = "--num --log --n --num-proc --gloo --config-file -np -n -x -H -c -h --version --map-by --bind-to=core"

@@ -20,10 +20,10 @@ from hvdkit.common import json_files
 from hvdkit.errors import DataError, InstallError, InvalidArgumentError, LaunchError
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder
-from hvdkit.read.mpi_profile.results import Shown
+from hvdkit.read.mpi_profile.results import ShownProfile
 from hvdkit.run.launch import facts, mpi_recording, plan, recordings
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Facts, Horovod, Host, Mpi, Request
+from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi, Request
 
 
 def run(capsys, *words):
@@ -34,7 +34,7 @@ def run(capsys, *words):
 def fitting(value):
     """Whether a value is what ``show --json`` writes, with no other name."""
     try:
-        found = json_files.decode(json.dumps(value), Shown, "the output")
+        found = json_files.decode(json.dumps(value), ShownProfile, "the output")
     except DataError:
         return False
     return json.loads(json_files.encode(found)) == value
@@ -141,7 +141,7 @@ def test_compare(capsys, tmp_path):
 
 # hvdkit launch --mpi-profile
 
-FACTS = Facts(
+FACTS = LaunchFacts(
     cores=8, root=False, python=Path("/venv/bin/python"), path="/venv/bin:/usr/bin",
     horovod=Horovod(mpi=True, gloo=True, mpi_bin=Path("/venv/bin")),
     mpi=Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), horovodrun=Path("/venv/bin/horovodrun"),

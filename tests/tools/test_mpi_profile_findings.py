@@ -11,7 +11,7 @@ from hvdkit.read.mpi_profile import comparison, findings, measures, reading, tra
 from hvdkit.read.mpi_profile import show as tables
 from hvdkit.read.mpi_profile.causes import causes, otherwise
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
-from hvdkit.read.mpi_profile.model import Calls, Profile, Rank
+from hvdkit.read.mpi_profile.model import Calls, Profile, RankProfile
 
 
 def shown(profile, number=0):
@@ -73,7 +73,7 @@ def test_a_job_over_nccl_says_that_its_gradients_are_not_seen():
         calls("MPI_Bcast", 112, 4, 0.001), calls("MPI_Bcast", 50, 406, 0.001),
         calls("MPI_Gather", 50, 4, 0.003), calls("MPI_Gatherv", 50, 0, 0.001),
     )  # fmt: skip
-    profile = Profile(MPITRACE_FORMAT, 1, (Rank(0, 128.9, rows),), {0: 86.607})
+    profile = Profile(MPITRACE_FORMAT, 1, (RankProfile(0, 128.9, rows),), {0: 86.607})
     assert costly(profile) == []
     assert [its for row, its in shown(profile).calls if row.calls == 112] == ["control"]
     first, *_ = tables.page(profile, shown(profile)).parts

@@ -24,7 +24,7 @@ def planned(capsys, *words):
 
 @given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 9), st.sampled_from(["drop", "pad", "exact"]))
 def test_steps_and_samples_are_those_of_shard(samples, batch_size, ranks, remainder):
-    row = model.row(model.Training(samples, batch_size, 0.1, 3, remainder=remainder), ranks)
+    row = model.row(model.PlannedTraining(samples, batch_size, 0.1, 3, remainder=remainder), ranks)
     policy = next(one for one in row.policies if one.remainder == remainder)
     assert row.steps_per_epoch == policy.steps
     if policy.steps is None:
@@ -94,7 +94,7 @@ def test_checkpoints_and_gradients_are_counted(capsys):
 
 
 def test_the_curve_rises_to_the_scaled_rate_and_stays():
-    training = model.Training(640, 16, 0.1, 8, warmup_epochs=2)
+    training = model.PlannedTraining(640, 16, 0.1, 8, warmup_epochs=2)
     row = model.row(training, 4)
     rates = model.curve(training, row)
     assert len(rates) == row.steps == 80

@@ -38,7 +38,7 @@ for epoch in range(2):
 
 def ported(content: str | bytes, path: str = "train.py") -> run.Ported:
     made = content.encode() if isinstance(content, str) else content
-    return run.port(text.Text(path, made, ast.parse(made)))
+    return run.port(text.ScriptText(path, made, ast.parse(made)))
 
 
 def after(content: str) -> str:
@@ -68,7 +68,7 @@ def test_every_script_is_python_again_with_no_finding_that_is_not_listed_and_sta
     tree = ast.parse(found.after)
     listed = {(one.line, one.why) for one in found.left}
     assert {(one.line, one.what) for one in check_script(Script("", tree)).findings} <= listed
-    assert run.port(text.Text("train.py", found.after, tree)).after == found.after
+    assert run.port(text.ScriptText("train.py", found.after, tree)).after == found.after
     if found.library == "hvdkit":
         assert found.after == path.read_bytes()
 

@@ -10,7 +10,7 @@ import pytest
 from hvdkit import cli
 from hvdkit.prepare.trial import attempt as trial
 from hvdkit.steps import trial as trials
-from hvdkit.steps.trial import Recording, Trial, Wanted
+from hvdkit.steps.trial import Trial, TrialRecording, WantedTrial
 
 pytest.importorskip("libcst")
 
@@ -33,7 +33,7 @@ def ported(tmp_path):
 
 def recording(rank=0, size=1, *, steps=3, scale=1.0, start=0.0, gradient=(1.0, 2.0), draws=False):
     """Gradient descent on numbers; ``scale`` is what is wrong with the gradient."""
-    seen = Trial(Wanted("", 99), rank)
+    seen = Trial(WantedTrial("", 99), rank)
     weights = np.full(2, start)
     for step in range(steps):
         first = float(size * step + rank)
@@ -78,8 +78,8 @@ def test_equal_weights_are_equal(monkeypatch, ported):
     [
         ({"ours-1": [recording(scale=1.01)]}, False, "Differs: on 1 rank", "1.0e-02 of the way moved apart"),
         ({"ours-1": [recording(start=1.0)]}, False, "begins with other weights", "from step 1 on"),
-        ({"ours-1": [Recording()]}, False, "no step of an optimizer", ""),
-        ({"ours-1": [recording()], "theirs-1": [Recording()]}, False, "Differs: on 1 rank", "3 steps, where 0 are"),
+        ({"ours-1": [TrialRecording()]}, False, "no step of an optimizer", ""),
+        ({"ours-1": [recording()], "theirs-1": [TrialRecording()]}, False, "Differs: on 1 rank", "3 steps, where"),
         ({"ours-2": [recording(0, 2), recording(1, 2, scale=2)]}, False, "hold different weights in step 1", ""),
         ({"ours-2": [recording(0, 2), recording(1, 2, steps=2)]}, False, "ranks take 3 and 2 steps", ""),
         ({"ours-2": [recording(0, 2, scale=np.nan)] * 2}, False, "not finite", ""),
@@ -119,7 +119,7 @@ def test_where_the_script_itself_does_not_run_one_rank_stands_for_it(monkeypatch
 
 
 def test_ranks_on_the_same_batches_are_no_training_on_shards(monkeypatch, ported):
-    seen = Trial(Wanted("", 9), 0)
+    seen = Trial(WantedTrial("", 9), 0)
     seen.batch(iter([np.arange(4)]).__next__)
     same = [replace(recording(rank, 2), events=seen.made.events, arrays={**recording().arrays, **seen.made.arrays})
             for rank in (0, 1)]  # fmt: skip
@@ -171,7 +171,7 @@ def test_the_command_says_the_verdict_and_ends_by_it(tmp_path, monkeypatch, capf
     path.write_text(SCRIPT)
     for ok in (True, False):
         monkeypatch.setattr(
-            trial, "attempt", lambda ported, *given, ok=ok: trial.Trial(ok, f"asked {given}", ["numbers"])
+            trial, "attempt", lambda ported, *given, ok=ok: trial.ComparedTrial(ok, f"asked {given}", ["numbers"])
         )
         assert cli.run(["port", str(path), "-o", str(tmp_path / "o.py"), "--try", "--", "--epochs", "1"]) == (not ok)
         assert "asked (('--epochs', '1'), 5, 600.0)\n  numbers" in capfd.readouterr().out

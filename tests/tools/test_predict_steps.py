@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from predict_measured import results
 
-from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.predict import model
 from hvdkit.measure.predict.overlap import Fusion, Gradient, exchange, gradients
 from hvdkit.measure.predict.prediction import Workload, predict
@@ -22,7 +22,7 @@ def plan(*sizes, gaps=None, dtype="float32"):
     found = (
         Collective(f"g{i}", size // item, dtype, gap) for i, (size, gap) in enumerate(zip(sizes, gaps, strict=True))
     )
-    return Plan(tuple(found))
+    return ReplayPlan(tuple(found))
 
 
 # Overlap

@@ -10,7 +10,7 @@ from rich.console import Console
 from hvdkit.common import json_files
 from hvdkit.prepare.preflight import exchange, show
 from hvdkit.prepare.preflight.findings import examine
-from hvdkit.prepare.preflight.report import Place, Report, look, visible
+from hvdkit.prepare.preflight.report import Place, RankReport, look, visible
 
 VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "horovod": "0.28.1"}
 
@@ -19,7 +19,7 @@ def job(n=4, hosts=("a", "b"), **changes):
     """A sound job of n ranks, dealt out to hosts in blocks."""
     per_host = n // len(hosts)
     return [
-        Report(
+        RankReport(
             host=hosts[rank // per_host],
             pid=100 + rank,
             launcher="srun",
@@ -128,7 +128,7 @@ def test_one_fault_is_one_finding():
 
 def test_reports_travel_as_json_and_as_files(tmp_path):
     for report in job():
-        assert Report.from_json(report.as_json()) == report
+        assert RankReport.from_json(report.as_json()) == report
         exchange.write(tmp_path, report)
     assert exchange.read(tmp_path) == job()
 

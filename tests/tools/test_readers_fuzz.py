@@ -26,7 +26,7 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.measure.emulate import results
-from hvdkit.read.explain.launched import Launched
+from hvdkit.read.explain.launched import JobLaunch
 from hvdkit.run.job import site
 from hvdkit.run.launch import placement, tuned
 from hvdkit.steps import step_files
@@ -147,7 +147,7 @@ def real(place: Path) -> Callable[[str], bytes]:
         "hosts": b"node1:4\nnode2 slots=2  # the rest\nnode3\nnode3\n",
         "steps/rank-0.jsonl": b'{"hvdkit": "step times", "version": 1, "rank": 0}\n[0.5, 0.6, null, 0.7]\n',
         "explain/rank-0.jsonl": steps,
-        "launch.json": json_files.encode(Launched(2, "mpirun", 4, 2, 1, {"HOROVOD_CYCLE_TIME": "1"})).encode(),
+        "launch.json": json_files.encode(JobLaunch(2, "mpirun", 4, 2, 1, {"HOROVOD_CYCLE_TIME": "1"})).encode(),
     }
     written = {name: (place / name).read_bytes() for name in READERS if name not in contents}
     for name in contents:

@@ -105,14 +105,14 @@ def recordings(tmp_path_factory):
             trace_files.write(place / f"trace{number}" / f"trace-{rank}-of-2.json", *events, rank=rank)
         emulated = emulate_results.made({4_000: 1e-4 * length, 40_000_000: 1e-2 * length}, noise=0.1, seed=number)
         emulate_files.write(place / f"emulated{number}.json", emulated, None)
-        asked = subject.Asked(("train.py",), (), (1, 2, 4), "strong", 4)
+        asked = subject.ScalingAsked(("train.py",), (), (1, 2, 4), "strong", 4)
         jobs = [
-            bench_results.Measured(ranks, repeat, 1.0, (length + repeat) / ranks)
+            bench_results.MeasuredJob(ranks, repeat, 1.0, (length + repeat) / ranks)
             for ranks in (1, 2, 4)
             for repeat in range(4)
         ]
         where = subject.WithCommit("1", "3.11", "Linux", {}, 4, None)
-        bench_results.write(place / f"bench{number}.json", bench_results.Results(asked, where, (), (), jobs))
+        bench_results.write(place / f"bench{number}.json", bench_results.ScalingResults(asked, where, (), (), jobs))
     for ranks in (2, 4):
         emulate_files.write(place / f"measured{ranks}.json", predict_measured.results(ranks), None)
     return {"R": place, "T": DATA / "timelines", "M": DATA / "mpi_profiles"}

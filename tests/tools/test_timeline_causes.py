@@ -16,8 +16,8 @@ from hvdkit.read.timeline.results import (
     RankSkew,
     Skew,
     Steps,
-    Summary,
     TensorSummary,
+    TimelineSummary,
 )
 
 
@@ -47,7 +47,7 @@ STEPS = Steps(
 )
 BATCHES = Batches(128 << 20, 300, 100, 100, 100, 40_000.0, 0.9, 4.0, every(5.0), every(2.5 * (1 << 20)), every(0.02))
 SKEW = Skew(50, every(5000.0), [RankSkew(0, 26, every(4000.0), 300.0), RankSkew(1, 24, every(4000.0), 200.0)])
-HEALTHY = Summary(
+HEALTHY = TimelineSummary(
     path="timeline.json",
     start_time_since_epoch=0,
     since=0.0,

@@ -18,9 +18,9 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch import facts, tuned
-from hvdkit.run.launch.model import Facts, Horovod, Mpi
+from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi
 from hvdkit.run.launch.tuned import MIB, Tuned
-from hvdkit.run.trials.jobs import Job, Launch
+from hvdkit.run.trials.jobs import Launch, TrialJob
 from hvdkit.run.trials.space import DEFAULT, Space, label, launch_words, thread_choices
 from hvdkit.run.tune import report
 from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search
@@ -56,8 +56,8 @@ class Machine:
             seconds *= 3
         self.now += seconds + SLOW_START_S
         if setting in self.fails and self.ran.count(setting) >= self.fails_from:
-            return Job(seconds, failure="exited with status 3; its last lines:\nValueError: too few threads")
-        return Job(seconds + SLOW_START_S, seconds if self.closing else None)
+            return TrialJob(seconds, failure="exited with status 3; its last lines:\nValueError: too few threads")
+        return TrialJob(seconds + SLOW_START_S, seconds if self.closing else None)
 
 
 def search(machine, seed=0, effort=None, candidates=None, **options):
@@ -357,7 +357,7 @@ def test_threads_worth_trying(share, current, choices):
 
 # The file
 
-SUBJECT = report.Subject(2, ["train.py"], "mpirun, OMP_NUM_THREADS=1", 2, 0)
+SUBJECT = report.TunedJob(2, ["train.py"], "mpirun, OMP_NUM_THREADS=1", 2, 0)
 
 
 @pytest.mark.parametrize("launcher", [None, "horovodrun"])
@@ -436,7 +436,7 @@ def test_launch_is_called_with_what_is_passed_on():
 def machine(tmp_path, monkeypatch):
     """4 cores, Open MPI and horovodrun, train.py; ``machine.run`` runs the jobs."""
     (tmp_path / "train.py").touch()
-    found = Facts(
+    found = LaunchFacts(
         4, False, Path("/venv/bin/python"), os.environ["PATH"], Horovod(mpi=True, gloo=True),
         Mpi(Path("/venv/bin/mpirun"), "Open MPI", (5, 0, 11)), Path("/venv/bin/horovodrun"),
     )  # fmt: skip

@@ -36,7 +36,7 @@ TOLERANCE = 0.05
 _Floats = NDArray[np.float64]
 
 
-class Window(Part, frozen=True):
+class StepWindow(Part, frozen=True):
     """A part of rank 0's steps and what Horovod did in it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Accounting(Part, frozen=True):
     step_s: _AboveZero
     timeline_step_s: _AboveZero | None
     parts: Parts
-    windows: tuple[Window, ...]
+    windows: tuple[StepWindow, ...]
 
     @property
     def sum_s(self) -> float:
@@ -161,7 +161,7 @@ def _activities(operation: Operation) -> Iterable[tuple[str, float, float]]:
     yield NEGOTIATION, operation.begin, operation.start
 
 
-def _window(name: str, since: _Floats, until: _Floats, busy: dict[str, tuple[_Floats, _Floats]]) -> Window:
+def _window(name: str, since: _Floats, until: _Floats, busy: dict[str, tuple[_Floats, _Floats]]) -> StepWindow:
     seconds = float((until - since).mean())
     activities = dict.fromkeys(ACTIVITIES, 0.0)
     before = 0.0
@@ -170,7 +170,7 @@ def _window(name: str, since: _Floats, until: _Floats, busy: dict[str, tuple[_Fl
         activities[activity] = max(0.0, with_it - before)
         before = with_it
     activities[NOTHING] = max(0.0, seconds - before)
-    return Window(name, seconds, activities)
+    return StepWindow(name, seconds, activities)
 
 
 def _timeline_step(recording: Recording, first: _Floats, last: _Floats) -> float | None:

@@ -18,14 +18,14 @@ from hvdkit.common.units import change_text, count_text, duration_text, ranks_te
 from hvdkit.measure.bench import laws
 from hvdkit.measure.bench.accounting import TOLERANCE, Accounting
 from hvdkit.measure.bench.measurement import Late, Parts, Slowest
-from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, Measured, Results
+from hvdkit.measure.bench.results import CLOSING_LINE, STEPS, MeasuredJob, ScalingResults
 from hvdkit.steps.ranks import name_ranks
 
 _BAD_FIT = 0.2
 """Residual, as a share of what was fitted, from which on a law is said not to describe what was measured."""
 
 
-class Row(Part, frozen=True):
+class ScalingRow(Part, frozen=True):
     """One number of ranks.
 
     Attributes:
@@ -58,7 +58,7 @@ class Row(Part, frozen=True):
     recorded: Accounting | None = None
 
 
-class Analysis(Document, frozen=True):
+class ScalingSummary(Document, frozen=True):
     """What follows from the results.
 
     Attributes:
@@ -77,14 +77,14 @@ class Analysis(Document, frozen=True):
 
     mode: str
     measure: str
-    rows: tuple[Row, ...]
+    rows: tuple[ScalingRow, ...]
     fits: tuple[laws.Fit, ...]
     notes: tuple[str, ...]
     confidence: float = intervals.CONFIDENCE
     causes: tuple[Cause, ...] = ()
 
 
-def analyse(results: Results) -> Analysis:
+def analyse(results: ScalingResults) -> ScalingSummary:
     """Everything that follows from the results so far; the intervals are the same for the same results."""
     rng = np.random.default_rng(results.asked.seed)
     samples = results.samples()
@@ -103,14 +103,16 @@ def analyse(results: Results) -> Analysis:
         *_notes_of_recordings(results, rows),
     ]
     found = tuple(dearest_first(causes(rows)))
-    return Analysis(results.mode, results.measure, rows, fits, tuple(notes), causes=found)
+    return ScalingSummary(results.mode, results.measure, rows, fits, tuple(notes), causes=found)
 
 
-def _row(results: Results, n: int, samples: dict[int, list[float]], crowded: bool, rng: np.random.Generator) -> Row:
+def _row(
+    results: ScalingResults, n: int, samples: dict[int, list[float]], crowded: bool, rng: np.random.Generator
+) -> ScalingRow:
     counted = [job for job in results.counted() if job.ranks == n]
     failed = sum(job.ranks == n and job.failure is not None for job in results.jobs)
     recorded = next((one.accounting for one in results.recordings if one.ranks == n), None)
-    row = Row(n, len(counted), failed, crowded, recorded=recorded)
+    row = ScalingRow(n, len(counted), failed, crowded, recorded=recorded)
     if n not in samples:
         return row
     base = min(samples)
@@ -125,7 +127,7 @@ def _row(results: Results, n: int, samples: dict[int, list[float]], crowded: boo
     )
 
 
-def _of_steps(counted: Sequence[Measured]) -> dict[str, Any]:
+def _of_steps(counted: Sequence[MeasuredJob]) -> dict[str, Any]:
     steps = sorted((job.steps for job in counted if job.steps is not None), key=lambda steps: steps.step_s)
     middle = steps[(len(steps) - 1) // 2]
     return {
@@ -138,7 +140,7 @@ def _of_steps(counted: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _notes_of_failures(results: Results) -> list[str]:
+def _notes_of_failures(results: ScalingResults) -> list[str]:
     return [
         f"Repeat {job.repeat + 1} on {ranks_text(job.ranks)} failed and is left out: it {job.failure}"
         for job in results.jobs
@@ -146,7 +148,7 @@ def _notes_of_failures(results: Results) -> list[str]:
     ]
 
 
-def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[str]:
+def _notes_of_base(results: ScalingResults, samples: dict[int, list[float]]) -> list[str]:
     """What speed-ups are compared with where that is not one rank, and which jobs are compared with nothing."""
     notes = []
     if samples and min(samples) > 1:
@@ -163,7 +165,7 @@ def _notes_of_base(results: Results, samples: dict[int, list[float]]) -> list[st
     return notes
 
 
-def _notes_of_crowding(rows: Sequence[Row], cores: int) -> list[str]:
+def _notes_of_crowding(rows: Sequence[ScalingRow], cores: int) -> list[str]:
     crowded = [str(row.ranks) for row in rows if row.oversubscribed]
     if not crowded:
         return []
@@ -224,7 +226,7 @@ def _notes_of_fits(fits: Sequence[laws.Fit]) -> list[str]:
     ]
 
 
-def causes(rows: Sequence[Row]) -> list[Cause]:
+def causes(rows: Sequence[ScalingRow]) -> list[Cause]:
     """What the ranks of the largest job lose by waiting for one another."""
     found = [row for row in rows if row.late is not None and row.step_s]
     if not found:
@@ -251,7 +253,7 @@ def causes(rows: Sequence[Row]) -> list[Cause]:
     return [Cause(kind, late.lost_s, late.lost_s / step_s, what, evidence, advice, ranks=late.ranks)]
 
 
-def otherwise(analysis: Analysis) -> str:
+def otherwise(analysis: ScalingSummary) -> str:
     """The verdict where no cause is worth a sentence."""
     if analysis.measure != STEPS:
         return (
@@ -263,7 +265,7 @@ def otherwise(analysis: Analysis) -> str:
     return f"No rank keeps the others waiting for {share_text(WORTH_SAYING)} of a step or more."
 
 
-def _notes_of_sums(rows: Sequence[Row]) -> list[str]:
+def _notes_of_sums(rows: Sequence[ScalingRow]) -> list[str]:
     notes = []
     for row in rows:
         if row.parts is None or row.step_s is None:
@@ -278,7 +280,7 @@ def _notes_of_sums(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def _notes_of_recordings(results: Results, rows: Sequence[Row]) -> list[str]:
+def _notes_of_recordings(results: ScalingResults, rows: Sequence[ScalingRow]) -> list[str]:
     notes = [
         f"The job with a timeline on {ranks_text(one.ranks)} is left out: it {one.failure}"
         for one in results.recordings

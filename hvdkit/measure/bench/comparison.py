@@ -10,10 +10,10 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import ranks_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench import results
-from hvdkit.measure.bench.results import Results
+from hvdkit.measure.bench.results import ScalingResults
 
 
-class Compared(Part, frozen=True, rename={"before": "before_s", "after": "after_s"}):
+class ComparedRanks(Part, frozen=True, rename={"before": "before_s", "after": "after_s"}):
     """One number of ranks.
 
     Attributes:
@@ -28,7 +28,7 @@ class Compared(Part, frozen=True, rename={"before": "before_s", "after": "after_
     speed: Estimate
 
 
-def compare(before: Results, after: Results) -> list[Compared]:
+def compare(before: ScalingResults, after: ScalingResults) -> list[ComparedRanks]:
     """Compare two results at the numbers of ranks that both have.
 
     Raises:
@@ -48,7 +48,7 @@ def compare(before: Results, after: Results) -> list[Compared]:
             f"The two results have no number of ranks in common: {sorted(first_samples)} and {sorted(second_samples)}."
         )
     return [
-        Compared(
+        ComparedRanks(
             n,
             intervals.median(first_samples[n], rng),
             intervals.median(second_samples[n], rng),
@@ -58,13 +58,13 @@ def compare(before: Results, after: Results) -> list[Compared]:
     ]
 
 
-def unmeasured(before: Results, after: Results) -> list[int]:
+def unmeasured(before: ScalingResults, after: ScalingResults) -> list[int]:
     """Numbers of ranks that both were asked for, and at which the first has jobs that count and the second none."""
     gone = before.samples().keys() - after.samples().keys()
     return sorted(gone & set(after.asked.ranks))
 
 
-def differences(before: Results, after: Results) -> list[str]:
+def differences(before: ScalingResults, after: ScalingResults) -> list[str]:
     """What else is different, full sentences: a reason not to take the speed for the script's alone.
 
     Numbers of ranks that one of the two does not have come first.
@@ -83,7 +83,7 @@ def differences(before: Results, after: Results) -> list[str]:
     return notes
 
 
-class Comparison(Document, frozen=True):
+class ScalingComparison(Document, frozen=True):
     """Two results of the same training, side by side.
 
     Attributes:
@@ -98,7 +98,7 @@ class Comparison(Document, frozen=True):
     kind = "bench-comparison"
     written_by = "hvdkit bench compare --json"
 
-    rows: tuple[Compared, ...]
+    rows: tuple[ComparedRanks, ...]
     notes: tuple[str, ...]
     fail_below: float | None
     below: tuple[int, ...]

@@ -62,7 +62,7 @@ class Late(Part, frozen=True):
     compute_s: float | None
 
 
-class Steps(Part, frozen=True):
+class JobSteps(Part, frozen=True):
     """The steps of one job, without the warm-up.
 
     Attributes:
@@ -88,7 +88,7 @@ class Steps(Part, frozen=True):
     late: Late | None = None
 
 
-def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps: int) -> Steps:
+def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps: int) -> JobSteps:
     """What the steps that all ranks of a job recorded say.
 
     A step ends on all ranks at the same time, when they exchange gradients: clocks of different hosts are compared
@@ -121,7 +121,7 @@ def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps
     kept = slowest[warmup_steps:]
     if kept.mean() <= 0:
         raise DataError("recorded steps that take no time; do the work of a step inside of the loop")
-    return Steps(
+    return JobSteps(
         count=counts[0],
         step_s=float(kept.mean()),
         median_s=float(np.median(kept)),

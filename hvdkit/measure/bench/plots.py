@@ -10,14 +10,14 @@ from hvdkit.common import plot
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text, number_text, ranks_text
 from hvdkit.errors import DataError
-from hvdkit.measure.bench.analysis import Analysis, Row
+from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary
 
 CURVES_SIZE = (6.0, 4.0)
 _PARTS = {"input": "#e69f00", "compute": "#56b4e9", "communication": "#0072b2", "wait": "#999999"}
 _BLUE, _RED = "#0072b2", "#d55e00"
 
 
-def write(analysis: Analysis, path: Path, *sources: Path) -> None:
+def write(analysis: ScalingSummary, path: Path, *sources: Path) -> None:
     """Draw speed-up and efficiency to a file, completely or not at all.
 
     Args:
@@ -37,17 +37,17 @@ def write(analysis: Analysis, path: Path, *sources: Path) -> None:
     plot.write(path, *draws, size=(width, 2 * height), sources=sources)
 
 
-def measured(analysis: Analysis) -> list[Row]:
+def measured(analysis: ScalingSummary) -> list[ScalingRow]:
     """The numbers of ranks that are drawn."""
     return [row for row in analysis.rows if row.speedup is not None]
 
 
-def with_parts(analysis: Analysis) -> list[Row]:
+def with_parts(analysis: ScalingSummary) -> list[ScalingRow]:
     """Those whose steps are known part by part."""
     return [row for row in analysis.rows if row.parts is not None and row.step_s]
 
 
-def speedup(axes: Any, analysis: Analysis) -> None:
+def speedup(axes: Any, analysis: ScalingSummary) -> None:
     """Work per second compared with the smallest number of ranks."""
     rows = measured(analysis)
     base = rows[0].ranks
@@ -57,7 +57,7 @@ def speedup(axes: Any, analysis: Analysis) -> None:
     axes.set_ylabel(f"Speed-up compared with {ranks_text(base)}")
 
 
-def efficiency(axes: Any, analysis: Analysis) -> None:
+def efficiency(axes: Any, analysis: ScalingSummary) -> None:
     """Speed-up for each rank that was added."""
     rows = measured(analysis)
     _curve(axes, rows, [row.efficiency for row in rows], lambda _: 1.0)
@@ -65,7 +65,7 @@ def efficiency(axes: Any, analysis: Analysis) -> None:
     axes.set_ylabel("Efficiency")
 
 
-def parts(axes: Any, analysis: Analysis) -> None:
+def parts(axes: Any, analysis: ScalingSummary) -> None:
     """Where a step goes, one bar for each number of ranks, the fewest above."""
     rows = with_parts(analysis)
     names = [_marked(row, ranks_text(row.ranks)) for row in rows]
@@ -82,12 +82,14 @@ def parts(axes: Any, analysis: Analysis) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(_PARTS), frameon=False)
 
 
-def said(rows: Sequence[Row], name: str) -> str:
+def said(rows: Sequence[ScalingRow], name: str) -> str:
     """A curve in words, for who cannot see it; ``name``: "speedup" or "efficiency"."""
     return ", ".join(f"{interval_text(getattr(row, name))} on {ranks_text(row.ranks)}" for row in rows)
 
 
-def _curve(axes: Any, rows: Sequence[Row], values: Sequence[Estimate | None], ideal: Callable[[int], float]) -> None:
+def _curve(
+    axes: Any, rows: Sequence[ScalingRow], values: Sequence[Estimate | None], ideal: Callable[[int], float]
+) -> None:
     """The ideal, the values with their intervals, and the numbers of ranks below, on a logarithmic axis."""
     ranks = [row.ranks for row in rows]
     known = [one or Estimate(float("nan")) for one in values]
@@ -108,5 +110,5 @@ def _curve(axes: Any, rows: Sequence[Row], values: Sequence[Estimate | None], id
     axes.legend(fontsize=8)
 
 
-def _marked(row: Row, text: str) -> str:
+def _marked(row: ScalingRow, text: str) -> str:
     return f"{text}*" if row.oversubscribed else text

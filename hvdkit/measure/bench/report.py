@@ -16,15 +16,15 @@ from hvdkit.common.intervals import Estimate
 from hvdkit.common.render import Fact
 from hvdkit.common.units import interval_text, printable, ranks_text
 from hvdkit.measure.bench import plots, tables
-from hvdkit.measure.bench.analysis import Analysis, Row, analyse, otherwise
-from hvdkit.measure.bench.results import Results
-from hvdkit.measure.bench.subject import Launch
+from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, analyse, otherwise
+from hvdkit.measure.bench.results import ScalingResults
+from hvdkit.measure.bench.subject import HowLaunched
 
 _JOBS = 200
 """How many jobs are listed."""
 
 
-def render_report(results: Results, name: str) -> str:
+def render_report(results: ScalingResults, name: str) -> str:
     """The page as text; its size is bounded by the numbers of ranks and ``_JOBS``.
 
     Args:
@@ -53,7 +53,7 @@ def render_report(results: Results, name: str) -> str:
     )
 
 
-def _curves(analysis: Analysis) -> list[dict[str, str]]:
+def _curves(analysis: ScalingSummary) -> list[dict[str, str]]:
     """What is seen, and the image."""
     rows = plots.measured(analysis)
     if not rows:
@@ -65,17 +65,17 @@ def _curves(analysis: Analysis) -> list[dict[str, str]]:
     ]
 
 
-def _parts(analysis: Analysis) -> str:
+def _parts(analysis: ScalingSummary) -> str:
     """The image of the parts of a step; "" where none is known."""
     count = len(plots.with_parts(analysis))
     return plot.image(partial(plots.parts, analysis=analysis), size=(9, 1.2 + 0.35 * count)) if count else ""
 
 
-def _command(results: Results) -> str:
+def _command(results: ScalingResults) -> str:
     return shown_name(" ".join(map(str, results.asked.command)))
 
 
-def _facts(results: Results, analysis: Analysis) -> list[Fact]:
+def _facts(results: ScalingResults, analysis: ScalingSummary) -> list[Fact]:
     asked, environment = results.asked, results.environment
     failed = sum(job.failure is not None for job in results.jobs)
     measured = plots.measured(analysis)
@@ -93,7 +93,7 @@ def _facts(results: Results, analysis: Analysis) -> list[Fact]:
     return facts
 
 
-def _verdict(analysis: Analysis) -> str:
+def _verdict(analysis: ScalingSummary) -> str:
     found = _best(plots.measured(analysis))
     said = ", ".join(f"{name.lower()} {interval_text(value)}" for name, _, value in found)
     speed = (
@@ -103,18 +103,18 @@ def _verdict(analysis: Analysis) -> str:
     return printable(f"{speed} {f'{dearest[0].sentence()} {dearest[0].advice}' if dearest else otherwise(analysis)}")
 
 
-def _best(measured: list[Row]) -> list[tuple[str, Row, Estimate]]:
+def _best(measured: list[ScalingRow]) -> list[tuple[str, ScalingRow, Estimate]]:
     """The speed-up and the efficiency on the most ranks."""
     found = [("Speed-up", row, row.speedup) for row in measured[-1:]]
     found += [("Efficiency", row, row.efficiency) for row in measured[-1:]]
     return [(name, row, value) for name, row, value in found if value is not None]
 
 
-def _crowded(row: Row) -> str:
+def _crowded(row: ScalingRow) -> str:
     return "with more ranks than cores" if row.oversubscribed else "median with its 95% interval"
 
 
-def _environment(results: Results) -> list[tuple[str, str]]:
+def _environment(results: ScalingResults) -> list[tuple[str, str]]:
     environment = results.environment
     packages = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
     rows = [(name, getattr(environment, name)) for name in ("hvdkit", "python", "system", "cores")]
@@ -122,7 +122,7 @@ def _environment(results: Results) -> list[tuple[str, str]]:
     return [(name, printable(str(value))) for name, value in rows]
 
 
-def _launch(launch: Launch) -> dict[str, Any]:
+def _launch(launch: HowLaunched) -> dict[str, Any]:
     settings = []
     for setting in launch.settings:
         words = [*setting.words, *(f"{name}={value}" for name, value in setting.variables.items())]
@@ -132,7 +132,7 @@ def _launch(launch: Launch) -> dict[str, Any]:
     return {"title": printable(title), "settings": settings}
 
 
-def _job_row(results: Results, number: int) -> tuple[str, ...]:
+def _job_row(results: ScalingResults, number: int) -> tuple[str, ...]:
     job = results.jobs[number]
     step = "" if job.steps is None else f"{1000 * job.steps.step_s:.4g}"
     closing = "" if job.closing_s is None else f"{job.closing_s:.4g}"

@@ -13,8 +13,8 @@ from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench.accounting import Accounting
-from hvdkit.measure.bench.measurement import Steps
-from hvdkit.measure.bench.subject import Asked, Launch, Subject, WithCommit
+from hvdkit.measure.bench.measurement import JobSteps
+from hvdkit.measure.bench.subject import HowLaunched, ScalingAsked, Subject, WithCommit
 
 STEPS, CLOSING_LINE = "steps", "closing line"
 _LEAST_S, _MOST_S = 1e-9, 1e9
@@ -26,7 +26,7 @@ def measurable(seconds: float | None) -> bool:
     return seconds is not None and _LEAST_S <= seconds <= _MOST_S
 
 
-class Measured(Part, frozen=True):
+class MeasuredJob(Part, frozen=True):
     """One job.
 
     Attributes:
@@ -42,7 +42,7 @@ class Measured(Part, frozen=True):
     repeat: Whole
     wall_s: Seconds
     closing_s: Seconds | None = None
-    steps: Steps | None = None
+    steps: JobSteps | None = None
     failure: str | None = None
 
 
@@ -62,7 +62,7 @@ class Recorded(Part, frozen=True):
     failure: str | None = None
 
 
-class Results(Document, frozen=True):
+class ScalingResults(Document, frozen=True):
     """What was measured, from the first job on.
 
     Attributes:
@@ -78,11 +78,11 @@ class Results(Document, frozen=True):
     kind = "bench-scaling"
     written_by = "hvdkit bench scaling"
 
-    asked: Asked
+    asked: ScalingAsked
     environment: WithCommit
-    launches: tuple[Launch, ...]
+    launches: tuple[HowLaunched, ...]
     notes: tuple[str, ...]
-    jobs: list[Measured]
+    jobs: list[MeasuredJob]
     recordings: list[Recorded] = msgspec.field(default_factory=list)
     summary: Any = None
 
@@ -109,7 +109,7 @@ class Results(Document, frozen=True):
             return STEPS
         return CLOSING_LINE if any(job.closing_s is not None for job in counted) else ""
 
-    def counted(self) -> list[Measured]:
+    def counted(self) -> list[MeasuredJob]:
         """The jobs that did not fail."""
         return [job for job in self.jobs if job.failure is None]
 
@@ -122,13 +122,13 @@ class Results(Document, frozen=True):
                 found.setdefault(job.ranks, []).append(seconds)
         return dict(sorted(found.items()))
 
-    def _seconds(self, job: Measured) -> float | None:
+    def _seconds(self, job: MeasuredJob) -> float | None:
         if self.measure != STEPS or job.steps is None:
             return job.closing_s
         return job.steps.step_s if self.mode == "weak" else job.steps.step_s * job.steps.count
 
 
-def write(path: Path, results: Results, summary: Document | None = None) -> None:
+def write(path: Path, results: ScalingResults, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
 
     Raises:
@@ -137,23 +137,23 @@ def write(path: Path, results: Results, summary: Document | None = None) -> None
     json_files.write(path, msgspec.structs.replace(results, summary=summary))
 
 
-def read(path: Path) -> Results:
+def read(path: Path) -> ScalingResults:
     """Read a file of ``write``.
 
     Raises:
         DataError: it cannot be read, or is something else.
     """
-    return json_files.read(path, Results)
+    return json_files.read(path, ScalingResults)
 
 
-def resume(path: Path, subject: Subject) -> Results:
+def resume(path: Path, subject: Subject) -> ScalingResults:
     """What a file holds of this subject already; nothing when there is none, or when no job in it counts.
 
     Raises:
         DataError: the file is something else.
         InvalidArgumentError: it holds measurements of another subject.
     """
-    new = Results(*subject, [])
+    new = ScalingResults(*subject, [])
     found = read(path) if path.exists() else new
     if not found.counted():
         return new
@@ -165,7 +165,7 @@ def resume(path: Path, subject: Subject) -> Results:
     return msgspec.structs.replace(new, jobs=found.jobs, recordings=found.recordings)
 
 
-def differences(first: Results, second: Results) -> Iterator[tuple[str, Any, Any]]:
+def differences(first: ScalingResults, second: ScalingResults) -> Iterator[tuple[str, Any, Any]]:
     """Name and both values, as JSON, of what is different in what was asked for, and where it was measured."""
     for one, other in ((first.asked, second.asked), (first.environment, second.environment)):
         values = json_files.plain(other)

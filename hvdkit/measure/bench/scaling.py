@@ -14,16 +14,16 @@ import numpy as np
 from hvdkit.common.units import ranks_text
 from hvdkit.errors import DataError, LaunchError
 from hvdkit.measure.bench.accounting import Accounting, account
-from hvdkit.measure.bench.measurement import Steps, measure
-from hvdkit.measure.bench.results import Measured, Recorded, Results, measurable
-from hvdkit.measure.bench.subject import Asked
-from hvdkit.run.trials.jobs import Job, Launch
+from hvdkit.measure.bench.measurement import JobSteps, measure
+from hvdkit.measure.bench.results import MeasuredJob, Recorded, ScalingResults, measurable
+from hvdkit.measure.bench.subject import ScalingAsked
+from hvdkit.run.trials.jobs import Launch, TrialJob
 from hvdkit.run.trials.space import DEFAULT
 from hvdkit.steps import step_files, step_times
 
-Run = Callable[[int], tuple[Job, Steps | None]]
+Run = Callable[[int], tuple[TrialJob, JobSteps | None]]
 """Runs the job on so many ranks; the steps are None where none were recorded or the job failed."""
-Record = Callable[[int], tuple[Job, Accounting | None]]
+Record = Callable[[int], tuple[TrialJob, Accounting | None]]
 """Runs the job on so many ranks with Horovod's timeline; the accounting is None where the job failed."""
 Say = Callable[[str], None]
 """Is told a sentence that a user should know."""
@@ -57,20 +57,20 @@ class Jobs:
     directory: Path
     timeout_s: float | None = None
 
-    def __call__(self, ranks: int) -> tuple[Job, Steps | None]:
+    def __call__(self, ranks: int) -> tuple[TrialJob, JobSteps | None]:
         """Run one job.
 
         Raises:
             KeyboardInterrupt: by Ctrl-C; the job was ended.
         """
 
-        def read(folder: Path, started: float) -> Steps | None:
+        def read(folder: Path, started: float) -> JobSteps | None:
             times = step_files.read(folder)
             return measure(times, ranks, started, self.warmup_steps) if times else None
 
         return self._run(ranks, read)
 
-    def recorded(self, ranks: int) -> tuple[Job, Accounting | None]:
+    def recorded(self, ranks: int) -> tuple[TrialJob, Accounting | None]:
         """Run one more job, and have Horovod record its timeline.
 
         Raises:
@@ -88,7 +88,7 @@ class Jobs:
 
     def _run(
         self, ranks: int, read: Callable[[Path, float], T | None], *, timeline: bool = False
-    ) -> tuple[Job, T | None]:
+    ) -> tuple[TrialJob, T | None]:
         """Run a job; ``read`` makes something of its folder and of when it started, or says by a DataError why not."""
         with tempfile.TemporaryDirectory(dir=self.directory, prefix=".hvdkit-bench-") as name:
             folder, started = Path(name).absolute(), time.time()
@@ -100,10 +100,10 @@ class Jobs:
             try:
                 return job, read(folder, started)
             except DataError as error:
-                return Job(job.wall_s, job.closing_s, str(error)), None
+                return TrialJob(job.wall_s, job.closing_s, str(error)), None
 
 
-def order(asked: Asked) -> list[tuple[int, int]]:
+def order(asked: ScalingAsked) -> list[tuple[int, int]]:
     """The jobs, (ranks, repeat), in the order of running: every round has each number of ranks once, at random."""
     rng = np.random.default_rng(asked.seed)
     return [
@@ -111,7 +111,7 @@ def order(asked: Asked) -> list[tuple[int, int]]:
     ]
 
 
-def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], say: Say) -> None:
+def go(asked: ScalingAsked, run: Run, results: ScalingResults, keep: Callable[[], None], say: Say) -> None:
     """Run the jobs that are still missing.
 
     Args:
@@ -134,7 +134,7 @@ def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], say: 
         job, steps = run(ranks)
         closing_s = job.closing_s if measurable(job.closing_s) else None
         useless = _USELESS if closing_s is None and steps is None else None
-        measured = Measured(ranks, repeat, job.wall_s, closing_s, steps, job.failure or useless)
+        measured = MeasuredJob(ranks, repeat, job.wall_s, closing_s, steps, job.failure or useless)
         results.jobs.append(measured)
         keep()
         if measured.failure is None and steps is None and len(results.counted()) == 1:
@@ -145,7 +145,7 @@ def go(asked: Asked, run: Run, results: Results, keep: Callable[[], None], say: 
             raise LaunchError("Every job of the first round failed, so that nothing can be compared.")
 
 
-def record(asked: Asked, run: Record, results: Results, keep: Callable[[], None], say: Say) -> None:
+def record(asked: ScalingAsked, run: Record, results: ScalingResults, keep: Callable[[], None], say: Say) -> None:
     """Run one more job with Horovod's timeline on each number of ranks above 1 that has none yet.
 
     On one rank nothing is exchanged. Numbers of ranks at which no job counts are left out, and a recording that failed

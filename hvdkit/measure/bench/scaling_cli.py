@@ -23,12 +23,12 @@ from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import readable
 from hvdkit.measure.bench import laws, results, show_cli
 from hvdkit.measure.bench.analysis import analyse
-from hvdkit.measure.bench.results import Results
+from hvdkit.measure.bench.results import ScalingResults
 from hvdkit.measure.bench.scaling import Jobs, go, record
-from hvdkit.measure.bench.subject import Asked, describe
+from hvdkit.measure.bench.subject import ScalingAsked, describe
 from hvdkit.run.launch import options
 from hvdkit.run.trials import here
-from hvdkit.run.trials.ending import Ended, ended_by_signals
+from hvdkit.run.trials.ending import ToldToEnd, ended_by_signals
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -105,7 +105,7 @@ def scaling(
     """
     require_scipy(show_cli.NEEDS_SCIPY)
     wish = here.Wish(1, command, **where)
-    asked = Asked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
+    asked = ScalingAsked(command, tuple(wish.options()), ranks, mode, repeats, warmup_steps, seed)
     subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
     found = results.resume(output, subject)
     jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
@@ -126,7 +126,7 @@ def _at(wish: here.Wish, ranks: int) -> here.Wish:
     return replace(wish, n=ranks, ppn=None if wish.ppn is None else min(wish.ppn, ranks))
 
 
-def _run(asked: Asked, jobs: Jobs, found: Results, output: Path, timeline: bool) -> int:
+def _run(asked: ScalingAsked, jobs: Jobs, found: ScalingResults, output: Path, timeline: bool) -> int:
     """Run what is missing; 0, or 128 and the number of the signal that ended it."""
 
     def say(sentence: str) -> None:
@@ -140,7 +140,7 @@ def _run(asked: Asked, jobs: Jobs, found: Results, output: Path, timeline: bool)
             go(asked, jobs, found, keep, say)
             if timeline:
                 record(asked, jobs.recorded, found, keep, say)
-        except Ended as ended:
+        except ToldToEnd as ended:
             return 128 + ended.number
         except KeyboardInterrupt:
             return 128 + signal.SIGINT

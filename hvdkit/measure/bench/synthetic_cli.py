@@ -80,7 +80,7 @@ def synthetic(framework: str, ranks: int | None, no_cuda: bool, **rest: Any) -> 
         raise InvalidArgumentError(
             "--use-adasum combines whole updates, which Keras' optimizers do not expose; take --framework torch."
         )
-    settings = steps.Settings(cuda=not no_cuda, **rest)
+    settings = steps.BenchmarkSettings(cuda=not no_cuda, **rest)
     argv = [sys.executable, "-m", PROGRAMS[framework], settings.word()]
     if ranks is not None:
         settings.require_ranks(ranks)

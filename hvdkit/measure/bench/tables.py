@@ -6,8 +6,8 @@ from hvdkit.common import table
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import change_text, interval_text, number_text
-from hvdkit.measure.bench.accounting import ACTIVITIES, EXPOSED, WHOLE, Window
-from hvdkit.measure.bench.analysis import Analysis, Row, otherwise
+from hvdkit.measure.bench.accounting import ACTIVITIES, EXPOSED, WHOLE, StepWindow
+from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, otherwise
 from hvdkit.measure.bench.laws import Fit
 from hvdkit.measure.bench.results import STEPS
 
@@ -15,17 +15,17 @@ _PARTS = ("ranks", "step ms", "input", "compute", "communication", "wait", "star
 _ACTIVITIES = tuple(name.replace("_", " ") for name in ACTIVITIES)
 
 
-def page(analysis: Analysis) -> Page:
+def page(analysis: ScalingSummary) -> Page:
     """The verdict, the tables and the notes."""
     return Page([*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)], analysis.notes)
 
 
-def comma_separated(analysis: Analysis) -> str:
+def comma_separated(analysis: ScalingSummary) -> str:
     """One line for each number of ranks; empty where something is not known."""
     return table.comma_separated([_csv_row(row) for row in analysis.rows])
 
 
-def _csv_row(row: Row) -> dict[str, object]:
+def _csv_row(row: ScalingRow) -> dict[str, object]:
     found: dict[str, object] = {name: getattr(row, name) for name in ("ranks", "repeats", "failed")}
     found["oversubscribed"] = int(row.oversubscribed)
     for name in ("seconds", "speedup", "efficiency"):
@@ -39,7 +39,7 @@ def _csv_row(row: Row) -> dict[str, object]:
     return found | {f"exposed_{name}_s": exposed.get(name) for name in ACTIVITIES}
 
 
-def tables(analysis: Analysis) -> list[Table]:
+def tables(analysis: ScalingSummary) -> list[Table]:
     """How it scales, where a step goes, what Horovod did meanwhile and the fitted laws, as far as they are known."""
     seconds = "step ms" if analysis.mode == "weak" and analysis.measure == STEPS else "seconds"
     factor = 1000 if seconds == "step ms" else 1
@@ -63,7 +63,7 @@ def tables(analysis: Analysis) -> list[Table]:
     return found
 
 
-def _measure(analysis: Analysis) -> str:
+def _measure(analysis: ScalingSummary) -> str:
     if not analysis.measure:
         return "nothing, since no job counts"
     if analysis.measure != STEPS:
@@ -71,14 +71,14 @@ def _measure(analysis: Analysis) -> str:
     return "the time of a step" if analysis.mode == "weak" else "the time of all steps"
 
 
-def _row(row: Row, factor: float) -> list[object]:
+def _row(row: ScalingRow, factor: float) -> list[object]:
     repeats = f"{row.repeats} ({row.failed} failed)" if row.failed else row.repeats
     seconds = None if row.seconds is None else interval_text(row.seconds.scaled(factor))
     words = [None if estimate is None else interval_text(estimate) for estimate in (row.speedup, row.efficiency)]
     return [f"{row.ranks}*" if row.oversubscribed else row.ranks, repeats, seconds, *words]
 
 
-def _part_row(row: Row) -> list[object]:
+def _part_row(row: ScalingRow) -> list[object]:
     parts = row.parts
     if parts is None:
         return [row.ranks]
@@ -90,14 +90,14 @@ def _part_row(row: Row) -> list[object]:
     ]
 
 
-def _recorded_rows(row: Row) -> list[list[object]]:
+def _recorded_rows(row: ScalingRow) -> list[list[object]]:
     """A line for each part of the step, and one for the whole."""
     if row.recorded is None:
         return []
     found = list(row.recorded.windows)
     if len(found) > 1:
         together = {name: sum(one.activities[name] for one in found) for name in ACTIVITIES}
-        found.append(Window(WHOLE, row.recorded.step_s, together))
+        found.append(StepWindow(WHOLE, row.recorded.step_s, together))
     return [
         [row.ranks, one.name, _ms(one.seconds, 4), *(_ms(one.activities[name]) for name in ACTIVITIES)] for one in found
     ]

@@ -14,9 +14,9 @@ from hvdkit.common.units import share_text
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate import spread
 from hvdkit.measure.emulate.check import ALLREDUCE, REDUCE_SCATTER
-from hvdkit.measure.emulate.results import Results, Sample
-from hvdkit.measure.emulate.run_job import Asked
-from hvdkit.measure.emulate.spread import Distribution, Floats, Times
+from hvdkit.measure.emulate.results import EmulateResults, Sample
+from hvdkit.measure.emulate.run_job import EmulateAsked
+from hvdkit.measure.emulate.spread import EmpiricalDistribution, Floats, Times
 
 RULE = (
     f"longer than the upper quartile of its size plus {spread.FENCE:g} times the distance of the quartiles (Tukey: far "
@@ -31,7 +31,7 @@ _MUCH_SKEW = 0.5
 _IN_SECONDS = {"slowest": "slowest_s", "skew": "skew_s", "transfer": "transfer_s"}
 
 
-class Row(
+class SizeRow(
     Part,
     frozen=True,
     rename={
@@ -109,7 +109,7 @@ class Outlier(Part, frozen=True, rename={"nbytes": "size"}):
     times_median: float | None
 
 
-class Analysis(Document, frozen=True, rename={"factor": "busbw_factor", "step": "step_s"}):
+class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor", "step": "step_s"}):
     """What follows from the samples.
 
     Attributes:
@@ -131,11 +131,11 @@ class Analysis(Document, frozen=True, rename={"factor": "busbw_factor", "step": 
     kind = "emulate-summary"
     written_by = "hvdkit emulate show --json"
 
-    asked: Asked
+    asked: EmulateAsked
     factor: float
     trials: int
-    rows: tuple[Row, ...]
-    overall: Row
+    rows: tuple[SizeRow, ...]
+    overall: SizeRow
     step: Times | None
     step_is: str
     ranks: tuple[RankRow, ...]
@@ -177,7 +177,7 @@ def bus_factor(collective: str, ranks: int) -> float:
     return factors[name]
 
 
-def analyse(results: Results) -> Analysis:
+def analyse(results: EmulateResults) -> EmulateSummary:
     """Everything that follows from the samples; the intervals are the same for the same samples.
 
     Raises:
@@ -197,7 +197,7 @@ def analyse(results: Results) -> Analysis:
     outliers = _outliers(results, columns)
     ranks = _ranks(samples, rng)
     steps = of_steps(results, columns.slowest)
-    return Analysis(
+    return EmulateSummary(
         results.asked,
         factor,
         len(set(columns.trial.tolist())),
@@ -212,7 +212,7 @@ def analyse(results: Results) -> Analysis:
     )
 
 
-def cdf(results: Results) -> Distribution:
+def cdf(results: EmulateResults) -> EmpiricalDistribution:
     """The distribution of the delays, all sizes together."""
     slowest = np.array([one.slowest_s for one in results.samples], dtype=float)
     return spread.distribution(slowest, len(of_steps(results, slowest)) if overlap(results) else None)
@@ -231,14 +231,16 @@ class _Columns:
         self.samples = samples
 
 
-def _row(results: Results, columns: _Columns, keep: NDArray[np.bool_], factor: float, rng: np.random.Generator) -> Row:
+def _row(
+    results: EmulateResults, columns: _Columns, keep: NDArray[np.bool_], factor: float, rng: np.random.Generator
+) -> SizeRow:
     """The samples of one size."""
     nbytes = int(columns.nbytes[keep][0])
     kinds = {(one.elements, one.dtype) for one in results.plan.collectives if one.nbytes == nbytes}
     count, dtype = next(iter(kinds)) if len(kinds) == 1 else (None, None)
     transfer = spread.times(columns.transfer[keep], rng)
     algbw = _rate(nbytes, transfer.p50)
-    return Row(
+    return SizeRow(
         nbytes,
         count,
         dtype,
@@ -252,12 +254,12 @@ def _row(results: Results, columns: _Columns, keep: NDArray[np.bool_], factor: f
     )
 
 
-def _checked(asked: Asked) -> tuple[str, int | None]:
+def _checked(asked: EmulateAsked) -> tuple[str, int | None]:
     """nccl-tests' two other columns: the operation, and how many elements were wrong."""
     return "sum" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none", 0 if asked.check else None
 
 
-def _overall(results: Results, columns: _Columns, factor: float, rng: np.random.Generator) -> Row:
+def _overall(results: EmulateResults, columns: _Columns, factor: float, rng: np.random.Generator) -> SizeRow:
     nbytes, seconds, independent = float(columns.nbytes.sum()), float(columns.transfer.sum()), None
     if overlap(results):
         steps = of_steps(results, columns.transfer)
@@ -268,7 +270,7 @@ def _overall(results: Results, columns: _Columns, factor: float, rng: np.random.
     )
     count = len(results.plan.collectives)
     busbw = _scaled(algbw, factor)
-    return Row(None, None, None, count, slowest, skew, transfer, algbw, busbw, *_checked(results.asked))
+    return SizeRow(None, None, None, count, slowest, skew, transfer, algbw, busbw, *_checked(results.asked))
 
 
 def _rate(nbytes: int, seconds: Estimate) -> Estimate | None:
@@ -283,7 +285,7 @@ def _scaled(rate: Estimate | None, factor: float) -> Estimate | None:
     return None if rate is None else rate.scaled(factor)
 
 
-def of_steps(results: Results, seconds: Floats) -> Floats:
+def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
     """What a complete step takes: the sum of its collectives' times; where they overlap, the longest one.
 
     Args:
@@ -301,7 +303,7 @@ def of_steps(results: Results, seconds: Floats) -> Floats:
     return np.asarray(found[counts == len(results.plan.collectives)])
 
 
-def overlap(results: Results) -> bool:
+def overlap(results: EmulateResults) -> bool:
     """Whether all collectives of a step are under way at the same time (Horovod with fusion)."""
     return results.asked.fusion
 
@@ -318,7 +320,7 @@ def _ranks(samples: Sequence[Sample], rng: np.random.Generator) -> tuple[RankRow
     )
 
 
-def _outliers(results: Results, columns: _Columns) -> tuple[Outlier, ...]:
+def _outliers(results: EmulateResults, columns: _Columns) -> tuple[Outlier, ...]:
     found = []
     for size in np.unique(columns.nbytes).tolist():
         rows = np.flatnonzero(columns.nbytes == size)
@@ -329,7 +331,7 @@ def _outliers(results: Results, columns: _Columns) -> tuple[Outlier, ...]:
     return tuple(sorted(found, key=lambda one: -one.slowest_s))
 
 
-def _outlier(results: Results, sample: Sample, median: float) -> Outlier:
+def _outlier(results: EmulateResults, sample: Sample, median: float) -> Outlier:
     late = len(sample.ranks_s) > 1 and sample.skew_s > sample.slowest_s / 2
     return Outlier(
         sample.trial,
@@ -345,7 +347,7 @@ def _outlier(results: Results, sample: Sample, median: float) -> Outlier:
     )
 
 
-def _notes(rows: Sequence[Row], overall: Row, ranks: Sequence[RankRow], results: Results) -> list[str]:
+def _notes(rows: Sequence[SizeRow], overall: SizeRow, ranks: Sequence[RankRow], results: EmulateResults) -> list[str]:
     """Sentences below the tables: what is left out, what the delays mostly are, what was not checked."""
     notes = []
     fewest = min(row.slowest.count for row in rows)

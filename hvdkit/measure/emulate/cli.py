@@ -13,7 +13,7 @@ from hvdkit.measure.emulate import outputs, run, run_setup, tables
 from hvdkit.measure.emulate import results as kept
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
-from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.run_job import BUSY, COMPUTE
 from hvdkit.measure.emulate.run_setup import Setup
 from hvdkit.measure.emulate.sizes import plan_of
@@ -141,7 +141,7 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     if outcome.failure is not None:
         _say(outcome.failure)
     joined = outcome.joined
-    found = Results(
+    found = EmulateResults(
         asked=setup.asked(joined),
         environment=setup.environment(),
         notes=setup.notes(joined) + joined.notes,
@@ -190,7 +190,7 @@ def _setup(n: int, wanted: dict[str, Any]) -> Setup:
     )
 
 
-def _show(found: Results, json_file: Path | None, files: dict[str, Path | None]) -> None:
+def _show(found: EmulateResults, json_file: Path | None, files: dict[str, Path | None]) -> None:
     """Print the table and write the files; of nothing measured, only the JSON that says so."""
     if not found.samples:
         if json_file is not None:

@@ -10,14 +10,14 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate.analysis import of_steps
 from hvdkit.measure.emulate.facts import flat
-from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.spread import Floats
 
 SLOWEST, TRANSFER = "slowest", "transfer"
 STEP = "step"
 
 
-class Compared(Part, frozen=True, rename={"nbytes": "size", "before": "before_s", "after": "after_s"}):
+class ComparedSize(Part, frozen=True, rename={"nbytes": "size", "before": "before_s", "after": "after_s"}):
     """One size, or whole steps.
 
     Attributes:
@@ -37,7 +37,7 @@ class Compared(Part, frozen=True, rename={"nbytes": "size", "before": "before_s"
         return STEP if self.nbytes is None else str(self.nbytes)
 
 
-def compare(before: Results, after: Results, by: str = SLOWEST) -> list[Compared]:
+def compare(before: EmulateResults, after: EmulateResults, by: str = SLOWEST) -> list[ComparedSize]:
     """Compare two results size by size, and step by step where both replayed the same sizes.
 
     Args:
@@ -70,27 +70,27 @@ def compare(before: Results, after: Results, by: str = SLOWEST) -> list[Compared
     return found
 
 
-def _compared(nbytes: int | None, before: Floats, after: Floats, rng: np.random.Generator) -> Compared:
+def _compared(nbytes: int | None, before: Floats, after: Floats, rng: np.random.Generator) -> ComparedSize:
     if not (np.median(before) > 0 and np.median(after) > 0):
         what = STEP if nbytes is None else f"{nbytes} bytes"
         raise DataError(
             f"The median time of {what} is 0 in one of the results, so that there is no ratio; use --by slowest."
         )
-    return Compared(
+    return ComparedSize(
         nbytes, intervals.median(before, rng), intervals.median(after, rng), intervals.ratio(before, after, rng)
     )
 
 
-def _seconds(results: Results, by: str) -> Floats:
+def _seconds(results: EmulateResults, by: str) -> Floats:
     return np.array([one.transfer_s if by == TRANSFER else one.slowest_s for one in results.samples], dtype=float)
 
 
-def _by_size(results: Results, by: str) -> dict[int, Floats]:
+def _by_size(results: EmulateResults, by: str) -> dict[int, Floats]:
     sizes, seconds = np.array([one.nbytes for one in results.samples]), _seconds(results, by)
     return {size: seconds[sizes == size] for size in np.unique(sizes).tolist()}
 
 
-def _plan_sizes(results: Results) -> list[int]:
+def _plan_sizes(results: EmulateResults) -> list[int]:
     return [one.nbytes for one in results.plan.collectives]
 
 
@@ -99,7 +99,7 @@ def _few(sizes: dict[int, Floats]) -> str:
     return ", ".join(words[:5]) + (" ..." if len(words) > 5 else "")
 
 
-def differences(before: Results, after: Results) -> list[str]:
+def differences(before: EmulateResults, after: EmulateResults) -> list[str]:
     """What else is different, full sentences: a reason not to take the speed for one cause's alone."""
     notes = []
     for first, second in (
@@ -123,7 +123,7 @@ def differences(before: Results, after: Results) -> list[str]:
     return notes
 
 
-class Comparison(Document, frozen=True):
+class EmulateComparison(Document, frozen=True):
     """Two results of the same collectives, side by side.
 
     Attributes:
@@ -139,7 +139,7 @@ class Comparison(Document, frozen=True):
     written_by = "hvdkit emulate compare --json"
 
     by: str
-    rows: tuple[Compared, ...]
+    rows: tuple[ComparedSize, ...]
     notes: tuple[str, ...]
     fail_below: float | None
     below: tuple[str, ...]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
 from hvdkit.measure.emulate import check
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
-from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.run_job import ReplayJob
 
 ENGINES = {
     "horovod": "hvdkit.measure.emulate.engines_horovod:connect",
@@ -34,7 +34,7 @@ _MISSING = {
 }
 
 
-class Operation(Protocol):
+class EngineOperation(Protocol):
     """One collective of the plan on this rank: loaded, started and finished once in every trial.
 
     What is given and what is got are NumPy arrays of ``check.storage(dtype)``, wherever the engine keeps them.
@@ -67,7 +67,7 @@ class Engine(Protocol):
     overlaps: bool
     notes: tuple[str, ...]
 
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> Operation:
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> EngineOperation:
         """The operation at a place of the plan; the same calls in the same order on every rank."""
 
     def barrier(self) -> None:
@@ -77,7 +77,7 @@ class Engine(Protocol):
         """Part from the others; nothing can be done afterwards."""
 
 
-def refuse(job: Job) -> None:
+def refuse(job: ReplayJob) -> None:
     """Refuse what the engine cannot do whatever the ranks are, before any is started.
 
     Raises:
@@ -109,7 +109,7 @@ def refuse(job: Job) -> None:
             check.refuse(asked.collective, one.dtype, asked.ranks)
 
 
-def connect(job: Job) -> Engine:
+def connect(job: ReplayJob) -> Engine:
     """Connect this rank to the others; a collective.
 
     Raises:

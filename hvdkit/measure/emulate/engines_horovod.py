@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
-from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.run_job import ReplayJob
 from hvdkit.steps import starting
 
 _ONE_BY_ONE = (
@@ -19,7 +19,7 @@ _ONE_BY_ONE = (
 )
 
 
-def connect(job: Job) -> OfTorch | OfTensorFlow:
+def connect(job: ReplayJob) -> OfTorch | OfTensorFlow:
     """Start Horovod as a training would.
 
     Raises:
@@ -61,17 +61,17 @@ class _Horovod:
 class OfTorch(_Horovod):
     """Horovod's PyTorch binding: with fusion all tensors of a step are given before the first is waited for."""
 
-    def __init__(self, hvd: Any, torch: Any, job: Job) -> None:
+    def __init__(self, hvd: Any, torch: Any, job: ReplayJob) -> None:
         super().__init__(hvd)
         self._torch = torch
         self.overlaps = job.asked.fusion
 
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> TorchOperation:
-        return TorchOperation(self._hvd, self._torch, f"hvdkit.emulate.{index}", collective, elements, dtype)
+    def operation(self, index: int, collective: str, elements: int, dtype: str) -> HorovodOperation:
+        return HorovodOperation(self._hvd, self._torch, f"hvdkit.emulate.{index}", collective, elements, dtype)
 
 
-class TorchOperation:
-    """One tensor under one name, which Horovod knows again in the next trial; see ``engines.Operation``."""
+class HorovodOperation:
+    """One tensor under one name, which Horovod knows again in the next trial; see ``engines.EngineOperation``."""
 
     def __init__(self, hvd: Any, torch: Any, name: str, collective: str, elements: int, dtype: str) -> None:
         self._hvd, self._name, self._collective = hvd, name, collective
@@ -110,7 +110,7 @@ class OfTensorFlow(_Horovod):
 
     overlaps = False
 
-    def __init__(self, hvd: Any, tensorflow: Any, job: Job) -> None:
+    def __init__(self, hvd: Any, tensorflow: Any, job: ReplayJob) -> None:
         super().__init__(hvd)
         self._tensorflow = tensorflow
         self.notes = (_ONE_BY_ONE,) if job.asked.fusion else ()
@@ -124,7 +124,7 @@ class OfTensorFlow(_Horovod):
 
 
 class TensorFlowOperation:
-    """One tensor under one name; see ``engines.Operation``."""
+    """One tensor under one name; see ``engines.EngineOperation``."""
 
     def __init__(self, hvd: Any, tensorflow: Any, name: str, collective: str, elements: int) -> None:
         self._hvd, self._tensorflow, self._name, self._collective = hvd, tensorflow, name, collective

@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from hvdkit.measure.emulate import ring
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
-from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.run_job import ReplayJob
 
 
-def connect(job: Job) -> Mpi:
+def connect(job: ReplayJob) -> MpiEngine:
     """Start MPI, without its locks: one thread of this process uses it."""
     importlib.import_module("mpi4py").rc.thread_level = "single"
-    return Mpi(importlib.import_module("mpi4py.MPI"), job.asked.algorithm)
+    return MpiEngine(importlib.import_module("mpi4py.MPI"), job.asked.algorithm)
 
 
-class Mpi:
+class MpiEngine:
     """All ranks of MPI_COMM_WORLD; see ``engines.Engine``."""
 
     overlaps = False
@@ -46,7 +46,7 @@ class Mpi:
 
 
 class Messages:
-    """Point-to-point messages as bytes, whatever the type of the elements; see ``ring.Transport``."""
+    """Point-to-point messages as bytes, whatever the type of the elements; see ``ring.RingTransport``."""
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
         self._comm = comm
@@ -71,7 +71,7 @@ class _Message:
 class Ring:
     """A collective by this tool's ring, in place."""
 
-    def __init__(self, messages: ring.Transport, collective: str, array: NDArray[Any]) -> None:
+    def __init__(self, messages: ring.RingTransport, collective: str, array: NDArray[Any]) -> None:
         self._messages = messages
         self._array = array
         self._steps = {

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
-from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.run_job import ReplayJob
 from hvdkit.steps import bootstrap, device, launchers
 
 _WAIT_S = 120.0
 
 
-def connect(job: Job) -> Torch:
+def connect(job: ReplayJob) -> Torch:
     """Meet the other ranks at a file of the job's folder, and start ``torch.distributed``.
 
     Raises:
@@ -83,7 +83,7 @@ class Torch:
 
 
 class TorchOperation:
-    """One tensor; see ``engines.Operation``. A reduce-scatter is of equal parts here, the last one filled up with 0."""
+    """One tensor; see ``engines.EngineOperation``. A reduce-scatter has equal parts, the last one filled up with 0."""
 
     def __init__(self, torch: Any, distributed: Any, place: str, collective: str, elements: int, dtype: str) -> None:
         self._torch, self._distributed, self._place = torch, distributed, place

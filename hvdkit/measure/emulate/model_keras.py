@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate.model_process import Gradient
+from hvdkit.measure.emulate.model_process import ModelGradient
 from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
 
 REVERSED = "in the reverse order of model.trainable_variables"
@@ -16,7 +16,7 @@ JAX = f"{REVERSED}: JAX gives all gradients at once"
 _BATCH = 2
 
 
-def gradients(made: Made) -> tuple[list[Gradient], str]:
+def gradients(made: Made) -> tuple[list[ModelGradient], str]:
     """The gradients of the variables that are trained, in the order in which they are ready, and how that was found.
 
     With inputs, or where the model has ``keras.Input`` of known shapes: the order of one backward, as TensorFlow traces
@@ -84,9 +84,9 @@ def _order(made: Made, variables: Sequence[Any]) -> tuple[list[int], str]:
     return reverse, JAX
 
 
-def _gradient(variable: Any) -> Gradient:
+def _gradient(variable: Any) -> ModelGradient:
     path = str(variable.path)
     elements = 1
     for length in variable.shape:
         elements *= int(length)
-    return Gradient(path, path.rpartition("/")[0] or "model", elements, str(variable.dtype))
+    return ModelGradient(path, path.rpartition("/")[0] or "model", elements, str(variable.dtype))

@@ -17,7 +17,7 @@ from hvdkit.measure.model_factory.making import Made, framework_of, make, reply
 
 
 @dataclass(frozen=True)
-class Gradient:
+class ModelGradient:
     """One parameter's gradient.
 
     Attributes:
@@ -33,7 +33,7 @@ class Gradient:
     dtype: str
 
 
-Reader = Callable[[Made], tuple[list[Gradient], str]]
+Reader = Callable[[Made], tuple[list[ModelGradient], str]]
 """Gradients in the order in which they are ready, and in words how that was found."""
 
 
@@ -64,18 +64,18 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_layer(gradients: Sequence[Gradient]) -> list[Gradient]:
+def by_layer(gradients: Sequence[ModelGradient]) -> list[ModelGradient]:
     """One for each layer, ready when the last of its gradients is.
 
     A layer whose gradients have several types gives one for each type: a collective has one type.
     """
-    groups: dict[tuple[str, str], list[Gradient]] = {}
+    groups: dict[tuple[str, str], list[ModelGradient]] = {}
     for one in gradients:
         key = (one.layer, one.dtype)
         groups[key] = [*groups.pop(key, []), one]
     kinds = [layer for layer, _ in groups]
     return [
-        Gradient(
+        ModelGradient(
             layer if kinds.count(layer) == 1 else f"{layer} ({dtype})", layer, sum(one.elements for one in group), dtype
         )
         for (layer, dtype), group in groups.items()

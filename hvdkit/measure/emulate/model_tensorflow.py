@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import tape_order
-from hvdkit.measure.emulate.model_process import Gradient
+from hvdkit.measure.emulate.model_process import ModelGradient
 from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
 
 REVERSED = (
@@ -17,7 +17,7 @@ REVERSED = (
 )
 
 
-def gradients(made: Made) -> tuple[list[Gradient], str]:
+def gradients(made: Made) -> tuple[list[ModelGradient], str]:
     """The gradients of the variables that are trained, in the order in which they are ready, and how that was found.
 
     With inputs: the order in which one backward of a GradientTape makes them. Without: the reverse order of
@@ -75,22 +75,22 @@ def _members(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name, value)]
 
 
-def _gradient(variable: Any, owners: dict[int, str]) -> Gradient:
+def _gradient(variable: Any, owners: dict[int, str]) -> ModelGradient:
     name = str(variable.name).partition(":")[0]
     elements = variable.shape.num_elements()
     if elements is None:
         raise InvalidArgumentError(f"the shape of {name!r} is {variable.shape}; expected one without unknown lengths.")
     layer = owners.get(id(variable)) or name.rpartition("/")[0] or "model"
     full = name if "/" in name else f"{layer}/{name}"
-    return Gradient(full, layer, int(elements), str(variable.dtype.name))
+    return ModelGradient(full, layer, int(elements), str(variable.dtype.name))
 
 
-def _named_apart(found: list[Gradient]) -> list[Gradient]:
+def _named_apart(found: list[ModelGradient]) -> list[ModelGradient]:
     """The same with different names: TensorFlow calls every variable without a name Variable."""
     seen: dict[str, int] = {}
     result = []
     for one in found:
         seen[one.name] = seen.get(one.name, 0) + 1
         name = one.name if seen[one.name] == 1 else f"{one.name}_{seen[one.name]}"
-        result.append(Gradient(name, one.layer, one.elements, one.dtype))
+        result.append(ModelGradient(name, one.layer, one.elements, one.dtype))
     return result

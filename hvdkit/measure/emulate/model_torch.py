@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate.model_process import Gradient
+from hvdkit.measure.emulate.model_process import ModelGradient
 from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
 from hvdkit.measure.model_factory.torch_step import forward, loss_of
 
@@ -17,7 +17,7 @@ NO_INPUTS = (
 OBSERVED = "in the order in which a backward produced them"
 
 
-def gradients(made: Made) -> tuple[list[Gradient], str]:
+def gradients(made: Made) -> tuple[list[ModelGradient], str]:
     """The gradients of the parameters that are trained, in the order in which they are ready, and how that was found.
 
     With inputs: one forward, then one backward from the loss (or, without one, from the sum of all outputs), and a hook
@@ -40,7 +40,7 @@ def _trained(model: Any) -> list[tuple[str, Any]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _gradient(name: str, parameter: Any) -> Gradient:
+def _gradient(name: str, parameter: Any) -> ModelGradient:
     from torch.nn.parameter import is_lazy
 
     if is_lazy(parameter):
@@ -49,7 +49,7 @@ def _gradient(name: str, parameter: Any) -> Gradient:
             "(model, inputs)."
         )
     layer = name.rpartition(".")[0] or "model"
-    return Gradient(name, layer, parameter.numel(), str(parameter.dtype).removeprefix("torch."))
+    return ModelGradient(name, layer, parameter.numel(), str(parameter.dtype).removeprefix("torch."))
 
 
 def loss_by(made: Made, run: Callable[[], Any]) -> Any:

@@ -12,8 +12,8 @@ from hvdkit.common import plot as drawing
 from hvdkit.common.commands import PATH, output_file
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plots
-from hvdkit.measure.emulate.analysis import Analysis
-from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.analysis import EmulateSummary
+from hvdkit.measure.emulate.results import EmulateResults
 
 Files = Mapping[str, Path | None]
 """By name: ``plot``, the distribution of the delays; ``size_plot``, the delays by size; ``report``, an HTML page."""
@@ -53,7 +53,7 @@ def check(files: Files, other: Path | None) -> None:
         import hvdkit.measure.emulate.report  # noqa: F401
 
 
-def write_all(results: Results, analysis: Analysis, files: Files) -> None:
+def write_all(results: EmulateResults, analysis: EmulateSummary, files: Files) -> None:
     """Write the files that are asked for, each completely or not at all.
 
     Args:

@@ -57,7 +57,7 @@ class Collective(Part, frozen=True, rename={"nbytes": "bytes"}):
         force_setattr(self, "nbytes", found)
 
 
-class Plan(Document, frozen=True, rename={"nbytes": "bytes"}):
+class ReplayPlan(Document, frozen=True, rename={"nbytes": "bytes"}):
     """What is replayed.
 
     Attributes:

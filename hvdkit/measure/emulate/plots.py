@@ -8,8 +8,8 @@ import numpy as np
 
 from hvdkit.common.units import bytes_text
 from hvdkit.measure.emulate import analysis as analyses
-from hvdkit.measure.emulate.analysis import Analysis
-from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.analysis import EmulateSummary
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.spread import distribution
 
 CURVES = 6
@@ -17,7 +17,7 @@ CURVES = 6
 _BLUE, _BAND, _RED = "#0072b2", "#56b4e9", "#d55e00"
 
 
-def cdf(axes: Any, results: Results, analysis: Analysis) -> None:
+def cdf(axes: Any, results: EmulateResults, analysis: EmulateSummary) -> None:
     """Draw the share of collectives that took at most so long, with its 95 % band."""
     found = analyses.cdf(results)
     x = _visible(found.values) * 1000
@@ -39,7 +39,7 @@ def cdf(axes: Any, results: Results, analysis: Analysis) -> None:
     _finish(axes, analysis)
 
 
-def delays(axes: Any, results: Results, analysis: Analysis) -> None:
+def delays(axes: Any, results: EmulateResults, analysis: EmulateSummary) -> None:
     """Draw the delay of every collective by its size, both on logarithmic axes."""
     from matplotlib.ticker import EngFormatter
 
@@ -71,7 +71,7 @@ def _visible(values: Any) -> Any:
     return np.maximum(values, 1e-9)
 
 
-def _finish(axes: Any, analysis: Analysis) -> None:
+def _finish(axes: Any, analysis: EmulateSummary) -> None:
     asked = analysis.asked
     title = f"{asked.collective}, engine {asked.engine}, {asked.ranks} ranks"
     axes.set_title(f"{title}, {analysis.overall.slowest.count} collectives", fontsize=10)

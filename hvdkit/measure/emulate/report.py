@@ -7,14 +7,14 @@ from hvdkit.common.drawing import LONGEST_NAME
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable
 from hvdkit.measure.emulate import plots, tables
-from hvdkit.measure.emulate.analysis import Analysis
+from hvdkit.measure.emulate.analysis import EmulateSummary
 from hvdkit.measure.emulate.facts import flat
-from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.results import EmulateResults
 
 _PLAN_ROWS = 200
 
 
-def render_report(results: Results, analysis: Analysis) -> str:
+def render_report(results: EmulateResults, analysis: EmulateSummary) -> str:
     """The page as text. What came from a file is text on it, and a Content-Security-Policy allows no script."""
     style = render.resource("hvdkit.read.timeline", "report.css")
     return render.page(
@@ -39,11 +39,11 @@ def render_report(results: Results, analysis: Analysis) -> str:
     )
 
 
-def _settings(results: Results) -> dict[str, str]:
+def _settings(results: EmulateResults) -> dict[str, str]:
     return {**flat(results.asked), **flat(results.environment)}
 
 
-def _verdict(analysis: Analysis) -> str:
+def _verdict(analysis: EmulateSummary) -> str:
     whole = analysis.overall
     parts = ((whole.skew, "waiting for the last rank"), (whole.transfer, "transfer"))
     more = ", ".join(f"{_duration(one.p50.value)} {what}" for one, what in parts)
@@ -53,7 +53,7 @@ def _verdict(analysis: Analysis) -> str:
     )
 
 
-def _facts(results: Results, analysis: Analysis) -> list[Fact]:
+def _facts(results: EmulateResults, analysis: EmulateSummary) -> list[Fact]:
     """The numbers at the top."""
     whole = analysis.overall
     facts = [

@@ -9,9 +9,9 @@ import msgspec
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Seconds, Whole
-from hvdkit.measure.bench.subject import Environment, Launch
-from hvdkit.measure.emulate.plan import Plan
-from hvdkit.measure.emulate.run_job import Asked
+from hvdkit.measure.bench.subject import Environment, HowLaunched
+from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.run_job import EmulateAsked
 
 
 class WithLaunch(Environment, frozen=True):
@@ -21,7 +21,7 @@ class WithLaunch(Environment, frozen=True):
         launch: how the ranks were launched.
     """
 
-    launch: Launch
+    launch: HowLaunched
 
 
 class Sample(Part, frozen=True, rename={"nbytes": "size"}):
@@ -48,7 +48,7 @@ class Sample(Part, frozen=True, rename={"nbytes": "size"}):
     ranks_s: tuple[Seconds, ...]
 
 
-class Results(Document, frozen=True, kw_only=True):
+class EmulateResults(Document, frozen=True, kw_only=True):
     """Every collective of every trial.
 
     Attributes:
@@ -64,10 +64,10 @@ class Results(Document, frozen=True, kw_only=True):
     kind = "emulate-results"
     written_by = "hvdkit emulate"
 
-    asked: Asked
+    asked: EmulateAsked
     environment: WithLaunch
     notes: list[str]
-    plan: Plan
+    plan: ReplayPlan
     summary: Any
     samples: list[Sample]
 
@@ -85,7 +85,7 @@ class Results(Document, frozen=True, kw_only=True):
                 )
 
 
-def write(path: Path, results: Results, summary: Document | None = None) -> None:
+def write(path: Path, results: EmulateResults, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
 
     Args:
@@ -98,18 +98,18 @@ def write(path: Path, results: Results, summary: Document | None = None) -> None
     json_files.write(path, msgspec.structs.replace(results, summary=summary), _in_lines)
 
 
-def _in_lines(file: Results) -> str:
+def _in_lines(file: EmulateResults) -> str:
     """A line for each sample, so that a long file can be read and compared."""
     text = json_files.encode(msgspec.structs.replace(file, samples=[]), indent=1)
     lines = ",\n".join(f"  {msgspec.json.encode(one).decode()}" for one in file.samples)
     return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
 
 
-def read(path: Path) -> Results:
+def read(path: Path) -> EmulateResults:
     """Read a file of ``write``.
 
     Raises:
         DataNotFoundError: there is none.
         DataError: it cannot be read, is something else, or holds what cannot be.
     """
-    return json_files.read(path, Results)
+    return json_files.read(path, EmulateResults)

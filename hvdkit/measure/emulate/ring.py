@@ -25,14 +25,14 @@ _AHEAD = 8
 """Receives that are posted before they are needed."""
 
 
-class Request(Protocol):
+class RingRequest(Protocol):
     """A message on its way."""
 
     def wait(self) -> None:
         """Return when the message has come, or when its buffer is free again."""
 
 
-class Transport(Protocol):
+class RingTransport(Protocol):
     """Point-to-point messages; those from one rank to another come in the order in which they were sent.
 
     Attributes:
@@ -42,14 +42,14 @@ class Transport(Protocol):
     rank: int
     size: int
 
-    def send(self, array: NDArray[Any], to: int) -> Request:
+    def send(self, array: NDArray[Any], to: int) -> RingRequest:
         """Send an array, which must not change until the request is done."""
 
-    def receive(self, array: NDArray[Any], source: int) -> Request:
+    def receive(self, array: NDArray[Any], source: int) -> RingRequest:
         """Fill an array, which must not be touched until the request is done."""
 
 
-def reduce_scatter(transport: Transport, array: NDArray[Any]) -> None:
+def reduce_scatter(transport: RingTransport, array: NDArray[Any]) -> None:
     """Add the arrays of all ranks; rank r has the sums of chunk (r + 1) mod n in place afterwards.
 
     Args:
@@ -59,12 +59,12 @@ def reduce_scatter(transport: Transport, array: NDArray[Any]) -> None:
     _Ring(transport, array).turn(0, transport.size - 1)
 
 
-def all_gather(transport: Transport, array: NDArray[Any]) -> None:
+def all_gather(transport: RingTransport, array: NDArray[Any]) -> None:
     """Bring the chunk (r + 1) mod n of every rank r to all ranks, in place: what follows a ``reduce_scatter``."""
     _Ring(transport, array).turn(transport.size - 1, 2 * transport.size - 2)
 
 
-def allreduce(transport: Transport, array: NDArray[Any]) -> None:
+def allreduce(transport: RingTransport, array: NDArray[Any]) -> None:
     """Add the arrays of all ranks, in place, both halves as one stream of segments.
 
     Args:
@@ -74,7 +74,7 @@ def allreduce(transport: Transport, array: NDArray[Any]) -> None:
     _Ring(transport, array).turn(0, 2 * transport.size - 2)
 
 
-def broadcast(transport: Transport, array: NDArray[Any]) -> None:
+def broadcast(transport: RingTransport, array: NDArray[Any]) -> None:
     """Bring the root's array to all ranks, in place: along the ring, segment by segment, but not back to the root."""
     size, position = transport.size, (transport.rank - ROOT) % transport.size
     if size == 1:
@@ -105,7 +105,7 @@ class _Ring:
     sent in the next one.
     """
 
-    def __init__(self, transport: Transport, array: NDArray[Any]) -> None:
+    def __init__(self, transport: RingTransport, array: NDArray[Any]) -> None:
         self._transport = transport
         size = transport.size
         chunks = _pieces(array, size)
@@ -115,7 +115,7 @@ class _Ring:
         # No further ahead than a step: a receive must not be posted into a segment that is still to be sent.
         self._ahead = min(_AHEAD, self._parts)
         self._scratch = [np.empty(longest, array.dtype) for _ in range(self._ahead)]
-        self._sent: dict[tuple[int, int], Request] = {}
+        self._sent: dict[tuple[int, int], RingRequest] = {}
 
     def turn(self, first: int, end: int) -> None:
         """Do the steps from ``first`` to before ``end``."""
@@ -124,7 +124,7 @@ class _Ring:
         for part in range(self._parts):
             self._send(first, part)
         tasks = [(step, part) for step in range(first, end) for part in range(self._parts)]
-        posted: deque[tuple[Request, NDArray[Any]]] = deque()
+        posted: deque[tuple[RingRequest, NDArray[Any]]] = deque()
         for number, (step, part) in enumerate(tasks):
             while len(posted) < self._ahead and number + len(posted) < len(tasks):
                 posted.append(self._receive(number + len(posted), *tasks[number + len(posted)]))
@@ -151,7 +151,7 @@ class _Ring:
         right = (transport.rank + 1) % transport.size
         self._sent[chunk, part] = transport.send(self._segment(step, part), right)
 
-    def _receive(self, number: int, step: int, part: int) -> tuple[Request, NDArray[Any]]:
+    def _receive(self, number: int, step: int, part: int) -> tuple[RingRequest, NDArray[Any]]:
         """Post a receive: into scratch where it is to be added, else in place, once nothing is sent from there."""
         transport = self._transport
         segment = self._segment(step + 1, part)

@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from hvdkit.errors import DataError, HvdkitError, InvalidArgumentError, LaunchError
 from hvdkit.measure.emulate import run_job, worker_files
 from hvdkit.measure.emulate.engines import refuse
-from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.run_job import ReplayJob
 from hvdkit.measure.emulate.run_join import Joined, join
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.ending import Ended, ended_by_signals
+from hvdkit.run.trials.ending import ToldToEnd, ended_by_signals
 from hvdkit.run.trials.here import Here
 from hvdkit.run.trials.jobs import Launch
 
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Outcome:
+class ReplayEnd:
     """How a measurement ended.
 
     Attributes:
@@ -47,7 +47,7 @@ class Outcome:
     failure: str | None = None
 
 
-def check(job: Job, here: Here) -> None:
+def check(job: ReplayJob, here: Here) -> None:
     """Refuse what cannot be done, before a rank is started.
 
     Raises:
@@ -69,8 +69,8 @@ def check(job: Job, here: Here) -> None:
 
 
 def measure(
-    job: Job, launch: Sequence[str], tuned: Tuned, beside: Path | None, timeout_s: float | None, say: Say
-) -> Outcome:
+    job: ReplayJob, launch: Sequence[str], tuned: Tuned, beside: Path | None, timeout_s: float | None, say: Say
+) -> ReplayEnd:
     """Run the job to its end, or to the signal that ends it.
 
     Args:
@@ -97,7 +97,7 @@ def measure(
             with progress:
                 done = Launch(job.asked.ranks, (*WORKER, str(folder)), launch)(tuned, timeout_s)
             failure = done.failure
-        except Ended as ended:
+        except ToldToEnd as ended:
             status = 128 + ended.number
         except KeyboardInterrupt:
             status = 130
@@ -106,7 +106,7 @@ def measure(
     if joined.trials < job.plan.trials:
         why = "It was interrupted" if failure is None else "The job failed"
         joined.notes.append(f"{why}: {joined.trials} of {job.plan.trials} trials were measured by all ranks.")
-    return Outcome(joined, status or (0 if failure is None else 1), failure)
+    return ReplayEnd(joined, status or (0 if failure is None else 1), failure)
 
 
 def _judge(joined: Joined, failure: str | None) -> None:
@@ -142,7 +142,7 @@ def _folder(beside: Path | None) -> Iterator[Path]:
 class _Progress:
     """Says from time to time how many trials rank 0 has finished, as its file shows."""
 
-    def __init__(self, job: Job, say: Say) -> None:
+    def __init__(self, job: ReplayJob, say: Say) -> None:
         self._file = worker_files.file_of(job.folder, 0)
         self._trials = job.plan.trials
         self._say = say

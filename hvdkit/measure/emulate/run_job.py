@@ -8,7 +8,7 @@ import msgspec
 
 from hvdkit.common.json_files import Part, Positive, Seconds, Whole
 from hvdkit.errors import DataError
-from hvdkit.measure.emulate.plan import Plan
+from hvdkit.measure.emulate.plan import ReplayPlan
 
 _FILE = "job.json"
 BUSY, SLEEP = COMPUTE = ("busy", "sleep")
@@ -28,7 +28,7 @@ class Delay(Part, frozen=True):
     probability: float = 1.0
 
 
-class Asked(Part, frozen=True):
+class EmulateAsked(Part, frozen=True):
     """What was to be measured; no names of hosts.
 
     Attributes:
@@ -66,7 +66,7 @@ class Asked(Part, frozen=True):
     settings: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Job(Part, frozen=True):
+class ReplayJob(Part, frozen=True):
     """What the ranks do.
 
     Attributes:
@@ -77,18 +77,18 @@ class Job(Part, frozen=True):
     """
 
     folder: Path
-    plan: Plan
-    asked: Asked
+    plan: ReplayPlan
+    asked: EmulateAsked
     apart: bool = False
 
 
-def write(job: Job) -> None:
+def write(job: ReplayJob) -> None:
     """Leave the job in its folder for the ranks."""
     known = {**msgspec.structs.asdict(job), "folder": None}
     (job.folder / _FILE).write_bytes(msgspec.json.encode(known))
 
 
-def read(folder: Path) -> Job:
+def read(folder: Path) -> ReplayJob:
     """The job of a folder.
 
     Raises:
@@ -96,7 +96,7 @@ def read(folder: Path) -> Job:
     """
     try:
         content = msgspec.json.decode((folder / _FILE).read_bytes())
-        return msgspec.convert({**content, "folder": folder}, Job, str_keys=True)
+        return msgspec.convert({**content, "folder": folder}, ReplayJob, str_keys=True)
     except FileNotFoundError as error:
         raise DataError(
             f"{folder} is not there on this host: start hvdkit emulate in a directory that all hosts share, or give "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdkit.measure.emulate import worker_files
 from hvdkit.measure.emulate.clock import offset_at
-from hvdkit.measure.emulate.plan import Plan
+from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import Sample
 from hvdkit.measure.emulate.worker_files import Written
 
@@ -39,7 +39,7 @@ class Joined:
     failed: Written | None = None
 
 
-def join(folder: Path, plan: Plan, ranks: int) -> Joined:
+def join(folder: Path, plan: ReplayPlan, ranks: int) -> Joined:
     """Read what the ranks of a job wrote.
 
     Raises:
@@ -65,7 +65,7 @@ def join(folder: Path, plan: Plan, ranks: int) -> Joined:
     return joined
 
 
-def _samples(trial: int, plan: Plan, ranks: Sequence[Written]) -> list[Sample]:
+def _samples(trial: int, plan: ReplayPlan, ranks: Sequence[Written]) -> list[Sample]:
     """The collectives of one trial, on the clock of rank 0."""
     samples = []
     for index, collective in enumerate(plan.collectives):

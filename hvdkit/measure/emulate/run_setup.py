@@ -12,10 +12,10 @@ from msgspec import structs
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.bench import subject as bench
-from hvdkit.measure.emulate.plan import Plan
+from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import WithLaunch
 from hvdkit.measure.emulate.run import check
-from hvdkit.measure.emulate.run_job import Asked, Delay, Job
+from hvdkit.measure.emulate.run_job import Delay, EmulateAsked, ReplayJob
 from hvdkit.measure.emulate.run_join import Joined
 from hvdkit.run.launch import tuned as tuned_settings
 from hvdkit.run.launch.tuned import Tuned
@@ -45,13 +45,13 @@ class Setup:
         beside: where the ranks write for the while, None for the system's place for temporary files.
     """
 
-    job: Job
+    job: ReplayJob
     options: tuple[str, ...]
     tuned: Tuned
     here: Here
     beside: Path | None
 
-    def asked(self, joined: Joined) -> Asked:
+    def asked(self, joined: Joined) -> EmulateAsked:
         """For the file of results; without names of hosts. Where the ranks ran and whether they overlapped they say.
 
         What is asked for may come otherwise: a launcher fills one host before the next, or a binding cannot fuse.
@@ -64,7 +64,9 @@ class Setup:
 
     def environment(self) -> WithLaunch:
         """For the file of results: versions, cores, and how the ranks are launched; without names of hosts."""
-        asked = bench.Asked(("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.asked.ranks,))
+        asked = bench.ScalingAsked(
+            ("python", "-m", "hvdkit.measure.emulate.worker"), self.options, (self.job.asked.ranks,)
+        )
         _, where, launches, _ = bench.describe(asked, [self.here])
         return WithLaunch(where.hvdkit, where.python, where.system, where.packages, where.cores, launches[0])
 
@@ -87,7 +89,7 @@ class Setup:
 
 
 def prepare(
-    plan: Plan,
+    plan: ReplayPlan,
     wish: Wish,
     engine: str,
     settings: Mapping[str, Any],
@@ -107,7 +109,7 @@ def prepare(
         fusion: None for Horovod's own way.
         algorithm: "library", "ring", or None for what the engine's name says.
         json_file: where the results are to go, None for nowhere.
-        asked: further fields of ``Asked``.
+        asked: further fields of ``EmulateAsked``.
     Raises:
         InvalidArgumentError: options that do not go together.
         LaunchError: there is nothing to launch with.
@@ -121,7 +123,7 @@ def prepare(
         wish = replace(wish, launcher="mpirun")  # Horovod here has no MPI, but the engine needs it
         looked = here.look(wish)
     apart = looked.plan.direct
-    how = Asked(
+    how = EmulateAsked(
         name,
         algorithm=algorithm or own,
         ranks=wish.n,
@@ -132,7 +134,7 @@ def prepare(
         settings=tuned.variables(),
         **asked,
     )
-    made = Job(Path(), plan, how, apart)
+    made = ReplayJob(Path(), plan, how, apart)
     check(made, looked)
     beside = json_file.absolute().parent if json_file is not None else Path.cwd() if apart else None
     return Setup(made, tuple(wish.options()), tuned, looked, beside)

@@ -13,7 +13,7 @@ from hvdkit.measure.bench import side_by_side
 from hvdkit.measure.emulate import compare as comparing
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
-from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, Compared
+from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, ComparedSize
 from hvdkit.measure.emulate.tables import DIGITS
 
 
@@ -73,13 +73,13 @@ def compare(before: Path, after: Path, by: str, limit: float | None, form: str |
     compared = comparing.compare(first, second, by)
     slower = side_by_side.below(compared, limit)
     notes = comparing.differences(first, second)
-    found = comparing.Comparison(by, tuple(compared), tuple(notes), limit, tuple(one.name for one in slower))
+    found = comparing.EmulateComparison(by, tuple(compared), tuple(notes), limit, tuple(one.name for one in slower))
     lines = [_line(one, slower) for one in compared]
     side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print(form, found)
     return 1 if slower else 0
 
 
-def _line(one: Compared, slower: Sequence[Compared]) -> side_by_side.Line:
+def _line(one: ComparedSize, slower: Sequence[ComparedSize]) -> side_by_side.BothMeasured:
     cells = [interval_text(each, DIGITS) for each in (one.before.scaled(1000), one.after.scaled(1000), one.speed)]
     subject = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
-    return side_by_side.Line((one.name, *cells), subject, one.speed.value, one in slower)
+    return side_by_side.BothMeasured((one.name, *cells), subject, one.speed.value, one in slower)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plan as plans
-from hvdkit.measure.emulate.plan import Collective, Plan
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 
 LAYERS, REPLAY = "layers", "replay"
 _SOURCES = {
@@ -47,7 +47,7 @@ def swept(begin: int | None, end: int | None, factor: int) -> tuple[int, ...] | 
     return tuple(found)
 
 
-def plan_of(begin: int | None, end: int | None, factor: int | None, **options: Any) -> Plan:
+def plan_of(begin: int | None, end: int | None, factor: int | None, **options: Any) -> ReplayPlan:
     """The plan that options ask for.
 
     Args:
@@ -64,10 +64,10 @@ def plan_of(begin: int | None, end: int | None, factor: int | None, **options: A
     source = _source(wanted)
     _check_belongs(wanted, source)
     if source == "plan_file":
-        plan = json_files.read(wanted["plan_file"], Plan)
+        plan = json_files.read(wanted["plan_file"], ReplayPlan)
     else:
         collectives, words = _collectives(wanted, source)
-        plan = Plan(tuple(collectives), source=words)
+        plan = ReplayPlan(tuple(collectives), source=words)
     if "gap_ms" in wanted:
         gap_s = wanted["gap_ms"] / 1000
         plan = replace(plan, collectives=tuple(replace(one, gap_s=gap_s) for one in plan.collectives))
@@ -125,7 +125,7 @@ def _collectives(wanted: Wanted, source: str) -> tuple[list[Collective], str]:
     return found, f"{what}, in the order of the list"
 
 
-def _with_trials(plan: Plan, wanted: Wanted) -> Plan:
+def _with_trials(plan: ReplayPlan, wanted: Wanted) -> ReplayPlan:
     """The plan with the number of steps that ``--trials``, or ``--samples`` and what belongs to it, ask for."""
     counted = [name for name in ("samples", "batch_size", "epochs") if name in wanted]
     if "trials" in wanted:

@@ -65,7 +65,7 @@ def times(values: Floats, rng: np.random.Generator, independent: int | None = No
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class EmpiricalDistribution:
     """The empirical distribution of a set of times.
 
     Attributes:
@@ -92,7 +92,7 @@ class Distribution:
         return np.clip(self.shares + self.band, 0, 1)
 
 
-def distribution(values: Floats, independent: int | None = None) -> Distribution:
+def distribution(values: Floats, independent: int | None = None) -> EmpiricalDistribution:
     """The distribution with its band, which supposes that the samples are independent.
 
     Args:
@@ -103,7 +103,7 @@ def distribution(values: Floats, independent: int | None = None) -> Distribution
         constant of Massart (Annals of Probability 18, 1990): P(sup |F_n - F| > e) <= 2 exp(-2 n e^2).
     """
     band = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * max(1, independent or len(values))))
-    return Distribution(np.sort(values), band)
+    return EmpiricalDistribution(np.sort(values), band)
 
 
 def fence(values: Floats) -> float:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hvdkit.common import table
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, interval_text, ranks_text, share_text, shortened
-from hvdkit.measure.emulate.analysis import RULE, Analysis, Outlier, RankRow, Row
-from hvdkit.measure.emulate.plan import Collective, Plan
-from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.analysis import RULE, EmulateSummary, Outlier, RankRow, SizeRow
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.spread import Times
 
 OUTLIERS = 10
@@ -18,12 +18,12 @@ DIGITS = 4
 _NAME = 40
 
 
-def page(analysis: Analysis) -> Page:
+def page(analysis: EmulateSummary) -> Page:
     """The tables and the notes."""
     return Page(tables(analysis), analysis.notes)
 
 
-def plan_page(plan: Plan) -> Page:
+def plan_page(plan: ReplayPlan) -> Page:
     """A plan for a reader: its collectives in the order of their replay."""
     gaps = any(one.gap_s for one in plan.collectives)
     found = plan_table(plan.collectives, "Collectives of a step, in the order of their replay", gaps=gaps)
@@ -48,7 +48,7 @@ def plan_table(collectives: Sequence[Collective], title: str, *, longest: int = 
     return Table(title, names, rows, left=("name", "dtype"))
 
 
-def trials_text(plan: Plan) -> str:
+def trials_text(plan: ReplayPlan) -> str:
     """How many steps, and why."""
     if plan.batch_count is None:
         return f"{plan.trials} {'trial (step)' if plan.trials == 1 else 'trials (steps)'}"
@@ -58,12 +58,12 @@ def trials_text(plan: Plan) -> str:
     )
 
 
-def comma_separated(analysis: Analysis) -> str:
+def comma_separated(analysis: EmulateSummary) -> str:
     """One line for each size, then one for all with an empty size; times in seconds, bandwidths in bytes per second."""
     return table.comma_separated([_csv_row(row) for row in (*analysis.rows, analysis.overall)])
 
 
-def samples_csv(results: Results) -> str:
+def samples_csv(results: EmulateResults) -> str:
     """One line for each collective that was measured, in their order; times in seconds, each rank's own last."""
     rows = []
     for one in results.samples:
@@ -75,7 +75,7 @@ def samples_csv(results: Results) -> str:
     return table.comma_separated(rows)
 
 
-def _csv_row(row: Row) -> dict[str, object]:
+def _csv_row(row: SizeRow) -> dict[str, object]:
     found: dict[str, object] = {"size": row.nbytes, "count": row.count, "type": row.dtype, "per_step": row.per_step}
     found["samples"] = row.slowest.count
     for name in ("slowest", "skew", "transfer"):
@@ -85,7 +85,7 @@ def _csv_row(row: Row) -> dict[str, object]:
     return found | table.ends("algbw", row.algbw) | table.ends("busbw", row.busbw)
 
 
-def tables(analysis: Analysis) -> list[Table]:
+def tables(analysis: EmulateSummary) -> list[Table]:
     """The tables of an analysis."""
     asked = analysis.asked
     by = f" by {asked.algorithm}" if asked.algorithm != "library" else ""
@@ -124,11 +124,11 @@ def tables(analysis: Analysis) -> list[Table]:
     return found
 
 
-def _size(row: Row) -> object:
+def _size(row: SizeRow) -> object:
     return "all" if row.nbytes is None else row.nbytes
 
 
-def _parts(row: Row) -> list[object]:
+def _parts(row: SizeRow) -> list[object]:
     medians = [_ms(times.p50.value) for times in (row.skew, row.transfer)]
     algbw = None if row.algbw is None else f"{row.algbw.value / 1e9:.4g}"
     busbw = None if row.busbw is None else interval_text(row.busbw.scaled(1e-9), DIGITS)

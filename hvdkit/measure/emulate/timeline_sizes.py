@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hvdkit.common.units import printable
 from hvdkit.errors import CorruptDataError
 from hvdkit.measure.emulate.plan import DTYPES, Collective
-from hvdkit.read.timeline.columns import Columns, Tensor, collect
+from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect
 from hvdkit.read.timeline.reader import read
 from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
 
@@ -67,7 +67,7 @@ def _by_step(numbers: _Indices, in_steps: NDArray[np.bool_]) -> list[_Indices]:
     return list(np.split(rows, edges))
 
 
-def _order(columns: Columns, steps: list[_Indices]) -> list[int]:
+def _order(columns: TimelineColumns, steps: list[_Indices]) -> list[int]:
     places: dict[int, list[int]] = {}
     for rows in steps:
         for place, number in enumerate(columns.tensor[rows].tolist()):
@@ -75,7 +75,7 @@ def _order(columns: Columns, steps: list[_Indices]) -> list[int]:
     return sorted(places, key=lambda number: (float(np.median(places[number])), number))
 
 
-def _gaps(columns: Columns, steps: list[_Indices]) -> dict[int, float]:
+def _gaps(columns: TimelineColumns, steps: list[_Indices]) -> dict[int, float]:
     """Tensor to the median computation before it, in seconds; empty with fewer than two steps."""
     found: dict[int, list[float]] = {}
     for before, rows in itertools.pairwise(steps):

@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdkit.errors import HvdkitError
 from hvdkit.measure.emulate import clock, engines, run_job, worker_files
 from hvdkit.measure.emulate.engines import Engine
-from hvdkit.measure.emulate.run_job import Job
+from hvdkit.measure.emulate.run_job import ReplayJob
 from hvdkit.measure.emulate.worker_files import Writer
 from hvdkit.measure.emulate.worker_replay import Replay, WrongResultError
 from hvdkit.steps import launchers
@@ -52,7 +52,7 @@ def _head(engine: Engine, server: clock.Server | None) -> dict[str, object]:
     }
 
 
-def _run(job: Job, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
+def _run(job: ReplayJob, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
     clocks = _Clocks(job, engine, writer, server)
     clocks.compare()
     Replay(job, engine, writer.trial).run()
@@ -64,7 +64,7 @@ def _run(job: Job, engine: Engine, writer: Writer, server: clock.Server | None) 
 class _Clocks:
     """This rank's part in comparing clocks, where the job is on several machines."""
 
-    def __init__(self, job: Job, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
+    def __init__(self, job: ReplayJob, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
         self._writer = writer
         self._server = server
         self._visitor: clock.Visitor | None = None

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from hvdkit.errors import HvdkitError, InvalidArgumentError
 from hvdkit.measure.emulate.check import Values
-from hvdkit.measure.emulate.engines import Engine, Operation
-from hvdkit.measure.emulate.run_job import BUSY, Asked, Job
+from hvdkit.measure.emulate.engines import Engine, EngineOperation
+from hvdkit.measure.emulate.run_job import BUSY, EmulateAsked, ReplayJob
 
 Keep = Callable[[int, list[float], list[float]], None]
 """Is given each trial that counts: its number, when this rank came to each collective and when it had its result."""
@@ -35,14 +35,14 @@ class Replay:
             into memory.
     """
 
-    def __init__(self, job: Job, engine: Engine, keep: Keep) -> None:
+    def __init__(self, job: ReplayJob, engine: Engine, keep: Keep) -> None:
         self._job, self._engine, self._keep = job, engine, keep
         asked, collectives = job.asked, job.plan.collectives
         try:
             self._values = [
                 Values(asked.collective, one.elements, one.dtype, asked.ranks, check=asked.check) for one in collectives
             ]
-            self._operations: list[Operation] = [
+            self._operations: list[EngineOperation] = [
                 engine.operation(index, asked.collective, one.elements, one.dtype)
                 for index, one in enumerate(collectives)
             ]
@@ -125,7 +125,7 @@ class Replay:
 class _Lateness:
     """By how much a rank comes late to the next collective: as a straggler always, and by chance."""
 
-    def __init__(self, asked: Asked, rank: int) -> None:
+    def __init__(self, asked: EmulateAsked, rank: int) -> None:
         self._always = asked.straggler_s.get(rank, 0.0)
         self._delay = asked.delay if asked.delay is not None and asked.delay.rank in (None, rank) else None
         self._rng = np.random.default_rng([asked.seed, rank])

@@ -17,7 +17,7 @@ from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.learning_rate import RULES
 
 if TYPE_CHECKING:
-    from hvdkit.measure.emulate.results import Results
+    from hvdkit.measure.emulate.results import EmulateResults
 
 _WHOLE = click.IntRange(min=1, max=model.MOST)
 _MOST_EPOCHS = 10**6
@@ -113,7 +113,7 @@ def plan(
     """
     measured = _read(fits)
     gradient_bytes = _replayed(measured) if parameters is None else parameters * ITEM_SIZES[dtype]
-    training = model.Training(
+    training = model.PlannedTraining(
         samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
     )
     predicted, unknown = _predict(measured, gradient_bytes, ranks)
@@ -129,7 +129,7 @@ def plan(
     return 0
 
 
-def _read(fits: Sequence[Path]) -> list[Results]:
+def _read(fits: Sequence[Path]) -> list[EmulateResults]:
     if not fits:
         return []
     from hvdkit.measure.emulate import results
@@ -137,7 +137,7 @@ def _read(fits: Sequence[Path]) -> list[Results]:
     return [results.read(path) for path in fits]
 
 
-def _replayed(measured: Sequence[Results]) -> int | None:
+def _replayed(measured: Sequence[EmulateResults]) -> int | None:
     """Bytes of the step that every measurement replayed; None without a measurement."""
     sizes = sorted({one.plan.nbytes for one in measured})
     if len(sizes) > 1:
@@ -149,7 +149,7 @@ def _replayed(measured: Sequence[Results]) -> int | None:
 
 
 def _predict(
-    measured: Sequence[Results], gradient_bytes: int | None, ranks: Sequence[int]
+    measured: Sequence[EmulateResults], gradient_bytes: int | None, ranks: Sequence[int]
 ) -> tuple[list[Estimate | None], list[str]]:
     """Seconds for each number of ranks, None where the measurements do not reach, and a sentence on each of those."""
     if not measured or gradient_bytes is None:

@@ -23,7 +23,7 @@ _LONG_WARMUP = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class PlannedTraining:
     """What is asked about.
 
     Attributes:
@@ -67,7 +67,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlanRow:
     """One number of ranks.
 
     Attributes:
@@ -108,8 +108,8 @@ class Planned(Document, frozen=True):
     kind = "plan"
     written_by = "hvdkit plan --json"
 
-    training: Training
-    rows: tuple[Row, ...]
+    training: PlannedTraining
+    rows: tuple[PlanRow, ...]
     notes: tuple[str, ...]
 
 
@@ -118,7 +118,7 @@ def world_of(ranks: int) -> Topology:
     return Topology(0, ranks, 0, ranks, 0, 1, "plan")
 
 
-def row(training: Training, ranks: int, allreduce_s: Estimate | None = None) -> Row:
+def row(training: PlannedTraining, ranks: int, allreduce_s: Estimate | None = None) -> PlanRow:
     """The numbers of a training on ``ranks`` ranks.
 
     Raises:
@@ -136,7 +136,7 @@ def row(training: Training, ranks: int, allreduce_s: Estimate | None = None) -> 
     steps = next(policy.steps for policy in policies if policy.remainder == training.remainder)
     raised = scale_factor(ranks, training.rule) > 1
     warmup = warmup_steps(training.warmup_epochs, steps) if steps and raised else 0
-    return Row(
+    return PlanRow(
         ranks=ranks,
         global_batch=training.batch_size * ranks,
         policies=policies,
@@ -151,7 +151,7 @@ def row(training: Training, ranks: int, allreduce_s: Estimate | None = None) -> 
     )
 
 
-def curve(training: Training, planned: Row, steps: Iterable[int] | None = None) -> list[float]:
+def curve(training: PlannedTraining, planned: PlanRow, steps: Iterable[int] | None = None) -> list[float]:
     """The learning rate of each of some steps of the training, or of all; it rises in the warmup and then stays.
 
     Args:
@@ -165,13 +165,13 @@ def curve(training: Training, planned: Row, steps: Iterable[int] | None = None) 
     return [_rate(training, planned.ranks, step, planned.warmup_steps) for step in wanted]
 
 
-def notes(training: Training, rows: Sequence[Row]) -> list[str]:
+def notes(training: PlannedTraining, rows: Sequence[PlanRow]) -> list[str]:
     """Full sentences: what a reader should know."""
     found = [note for planned in rows for note in (*_of_steps(training, planned), *_of_rate(training, planned))]
     return [*found, *_of_samples_over_size(rows)]
 
 
-def _of_samples_over_size(rows: Sequence[Row]) -> list[str]:
+def _of_samples_over_size(rows: Sequence[PlanRow]) -> list[str]:
     wrong = [row for row in rows if row.steps_per_epoch and row.samples_over_size > row.steps_per_epoch]
     if not wrong:
         return []
@@ -184,7 +184,7 @@ def _of_samples_over_size(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _policy(training: Training, world: Topology, remainder: str) -> Policy:
+def _policy(training: PlannedTraining, world: Topology, remainder: str) -> Policy:
     global_batch = training.batch_size * world.size
     if remainder == "drop" and training.samples < global_batch:
         return Policy(remainder, None, training.samples)
@@ -193,17 +193,17 @@ def _policy(training: Training, world: Topology, remainder: str) -> Policy:
     return Policy(remainder, steps, max(0, -ragged), max(0, ragged) if remainder == "pad" else 0)
 
 
-def _rates_of_epochs(training: Training, ranks: int, steps: int, warmup: int) -> list[float]:
+def _rates_of_epochs(training: PlannedTraining, ranks: int, steps: int, warmup: int) -> list[float]:
     whole = min(training.epochs, math.ceil(training.warmup_epochs)) if warmup else 0
     return [_rate(training, ranks, epoch * steps, warmup) for epoch in range(1, whole + 1)]
 
 
-def _rate(training: Training, ranks: int, step: int, warmup: int) -> float:
+def _rate(training: PlannedTraining, ranks: int, step: int, warmup: int) -> float:
     factor = scale_factor(ranks, training.rule)
     return training.base_lr * factor * warmup_multiplier(step, warmup, factor)
 
 
-def _of_steps(training: Training, planned: Row) -> list[str]:
+def _of_steps(training: PlannedTraining, planned: PlanRow) -> list[str]:
     ranks = ranks_text(planned.ranks)
     if planned.steps_per_epoch is None:
         return [
@@ -221,7 +221,7 @@ def _of_steps(training: Training, planned: Row) -> list[str]:
     return found
 
 
-def _of_rate(training: Training, planned: Row) -> list[str]:
+def _of_rate(training: PlannedTraining, planned: PlanRow) -> list[str]:
     ranks = ranks_text(planned.ranks)
     found = []
     raised = scale_factor(planned.ranks, training.rule) > 1

@@ -8,10 +8,10 @@ from typing import Any
 
 from hvdkit.common import plot
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.plan.model import Row, Training, curve
+from hvdkit.measure.plan.model import PlannedTraining, PlanRow, curve
 
 
-def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
+def write(path: Path, training: PlannedTraining, rows: Sequence[PlanRow]) -> None:
     """Draw the learning rate over the epochs; x in epochs, so that numbers of ranks can be compared.
 
     Raises:
@@ -25,7 +25,7 @@ def write(path: Path, training: Training, rows: Sequence[Row]) -> None:
     plot.write(path, lambda axes: _rates(axes, training, drawn), size=(7, 4))
 
 
-def _rates(axes: Any, training: Training, rows: Sequence[Row]) -> None:
+def _rates(axes: Any, training: PlannedTraining, rows: Sequence[PlanRow]) -> None:
     for row in rows:
         last = (row.steps or 1) - 1
         steps = sorted({0, min(row.warmup_steps, last), last})  # between them the rate is a straight line

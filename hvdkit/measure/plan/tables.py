@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, duration_text, interval_text
-from hvdkit.measure.plan.model import Policy, Row, Training
+from hvdkit.measure.plan.model import PlannedTraining, PlanRow, Policy
 
 _MOST_COLUMNS = 10
 
 
-def page(training: Training, rows: Sequence[Row], notes: Sequence[str]) -> Page:
+def page(training: PlannedTraining, rows: Sequence[PlanRow], notes: Sequence[str]) -> Page:
     """What a training will do on each of several numbers of ranks."""
     found: list[Table | str] = [_steps(training, rows), _policies(rows)]
     if any(row.warmup_lr and row.ranks > 1 for row in rows):
@@ -21,7 +21,7 @@ def page(training: Training, rows: Sequence[Row], notes: Sequence[str]) -> Page:
     return Page(found, notes)
 
 
-def _steps(training: Training, rows: Sequence[Row]) -> Table:
+def _steps(training: PlannedTraining, rows: Sequence[PlanRow]) -> Table:
     timed = any(row.allreduce_s is not None for row in rows)
     names = ["ranks", "global batch", "steps per epoch", "steps", "learning rate", "warmup steps", "checkpoints"]
     epochs = count_text(training.epochs, "epoch")
@@ -30,13 +30,13 @@ def _steps(training: Training, rows: Sequence[Row]) -> Table:
     return Table(title, names + (["allreduce of the gradients"] if timed else []), lines)
 
 
-def _policies(rows: Sequence[Row]) -> Table:
+def _policies(rows: Sequence[PlanRow]) -> Table:
     names = ["ranks", *(policy.remainder for policy in rows[0].policies)]
     lines = [[row.ranks, *map(_policy, row.policies)] for row in rows]
     return Table("Steps per epoch by remainder policy", names, lines)
 
 
-def _rates(rows: Sequence[Row]) -> Table:
+def _rates(rows: Sequence[PlanRow]) -> Table:
     shown = _some(max(len(row.warmup_lr) for row in rows))
     lines = [
         [row.ranks, *(f"{row.warmup_lr[at]:.4g}" if at < len(row.warmup_lr) else None for at in shown)] for row in rows
@@ -52,12 +52,12 @@ def _some(epochs: int) -> list[int]:
     return sorted({round(i * (epochs - 1) / (_MOST_COLUMNS - 1)) for i in range(_MOST_COLUMNS)})
 
 
-def _plan_row(row: Row) -> list[object]:
+def _plan_row(row: PlanRow) -> list[object]:
     steps = [None, None] if row.steps is None else [row.steps_per_epoch, row.steps]
     return [row.ranks, row.global_batch, *steps, f"{row.lr:.4g}", row.warmup_steps, row.checkpoints]
 
 
-def _predicted(row: Row) -> str | None:
+def _predicted(row: PlanRow) -> str | None:
     if row.allreduce_s is None:
         return None
     if row.allreduce_s.value == 0:

@@ -14,8 +14,8 @@ from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import results as measurements
 from hvdkit.measure.emulate import size_files
-from hvdkit.measure.emulate.plan import Plan
-from hvdkit.measure.emulate.results import Results
+from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.predict import formulas, model, plot, prediction, stragglers, tables
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Fusion, gradients
@@ -173,7 +173,7 @@ def predict(**given: Any) -> int:
     return 0
 
 
-def _model(files: list[Results], given: dict[str, Any]) -> CostModel:
+def _model(files: list[EmulateResults], given: dict[str, Any]) -> CostModel:
     alpha_us, gbit = given["alpha_us"], given["bandwidth_gbit"]
     alpha_s = None if alpha_us is None else alpha_us * 1e-6
     rate = None if gbit is None else gbit * 1e9 / 8
@@ -189,15 +189,15 @@ def _model(files: list[Results], given: dict[str, Any]) -> CostModel:
     return costs if given["faster_links"] is None else costs.with_faster_links(given["faster_links"])
 
 
-def _plan(files: list[Results], path: Path | None, parameters: int | None) -> Plan:
+def _plan(files: list[EmulateResults], path: Path | None, parameters: int | None) -> ReplayPlan:
     if path is not None and parameters is not None:
         raise InvalidArgumentError("--plan and --parameters both say which gradients there are; give one of them.")
     if parameters is not None:
         least, more = divmod(parameters, _TENSORS)
         sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
-        return Plan(tuple(size_files.of_list([size for size in sizes if size], "float32")))
+        return ReplayPlan(tuple(size_files.of_list([size for size in sizes if size], "float32")))
     if path is not None:
-        return json_files.read(path, Plan)
+        return json_files.read(path, ReplayPlan)
     if not files:
         raise InvalidArgumentError(
             "without --fit the gradients have to be named: --plan FILE of 'hvdkit emulate sizes', or --parameters."
@@ -218,7 +218,7 @@ def _reachable(costs: CostModel, algorithm: str | None) -> tuple[int, ...]:
 
 
 def _notes(
-    plan: Plan, delays: Delays, costs: CostModel, rows: list[prediction.Row], given: dict[str, Any]
+    plan: ReplayPlan, delays: Delays, costs: CostModel, rows: list[prediction.PredictionRow], given: dict[str, Any]
 ) -> list[str]:
     """Sentences below the prediction: what is missing, assumed or not measured."""
     own = given["plan"] or given["parameters"]

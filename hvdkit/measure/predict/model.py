@@ -18,7 +18,7 @@ from hvdkit.measure.predict.formulas import Terms
 from hvdkit.measure.predict.link import DRAWS, GAMMA, OVERHEAD, Array, Link, estimated, untold
 
 if TYPE_CHECKING:
-    from hvdkit.measure.emulate.results import Results
+    from hvdkit.measure.emulate.results import EmulateResults
 
 HOST, NETWORK = "host", "network"
 _WHERE = {HOST: "on one host", NETWORK: "between hosts"}
@@ -216,7 +216,7 @@ def given(alpha_s: float, bytes_per_s: float, ppn: int = 1, algorithm: str = for
     return CostModel(None, None, ppn, algorithm).with_network(alpha_s, bytes_per_s)
 
 
-def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) -> CostModel:
+def fit(results: Sequence[EmulateResults], *, ppn: int | None = None, seed: int = 0) -> CostModel:
     """Fit a model to measurements of allreduces.
 
     Args:
@@ -258,7 +258,7 @@ def fit(results: Sequence[Results], *, ppn: int | None = None, seed: int = 0) ->
     )
 
 
-def _cells(level: str, results: Sequence[Results]) -> list[Cell]:
+def _cells(level: str, results: Sequence[EmulateResults]) -> list[Cell]:
     """Measured transfers of one level (host or network) in seconds, by ranks, bytes and algorithm."""
     found: dict[tuple[int, int, int, bool], list[float]] = {}
     engines: dict[bool, set[str]] = {True: set(), False: set()}

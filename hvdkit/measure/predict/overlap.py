@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hvdkit.measure.emulate.plan import Plan
+from hvdkit.measure.emulate.plan import ReplayPlan
 
 _HALF = {"float32": 0.5, "float64": 0.25}
 """What a float16 has of the bytes of a type; the others are sent as they are."""
@@ -48,7 +48,7 @@ class Fusion:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PredictedExchange:
     """What became of the gradients of a step.
 
     Attributes:
@@ -62,7 +62,7 @@ class Exchange:
     exposed_s: float
 
 
-def gradients(plan: Plan, fp16: bool = False) -> tuple[Gradient, ...]:
+def gradients(plan: ReplayPlan, fp16: bool = False) -> tuple[Gradient, ...]:
     """The gradients of a plan, in its order.
 
     With gaps in the plan, a gradient is ready when the gaps up to its own have passed, of all gaps together. Without
@@ -84,7 +84,7 @@ def gradients(plan: Plan, fp16: bool = False) -> tuple[Gradient, ...]:
 
 def exchange(
     grads: Sequence[Gradient], backward_s: float, fusion: Fusion, seconds: Callable[[float], float]
-) -> Exchange:
+) -> PredictedExchange:
     """Go through one backward.
 
     Args:
@@ -108,7 +108,7 @@ def exchange(
             busy, free = busy + took, free + took
         tick, index = start + fusion.cycle_s, last
     whole = seconds(sum(buckets)) if buckets else 0.0
-    return Exchange(tuple(buckets), max(busy, whole), max(0.0, free - backward_s, first + whole - backward_s))
+    return PredictedExchange(tuple(buckets), max(busy, whole), max(0.0, free - backward_s, first + whole - backward_s))
 
 
 def _cycle(earliest: float, ready: float, cycle_s: float) -> float:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.common import plot
-from hvdkit.measure.predict.prediction import Row
+from hvdkit.measure.predict.prediction import PredictionRow
 
 
-def draw(path: Path, rows: Sequence[Row]) -> None:
+def draw(path: Path, rows: Sequence[PredictionRow]) -> None:
     """Write the figure, as ``hvdkit.common.plot.write`` does; ``rows`` with an efficiency are in it."""
     plot.write(path, lambda axes: _efficiency(axes, rows), size=(6, 4))
 
 
-def _efficiency(axes: Any, rows: Sequence[Row]) -> None:
+def _efficiency(axes: Any, rows: Sequence[PredictionRow]) -> None:
     known = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
     ranks = [n for n, _ in known]
     axes.fill_between(

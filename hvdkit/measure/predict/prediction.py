@@ -10,7 +10,7 @@ import numpy as np
 from hvdkit.common.intervals import Estimate
 from hvdkit.measure.predict.link import Array, estimated
 from hvdkit.measure.predict.model import CostModel
-from hvdkit.measure.predict.overlap import Exchange, Fusion, Gradient, exchange
+from hvdkit.measure.predict.overlap import Fusion, Gradient, PredictedExchange, exchange
 from hvdkit.measure.predict.stragglers import Delays
 
 BACKWARD_SHARE = 2 / 3
@@ -48,7 +48,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PredictionRow:
     """One number of ranks. Seconds; a step is one update of the weights.
 
     Attributes:
@@ -78,7 +78,7 @@ class Row:
 
 def predict(
     model: CostModel, delays: Delays, work: Workload, ranks: Sequence[int], algorithm: str | None = None, seed: int = 0
-) -> list[Row]:
+) -> list[PredictionRow]:
     """A row for each number of ranks.
 
     Args:
@@ -96,16 +96,16 @@ def predict(
 
 def _row(
     model: CostModel, delays: Delays, work: Workload, n: int, algorithm: str | None, rng: np.random.Generator
-) -> Row:
+) -> PredictionRow:
     """The prediction for ``n`` ranks with its interval; without numbers where the model refuses so many."""
     refused = model.why_not(n)
     if refused is not None:
-        return Row(n, model.hosts(n), 0, None, None, None, None, None, False, refused)
+        return PredictionRow(n, model.hosts(n), 0, None, None, None, None, None, False, refused)
     best, draws = _exchanges(model, work, n, algorithm)
     wait, waits = delays.expected_s(n), delays.draws_s(n, _DRAWS, rng)
     busy = np.array([one.busy_s for one in draws])
     late = np.array([one.exposed_s for one in draws])
-    row = Row(
+    row = PredictionRow(
         n, model.hosts(n), len(best.buckets), estimated(best.busy_s, busy), None, estimated(wait, waits), None, None,
         delays.extrapolates(n),
     )  # fmt: skip
@@ -125,7 +125,9 @@ def _widened(found: Estimate, low: float, high: float) -> Estimate:
     return Estimate(found.value, *(end * factor for end, factor in zip(ends, (low, high), strict=True)))
 
 
-def _exchanges(model: CostModel, work: Workload, n: int, algorithm: str | None) -> tuple[Exchange, list[Exchange]]:
+def _exchanges(
+    model: CostModel, work: Workload, n: int, algorithm: str | None
+) -> tuple[PredictedExchange, list[PredictedExchange]]:
     """What becomes of the gradients by the best parameters, and by each draw of them."""
     known: dict[float, tuple[float, Array]] = {}
 
@@ -138,7 +140,7 @@ def _exchanges(model: CostModel, work: Workload, n: int, algorithm: str | None) 
         return lambda nbytes: float(costs(nbytes)[1][number])
 
     if n == 1:
-        nothing = Exchange((), 0.0, 0.0)
+        nothing = PredictedExchange((), 0.0, 0.0)
         return nothing, [nothing] * _DRAWS
     best = exchange(work.gradients, work.hiding_s, work.fusion, lambda nbytes: costs(nbytes)[0])
     if all(np.ptp(draws) == 0 for _, draws in known.values()):

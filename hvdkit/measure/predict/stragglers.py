@@ -19,7 +19,7 @@ import numpy as np
 from hvdkit.measure.predict.link import Array
 
 if TYPE_CHECKING:
-    from hvdkit.measure.emulate.results import Results
+    from hvdkit.measure.emulate.results import EmulateResults
 
 _BODY = 0.9
 _ENOUGH = 50
@@ -70,7 +70,7 @@ class Delays:
         return n > 1 and self.ranks > 1 and len(self.skews) > 0
 
 
-def measured(results: Sequence[Results]) -> Delays:
+def measured(results: Sequence[EmulateResults]) -> Delays:
     """The skews of the measurement with the most ranks; of each step the largest."""
     known = [one for one in results if one.samples and one.asked.ranks > 1]
     if not known:

@@ -12,7 +12,7 @@ from hvdkit.common.table import Page, Table
 from hvdkit.common.units import interval_text
 from hvdkit.measure.predict.link import Link
 from hvdkit.measure.predict.model import HOST, NETWORK, CostModel
-from hvdkit.measure.predict.prediction import Row
+from hvdkit.measure.predict.prediction import PredictionRow
 
 _NAMES = ("ranks", "hosts", "communication ms", "exposed ms", "straggler ms", "step ms", "efficiency")
 _TIMES = ("communication", "exposed", "straggler", "step")
@@ -36,12 +36,14 @@ class Predicted(Document, frozen=True):
 
     model: dict[str, Any]
     assumed: dict[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[PredictionRow, ...]
     notes: tuple[str, ...]
     confidence: float = CONFIDENCE
 
 
-def predicted(model: CostModel, rows: Sequence[Row], given: dict[str, Any], notes: Sequence[str]) -> Predicted:
+def predicted(
+    model: CostModel, rows: Sequence[PredictionRow], given: dict[str, Any], notes: Sequence[str]
+) -> Predicted:
     """A prediction for a program; ``given`` is what was given beside the measurements, by name."""
     units = {"_ms": 1e-3, "_us": 1e-6}
     assumed = {
@@ -53,7 +55,7 @@ def predicted(model: CostModel, rows: Sequence[Row], given: dict[str, Any], note
     return Predicted(model.as_json(), assumed, tuple(rows), tuple(notes))
 
 
-def page(model: CostModel, rows: Sequence[Row], notes: Sequence[str]) -> Page:
+def page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str]) -> Page:
     """The parameters of the model and a line for each number of ranks."""
     found: list[Table | str] = [
         f"{_WHERE[level]}: {_parameters(link)}"
@@ -66,12 +68,12 @@ def page(model: CostModel, rows: Sequence[Row], notes: Sequence[str]) -> Page:
     return Page(found, notes)
 
 
-def comma_separated(rows: Sequence[Row]) -> str:
+def comma_separated(rows: Sequence[PredictionRow]) -> str:
     """One line for each number of ranks, in seconds; empty where something is not known."""
     return table.comma_separated([_csv_row(row) for row in rows])
 
 
-def _csv_row(row: Row) -> dict[str, object]:
+def _csv_row(row: PredictionRow) -> dict[str, object]:
     found: dict[str, object] = {"ranks": row.ranks, "hosts": row.hosts, "buckets": row.buckets}
     for name in _TIMES:
         found |= table.ends(f"{name}_s", getattr(row, name))
@@ -94,7 +96,7 @@ def _parameters(link: Link) -> str:
     return f"{link.algorithm}, {', '.join(words)}"
 
 
-def _words(row: Row) -> list[object]:
+def _words(row: PredictionRow) -> list[object]:
     times = [getattr(row, name) for name in _TIMES]
     words = [None if one is None else interval_text(one.scaled(1000)) for one in times]
     if row.extrapolated:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check.facts import Facts, argument, is_constant, method, receiver, words
+from hvdkit.prepare.check.facts import ScriptFacts, argument, is_constant, method, receiver, words
 from hvdkit.prepare.check.libraries import LOADERS, SAMPLERS, Role
 from hvdkit.prepare.check.program import everything
 from hvdkit.prepare.check.trace import Event
@@ -30,7 +30,7 @@ _STEPS_ARGUMENTS = {"steps_per_epoch", "epochs"}
 
 
 @dataclass(frozen=True)
-class Part:
+class DataPart:
     """What one rank gets of one data set for training.
 
     Attributes:
@@ -50,7 +50,7 @@ class Case(Training):
     """A training script, with everything that steps and rules ask of it."""
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[DataPart]:
         """The part of each data set that the script trains on."""
         loops = {loop: events for loop, events in self.training_loops.items() if not self._is_one_step(loop)}
         fits = [event for event in self.fits if not is_constant(argument(event.node, "steps_per_epoch"), 1)]
@@ -63,13 +63,13 @@ class Case(Training):
 
     # Loops ----------------------------------------------------------------------------------------------------------
 
-    def loop_part(self, loop: ast.AST, steps: list[Event]) -> Part:
+    def loop_part(self, loop: ast.AST, steps: list[Event]) -> DataPart:
         """The part of what a loop goes over, from the training steps in it."""
         sources = self.sources(loop)
         lines = tuple(sorted({call.lineno for call in sources}))
         own = [guard for event in steps for guard in event.guards if self._is_inside(guard.test, loop)]
         if any(self.splits_ranks(guard) for guard in own):
-            return Part(SHARDED, (next(guard.test.lineno for guard in own if self.splits_ranks(guard)),))
+            return DataPart(SHARDED, (next(guard.test.lineno for guard in own if self.splits_ranks(guard)),))
         loaders = [call for call in sources if self.name(call) in LOADERS]
         if loaders:
             parts = [self._loader_part(call, steps) for call in loaders]
@@ -81,11 +81,11 @@ class Case(Training):
     def _is_inside(self, node: ast.AST, loop: ast.AST) -> bool:
         return loop in set(self.ancestors(node)) and node is not getattr(loop, "test", None)
 
-    def _loader_part(self, loader: ast.Call, steps: list[Event]) -> Part:
+    def _loader_part(self, loader: ast.Call, steps: list[Event]) -> DataPart:
         given = [*loader.args, *(one.value for one in loader.keywords if one.arg not in _NOT_DATA)]
         samplers = [call for one in given for call in self.made_by(one, SAMPLERS, through=True)]
         if samplers:
-            return Part(SHARDED, (*(call.lineno for call in samplers), loader.lineno), balanced=True)
+            return DataPart(SHARDED, (*(call.lineno for call in samplers), loader.lineno), balanced=True)
         around = [one.iter for event in steps for one in event.loops if isinstance(one, (ast.For, ast.AsyncFor))]
         shortened = [one for one in around if "islice" in ast.unparse(one) or not self.made_by(one, LOADERS, True)]
         return self._part_of(given, (loader.lineno,), self._divided(shortened), passes_once=True)
@@ -95,7 +95,7 @@ class Case(Training):
 
     # Keras' fit -----------------------------------------------------------------------------------------------------
 
-    def fit_part(self, event: Event) -> Part:
+    def fit_part(self, event: Event) -> DataPart:
         """The part of what ``fit`` is given."""
         call = event.node
         given = [
@@ -104,7 +104,7 @@ class Case(Training):
             if one is not None
         ]
         if not given:
-            return Part(UNCLEAR, (call.lineno,), "what fit is given the text does not show")
+            return DataPart(UNCLEAR, (call.lineno,), "what fit is given the text does not show")
         limits = [one.value for one in call.keywords if one.arg in _STEPS_ARGUMENTS]
         return self._part_of(given, (call.lineno,), self._divided(limits), passes_once=False, arrays=True)
 
@@ -117,7 +117,7 @@ class Case(Training):
         divided: bool,
         passes_once: bool = False,
         arrays: bool = False,
-    ) -> Part:
+    ) -> DataPart:
         """Which part of the data a rank reads through these expressions.
 
         ``divided``: whether its steps are divided by ranks.
@@ -125,20 +125,22 @@ class Case(Training):
         sharding = sorted({line for one in given for line in self.shard_lines(one)})
         if sharding:
             makers = [call for one in given for call in self.calls(one, through=True)]
-            return Part(SHARDED, tuple(sharding), balanced=any(self.role(call) == Role.SHARD for call in makers))
+            return DataPart(SHARDED, tuple(sharding), balanced=any(self.role(call) == Role.SHARD for call in makers))
         doubt = next((why for one in given if (why := self._doubt(one))), "")
         if doubt:
-            return Part(UNCLEAR, lines, doubt)
+            return DataPart(UNCLEAR, lines, doubt)
         sources = sorted({call.lineno for one in given for call in self.tf_sources(one)})
         lines = tuple(sources[:1]) or lines
         if not divided:
-            return Part(WHOLE, lines)
+            return DataPart(WHOLE, lines)
         if passes_once:
-            return Part(UNCLEAR, lines, "the number of processes shortens its loop")
+            return DataPart(UNCLEAR, lines, "the number of processes shortens its loop")
         shuffled = [self._is_shuffled(one, arrays) for one in given[:1]]
         if shuffled == [True] and not self.fixed_seed(given):
-            return Part(DRAWN, lines, "each rank draws at random from the whole data set, for its share of the steps")
-        return Part(
+            return DataPart(
+                DRAWN, lines, "each rank draws at random from the whole data set, for its share of the steps"
+            )
+        return DataPart(
             WHOLE if shuffled != [None] else UNCLEAR, lines, "whether the data are shuffled the text does not say"
         )
 
@@ -266,7 +268,7 @@ def _is_false(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def _is_source(facts: Facts, call: ast.Call) -> bool:
+def _is_source(facts: ScriptFacts, call: ast.Call) -> bool:
     """``numpy.random.rand`` makes data; ``numpy.random.permutation`` and seeds only order it."""
     last = facts.name(call).rpartition(".")[2]
     return last.startswith(("rand", "normal", "uniform", "standard_normal")) and last not in _ORDERS

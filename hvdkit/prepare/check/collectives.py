@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hvdkit.prepare.check.case import Case
 from hvdkit.prepare.check.libraries import TOGETHER, Role
-from hvdkit.prepare.check.trace import Event, Guard
+from hvdkit.prepare.check.trace import Condition, Event
 
 ROOT = "root"
 OTHERS = "others"
@@ -17,7 +17,7 @@ _GROUPS = {"process_set", "group", "process_group"}
 _DEEPEST = 9
 
 
-def side(case: Case, event: Event) -> tuple[str, Guard] | None:
+def side(case: Case, event: Event) -> tuple[str, Condition] | None:
     """The ranks that reach an event, and the condition that keeps the others away; None where all may."""
     for guard in event.guards:
         if guard.certain and not guard.wraps and (taken := _takers(case, guard.test, guard.holds)) is not None:
@@ -102,7 +102,7 @@ def _called(case: Case, event: Event) -> str:
     return case.name(event.node) or ast.unparse(event.node.func)
 
 
-def _entry(case: Case, event: Event, guard: Guard) -> ast.Call:
+def _entry(case: Case, event: Event, guard: Condition) -> ast.Call:
     """The call on the branch itself: of a function that holds the collective, or the collective."""
     inside = case.function(guard.test)
     under = {one.node for one in case.events if guard in one.guards}

@@ -11,7 +11,7 @@ from hvdkit.prepare.check import libraries
 from hvdkit.prepare.check.flow import Flow
 from hvdkit.prepare.check.libraries import NUMBERS, VARIABLES, Role, library_of, role
 from hvdkit.prepare.check.names import OTHER_DISTRIBUTORS
-from hvdkit.prepare.check.trace import Event, Guard, trace
+from hvdkit.prepare.check.trace import Condition, Event, trace
 
 _TOPOLOGY = {
     "rank": Role.RANK,
@@ -25,7 +25,7 @@ _RUNNERS = ("horovod.spark", "horovod.ray")
 _ENVIRONMENT = ("os.environ.get", "os.getenv")
 
 
-class Facts(Flow):
+class ScriptFacts(Flow):
     """A script, seen through everything that is known about it.
 
     Attributes:
@@ -184,7 +184,7 @@ class Facts(Flow):
         """Whether an event is one of the ranks, and not of a driver that hands them a function."""
         return not self.runner or any(self.function_arguments(call) for call in event.stack)
 
-    def splits_ranks(self, guard: Guard) -> bool:
+    def splits_ranks(self, guard: Condition) -> bool:
         """Whether a condition may be true on one rank and false on another."""
         if guard.wraps:
             return any(libraries.RANK_WORDS.search(word) for node in ast.walk(guard.test) for word in words(node))
@@ -208,7 +208,7 @@ class Facts(Flow):
                     return True
         return False
 
-    def _is_unclear(self, guard: Guard) -> bool:
+    def _is_unclear(self, guard: Condition) -> bool:
         if guard.wraps:
             return False
         return self._means_one_process(guard) or any(
@@ -217,7 +217,7 @@ class Facts(Flow):
             for node in self.reach(guard.test)
         )
 
-    def _means_one_process(self, guard: Guard) -> bool:
+    def _means_one_process(self, guard: Condition) -> bool:
         """``if size == 1:``, or the other branch of ``if size > 1:``: there is no other rank."""
         for node in ast.walk(guard.test):
             match node:

@@ -10,7 +10,7 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
-from hvdkit.prepare.check.rules import Finding, examine
+from hvdkit.prepare.check.rules import BrokenRule, examine
 from hvdkit.prepare.check.source import Script, too_deep
 from hvdkit.prepare.check.steps import STEPS, JudgedCase
 from hvdkit.prepare.check.verdict import Verdict
@@ -36,7 +36,7 @@ class Checked:
     modules: Sequence[str]
     others: Sequence[str]
     verdicts: Sequence[Verdict]
-    findings: Sequence[Finding]
+    findings: Sequence[BrokenRule]
 
 
 def check_script(script: Script) -> Checked:
@@ -53,7 +53,7 @@ def check_script(script: Script) -> Checked:
         raise too_deep(script.path) from error
 
 
-class Step(Part, frozen=True):
+class ScriptStep(Part, frozen=True):
     """One of the eight steps in a script.
 
     Attributes:
@@ -82,11 +82,11 @@ class OneScript(Part, frozen=True):
 
     path: str
     library: str
-    steps: tuple[Step, ...]
-    findings: tuple[Finding, ...]
+    steps: tuple[ScriptStep, ...]
+    findings: tuple[BrokenRule, ...]
 
 
-class Report(Document, frozen=True):
+class CheckReport(Document, frozen=True):
     """What was said of scripts.
 
     Attributes:
@@ -103,12 +103,12 @@ class Report(Document, frozen=True):
 
 def as_json(checked: Sequence[Checked]) -> str:
     """All scripts as one JSON object."""
-    return json_files.encode(Report(not any(one.findings for one in checked), tuple(map(_script, checked))))
+    return json_files.encode(CheckReport(not any(one.findings for one in checked), tuple(map(_script, checked))))
 
 
 def _script(checked: Checked) -> OneScript:
     steps = tuple(
-        Step(step.number, step.name, verdict.status, tuple(verdict.lines), verdict.note)
+        ScriptStep(step.number, step.name, verdict.status, tuple(verdict.lines), verdict.note)
         for step, verdict in zip(STEPS, checked.verdicts, strict=True)
     )
     return OneScript(checked.path, checked.library, steps, tuple(checked.findings))
@@ -151,7 +151,7 @@ def _step(index: int, verdict: Verdict, width: int) -> str:
     return f"{start}  {text}".rstrip()
 
 
-def _finding(path: str, finding: Finding, width: int) -> list[str]:
+def _finding(path: str, finding: BrokenRule, width: int) -> list[str]:
     lines = [f"{click.style(f'{path}:{finding.line}', bold=True)} [{finding.rule}]"]
     for label, said in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
         lines.append(

@@ -36,7 +36,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Finding:
+class BrokenRule:
     """A rule that a script breaks.
 
     Attributes:
@@ -312,15 +312,15 @@ RULES = (
 """The rules, in the order of the steps."""
 
 
-def examine(case: JudgedCase) -> list[Finding]:
+def examine(case: JudgedCase) -> list[BrokenRule]:
     """The findings of a script, by line; none where no library distributes it."""
     if case.library == "none":
         return []
-    found: dict[tuple[int, str], Finding] = {}
+    found: dict[tuple[int, str], BrokenRule] = {}
     for rule in RULES:
         for place in rule.find(case):
             line, piece = _place(place)
-            finding = Finding(line, rule.name, rule.what.format(piece), rule.why, rule.fix.format(piece))
+            finding = BrokenRule(line, rule.name, rule.what.format(piece), rule.why, rule.fix.format(piece))
             found.setdefault((line, rule.name), finding)
     return sorted(found.values(), key=lambda finding: finding.line)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from hvdkit.prepare.check.call_arguments import arguments
-from hvdkit.prepare.check.case import DRAWN, SHARDED, UNCLEAR, WHOLE, Case, Part
+from hvdkit.prepare.check.case import DRAWN, SHARDED, UNCLEAR, WHOLE, Case, DataPart
 from hvdkit.prepare.check.facts import argument, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import SAMPLERS, Role
 from hvdkit.prepare.check.program import everything
@@ -79,7 +79,7 @@ def steps_per_epoch(case: Case) -> Verdict:
     return undecided(_why(parts))
 
 
-def _why(parts: list[Part]) -> str:
+def _why(parts: list[DataPart]) -> str:
     if any(part.kind == SHARDED for part in parts):
         return "the parts may differ by a sample, and one batch more on one rank makes it wait forever"
     return "how many steps make an epoch the text does not show"

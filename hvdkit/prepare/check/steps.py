@@ -12,7 +12,7 @@ from hvdkit.prepare.check.verdict import MISSING, Verdict, undecided
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRule:
     """A row of the table.
 
     Attributes:
@@ -27,14 +27,14 @@ class Step:
 
 
 STEPS = (
-    Step(1, "initialise", step_device.init),
-    Step(2, "pin one GPU per process", step_device.pin),
-    Step(3, "scale the learning rate", step_rate.learning_rate),
-    Step(4, "distribute the optimizer", step_gradients.distribute),
-    Step(5, "broadcast the state", step_state.broadcast),
-    Step(6, "checkpoint on one rank", step_state.checkpoint),
-    Step(7, "shard the data", step_data.shard),
-    Step(8, "same steps per epoch", step_data.steps_per_epoch),
+    StepRule(1, "initialise", step_device.init),
+    StepRule(2, "pin one GPU per process", step_device.pin),
+    StepRule(3, "scale the learning rate", step_rate.learning_rate),
+    StepRule(4, "distribute the optimizer", step_gradients.distribute),
+    StepRule(5, "broadcast the state", step_state.broadcast),
+    StepRule(6, "checkpoint on one rank", step_state.checkpoint),
+    StepRule(7, "shard the data", step_data.shard),
+    StepRule(8, "same steps per epoch", step_data.steps_per_epoch),
 )
 
 

@@ -21,7 +21,7 @@ _EXITS = {"sys.exit", "os._exit", "builtins.exit", "builtins.quit"}
 
 
 @dataclass(frozen=True)
-class Guard:
+class Condition:
     """A condition on the way to a call.
 
     Attributes:
@@ -51,7 +51,7 @@ class Event:
     """
 
     node: ast.Call
-    guards: tuple[Guard, ...]
+    guards: tuple[Condition, ...]
     loops: tuple[ast.AST, ...]
     stack: tuple[ast.Call, ...]
     reached: bool
@@ -60,13 +60,13 @@ class Event:
 
 @dataclass(frozen=True)
 class _Way:
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[Condition, ...] = ()
     loops: tuple[ast.AST, ...] = ()
     stack: tuple[ast.Call, ...] = ()
     functions: tuple[FunctionNode, ...] = ()
     reached: bool = True
 
-    def under(self, *guards: Guard) -> _Way:
+    def under(self, *guards: Condition) -> _Way:
         return _Way((*self.guards, *guards), self.loops, self.stack, self.functions, self.reached)
 
     def within(self, loop: ast.AST) -> _Way:
@@ -76,7 +76,7 @@ class _Way:
         return _Way(self.guards, self.loops, (*self.stack, call), (*self.functions, function), self.reached)
 
 
-_Leak = tuple[Guard, bool]
+_Leak = tuple[Condition, bool]
 """A condition that holds for what follows, since the other branch left; and whether that left the function."""
 
 
@@ -103,7 +103,7 @@ class Tracer:
         if isinstance(function, ast.Lambda):
             self._expression(function.body, way)
             return
-        self._block(function.body, way.under(*(Guard(one, wraps=True) for one in function.decorator_list)))
+        self._block(function.body, way.under(*(Condition(one, wraps=True) for one in function.decorator_list)))
 
     def _block(self, statements: Sequence[ast.stmt], way: _Way) -> list[_Leak]:
         leaks: list[_Leak] = []
@@ -123,11 +123,13 @@ class Tracer:
                 return self._loop(node, way.within(node), way)
             case ast.While():
                 self._expression(node.test, way)
-                return self._loop(node, way.within(node).under(Guard(node.test)), way)
+                return self._loop(node, way.within(node).under(Condition(node.test)), way)
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
                     self._expression(item.context_expr, way)
-                return self._block(node.body, way.under(*(Guard(one.context_expr, wraps=True) for one in node.items)))
+                return self._block(
+                    node.body, way.under(*(Condition(one.context_expr, wraps=True) for one in node.items))
+                )
             case ast.Try() | ast.TryStar():
                 leaks = [leak for part in (node.body, node.orelse) for leak in self._block(part, way)]
                 for handler in node.handlers:
@@ -137,7 +139,7 @@ class Tracer:
             case ast.Match():
                 self._expression(node.subject, way)
                 for case in node.cases:
-                    self._block(case.body, way.under(Guard(node.subject, certain=False)))
+                    self._block(case.body, way.under(Condition(node.subject, certain=False)))
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 for decorator in node.decorator_list:
                     self._expression(decorator, way)
@@ -152,12 +154,12 @@ class Tracer:
 
     def _if(self, node: ast.If, way: _Way) -> list[_Leak]:
         self._expression(node.test, way)
-        inner = self._block(node.body, way.under(Guard(node.test)))
-        inner += self._block(node.orelse, way.under(Guard(node.test, holds=False)))
-        leaks = [(Guard(guard.test, guard.holds, certain=False), leaves) for guard, leaves in inner]
+        inner = self._block(node.body, way.under(Condition(node.test)))
+        inner += self._block(node.orelse, way.under(Condition(node.test, holds=False)))
+        leaks = [(Condition(guard.test, guard.holds, certain=False), leaves) for guard, leaves in inner]
         for block, holds in ((node.body, False), (node.orelse, True)):
             if block and self._leaves(block[-1]):
-                leaks.append((Guard(node.test, holds), not isinstance(block[-1], (ast.Continue, ast.Break))))
+                leaks.append((Condition(node.test, holds), not isinstance(block[-1], (ast.Continue, ast.Break))))
         return leaks
 
     def _leaves(self, node: ast.stmt) -> bool:
@@ -174,13 +176,13 @@ class Tracer:
         match node:
             case ast.IfExp():
                 self._expression(node.test, way)
-                self._expression(node.body, way.under(Guard(node.test)))
-                self._expression(node.orelse, way.under(Guard(node.test, holds=False)))
+                self._expression(node.body, way.under(Condition(node.test)))
+                self._expression(node.orelse, way.under(Condition(node.test, holds=False)))
             case ast.BoolOp():
-                before: tuple[Guard, ...] = ()
+                before: tuple[Condition, ...] = ()
                 for value in node.values:
                     self._expression(value, way.under(*before))
-                    before = (*before, Guard(value, isinstance(node.op, ast.And)))
+                    before = (*before, Condition(value, isinstance(node.op, ast.And)))
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 self._comprehension(node, way)
             case ast.Call():
@@ -197,7 +199,7 @@ class Tracer:
             way = way.within(generator)
             for condition in generator.ifs:
                 self._expression(condition, way)
-                way = way.under(Guard(condition))
+                way = way.under(Condition(condition))
         for element in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self._expression(element, way)
 

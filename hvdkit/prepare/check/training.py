@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hvdkit.prepare.check.call_arguments import arguments
-from hvdkit.prepare.check.facts import Facts, argument, has_stars, method, receiver
+from hvdkit.prepare.check.facts import ScriptFacts, argument, has_stars, method, receiver
 from hvdkit.prepare.check.libraries import LOADERS, Role
 from hvdkit.prepare.check.trace import Event
 
@@ -39,7 +39,7 @@ class Update:
     gradients: ast.expr | None = None
 
 
-class Training(Facts):
+class Training(ScriptFacts):
     """Where a script trains."""
 
     # Optimizers and updates ---------------------------------------------------------------------------------------

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from hvdkit.prepare.doctor.facts import FRAMEWORKS, PACKAGES, Facts, Failure, Package
+from hvdkit.prepare.doctor.facts import FRAMEWORKS, PACKAGES, DoctorFacts, Failure, Package
 from hvdkit.prepare.doctor.finding import Finding
 
 _OLDEST_PYTHON, _NEWEST_PYTHON = (3, 11), (3, 13)
 _TRUE = ("1", "true", "True")  # the values that TensorFlow takes for yes
 
 
-def python_version(facts: Facts) -> Finding | None:
+def python_version(facts: DoctorFacts) -> Finding | None:
     """A Python that hvdkit is not tested on."""
     major, minor = (int(number) for number in facts.python.split(".")[:2])
     if _OLDEST_PYTHON <= (major, minor) <= _NEWEST_PYTHON:
@@ -24,7 +24,7 @@ def python_version(facts: Facts) -> Finding | None:
     )
 
 
-def no_framework(facts: Facts) -> Finding | None:
+def no_framework(facts: DoctorFacts) -> Finding | None:
     """Neither PyTorch nor TensorFlow: nothing to train with."""
     if any(facts.packages[name].present for name in FRAMEWORKS):
         return None
@@ -36,7 +36,7 @@ def no_framework(facts: Facts) -> Finding | None:
     )
 
 
-def import_fails(facts: Facts, name: str) -> Finding | None:
+def import_fails(facts: DoctorFacts, name: str) -> Finding | None:
     """A package that is installed and cannot be imported."""
     package = facts.packages[name]
     if package.failure is None or (name == "keras" and _backend_is_missing(facts)):
@@ -50,7 +50,7 @@ def import_fails(facts: Facts, name: str) -> Finding | None:
     )
 
 
-def import_fix(facts: Facts, package: Package) -> str:
+def import_fix(facts: DoctorFacts, package: Package) -> str:
     """What to do about a package that cannot be imported, from what its import said."""
     failure = package.failure
     if failure and failure.how == "timeout":
@@ -73,7 +73,7 @@ def missing_module(failure: Failure) -> str | None:
     return found.group(1) if found else None
 
 
-def two_versions(facts: Facts, name: str) -> Finding | None:
+def two_versions(facts: DoctorFacts, name: str) -> Finding | None:
     """A package whose modules and metadata disagree: replaced by half, or shadowed."""
     package = facts.packages[name]
     if package.version is None or package.distribution_version is None:
@@ -94,7 +94,7 @@ def public(version: str) -> str:
     return version.partition("+")[0].replace("-", "")
 
 
-def keras_backend_missing(facts: Facts) -> Finding | None:
+def keras_backend_missing(facts: DoctorFacts) -> Finding | None:
     """Keras without the framework that it computes with."""
     keras = facts.packages["keras"]
     if keras.failure is None or not _backend_is_missing(facts):
@@ -108,13 +108,13 @@ def keras_backend_missing(facts: Facts) -> Finding | None:
     )
 
 
-def _backend_is_missing(facts: Facts) -> bool:
+def _backend_is_missing(facts: DoctorFacts) -> bool:
     failure = facts.packages["keras"].failure
     missing = missing_module(failure) if failure else None
     return missing in ("tensorflow", "torch", "jax") and not facts.packages[missing].present
 
 
-def legacy_keras(facts: Facts) -> Finding | None:
+def legacy_keras(facts: DoctorFacts) -> Finding | None:
     """TF_USE_LEGACY_KERAS asks for tf_keras, and it cannot be loaded."""
     asked = facts.environ.get("TF_USE_LEGACY_KERAS") in _TRUE
     if not asked or facts.tensorflow_keras_failure is None:
@@ -128,7 +128,7 @@ def legacy_keras(facts: Facts) -> Finding | None:
     )
 
 
-def horovod_on_keras3(facts: Facts) -> Finding | None:
+def horovod_on_keras3(facts: DoctorFacts) -> Finding | None:
     """Horovod's own Keras API averages nothing on Keras 3."""
     extension = facts.extensions.get("tensorflow")
     if extension is None or not extension.loaded or not (facts.tensorflow_keras or "").startswith("3."):

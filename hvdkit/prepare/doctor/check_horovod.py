@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hvdkit.prepare.doctor.check_frameworks import import_fix, legacy_keras, missing_module, public
-from hvdkit.prepare.doctor.facts import FRAMEWORKS, Facts, Failure
+from hvdkit.prepare.doctor.facts import FRAMEWORKS, DoctorFacts, Failure
 from hvdkit.prepare.doctor.finding import Finding
 
 _REBUILD = "Build Horovod again for what is installed now: 'hvdkit install --force'."
@@ -25,7 +25,7 @@ _LOAD_FIXES = (
 """Pattern of a loader's message -> what to do; else Horovod is built again."""
 
 
-def horovod_missing(facts: Facts) -> Finding | None:
+def horovod_missing(facts: DoctorFacts) -> Finding | None:
     """No Horovod."""
     if facts.horovod.present:
         return None
@@ -37,7 +37,7 @@ def horovod_missing(facts: Facts) -> Finding | None:
     )
 
 
-def horovod_import_fails(facts: Facts) -> Finding | None:
+def horovod_import_fails(facts: DoctorFacts) -> Finding | None:
     """Horovod's package cannot be imported, whatever the framework."""
     failure = facts.horovod.failure
     if failure is None:
@@ -50,7 +50,7 @@ def horovod_import_fails(facts: Facts) -> Finding | None:
     )
 
 
-def extension_missing(facts: Facts, name: str) -> Finding | None:
+def extension_missing(facts: DoctorFacts, name: str) -> Finding | None:
     """A framework is installed and Horovod was built without it."""
     extension = facts.extensions.get(name)
     if extension is None or extension.file is not None or not facts.packages[name].present:
@@ -68,7 +68,7 @@ def extension_missing(facts: Facts, name: str) -> Finding | None:
     )
 
 
-def framework_gone(facts: Facts, name: str) -> Finding | None:
+def framework_gone(facts: DoctorFacts, name: str) -> Finding | None:
     """Horovod was built for a framework that is not there any more."""
     extension = facts.extensions.get(name)
     if extension is None or extension.file is None or facts.packages[name].present:
@@ -81,11 +81,11 @@ def framework_gone(facts: Facts, name: str) -> Finding | None:
     )
 
 
-def _built_version(facts: Facts, name: str) -> str | None:
+def _built_version(facts: DoctorFacts, name: str) -> str | None:
     return next((build.frameworks[name] for build in facts.builds if name in build.frameworks), None)
 
 
-def drift(facts: Facts, name: str) -> Finding | None:
+def drift(facts: DoctorFacts, name: str) -> Finding | None:
     """A framework is not the one that Horovod was built for: another version, or another build of the version."""
     package, extension = facts.packages[name], facts.extensions.get(name)
     versions = drifted(facts, name)
@@ -111,7 +111,7 @@ def drift(facts: Facts, name: str) -> Finding | None:
     )
 
 
-def drifted(facts: Facts, name: str) -> tuple[str, str, str] | None:
+def drifted(facts: DoctorFacts, name: str) -> tuple[str, str, str] | None:
     """Version at build time, version now and the record that tells, None while they agree or nothing is known."""
     package, extension = facts.packages[name], facts.extensions.get(name)
     if not package.present or extension is None or extension.file is None:
@@ -133,7 +133,7 @@ def _same_version(one: str, other: str) -> bool:
     return public(one) == public(other) and ("" in locals_ or locals_[0] == locals_[1])
 
 
-def extension_fails(facts: Facts, name: str) -> Finding | None:
+def extension_fails(facts: DoctorFacts, name: str) -> Finding | None:
     """Horovod's extension cannot be loaded, although the versions agree or are unknown."""
     extension = facts.extensions.get(name)
     if extension is None or extension.failure is None or drifted(facts, name):
@@ -157,7 +157,7 @@ def _load_reason(failure: Failure, name: str) -> str:
     return f"'import horovod.{name}' stops the same way in every training script."
 
 
-def _load_fix(facts: Facts, failure: Failure) -> str:
+def _load_fix(facts: DoctorFacts, failure: Failure) -> str:
     text = failure.message + failure.detail
     if failure.how == "timeout":
         longer = f"hvdkit doctor --timeout {5 * facts.seconds_allowed:g}"
@@ -168,7 +168,7 @@ def _load_fix(facts: Facts, failure: Failure) -> str:
     return next((fix for pattern, fix in _LOAD_FIXES if re.search(pattern, text)), _REBUILD)
 
 
-def run_fails(facts: Facts, name: str, controller: str) -> Finding | None:
+def run_fails(facts: DoctorFacts, name: str, controller: str) -> Finding | None:
     """Horovod loads, and a job of one process does not work over a controller it was built with."""
     extension = facts.extensions.get(name)
     failure = extension.runs.get(controller) if extension else None
@@ -200,7 +200,7 @@ _RUN_TEXTS = {
 }
 
 
-def no_record(facts: Facts) -> Finding | None:
+def no_record(facts: DoctorFacts) -> Finding | None:
     """Horovod was not built by hvdkit: less is known, and its source was not adjusted."""
     if not facts.horovod.present or facts.build_error or any(build.by_hvdkit for build in facts.builds):
         return None
@@ -213,7 +213,7 @@ def no_record(facts: Facts) -> Finding | None:
     )
 
 
-def record_unreadable(facts: Facts) -> Finding | None:
+def record_unreadable(facts: DoctorFacts) -> Finding | None:
     """hvdkit's record of the build is there and damaged."""
     if facts.build_error is None:
         return None
@@ -225,7 +225,7 @@ def record_unreadable(facts: Facts) -> Finding | None:
     )
 
 
-def python_drift(facts: Facts) -> Finding | None:
+def python_drift(facts: DoctorFacts) -> Finding | None:
     """Horovod was built for another Python than this one."""
     build = next((build for build in facts.builds if build.python not in (None, facts.python_tag)), None)
     if build is None or any(extension.loaded for extension in facts.extensions.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, Facts
+from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, DoctorFacts
 from hvdkit.prepare.doctor.finding import Finding
 
 _SHM_NEEDED = 64 * 2**20
@@ -10,7 +10,7 @@ _FUSION_MINIMUM = 1024  # bytes; less is a number of MB taken for bytes
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def framework_without_gpu_support(facts: Facts, name: str) -> Finding | None:
+def framework_without_gpu_support(facts: DoctorFacts, name: str) -> Finding | None:
     """There are accelerators and the framework's build cannot use them."""
     devices = facts.devices.get(name)
     if devices is None or devices.build or devices.failure or not facts.host.gpus:
@@ -24,7 +24,7 @@ def framework_without_gpu_support(facts: Facts, name: str) -> Finding | None:
     )
 
 
-def devices_hidden(facts: Facts, name: str) -> Finding | None:
+def devices_hidden(facts: DoctorFacts, name: str) -> Finding | None:
     """There are accelerators, the build could use them, and none is visible."""
     devices = facts.devices.get(name)
     if devices is None or not devices.build or devices.gpus or not facts.host.gpus:
@@ -45,7 +45,7 @@ def devices_hidden(facts: Facts, name: str) -> Finding | None:
     )
 
 
-def devices_fail(facts: Facts, name: str) -> Finding | None:
+def devices_fail(facts: DoctorFacts, name: str) -> Finding | None:
     """Asking the framework for its devices fails."""
     devices = facts.devices.get(name)
     if devices is None or devices.failure is None or (devices.build and facts.host.gpus):
@@ -58,7 +58,7 @@ def devices_fail(facts: Facts, name: str) -> Finding | None:
     )
 
 
-def horovod_without_nccl(facts: Facts, name: str) -> Finding | None:
+def horovod_without_nccl(facts: DoctorFacts, name: str) -> Finding | None:
     """GPUs are visible and Horovod reduces through the host's memory."""
     devices, extension = facts.devices.get(name), facts.extensions.get(name)
     if devices is None or extension is None or not devices.gpus or not extension.loaded:
@@ -77,7 +77,7 @@ def _counted(gpus: tuple[str, ...]) -> str:
     return f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''} ({', '.join(dict.fromkeys(gpus))})"
 
 
-def one_core(facts: Facts) -> Finding | None:
+def one_core(facts: DoctorFacts) -> Finding | None:
     """This process may use one core of several."""
     host = facts.host
     if host.usable_cores > 1 or host.cores == 1:
@@ -92,7 +92,7 @@ def one_core(facts: Facts) -> Finding | None:
     )
 
 
-def omp_threads(facts: Facts) -> Finding | None:
+def omp_threads(facts: DoctorFacts) -> Finding | None:
     """OMP_NUM_THREADS is no number, or more than there are cores."""
     value = facts.environ.get("OMP_NUM_THREADS")
     if value is None:
@@ -111,7 +111,7 @@ def omp_threads(facts: Facts) -> Finding | None:
     return Finding("warning", what, why, fix)
 
 
-def small_shared_memory(facts: Facts) -> Finding | None:
+def small_shared_memory(facts: DoctorFacts) -> Finding | None:
     """Too little /dev/shm for the processes of one machine to talk through."""
     free = facts.host.shm_bytes
     if free is not None and free >= _SHM_NEEDED:
@@ -126,7 +126,7 @@ def small_shared_memory(facts: Facts) -> Finding | None:
     )
 
 
-def no_compiler(facts: Facts) -> Finding | None:
+def no_compiler(facts: DoctorFacts) -> Finding | None:
     """No C++ compiler; only a new build of Horovod needs one."""
     if facts.host.compiler:
         return None
@@ -138,7 +138,7 @@ def no_compiler(facts: Facts) -> Finding | None:
     )
 
 
-def fusion_threshold(facts: Facts) -> Finding | None:
+def fusion_threshold(facts: DoctorFacts) -> Finding | None:
     """HOROVOD_FUSION_THRESHOLD is in bytes; a small number is one of MB."""
     value = facts.environ.get("HOROVOD_FUSION_THRESHOLD")
     if value is None or value.strip() == "0":
@@ -156,7 +156,7 @@ def fusion_threshold(facts: Facts) -> Finding | None:
     )
 
 
-def unbuilt_choice(facts: Facts, variable: str) -> Finding | None:
+def unbuilt_choice(facts: DoctorFacts, variable: str) -> Finding | None:
     """A variable asks for a controller or for operations that this Horovod does not have."""
     value = facts.environ.get(variable)
     if value is None or not facts.loaded_extensions():
@@ -173,7 +173,7 @@ def unbuilt_choice(facts: Facts, variable: str) -> Finding | None:
     )
 
 
-def timeline(facts: Facts) -> Finding | None:
+def timeline(facts: DoctorFacts) -> Finding | None:
     """HOROVOD_TIMELINE names a file that cannot be written."""
     if facts.timeline_problem is None:
         return None

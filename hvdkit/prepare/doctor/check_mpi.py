@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdkit.common.mpi_names import major, same_family
-from hvdkit.prepare.doctor.facts import Facts, MpiLauncher, MpiLibrary
+from hvdkit.prepare.doctor.facts import DoctorFacts, MpiLauncher, MpiLibrary
 from hvdkit.prepare.doctor.finding import Finding
 
 _RANK_0 = (
@@ -12,7 +12,7 @@ _RANK_0 = (
 )
 
 
-def mpi4py_missing(facts: Facts) -> Finding | None:
+def mpi4py_missing(facts: DoctorFacts) -> Finding | None:
     """No mpi4py beside a Horovod with MPI."""
     if facts.packages["mpi4py"].present or not facts.built_with("MPI"):
         return None
@@ -24,7 +24,7 @@ def mpi4py_missing(facts: Facts) -> Finding | None:
     )
 
 
-def mpi4py_import_fails(facts: Facts) -> Finding | None:
+def mpi4py_import_fails(facts: DoctorFacts) -> Finding | None:
     """mpi4py cannot be imported, or finds no MPI library."""
     failure = facts.packages["mpi4py"].failure
     if failure is None:
@@ -38,7 +38,7 @@ def mpi4py_import_fails(facts: Facts) -> Finding | None:
     )
 
 
-def mpi4py_run_fails(facts: Facts) -> Finding | None:
+def mpi4py_run_fails(facts: DoctorFacts) -> Finding | None:
     """mpi4py loads and MPI does not start; said once, when Horovod over MPI does not start either."""
     horovod_fails = any(extension.runs.get("MPI") for extension in facts.extensions.values())
     if facts.mpi4py_run is None or horovod_fails:
@@ -51,7 +51,7 @@ def mpi4py_run_fails(facts: Facts) -> Finding | None:
     )
 
 
-def mpi4py_uses_another_mpi(facts: Facts) -> Finding | None:
+def mpi4py_uses_another_mpi(facts: DoctorFacts) -> Finding | None:
     """Two MPI libraries in one environment: Horovod's and mpi4py's."""
     horovod, mpi4py = facts.horovod_mpi(), facts.mpi4py_mpi
     if horovod is None or mpi4py is None or horovod.path == mpi4py.path:
@@ -69,7 +69,7 @@ def mpi4py_uses_another_mpi(facts: Facts) -> Finding | None:
     )
 
 
-def mpirun_of_another_mpi(facts: Facts) -> Finding | None:
+def mpirun_of_another_mpi(facts: DoctorFacts) -> Finding | None:
     """The mpirun that comes first is not the one of the MPI that the processes load."""
     user, library = _mpi_in_use(facts)
     first = next(iter(facts.mpi_launchers), None)
@@ -91,7 +91,7 @@ def mpirun_of_another_mpi(facts: Facts) -> Finding | None:
     )
 
 
-def no_mpirun(facts: Facts) -> Finding | None:
+def no_mpirun(facts: DoctorFacts) -> Finding | None:
     """Horovod has MPI and nothing here can start MPI processes."""
     library = facts.horovod_mpi()
     if library is None or facts.mpi_launchers or facts.host.schedulers:
@@ -104,7 +104,7 @@ def no_mpirun(facts: Facts) -> Finding | None:
     )
 
 
-def mpi_drift(facts: Facts) -> Finding | None:
+def mpi_drift(facts: DoctorFacts) -> Finding | None:
     """The MPI that Horovod loads is not the one it was built with."""
     library = facts.horovod_mpi()
     build = next((build for build in facts.builds if build.mpi_implementation), None)
@@ -124,7 +124,7 @@ def mpi_drift(facts: Facts) -> Finding | None:
     )
 
 
-def _mpi_in_use(facts: Facts) -> tuple[str, MpiLibrary | None]:
+def _mpi_in_use(facts: DoctorFacts) -> tuple[str, MpiLibrary | None]:
     horovod = facts.horovod_mpi()
     return ("Horovod", horovod) if horovod else ("mpi4py", facts.mpi4py_mpi)
 
@@ -136,6 +136,6 @@ def _fits(launcher: MpiLauncher, library: MpiLibrary) -> bool:
     return not comparable or major(launcher.version) == major(library.version)
 
 
-def _right_launcher(facts: Facts, library: MpiLibrary) -> MpiLauncher | None:
+def _right_launcher(facts: DoctorFacts, library: MpiLibrary) -> MpiLauncher | None:
     known = (launcher for launcher in facts.mpi_launchers if launcher.implementation)
     return next((launcher for launcher in known if _fits(launcher, library)), None)

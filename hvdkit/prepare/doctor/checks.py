@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from hvdkit.prepare.doctor import check_frameworks, check_horovod, check_host, check_mpi
-from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, Facts
+from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, DoctorFacts
 from hvdkit.prepare.doctor.finding import Finding, Found, worst_first
 
-Check = Callable[[Facts], Finding | None]
+Check = Callable[[DoctorFacts], Finding | None]
 """Comes to a finding, or None when all is well."""
 
 
@@ -63,6 +63,6 @@ CHECKS: dict[str, Check] = {
 """Name to check, in the order in which findings of one level are shown."""
 
 
-def examine(facts: Facts) -> list[Found]:
+def examine(facts: DoctorFacts) -> list[Found]:
     """What all checks find, errors first."""
     return worst_first((name, finding) for name, check in CHECKS.items() if (finding := check(facts)) is not None)

@@ -29,7 +29,7 @@ _LAUNCHED = re.compile(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """What one stage of ``inside.py`` wrote: a value or a failure."""
 
     value: Any = None
@@ -54,9 +54,9 @@ class Children:
         self._lock = threading.Lock()
         self._stopped = False
 
-    def run(self, stages: Sequence[str]) -> dict[str, Outcome]:
+    def run(self, stages: Sequence[str]) -> dict[str, StageOutcome]:
         """Outcomes by stage; a stage that kills its process is a failure, and the others go on in a new one."""
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, StageOutcome] = {}
         remaining = list(stages)
         while remaining and not self._stopped:
             lines, end = self._one_child(remaining)
@@ -65,7 +65,7 @@ class Children:
                 break
             begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
             fatal = begun[-1] if begun else remaining[0]
-            outcomes[fatal] = Outcome(failure=end)
+            outcomes[fatal] = StageOutcome(failure=end)
             failed = {stage for stage, outcome in outcomes.items() if outcome.failure}
             later = remaining[remaining.index(fatal) + 1 :]
             remaining = [stage for stage in later if inside.is_possible(stage, failed)]
@@ -137,11 +137,11 @@ class Children:
         return Failure("exit", f"the process ended with exit status {status}{last}", detail)
 
 
-def _outcome(line: Mapping[str, Any]) -> Outcome:
+def _outcome(line: Mapping[str, Any]) -> StageOutcome:
     if "failure" not in line:
-        return Outcome(value=line["value"])
+        return StageOutcome(value=line["value"])
     fields = line["failure"]
-    return Outcome(
+    return StageOutcome(
         failure=Failure(fields["how"], without_host_name(fields["message"]), without_host_name(fields["detail"]))
     )
 

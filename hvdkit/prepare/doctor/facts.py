@@ -161,7 +161,7 @@ class MpiLauncher:
 
 
 @dataclass(frozen=True)
-class Host:
+class DoctorHost:
     """The machine, without its name.
 
     Attributes:
@@ -192,7 +192,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DoctorFacts:
     """Everything that the checks look at.
 
     Attributes:
@@ -217,7 +217,7 @@ class Facts:
     python: str
     python_tag: str
     prefix: str
-    host: Host
+    host: DoctorHost
     packages: Mapping[str, Package]
     tensorflow_keras: str | None = None
     tensorflow_keras_failure: Failure | None = None

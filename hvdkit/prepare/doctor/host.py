@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdkit.common.ask import version
 from hvdkit.common.mpi_names import identify
-from hvdkit.prepare.doctor.facts import Host, MpiLauncher
+from hvdkit.prepare.doctor.facts import DoctorHost, MpiLauncher
 
 _RELEVANT = (
     "HOROVOD_",
@@ -33,12 +33,12 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in names}
 
 
-def look(environ: Mapping[str, str]) -> Host:
+def look(environ: Mapping[str, str]) -> DoctorHost:
     """The machine as this process sees it."""
     path = environ.get("PATH")
     compilers = environ.get("CXX", "").split()[:1] or ["g++", "c++", "clang++"]
     shared = Path("/dev/shm")  # noqa: S108
-    return Host(
+    return DoctorHost(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),

@@ -13,14 +13,14 @@ from typing import Any
 from hvdkit.common.mpi_names import identify
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.doctor import host, inside
-from hvdkit.prepare.doctor.children import Children, Outcome
+from hvdkit.prepare.doctor.children import Children, StageOutcome
 from hvdkit.prepare.doctor.facts import (
     CONTROLLERS,
     FRAMEWORKS,
     Build,
     Devices,
+    DoctorFacts,
     Extension,
-    Facts,
     Failure,
     MpiLibrary,
     Package,
@@ -37,7 +37,7 @@ _METADATA_NAMES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 
 def gather(
     python: str = sys.executable, environ: Mapping[str, str] | None = None, seconds: float = DEFAULT_SECONDS
-) -> Facts:
+) -> DoctorFacts:
     """Look at the environment of an interpreter: about 10 seconds with TensorFlow on 2 cores.
 
     Args:
@@ -65,7 +65,7 @@ def gather(
             children.stop()
             raise
     facts = _Assembly(inventory.value, outcomes)
-    return Facts(
+    return DoctorFacts(
         python=inventory.value["python"],
         python_tag=inventory.value["python_tag"],
         prefix=inventory.value["prefix"],
@@ -114,7 +114,7 @@ def plan(inventory: Mapping[str, Any]) -> list[list[str]]:
 class _Assembly:
     """The outcomes of all stages, as facts."""
 
-    def __init__(self, inventory: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> None:
+    def __init__(self, inventory: Mapping[str, Any], outcomes: Mapping[str, StageOutcome]) -> None:
         self.inventory = inventory
         self.outcomes = outcomes
 
@@ -202,5 +202,5 @@ def _mpi_library(value: Mapping[str, str] | None) -> MpiLibrary | None:
     return MpiLibrary(value["path"], implementation, version)
 
 
-def _merged(futures: Sequence[Future[dict[str, Outcome]]]) -> dict[str, Outcome]:
+def _merged(futures: Sequence[Future[dict[str, StageOutcome]]]) -> dict[str, StageOutcome]:
     return {stage: outcome for future in futures for stage, outcome in future.result().items()}

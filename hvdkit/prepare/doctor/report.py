@@ -11,7 +11,7 @@ import click
 import hvdkit
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document
-from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, Extension, Facts, Package
+from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, DoctorFacts, Extension, Package
 from hvdkit.prepare.doctor.finding import LEVELS, Found, has_errors
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan", "working": "green", "broken": "red"}
@@ -34,7 +34,7 @@ class Component:
     detail: str = ""
 
 
-class Report(Document, frozen=True):
+class DoctorReport(Document, frozen=True):
     """What the doctor found; without the name of the machine.
 
     Attributes:
@@ -50,15 +50,15 @@ class Report(Document, frozen=True):
     ok: bool
     components: dict[str, Component]
     findings: tuple[Found, ...]
-    facts: Facts
+    facts: DoctorFacts
 
 
-def as_json(facts: Facts, findings: Sequence[Found]) -> str:
+def as_json(facts: DoctorFacts, findings: Sequence[Found]) -> str:
     """The report as one JSON object."""
-    return json_files.encode(Report(not has_errors(findings), components(facts), tuple(findings), facts))
+    return json_files.encode(DoctorReport(not has_errors(findings), components(facts), tuple(findings), facts))
 
 
-def components(facts: Facts) -> dict[str, Component]:
+def components(facts: DoctorFacts) -> dict[str, Component]:
     """What a training is made of, by the name that users know it by."""
     table = {PACKAGES[name]: _package(facts, facts.packages[name]) for name in (*FRAMEWORKS, "keras", "jax")}
     table["Horovod"] = _horovod(facts)
@@ -71,7 +71,7 @@ def components(facts: Facts) -> dict[str, Component]:
     return table
 
 
-def _package(facts: Facts, package: Package) -> Component:
+def _package(facts: DoctorFacts, package: Package) -> Component:
     if not package.present:
         return Component("missing")
     if package.failure:
@@ -91,7 +91,7 @@ def _package(facts: Facts, package: Package) -> Component:
     return Component("working", package.version, f"{devices.build}, {seen}")
 
 
-def _horovod(facts: Facts) -> Component:
+def _horovod(facts: DoctorFacts) -> Component:
     package = facts.horovod
     version = package.installed_version
     if not package.present:
@@ -108,7 +108,7 @@ def _runs(extension: Extension) -> bool:
     return extension.loaded and any(failure is None for failure in extension.runs.values())
 
 
-def _controller(facts: Facts, name: str) -> Component:
+def _controller(facts: DoctorFacts, name: str) -> Component:
     """MPI or Gloo as Horovod has it: an allreduce was done with it, or not."""
     library = facts.horovod_mpi() if name == "MPI" else None
     version = str(library) if library else None
@@ -123,11 +123,11 @@ def _controller(facts: Facts, name: str) -> Component:
     return Component("working", version, f"an allreduce works in {' and '.join(FRAMEWORKS[name] for name in runs)}")
 
 
-def _operations(facts: Facts, name: str) -> Component:
+def _operations(facts: DoctorFacts, name: str) -> Component:
     return Component("untested", None, "built in") if facts.built_with(name) else Component("not built")
 
 
-def _mpi4py(facts: Facts) -> Component:
+def _mpi4py(facts: DoctorFacts) -> Component:
     package = facts.packages["mpi4py"]
     if not package.present:
         return Component("missing")
@@ -138,7 +138,7 @@ def _mpi4py(facts: Facts) -> Component:
     return Component("working", package.version, f"on {facts.mpi4py_mpi}" if facts.mpi4py_mpi else "")
 
 
-def _mpirun(facts: Facts) -> Component:
+def _mpirun(facts: DoctorFacts) -> Component:
     if not facts.mpi_launchers:
         return Component(
             "missing", None, f"launchers here: {', '.join(facts.host.schedulers)}" if facts.host.schedulers else ""
@@ -147,7 +147,7 @@ def _mpirun(facts: Facts) -> Component:
     return Component("found", str(launcher), launcher.path + ("" if launcher.first_on_path else " (not on PATH)"))
 
 
-def as_text(facts: Facts, findings: Sequence[Found], width: int) -> str:
+def as_text(facts: DoctorFacts, findings: Sequence[Found], width: int) -> str:
     """The report for people, in lines of at most ``width`` columns where words allow; coloured by click's styles."""
     parts = [f"hvdkit {hvdkit.__version__}, Python {facts.python} in {facts.prefix}, {facts.host.platform}", ""]
     parts += _table(components(facts))
@@ -169,7 +169,7 @@ def _table(rows: Mapping[str, Component]) -> list[str]:
     return lines
 
 
-def _cores(facts: Facts) -> str:
+def _cores(facts: DoctorFacts) -> str:
     host = facts.host
     quota = f", a quota of {host.cpu_quota:g} CPUs" if host.cpu_quota is not None else ""
     return f"{host.cores}, of which this process may use {host.affinity}{quota}"

@@ -16,10 +16,10 @@ from hvdkit.errors import InstallError
 from hvdkit.prepare.install import adjust, source, wheel
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.environment import pip_command, pip_environ
-from hvdkit.prepare.install.facts import TITLES, Facts
+from hvdkit.prepare.install.facts import TITLES, BuildFacts
 from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_VERSION
-from hvdkit.prepare.install.plan import Plan, build_environ
-from hvdkit.prepare.install.progress import Progress
+from hvdkit.prepare.install.plan import BuildPlan, build_environ
+from hvdkit.prepare.install.progress import InstallProgress
 from hvdkit.prepare.install.runner import run
 
 JOB_BYTES = 3 << 30
@@ -34,9 +34,9 @@ class Workshop:
     """What all steps of a build share: its directory, log, progress line, and environment."""
 
     directory: Path
-    facts: Facts
+    facts: BuildFacts
     log: Path
-    progress: Progress
+    progress: InstallProgress
     environ: Mapping[str, str]
 
     @property
@@ -60,7 +60,7 @@ class Workshop:
         run(argv, what=f"pip {arguments[0]}", environ=environ, cwd=self.directory, log=self.log)
 
 
-def build_wheel(plan: Plan, facts: Facts, cache: Cache, progress: Progress, log: Path) -> Path:
+def build_wheel(plan: BuildPlan, facts: BuildFacts, cache: Cache, progress: InstallProgress, log: Path) -> Path:
     """Build the wheel of a plan and keep it in the cache; the caller holds the lock of its key.
 
     Returns:
@@ -130,7 +130,7 @@ def _remove_if_left(directory: Path) -> None:
         return
 
 
-def _environ(plan: Plan, facts: Facts, directory: Path) -> dict[str, str]:
+def _environ(plan: BuildPlan, facts: BuildFacts, directory: Path) -> dict[str, str]:
     """The environment of the compilation: tools of ``directory``, jobs that fit the memory, NCCL."""
     environ = build_environ(plan, facts.environ)
     tools = directory / "tools"
@@ -163,7 +163,7 @@ def available_bytes(meminfo: str) -> int:
     return int(found.group(1)) * 1024 if found else JOB_BYTES
 
 
-def _check_frameworks(plan: Plan, shop: Workshop) -> None:
+def _check_frameworks(plan: BuildPlan, shop: Workshop) -> None:
     """CMake asks each framework for its settings by importing it, so one that cannot be imported ends here."""
     for framework in plan.frameworks:
         title = f"{TITLES[framework.name]} {framework.version}"
@@ -177,7 +177,7 @@ def _check_frameworks(plan: Plan, shop: Workshop) -> None:
             ) from error
 
 
-def _compile(plan: Plan, shop: Workshop, tree: Path) -> Path:
+def _compile(plan: BuildPlan, shop: Workshop, tree: Path) -> Path:
     shop.progress.say(
         f"Compiling for {' and '.join(TITLES[framework.name] for framework in plan.frameworks)}, "
         f"{shop.environ['CMAKE_BUILD_PARALLEL_LEVEL']} at a time"

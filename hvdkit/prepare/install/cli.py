@@ -19,11 +19,11 @@ from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.build import build_wheel
 from hvdkit.prepare.install.cache import Cache
-from hvdkit.prepare.install.facts import TITLES, Facts
+from hvdkit.prepare.install.facts import TITLES, BuildFacts
 from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
-from hvdkit.prepare.install.plan import Plan, make_plan
-from hvdkit.prepare.install.progress import Progress
+from hvdkit.prepare.install.plan import BuildPlan, make_plan
+from hvdkit.prepare.install.progress import InstallProgress
 from hvdkit.prepare.install.requirements import (
     GPU_OPERATIONS,
     Options,
@@ -104,9 +104,9 @@ def install(
 
 
 @contextlib.contextmanager
-def _reporting() -> Iterator[Progress]:
+def _reporting() -> Iterator[InstallProgress]:
     """Say how far it is, and what has ended it."""
-    progress = Progress(sys.stderr)
+    progress = InstallProgress(sys.stderr)
     with handled((signal.SIGTERM, signal.SIGHUP), _end):
         try:
             yield progress
@@ -119,7 +119,7 @@ def _reporting() -> Iterator[Progress]:
             progress.clear()
 
 
-def explanation(facts: Facts, options: Options) -> str:
+def explanation(facts: BuildFacts, options: Options) -> str:
     """What an install would do here: the table of adjustments with reasons, and the plan or why there is none."""
     found = tuple(framework.name for framework in facts.frameworks)
     head = (
@@ -134,7 +134,7 @@ def explanation(facts: Facts, options: Options) -> str:
     return f"{head}{table}\n\n{_describe(plan, facts)}"
 
 
-def _install(facts: Facts, options: Options, force: bool, ready: Shelf | None, progress: Progress) -> None:
+def _install(facts: BuildFacts, options: Options, force: bool, ready: Shelf | None, progress: InstallProgress) -> None:
     """Install a wheel: one of a shelf, one from the cache, or one that is built now."""
     found, plan = (None, make_plan(facts, options)) if ready is None else ready.find(facts, options)
     cache = Cache(facts.cache_directory)
@@ -158,11 +158,11 @@ def _install(facts: Facts, options: Options, force: bool, ready: Shelf | None, p
     click.echo(_summary(plan, how, progress.seconds))
 
 
-def _waiting(progress: Progress, doing: str) -> Callable[[str], None]:
+def _waiting(progress: InstallProgress, doing: str) -> Callable[[str], None]:
     return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
 
 
-def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: Progress) -> None:
+def _keep(facts: BuildFacts, options: Options, force: bool, shelf: Shelf, progress: InstallProgress) -> None:
     """Build a wheel, or take it from the cache, and leave it for others."""
     plan = make_plan(facts, options)
     cache = Cache(facts.cache_directory)
@@ -172,7 +172,9 @@ def _keep(facts: Facts, options: Options, force: bool, shelf: Shelf, progress: P
     click.echo(f"{_title(plan)}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {shelf.directory}")
 
 
-def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progress, log: Path) -> tuple[Path, str]:
+def _wheel(
+    plan: BuildPlan, facts: BuildFacts, cache: Cache, force: bool, progress: InstallProgress, log: Path
+) -> tuple[Path, str]:
     """The wheel of a plan, and how it was had. Hold the key's lock."""
     wheel = None if force else cache.whole(plan.key, progress.say)
     if wheel is not None:
@@ -182,7 +184,7 @@ def _wheel(plan: Plan, facts: Facts, cache: Cache, force: bool, progress: Progre
 
 
 def _put_in_place(
-    wheel: Path, plan: Plan, facts: Facts, cache: Cache, untried: bool, progress: Progress, log: Path
+    wheel: Path, plan: BuildPlan, facts: BuildFacts, cache: Cache, untried: bool, progress: InstallProgress, log: Path
 ) -> None:
     """Install a wheel; one that was never imported where it is now is tried, and forgotten where that fails."""
     progress.say(f"Installing into {facts.python.prefix}")
@@ -198,7 +200,7 @@ def _put_in_place(
             raise
 
 
-def _compile_mpi_recorder(plan: Plan, facts: Facts, progress: Progress) -> None:
+def _compile_mpi_recorder(plan: BuildPlan, facts: BuildFacts, progress: InstallProgress) -> None:
     """Have what `hvdkit launch --mpi-profile` preloads ready; compute nodes often lack a compiler."""
     if plan.mpi is None:
         return
@@ -210,7 +212,7 @@ def _compile_mpi_recorder(plan: Plan, facts: Facts, progress: Progress) -> None:
         progress.say(f"Note: {error}")
 
 
-def _describe(plan: Plan, facts: Facts) -> str:
+def _describe(plan: BuildPlan, facts: BuildFacts) -> str:
     cache = Cache(facts.cache_directory)
     if environment.is_installed(plan):
         state = "installed here already"
@@ -229,11 +231,11 @@ def _describe(plan: Plan, facts: Facts) -> str:
     return f"Plan:\n{_table(rows)}\n{notes}  settings of the build:\n{settings}"
 
 
-def _summary(plan: Plan, how: str, seconds: float) -> str:
+def _summary(plan: BuildPlan, how: str, seconds: float) -> str:
     return f"Installed {_title(plan)}, {how}, in {seconds:.1f} s\n{_table(_contents(plan))}\nNext: hvdkit doctor"
 
 
-def _contents(plan: Plan) -> list[tuple[str, str]]:
+def _contents(plan: BuildPlan) -> list[tuple[str, str]]:
     frameworks = ", ".join(f"{TITLES[framework.name]} {framework.version}" for framework in plan.frameworks)
     controllers = "Gloo"
     if plan.mpi is not None:
@@ -245,7 +247,7 @@ def _table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<12} {value}" for name, value in rows)
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: BuildPlan) -> str:
     return f"Horovod {plan.record.horovod}"
 
 

@@ -17,7 +17,7 @@ from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import PythonFacts
 from hvdkit.prepare.install.find_frameworks import distribution
 from hvdkit.prepare.install.pins import RUNTIME_NEEDS
-from hvdkit.prepare.install.plan import Plan
+from hvdkit.prepare.install.plan import BuildPlan
 from hvdkit.prepare.install.record import horovod_directory, read_record
 from hvdkit.prepare.install.runner import run
 
@@ -54,7 +54,7 @@ def missing_needs() -> list[str]:
     return [name for name in RUNTIME_NEEDS if distribution(name) is None]
 
 
-def is_installed(plan: Plan) -> bool:
+def is_installed(plan: BuildPlan) -> bool:
     """Whether the very build of the plan is installed here, with its libraries and everything it needs."""
     try:
         record = read_record()
@@ -66,7 +66,7 @@ def is_installed(plan: Plan) -> bool:
     return all(_is_whole(directory, package) for package in plan.run_paths)
 
 
-def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
+def install(wheel: Path, plan: BuildPlan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
     """Install the wheel and what it lacks at run time, in one pip install that touches nothing else.
 
     Raises:
@@ -89,7 +89,7 @@ def install(wheel: Path, plan: Plan, python: PythonFacts, environ: Mapping[str, 
         raise InstallError(f"pip installed the wheel and {python.site_packages} does not have it; the log is {log}")
 
 
-def check_import(plan: Plan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
+def check_import(plan: BuildPlan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
     """Import the installed Horovod in a process of its own and compare what it has with the plan.
 
     Raises:

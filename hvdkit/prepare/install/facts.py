@@ -130,7 +130,7 @@ class NcclFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class BuildFacts:
     """Everything that a build depends on, as found on this machine.
 
     Attributes:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install import find_gpu, find_mpi, find_toolchain
-from hvdkit.prepare.install.facts import Facts, PythonFacts, SystemFacts
+from hvdkit.prepare.install.facts import BuildFacts, PythonFacts, SystemFacts
 from hvdkit.prepare.install.find_frameworks import find_frameworks
 
 
-def gather_facts(gpu: bool) -> Facts:
+def gather_facts(gpu: bool) -> BuildFacts:
     """What is here; CUDA and NCCL are looked for only when ``gpu`` is true.
 
     Raises:
@@ -30,7 +30,7 @@ def gather_facts(gpu: bool) -> Facts:
     mpi, passed_over = find_mpi.find_mpi(environ, python.prefix)
     build_directory = Path(tempfile.gettempdir())
     cache = cache_directory()
-    facts = Facts(
+    facts = BuildFacts(
         python=python,
         system=_system(),
         frameworks=find_frameworks(),
@@ -69,7 +69,7 @@ def cache_directory() -> Path:
     return home / ".cache" / "hvdkit"
 
 
-def _with_gpu(facts: Facts) -> Facts:
+def _with_gpu(facts: BuildFacts) -> BuildFacts:
     environ = facts.environ
     directories = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     cuda = find_gpu.find_cuda(environ, directories)

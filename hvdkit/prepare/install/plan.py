@@ -15,9 +15,9 @@ from typing import Any
 from hvdkit.prepare.install import adjust, requirements
 from hvdkit.prepare.install.adjust import Patch
 from hvdkit.prepare.install.facts import (
+    BuildFacts,
     CompilerFacts,
     CudaFacts,
-    Facts,
     FrameworkFacts,
     MpiFacts,
     PythonFacts,
@@ -73,7 +73,7 @@ _SWITCHES = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """A build, decided.
 
     Attributes:
@@ -108,7 +108,7 @@ class Plan:
         return self.record.key
 
 
-def make_plan(facts: Facts, options: Options) -> Plan:
+def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
     """Decide how Horovod is built here.
 
     Raises:
@@ -130,7 +130,7 @@ def make_plan(facts: Facts, options: Options) -> Plan:
         "run_paths": {name: list(paths) for name, paths in run_paths.items()},
     }
     key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    return Plan(
+    return BuildPlan(
         options=options,
         frameworks=used.frameworks,
         mpi=used.mpi,
@@ -145,7 +145,7 @@ def make_plan(facts: Facts, options: Options) -> Plan:
     )
 
 
-def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str, Any]) -> Plan | str:
+def plan_of_ready(facts: BuildFacts, options: Options, key: str, fields: Mapping[str, Any]) -> BuildPlan | str:
     """The plan of a wheel that was built elsewhere for environments like this one: no compiler is needed.
 
     Args:
@@ -174,10 +174,10 @@ def plan_of_ready(facts: Facts, options: Options, key: str, fields: Mapping[str,
             )
     if different:
         return "; ".join(different)
-    return Plan(options, used.frameworks, used.mpi, paths, fields, _record(used, options.gpu, "", (), key))
+    return BuildPlan(options, used.frameworks, used.mpi, paths, fields, _record(used, options.gpu, "", (), key))
 
 
-def _used(facts: Facts, options: Options) -> tuple[Facts, Options]:
+def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
     """What of the facts the options ask for, and the options with the frameworks that this is."""
     requirements.check_options(options)
     requirements.check_environment(facts)
@@ -201,7 +201,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def build_environ(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+def build_environ(plan: BuildPlan, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of the build: the caller's, without what would change the binary unseen, with the settings."""
     kept = {
         name: value
@@ -232,7 +232,7 @@ def relative_to_environment(path: Path, python: PythonFacts) -> str:
     return os.path.relpath(path, python.prefix) if path.is_relative_to(python.prefix) else str(path)
 
 
-def _settings(used: Facts, options: Options, cxx: CompilerFacts, cc: CompilerFacts) -> dict[str, str]:
+def _settings(used: BuildFacts, options: Options, cxx: CompilerFacts, cc: CompilerFacts) -> dict[str, str]:
     """What Horovod's build is told by variables, name to value, of the parts that will be used."""
     settings = {
         "CXX": shlex.join(cxx.command),
@@ -279,12 +279,12 @@ def _cuda_settings(cuda: CudaFacts, gpu: str, environ: Mapping[str, str]) -> dic
     return settings
 
 
-def _path_first(used: Facts) -> tuple[Path, ...]:
+def _path_first(used: BuildFacts) -> tuple[Path, ...]:
     directories = [used.mpi.bin] if used.mpi else []
     return (*directories, used.cuda.home / "bin") if used.cuda else tuple(directories)
 
 
-def _run_paths(used: Facts) -> dict[str, tuple[str, ...]]:
+def _run_paths(used: BuildFacts) -> dict[str, tuple[str, ...]]:
     libraries = {"torch": "lib", "tensorflow": "."}
     found = {}
     for framework in used.frameworks:
@@ -295,7 +295,7 @@ def _run_paths(used: Facts) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _run_fields(used: Facts) -> dict[str, Any]:
+def _run_fields(used: BuildFacts) -> dict[str, Any]:
     """What has to be the same wherever the wheel is installed."""
     mpi, place = used.mpi, functools.partial(relative_to_environment, python=used.python)
     return {
@@ -309,7 +309,7 @@ def _run_fields(used: Facts) -> dict[str, Any]:
 
 
 def _build_fields(
-    used: Facts, compilers: list[str], settings: Mapping[str, str], patches: Iterable[Patch]
+    used: BuildFacts, compilers: list[str], settings: Mapping[str, str], patches: Iterable[Patch]
 ) -> dict[str, Any]:
     """What else changes the binary."""
     # Settings that name places are told by other fields, as far as their place matters.
@@ -327,7 +327,7 @@ def _build_fields(
     }
 
 
-def _record(used: Facts, gpu: str, compiler: str, patches: Iterable[Patch], key: str) -> BuildRecord:
+def _record(used: BuildFacts, gpu: str, compiler: str, patches: Iterable[Patch], key: str) -> BuildRecord:
     versions = {framework.name: framework.version for framework in used.frameworks}
     mpi = None
     if used.mpi is not None:
@@ -347,7 +347,7 @@ def _record(used: Facts, gpu: str, compiler: str, patches: Iterable[Patch], key:
     )
 
 
-def _notes(facts: Facts, options: Options, frameworks: Iterable[FrameworkFacts]) -> Iterable[str]:
+def _notes(facts: BuildFacts, options: Options, frameworks: Iterable[FrameworkFacts]) -> Iterable[str]:
     ignored = sorted(name for name in facts.environ if name.startswith(_BUILD_VARIABLES))
     if ignored:
         yield f"Ignored from the environment, since hvdkit sets what the build is told: {', '.join(ignored)}."

@@ -30,7 +30,7 @@ def parse_progress(line: str) -> tuple[int, str] | None:
     return int(match["percent"]), f"linking {name}"
 
 
-class Progress:
+class InstallProgress:
     """The lines that the user sees while Horovod is being installed."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:

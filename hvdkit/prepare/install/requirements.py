@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hvdkit.errors import InstallError, InvalidArgumentError
-from hvdkit.prepare.install.facts import FRAMEWORKS, TITLES, CompilerFacts, Facts, FrameworkFacts
+from hvdkit.prepare.install.facts import FRAMEWORKS, TITLES, BuildFacts, CompilerFacts, FrameworkFacts
 from hvdkit.prepare.install.pins import PYTHON_VERSIONS
 
 GPU_OPERATIONS = ("none", "nccl", "mpi")
@@ -57,7 +57,7 @@ def check_options(options: Options) -> None:
         raise InvalidArgumentError("--gpu mpi needs MPI; leave out --without-mpi, or use --gpu nccl.")
 
 
-def gpu_operations(facts: Facts, options: Options) -> tuple[Options, str]:
+def gpu_operations(facts: BuildFacts, options: Options) -> tuple[Options, str]:
     """The options with the GPU operations that can be built here in place of "auto", and a sentence that says why."""
     nccl = replace(options, gpu="nccl")
     try:
@@ -67,7 +67,7 @@ def gpu_operations(facts: Facts, options: Options) -> tuple[Options, str]:
     return nccl, "--gpu auto is nccl here."
 
 
-def check_environment(facts: Facts) -> None:
+def check_environment(facts: BuildFacts) -> None:
     """Operating system, Python and pip.
 
     Raises:
@@ -96,7 +96,7 @@ def check_environment(facts: Facts) -> None:
         )
 
 
-def chosen_frameworks(facts: Facts, options: Options) -> tuple[FrameworkFacts, ...]:
+def chosen_frameworks(facts: BuildFacts, options: Options) -> tuple[FrameworkFacts, ...]:
     """The frameworks to build for.
 
     Raises:
@@ -123,7 +123,7 @@ def chosen_frameworks(facts: Facts, options: Options) -> tuple[FrameworkFacts, .
     return tuple(found[name] for name in wanted)
 
 
-def check_toolchain(facts: Facts, frameworks: Iterable[FrameworkFacts]) -> tuple[CompilerFacts, CompilerFacts]:
+def check_toolchain(facts: BuildFacts, frameworks: Iterable[FrameworkFacts]) -> tuple[CompilerFacts, CompilerFacts]:
     """The C++ and the C compiler.
 
     Raises:
@@ -147,7 +147,7 @@ def check_toolchain(facts: Facts, frameworks: Iterable[FrameworkFacts]) -> tuple
     return cxx, cc
 
 
-def check_mpi(facts: Facts, options: Options) -> None:
+def check_mpi(facts: BuildFacts, options: Options) -> None:
     """An MPI with its C++ wrapper, unless the build goes without.
 
     Raises:
@@ -168,7 +168,7 @@ def check_mpi(facts: Facts, options: Options) -> None:
         )
 
 
-def check_gpu(facts: Facts, options: Options, frameworks: Iterable[FrameworkFacts]) -> None:
+def check_gpu(facts: BuildFacts, options: Options, frameworks: Iterable[FrameworkFacts]) -> None:
     """CUDA in the frameworks and on the machine, and NCCL, for a GPU build.
 
     Raises:
@@ -207,7 +207,7 @@ def check_gpu(facts: Facts, options: Options, frameworks: Iterable[FrameworkFact
         )
 
 
-def check_space(facts: Facts) -> None:
+def check_space(facts: BuildFacts) -> None:
     """Room for the build and for its result.
 
     Raises:
@@ -231,7 +231,7 @@ def check_space(facts: Facts) -> None:
 
 
 def _compiler(
-    facts: Facts, found: CompilerFacts | None, language: str, variable: str, names: str, package: str
+    facts: BuildFacts, found: CompilerFacts | None, language: str, variable: str, names: str, package: str
 ) -> CompilerFacts:
     if found is not None:
         return found

@@ -16,8 +16,8 @@ from typing import Any
 
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.cache import MANIFEST, Cache
-from hvdkit.prepare.install.facts import Facts
-from hvdkit.prepare.install.plan import Plan, plan_of_ready
+from hvdkit.prepare.install.facts import BuildFacts
+from hvdkit.prepare.install.plan import BuildPlan, plan_of_ready
 from hvdkit.prepare.install.requirements import Options
 
 _TEXT_BYTES = 1 << 20
@@ -34,7 +34,7 @@ class Shelf:
     def _cache(self) -> Cache:
         return Cache(self.directory.absolute(), ".", named=True)
 
-    def put(self, wheel: Path, plan: Plan) -> Path:
+    def put(self, wheel: Path, plan: BuildPlan) -> Path:
         """Keep a wheel in place of any other of the same key; returns its path here.
 
         Raises:
@@ -47,7 +47,7 @@ class Shelf:
                 f"{self.directory} cannot be written ({error.strerror}); name another directory."
             ) from error
 
-    def find(self, facts: Facts, options: Options) -> tuple[Path, Plan]:
+    def find(self, facts: BuildFacts, options: Options) -> tuple[Path, BuildPlan]:
         """The wheel that fits here, and what it is.
 
         Raises:
@@ -61,7 +61,7 @@ class Shelf:
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 misfits.append(f"{key[:12]} cannot be read ({error})")
                 continue
-            if isinstance(plan, Plan):
+            if isinstance(plan, BuildPlan):
                 wheel = self._cache.get(key)
                 if wheel is not None:
                     return wheel, plan

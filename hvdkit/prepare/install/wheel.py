@@ -11,14 +11,14 @@ from hvdkit.common import json_files
 from hvdkit.errors import InstallError
 from hvdkit.prepare.install.facts import PythonFacts
 from hvdkit.prepare.install.pins import HOROVOD_VERSION
-from hvdkit.prepare.install.plan import Plan, run_path
+from hvdkit.prepare.install.plan import BuildPlan, run_path
 from hvdkit.prepare.install.record import FILE_NAME
 
 Tool = Callable[[list[str]], list[str]]
 """Runs a build tool with arguments and returns the lines it wrote."""
 
 
-def finish(wheel: Path, plan: Plan, python: PythonFacts, work: Path, tool: Tool) -> Path:
+def finish(wheel: Path, plan: BuildPlan, python: PythonFacts, work: Path, tool: Tool) -> Path:
     """Make a wheel relocatable and put the build record into it.
 
     Args:

@@ -9,7 +9,7 @@ from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single
 from hvdkit.prepare.port.edits import to, with_argument
-from hvdkit.prepare.port.plan import Plan, Unsure
+from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _DIST = "torch.distributed."
 _OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
@@ -19,7 +19,7 @@ _LEFT_OUT = {"device_ids", "output_device", "find_unused_parameters", "broadcast
              "gradient_as_bucket_view", "bucket_cap_mb"}  # fmt: skip
 
 
-def port(plan: Plan) -> None:
+def port(plan: PortPlan) -> None:
     """Port a script that uses DDP; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     plan.adapter = "torch"
@@ -42,7 +42,7 @@ def port(plan: Plan) -> None:
     if not made:
         raise Unsure(wraps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
     plan.each(lambda plan, event: _optimizer(plan, event, models), made)
-    plan.each(Plan.pin, pins)
+    plan.each(PortPlan.pin, pins)
     plan.each(_message, [one for one in case.events if case.name(one.node).startswith(_DIST)])
     plan.each(_sampler, [one for one in case.events if case.name(one.node) in SAMPLERS])
     for event in case.methods("no_sync"):
@@ -51,7 +51,7 @@ def port(plan: Plan) -> None:
     plan.replace_numbers(_DIST)
 
 
-def _require_known(plan: Plan) -> None:
+def _require_known(plan: PortPlan) -> None:
     """DDP is started and asked in ways that are all known, or nothing is changed."""
     case = plan.case
     for name, line in case.used.items():
@@ -70,7 +70,7 @@ def _require_known(plan: Plan) -> None:
             raise Unsure(node, f"it uses DDP's {node.attr}", f"with {plan.hk}.no_sync(model): around those backwards")
 
 
-def _unwrap(plan: Plan, wraps: list[Event]) -> dict[str, str]:
+def _unwrap(plan: PortPlan, wraps: list[Event]) -> dict[str, str]:
     """Take DDP off; returns by the wrapped model's name that of the model."""
     found: dict[str, str] = {}
     hk = plan.hk
@@ -94,7 +94,7 @@ def _unwrap(plan: Plan, wraps: list[Event]) -> dict[str, str]:
     return found
 
 
-def _optimizer(plan: Plan, event: Event, models: dict[str, str]) -> None:
+def _optimizer(plan: PortPlan, event: Event, models: dict[str, str]) -> None:
     """DDP's hooks become the optimizer's, and the rate stays what it was."""
     call = event.node
     write = f"{plan.hk}.distribute(optimizer, model); {plan.hk}.broadcast_state(model, optimizer)"
@@ -118,7 +118,7 @@ def _optimizer(plan: Plan, event: Event, models: dict[str, str]) -> None:
         )
 
 
-def _message(plan: Plan, event: Event) -> None:
+def _message(plan: PortPlan, event: Event) -> None:
     """Replace a call of ``torch.distributed`` by Horovod's; raises Unsure where the text does not show what it does."""
     call = event.node
     last = plan.case.name(call).removeprefix(_DIST)
@@ -144,7 +144,7 @@ def _message(plan: Plan, event: Event) -> None:
         plan.change(call, to(f"{hvd}.{done}"))
 
 
-def _sampler(plan: Plan, event: Event) -> None:
+def _sampler(plan: PortPlan, event: Event) -> None:
     """Without PyTorch's process group it is told rank and size."""
     call = event.node
     if has_stars(call) or len(call.args) > 1:

@@ -11,7 +11,7 @@ from hvdkit.prepare.check.removed import asks_for_keras_2
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_horovod_tensorflow, keras_2
 from hvdkit.prepare.port.edits import called, to, with_argument
-from hvdkit.prepare.port.plan import Plan, Unsure
+from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _ADAPTERS = {f"horovod.{one}": one for one in ("torch", "keras", "tensorflow")} | {"horovod.tensorflow.keras": "keras"}
 _CONSTANTS = {
@@ -24,7 +24,7 @@ _KNOWN = {"optimizer", "named_parameters", "compression", "backward_passes_per_s
           "groups", "num_groups", "sparse_as_dense", "process_set"}  # fmt: skip
 
 
-def port(plan: Plan) -> None:
+def port(plan: PortPlan) -> None:
     """Port a script that uses Horovod; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     modules = [_ADAPTERS.get(one, "") for one in case.modules]
@@ -50,7 +50,7 @@ def port(plan: Plan) -> None:
     plan.replace_numbers("horovod.")
 
 
-def _import(plan: Plan) -> None:
+def _import(plan: PortPlan) -> None:
     """Import hvdkit where Horovod is imported."""
     code = f"import hvdkit.{plan.adapter} as {plan.hk}"
     for node in plan.text.tree.body:
@@ -62,7 +62,7 @@ def _import(plan: Plan) -> None:
     plan.import_(code)
 
 
-def distribute(plan: Plan, call: ast.Call, names: dict[str, str]) -> None:
+def distribute(plan: PortPlan, call: ast.Call, names: dict[str, str]) -> None:
     """Horovod's call becomes hvdkit's: words for constants, and these arguments under hvdkit's names."""
     given = [one.value for one in call.keywords if one.arg in ("compression", "op")]
     found = {node: word for one in given for node in plan.case.reach(one) if (word := _word(plan, node))}
@@ -81,7 +81,7 @@ def distribute(plan: Plan, call: ast.Call, names: dict[str, str]) -> None:
             plan.rename(one.value, names[one.arg])
 
 
-def _word(plan: Plan, node: ast.AST) -> str:
+def _word(plan: PortPlan, node: ast.AST) -> str:
     """hvdkit's word for a constant of Horovod, "" for everything else."""
     name = (plan.case.dotted(node) if isinstance(node, ast.Attribute) else None) or ""
     known = _CONSTANTS.items() if name.startswith("horovod.") else ()
@@ -91,10 +91,10 @@ def _word(plan: Plan, node: ast.AST) -> str:
 # PyTorch --------------------------------------------------------------------------------------------------------------
 
 
-def _torch(plan: Plan) -> None:
+def _torch(plan: PortPlan) -> None:
     before = len(plan.left)
     pins = [one for one in plan.case.named("cuda.set_device") if one.node.args]
-    plan.each(Plan.pin, [one for one in pins if plan.number(one.node.args[0], "horovod.") == "local_rank"])
+    plan.each(PortPlan.pin, [one for one in pins if plan.number(one.node.args[0], "horovod.") == "local_rank"])
     distributed = plan.of("horovod.torch.", Role.DISTRIBUTE)
     plan.each(_optimizer, distributed)
     if distributed and len(plan.left) == before:
@@ -102,7 +102,7 @@ def _torch(plan: Plan) -> None:
     _broadcasts(plan)
 
 
-def _optimizer(plan: Plan, event: Event) -> None:
+def _optimizer(plan: PortPlan, event: Event) -> None:
     """``hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), ...)``."""
     call = event.node
     if has_stars(call) or len(call.args) > 2 or not plan.case.name(call).endswith(".DistributedOptimizer"):
@@ -123,7 +123,7 @@ def _optimizer(plan: Plan, event: Event) -> None:
         plan.rename(named, "" if first else "model", model)
 
 
-def _waits(plan: Plan, event: Event) -> None:
+def _waits(plan: PortPlan, event: Event) -> None:
     """``optimizer.synchronize()`` and ``with optimizer.skip_synchronize():`` are over when ``backward`` returns."""
     if not plan.case.having_made(receiver(event.node), Role.DISTRIBUTE):
         return
@@ -136,14 +136,14 @@ def _waits(plan: Plan, event: Event) -> None:
     plan.edit("unwrap", around)
 
 
-def _stepped(plan: Plan, optimizer: ast.expr | None) -> set[str]:
+def _stepped(plan: PortPlan, optimizer: ast.expr | None) -> set[str]:
     """The models whose parameters an optimizer was made with, as text."""
     calls = plan.case.calls(optimizer) if optimizer is not None else []
     made = [one for one in calls if plan.case.is_torch_optimizer(one) and one.args]
     return {text for one in made for text in plan.models_of(one.args[0])}
 
 
-def _broadcasts(plan: Plan) -> None:
+def _broadcasts(plan: PortPlan) -> None:
     """Parameters and optimizer state, in one call where one follows the other."""
     names = {one.node: plan.case.name(one.node).rpartition(".")[2] for one in plan.of("horovod.torch.", Role.BROADCAST)}
     done: list[ast.Call] = []
@@ -164,7 +164,7 @@ def _broadcasts(plan: Plan) -> None:
                 done.append(other)
 
 
-def _broadcast(plan: Plan, sent: dict[str, ast.Call]) -> str:
+def _broadcast(plan: PortPlan, sent: dict[str, ast.Call]) -> str:
     """The one call for what these calls send, by their names."""
     first, *_ = sent.values()
     given = {name: argument(call, _SENT[name], 0) for name, call in sent.items()}

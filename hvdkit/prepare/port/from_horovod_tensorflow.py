@@ -13,7 +13,7 @@ from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.training import once
 from hvdkit.prepare.port import from_horovod
 from hvdkit.prepare.port.edits import to, without
-from hvdkit.prepare.port.plan import Plan, Unsure
+from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _SETTINGS = ("set_memory_growth", "set_visible_devices", "keras.backend.set_session", "tensorflow.Session",
              "builtins.len")  # fmt: skip
@@ -27,7 +27,7 @@ _RATES = {
 _DROPPED = {"average_aggregated_gradients", "name"}
 
 
-def port(plan: Plan) -> None:
+def port(plan: PortPlan) -> None:
     """Port what is TensorFlow's."""
     with plan.sure():
         _pin(plan)
@@ -43,7 +43,7 @@ def port(plan: Plan) -> None:
 # Step 2 ---------------------------------------------------------------------------------------------------------------
 
 
-def _pin(plan: Plan) -> None:
+def _pin(plan: PortPlan) -> None:
     """A list of GPUs or a session's settings, and the statements that use them, become ``pin_device``."""
     case = plan.case
     made = case.named("tensorflow.ConfigProto")
@@ -65,7 +65,7 @@ def _pin(plan: Plan) -> None:
             plan.edit("remove", part)  # type: ignore[arg-type]
 
 
-def _only_sets_up(plan: Plan, statement: ast.stmt, name: str) -> bool:
+def _only_sets_up(plan: PortPlan, statement: ast.stmt, name: str) -> bool:
     """Whether a statement only lets memory grow and chooses GPUs."""
     if isinstance(statement, ast.Assign):
         return ast.unparse(statement.targets[0]).startswith(f"{name}.gpu_options.")
@@ -78,7 +78,7 @@ def _only_sets_up(plan: Plan, statement: ast.stmt, name: str) -> bool:
 # Steps 4, 3 and 5 -----------------------------------------------------------------------------------------------------
 
 
-def _distribute(plan: Plan, event: Event) -> None:
+def _distribute(plan: PortPlan, event: Event) -> None:
     """``hvd.DistributedOptimizer`` and ``hvd.DistributedGradientTape``."""
     call = event.node
     gone = []
@@ -98,7 +98,7 @@ def _distribute(plan: Plan, event: Event) -> None:
         plan.change(call, without(gone))
 
 
-def _callback(plan: Plan, event: Event) -> None:
+def _callback(plan: PortPlan, event: Event) -> None:
     """Horovod's callbacks."""
     call = event.node
     if has_stars(call):
@@ -114,7 +114,7 @@ def _callback(plan: Plan, event: Event) -> None:
         _rate(plan, call)
 
 
-def _rate(plan: Plan, call: ast.Call) -> None:
+def _rate(plan: PortPlan, call: ast.Call) -> None:
     """A warmup or a schedule; hvdkit's have no initial rate, as they know the optimizer's."""
     name, places = _RATES[plan.case.name(call).rpartition(".")[2]]
     odd = [one.arg for one in call.keywords if one.arg not in {*places, "initial_lr", "momentum_correction", "verbose"}]
@@ -132,7 +132,7 @@ def _rate(plan: Plan, call: ast.Call) -> None:
 # Step 5 in a loop of your own -----------------------------------------------------------------------------------------
 
 
-def _broadcast_variables(plan: Plan) -> None:
+def _broadcast_variables(plan: PortPlan) -> None:
     """Broadcasts after the first step of a ``tf.function`` go in front of the call that takes it."""
     calls = [one.node for one in once(plan.of("horovod.", Role.BROADCAST))]
     calls = [one for one in calls if plan.case.name(one).endswith("broadcast_variables")]
@@ -168,7 +168,7 @@ def _broadcast_variables(plan: Plan) -> None:
 
 
 def _before_first_step(
-    plan: Plan, around: ast.If, function: ast.FunctionDef, model: str, sent: str, write: str
+    plan: PortPlan, around: ast.If, function: ast.FunctionDef, model: str, sent: str, write: str
 ) -> None:
     """``if first_batch:`` in the step becomes the same condition in front of the calls of the step."""
     parameters = [*function.args.args, *function.args.kwonlyargs]
@@ -198,7 +198,7 @@ def _before_first_step(
     plan.edit("remove", around)
 
 
-def _built(plan: Plan, function: FunctionNode, call: ast.Call, model: str) -> str:
+def _built(plan: PortPlan, function: FunctionNode, call: ast.Call, model: str) -> str:
     """A call of the model with what the step gives it, "" where that is not known outside of the step."""
     inside = [one for one in ast.walk(function) if isinstance(one, ast.Call) and ast.unparse(one.func) == model]
     if not inside or not inside[0].args or not isinstance(inside[0].args[0], ast.Name):

@@ -12,7 +12,7 @@ from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single_tensorflow, keras_2
 from hvdkit.prepare.port.edits import around, called, with_argument, without
-from hvdkit.prepare.port.plan import Plan, Unsure, is_text
+from hvdkit.prepare.port.plan import PortPlan, Unsure, is_text
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "Adagrad": "0.01", "RMSprop": "0.01",
          "Adamax": "0.002", "NAdam": "0.002", "RAdam": "0.001", "ASGD": "0.01"}  # fmt: skip
@@ -26,7 +26,7 @@ _PATH = re.compile(r"path|file|ckpt|checkpoint")
 _SAMPLERS = [f"torch.utils.data.{one}Sampler" for one in ("Random", "WeightedRandom", "SubsetRandom", "Sequential")]
 
 
-def port(plan: Plan) -> None:
+def port(plan: PortPlan) -> None:
     """Port a script that no library distributes; ``Unsure`` where nothing of it can be ported for certain."""
     case = plan.case
     if case.others:
@@ -45,7 +45,7 @@ def port(plan: Plan) -> None:
     _files(plan)
 
 
-def _start(plan: Plan, first: Event) -> None:
+def _start(plan: PortPlan, first: Event) -> None:
     """``init`` and ``pin_device``: at the beginning of the function in which the training starts, or of the script."""
     code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})"
     functions = plan.case.callees(first.stack[0]) if first.stack else []
@@ -64,7 +64,7 @@ def _start(plan: Plan, first: Event) -> None:
     plan.edit("before", start, code)
 
 
-def _holds_all(plan: Plan, call: ast.Call) -> bool:
+def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
     """Whether all that trains or loads data happens in one call that the module makes: ``main()``."""
     case = plan.case
     loaders = [one for one in case.events if case.name(one.node) in LOADERS]
@@ -75,7 +75,7 @@ def _holds_all(plan: Plan, call: ast.Call) -> bool:
 # PyTorch --------------------------------------------------------------------------------------------------------------
 
 
-def _torch(plan: Plan) -> None:
+def _torch(plan: PortPlan) -> None:
     case = plan.case
     plan.each(_optimizer, [one for one in case.optimizers if one.reached])
     if not case.optimizers:
@@ -89,7 +89,7 @@ def _torch(plan: Plan) -> None:
     plan.each(_download, find.downloads(case))
 
 
-def _optimizer(plan: Plan, event: Event) -> None:
+def _optimizer(plan: PortPlan, event: Event) -> None:
     """Steps 3, 4 and 5, around the statement that makes an optimizer."""
     call, hk = event.node, plan.hk
     write = f"{hk}.distribute(optimizer, model); {hk}.broadcast_state(model, optimizer)"
@@ -116,13 +116,13 @@ def _optimizer(plan: Plan, event: Event) -> None:
     plan.distribute(home, event, model, f"{hk}.sync_batch_norm({model})\n" if _normalizes(plan, call, model) else "")
 
 
-def _whole(plan: Plan, text: str) -> str:
+def _whole(plan: PortPlan, text: str) -> str:
     """``model`` for ``model.classifier``: what is broadcast is the whole model."""
     base = text.split(".")[0]
     return base if base != "self" and base in plan.case.holders else text
 
 
-def _normalizes(plan: Plan, optimizer: ast.Call, model: str) -> bool:
+def _normalizes(plan: PortPlan, optimizer: ast.Call, model: str) -> bool:
     """Whether a model has BatchNorm for certain; where it may have some, that is listed."""
     case = plan.case
     made = plan.makers(model)
@@ -140,7 +140,7 @@ _OWN = re.compile(r"loss|acc|metric|score|patience|best|stop|error|counter")
 """Names of what one rank sees of its own part."""
 
 
-def _differing(plan: Plan) -> None:
+def _differing(plan: PortPlan) -> None:
     """What may differ between ranks, or be meant for one device, and keeps them from being one training."""
     hk, world = plan.hk, plan.world
     mean = f"{hk}.average_metrics({{'loss': loss}}, {world})['loss'], the same on every rank"
@@ -165,7 +165,7 @@ def _differing(plan: Plan) -> None:
                 plan.leave(node, "it sets a learning rate of its own", write)
 
 
-def _loader(plan: Plan, event: Event) -> None:
+def _loader(plan: PortPlan, event: Event) -> None:
     """``DataLoader(...)`` of a loop that trains becomes ``shard(...)``."""
     case, call, hk = plan.case, event.node, plan.hk
     write = f"{hk}.shard(dataset, {plan.world}, batch_size, shuffle=True)"
@@ -209,7 +209,7 @@ def _loader(plan: Plan, event: Event) -> None:
     _whole_lengths(plan, call)
 
 
-def _whole_lengths(plan: Plan, call: ast.Call) -> None:
+def _whole_lengths(plan: PortPlan, call: ast.Call) -> None:
     """Sums over this rank's part that are divided by the number of all samples."""
     for node in plan.case.nodes:
         match node:
@@ -220,7 +220,7 @@ def _whole_lengths(plan: Plan, call: ast.Call) -> None:
                         f"{plan.hk}.average_metrics({{'loss': (total, count)}}, {plan.world})")  # fmt: skip
 
 
-def _download(plan: Plan, event: Event) -> None:
+def _download(plan: PortPlan, event: Event) -> None:
     """One process of each host downloads, and the others wait."""
     call = event.node
     download = argument(call, "download")
@@ -242,27 +242,27 @@ def _download(plan: Plan, event: Event) -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _files(plan: Plan) -> None:
+def _files(plan: PortPlan) -> None:
     """Step 6: what writes a file does so on the root."""
     case = plan.case
     writing = [one for one in case.events if _writes(plan, one.node) or (one.reached and _opens(plan, one.node))]
     plan.each(_write, [one for one in writing if case.where(one) != "some ranks"])
 
 
-def _writes(plan: Plan, call: ast.Call) -> bool:
+def _writes(plan: PortPlan, call: ast.Call) -> bool:
     name = plan.case.name(call)
     own = not name and bool(arguments(call)) and not plan.case.callees(call)
     return name in _WRITES or (own and method(call) in _METHODS)
 
 
-def _opens(plan: Plan, call: ast.Call) -> bool:
+def _opens(plan: PortPlan, call: ast.Call) -> bool:
     """Whether a call opens a file to write."""
     mode = argument(call, "mode", 1)
     text = mode.value if isinstance(mode, ast.Constant) and isinstance(mode.value, str) else ""
     return plan.case.name(call) in ("builtins.open", "io.open") and bool(set(text) & set("wax"))
 
 
-def _write(plan: Plan, event: Event) -> None:
+def _write(plan: PortPlan, event: Event) -> None:
     call = event.node
     if _opens(plan, call):
         raise Unsure(call, "every rank opens this file to write", f"if {plan.world}.is_root: around what writes")
@@ -286,7 +286,7 @@ def _may_be_path(node: ast.expr) -> bool:
     return False
 
 
-def _require_unread(plan: Plan, event: Event) -> None:
+def _require_unread(plan: PortPlan, event: Event) -> None:
     """A file that the script reads later must be there on every rank by then."""
     paths = {ast.unparse(one) for one in arguments(event.node) if _may_be_path(one)}
     for other in plan.case.events:

@@ -8,7 +8,7 @@ from hvdkit.prepare.check.call_arguments import arguments
 from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.edits import around, to, with_argument, without
-from hvdkit.prepare.port.plan import Plan, Unsure
+from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _RATES = {"SGD": "0.01", **dict.fromkeys(("Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl",
                                           "Lion"), "0.001")}  # fmt: skip
@@ -21,7 +21,7 @@ _ARRAYS = ("numpy.", "keras.datasets.", "keras.utils.to_categorical", "keras.uti
            "sklearn.", "builtins.", "pandas.", "keras.preprocessing.sequence.")  # fmt: skip
 
 
-def port(plan: Plan) -> None:
+def port(plan: PortPlan) -> None:
     """Port what is TensorFlow's."""
     case = plan.case
     made = [one for one in case.optimizers if one.reached]
@@ -45,7 +45,7 @@ def port(plan: Plan) -> None:
 # Steps 3 and 4 --------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(plan: Plan, event: Event) -> None:
+def _optimizer(plan: PortPlan, event: Event) -> None:
     call = event.node
     rate = argument(call, "learning_rate", 0)
     rate = argument(call, "lr") if rate is None else rate
@@ -65,7 +65,7 @@ def _optimizer(plan: Plan, event: Event) -> None:
         plan.change(call, around(f"{plan.hk}.distribute(__)"))
 
 
-def _compile(plan: Plan, event: Event) -> None:
+def _compile(plan: PortPlan, event: Event) -> None:
     """``compile(optimizer="adam")``."""
     call = event.node
     given = argument(call, "optimizer", 0)
@@ -78,7 +78,7 @@ def _compile(plan: Plan, event: Event) -> None:
     plan.change(given, to(f"{plan.hk}.distribute({_keras(plan)}.optimizers.{name}({rate}))"))
 
 
-def _keras(plan: Plan) -> str:
+def _keras(plan: PortPlan) -> str:
     """How the script names Keras."""
     for node in plan.case.nodes:
         if isinstance(node, (ast.Name, ast.Attribute)) and plan.case.dotted(node) == "keras":
@@ -88,7 +88,7 @@ def _keras(plan: Plan) -> str:
     return name
 
 
-def _tapes(plan: Plan) -> None:
+def _tapes(plan: PortPlan) -> None:
     """The tapes whose gradients are applied; and the broadcast before the first step."""
     case, hk = plan.case, plan.hk
     write = f"tape = {hk}.distribute(tape); {hk}.broadcast_state(model, optimizer) once the model has its variables"
@@ -112,7 +112,7 @@ def _tapes(plan: Plan) -> None:
         plan.edit("before", first, f"{hk}.broadcast_state({model}, {optimizer})")
 
 
-def _is_built(plan: Plan, model: str) -> bool:
+def _is_built(plan: PortPlan, model: str) -> bool:
     """Whether a model has its variables as soon as it is made."""
     case = plan.case
     for call in plan.makers(model):
@@ -131,7 +131,7 @@ def _is_built(plan: Plan, model: str) -> bool:
 # Step 7 and 5 in fit --------------------------------------------------------------------------------------------------
 
 
-def _fit(plan: Plan, event: Event) -> None:
+def _fit(plan: PortPlan, event: Event) -> None:
     """Give ``fit`` sharded data and the callbacks of the steps; raises Unsure where its data are not known."""
     call, case, hk = event.node, plan.case, plan.hk
     write = f"fit({hk}.shard((x, y), {plan.world}, batch_size), callbacks=[{hk}.BroadcastState()])"
@@ -159,7 +159,7 @@ def _fit(plan: Plan, event: Event) -> None:
         plan.change(callbacks, around(f"[{hk}.BroadcastState(), *__]"))
 
 
-def _arrays(plan: Plan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: str) -> None:
+def _arrays(plan: PortPlan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: str) -> None:
     """``fit(x, y, batch_size=..., validation_split=...)`` of arrays."""
     given = {name: argument(call, name, place) for place, name in enumerate(_FIT)}
     split, batch, order = given["validation_split"], given["batch_size"], given["shuffle"]
@@ -195,7 +195,7 @@ def _arrays(plan: Plan, call: ast.Call, x: ast.expr, y: ast.expr | None, write: 
         plan.change(call, without(gone))
 
 
-def _data_set(plan: Plan, node: ast.expr) -> None:
+def _data_set(plan: PortPlan, node: ast.expr) -> None:
     """A ``tf.data`` pipeline that begins with arrays: each rank takes as many of its samples, one in every ``size``."""
     case, world = plan.case, plan.world
     shard = f"shard({world}.size, {world}.rank)"

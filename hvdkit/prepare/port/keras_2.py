@@ -9,13 +9,13 @@ from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.edits import to, without
-from hvdkit.prepare.port.plan import Plan, Unsure
+from hvdkit.prepare.port.plan import PortPlan, Unsure
 
 _IMAGES = "keras.preprocessing.image"
 _NOT_IN_3 = {"workers", "use_multiprocessing", "max_queue_size", "pickle_safe", "max_q_size"}
 
 
-def port(plan: Plan) -> None:
+def port(plan: PortPlan) -> None:
     """Replace them."""
     case = plan.case
     if removed.asks_for_keras_2(case):
@@ -31,14 +31,14 @@ def port(plan: Plan) -> None:
     plan.each(_file_of, case.named("keras.callbacks.ModelCheckpoint"))
 
 
-def _compile(plan: Plan, event: Event) -> None:
+def _compile(plan: PortPlan, event: Event) -> None:
     call = event.node
     places = [at for at, one in enumerate(call.keywords, len(call.args)) if one.arg == "experimental_run_tf_function"]
     if places and not has_stars(call):
         plan.change(call, without(places))
 
 
-def _generator(plan: Plan, event: Event) -> None:
+def _generator(plan: PortPlan, event: Event) -> None:
     """``fit_generator(flow, steps_per_epoch=...)`` is ``fit``."""
     call = event.node
     odd = [one.arg for one in call.keywords if one.arg in _NOT_IN_3]
@@ -51,7 +51,7 @@ def _generator(plan: Plan, event: Event) -> None:
         plan.rename(given, "x")
 
 
-def _import_images(plan: Plan) -> None:
+def _import_images(plan: PortPlan) -> None:
     """tf.keras still has ``ImageDataGenerator``."""
     for node in plan.case.nodes:
         match node:
@@ -64,7 +64,7 @@ def _import_images(plan: Plan) -> None:
     plan.leave(1, "the package keras has no ImageDataGenerator any more", f"import it from tensorflow.{_IMAGES}")
 
 
-def _file_of(plan: Plan, event: Event) -> None:
+def _file_of(plan: PortPlan, event: Event) -> None:
     """Keras 3 writes whole models to ``.keras`` and weights to ``.weights.h5``, and refuses other endings."""
     path = argument(event.node, "filepath", 0)
     weights = argument(event.node, "save_weights_only", 4)

@@ -17,7 +17,7 @@ from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.training import once
 from hvdkit.prepare.port.edits import Change, Edits, around, as_keyword, to, with_argument
-from hvdkit.prepare.port.text import Text
+from hvdkit.prepare.port.text import ScriptText
 
 _NUMBERS = {one: one for one in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")}
 _NUMBERS |= {"get_rank": "rank", "get_world_size": "size"}
@@ -49,7 +49,7 @@ class Unsure(Exception):  # noqa: N818 - it never leaves this room
         self.left = Left(node if isinstance(node, int) else getattr(node, "lineno", 1), why, write)
 
 
-class Plan:
+class PortPlan:
     """The port of one script.
 
     Attributes:
@@ -61,7 +61,7 @@ class Plan:
         notes: what else the owner should know.
     """
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: ScriptText) -> None:
         self.text = text
         self.case = JudgedCase(text.tree)
         self.edits = Edits(text.module)
@@ -91,7 +91,7 @@ class Plan:
         except Unsure as unsure:
             self.left.append(unsure.left)
 
-    def each(self, change: Callable[[Plan, Event], None], events: Iterable[Event]) -> None:
+    def each(self, change: Callable[[PortPlan, Event], None], events: Iterable[Event]) -> None:
         """Try a change on each call of these events, once."""
         for event in once(events):
             with self.sure():

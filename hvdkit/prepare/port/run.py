@@ -15,8 +15,8 @@ from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.verdict import UNDECIDED
 from hvdkit.prepare.port import from_ddp, from_horovod, from_single
 from hvdkit.prepare.port.edits import Edits, without
-from hvdkit.prepare.port.plan import Left, Plan, Unsure
-from hvdkit.prepare.port.text import Text
+from hvdkit.prepare.port.plan import Left, PortPlan, Unsure
+from hvdkit.prepare.port.text import ScriptText
 
 _FROM = {"horovod": from_horovod.port, "ddp": from_ddp.port, "none": from_single.port}
 _NAMES = {"horovod": "plain Horovod", "ddp": "PyTorch DDP", "none": "one process", "hvdkit": "hvdkit"}
@@ -43,7 +43,7 @@ class Ported:
         notes: what else to know.
     """
 
-    before: Text
+    before: ScriptText
     after: bytes
     library: str
     adapter: str
@@ -70,9 +70,9 @@ def _filled(text: str) -> str:
     )
 
 
-def port(text: Text) -> Ported:
+def port(text: ScriptText) -> Ported:
     """Write the eight steps into a script, as far as its text shows where they belong."""
-    plan = Plan(text)
+    plan = PortPlan(text)
     library = plan.case.library
     after = text
     if library in _FROM:
@@ -97,11 +97,11 @@ def port(text: Text) -> Ported:
                   tuple(plan.notes))  # fmt: skip
 
 
-def _parsed(path: str, content: bytes) -> Text:
-    return Text(path, content, ast.parse(content))
+def _parsed(path: str, content: bytes) -> ScriptText:
+    return ScriptText(path, content, ast.parse(content))
 
 
-def _tidy(before: Text, after: Text) -> bytes:
+def _tidy(before: ScriptText, after: ScriptText) -> bytes:
     """A ported script without the imports of Horovod and DDP that its changes, and not its owner, have left unused."""
     gone = _used(before.tree) - _used(after.tree)
     edits = Edits(after.module)
@@ -125,7 +125,7 @@ def _used(tree: ast.Module) -> set[str]:
     return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
 
 
-def _moved(left: list[Left], before: Text, after: Text) -> list[Left]:
+def _moved(left: list[Left], before: ScriptText, after: ScriptText) -> list[Left]:
     """The same with the lines of the ported script."""
     if after is before:
         return left

@@ -14,7 +14,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.check.source import read_script, too_deep
 
 
-class Text:
+class ScriptText:
     """One script, with LibCST's nodes for those of ``ast``.
 
     Attributes:
@@ -83,11 +83,11 @@ class Text:
         return written if "\n" not in written and "\r" not in written else ast.unparse(node)
 
 
-def read(path: str) -> Text:
+def read(path: str) -> ScriptText:
     """Read and parse one script.
 
     Raises:
         InvalidArgumentError: as ``check.source.read_script``, or it cannot be kept byte for byte.
     """
     tree = read_script(path).tree
-    return Text(path, files.content(Path(path)), tree)
+    return ScriptText(path, files.content(Path(path)), tree)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdkit.prepare.preflight.report import Place, Report
+from hvdkit.prepare.preflight.report import Place, RankReport
 from hvdkit.steps.mpi_library import loaded_mpi
 
 _FRAMEWORKS = ("torch", "tensorflow")
@@ -23,7 +23,7 @@ _FRAMEWORKS = ("torch", "tensorflow")
 Gather = Callable[[str], list[str]]
 
 
-def meet(own: Report) -> list[Report]:
+def meet(own: RankReport) -> list[RankReport]:
     """The reports of all ranks that this one can reach, by rank; its own alone when it reaches none."""
     own, over_horovod = _ask_horovod(own)
     own, over_mpi = _ask_mpi(own)
@@ -31,25 +31,25 @@ def meet(own: Report) -> list[Report]:
         if gather is not None and (place.size == own.size or (place.size or 1) > 1):
             gather("")  # the ranks meet here, so that their clocks are read at the same time
             mine = replace(own, clock=time.time())
-            reports = [Report.from_json(text) for text in gather(mine.as_json())]
+            reports = [RankReport.from_json(text) for text in gather(mine.as_json())]
             return sorted(reports, key=lambda report: report.rank)
     return [replace(own, clock=time.time())]
 
 
-def write(directory: Path, own: Report) -> None:
+def write(directory: Path, own: RankReport) -> None:
     """Leave this rank's report for ``read``, complete or not at all."""
     file = directory / f"rank-{own.rank}.json"
     file.with_suffix(".part").write_text(own.as_json(), encoding="utf-8")
     file.with_suffix(".part").rename(file)
 
 
-def read(directory: Path) -> list[Report]:
+def read(directory: Path) -> list[RankReport]:
     """The reports that ranks have left, by rank."""
-    reports = [Report.from_json(file.read_text(encoding="utf-8")) for file in directory.glob("rank-*.json")]
+    reports = [RankReport.from_json(file.read_text(encoding="utf-8")) for file in directory.glob("rank-*.json")]
     return sorted(reports, key=lambda report: report.rank)
 
 
-def _ask_horovod(own: Report) -> tuple[Report, Gather | None]:
+def _ask_horovod(own: RankReport) -> tuple[RankReport, Gather | None]:
     errors = []
     for name in _FRAMEWORKS:
         try:
@@ -69,7 +69,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _ask_mpi(own: Report) -> tuple[Report, Gather | None]:
+def _ask_mpi(own: RankReport) -> tuple[RankReport, Gather | None]:
     if own.library == "Gloo":
         return replace(own, mpi=Place(error="not asked: the job runs over Gloo")), None
     try:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hvdkit.prepare.doctor.finding import Finding, Found, worst_first
-from hvdkit.prepare.preflight.report import PACKAGES, Place, Report
+from hvdkit.prepare.preflight.report import PACKAGES, Place, RankReport
 from hvdkit.steps.ranks import name_ranks
 
 ENOUGH_DISK = 2**30
@@ -15,7 +15,7 @@ CLOCK_SKEW_S = 1.0
 """Seconds beyond which logs and timelines of two hosts cannot be read side by side."""
 _MUST_BE_EQUAL = ("Python", *PACKAGES)
 
-Reports = Sequence[Report]
+Reports = Sequence[RankReport]
 
 
 def examine(reports: Reports) -> list[Found]:
@@ -69,7 +69,7 @@ def _alone(reports: Reports) -> Iterator[Finding]:
 def _places(reports: Reports) -> Iterator[Finding]:
     """Ranks that Horovod or mpi4py numbers otherwise than the launcher."""
 
-    def elsewhere(report: Report, place: Place) -> bool:
+    def elsewhere(report: RankReport, place: Place) -> bool:
         return place.size not in (None, 1) and (place.rank, place.size) != (report.rank, report.size)
 
     moved = [report for report in reports if elsewhere(report, report.horovod)]
@@ -110,8 +110,8 @@ def _missing(reports: Reports) -> Iterator[Finding]:
         )
 
 
-def _by_host(reports: Reports) -> dict[str, list[Report]]:
-    hosts: dict[str, list[Report]] = {}
+def _by_host(reports: Reports) -> dict[str, list[RankReport]]:
+    hosts: dict[str, list[RankReport]] = {}
     for report in reports:
         hosts.setdefault(report.host, []).append(report)
     return hosts
@@ -153,7 +153,7 @@ def _devices(reports: Reports) -> Iterator[Finding]:
 def _versions(reports: Reports) -> Iterator[Finding]:
     """Packages that some ranks lack, or have in another version."""
     for name in _MUST_BE_EQUAL:
-        by_version: dict[str | None, list[Report]] = {}
+        by_version: dict[str | None, list[RankReport]] = {}
         for report in reports:
             by_version.setdefault(report.versions.get(name), []).append(report)
         if len(by_version) == 1:

@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """One rank of a job.
 
     Attributes:
@@ -100,12 +100,12 @@ class Report:
         return msgspec.json.encode(self).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> RankReport:
         """What ``as_json`` gave."""
         return msgspec.json.decode(text, type=cls)
 
 
-def look(environ: Mapping[str, str]) -> Report:
+def look(environ: Mapping[str, str]) -> RankReport:
     """This process before it has met the others."""
     launched, launcher, local_rank = Place(), "none", None
     try:
@@ -117,7 +117,7 @@ def look(environ: Mapping[str, str]) -> Report:
         launched = Place(error=str(error))
     given = environ.get("OMP_NUM_THREADS", "")
     local_size = found.local_size if launched.size is not None and found is not None else None
-    return Report(
+    return RankReport(
         host=socket.gethostname(),
         pid=os.getpid(),
         launcher=launcher,

@@ -9,19 +9,19 @@ from rich.text import Text
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
 from hvdkit.prepare.doctor.finding import Found, has_errors
-from hvdkit.prepare.preflight.report import Place, Report
+from hvdkit.prepare.preflight.report import Place, RankReport
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
-class Seen(Document, frozen=True):
+class PreflightReport(Document, frozen=True):
     """What the ranks of a job see.
 
     Attributes:
         ok: the job can train.
         findings: errors first.
         ranks: of each rank its ``rank``, ``device`` (None without one), and what it saw of itself: see
-            ``preflight.report.Report``.
+            ``preflight.report.RankReport``.
     """
 
     kind = "preflight"
@@ -29,15 +29,15 @@ class Seen(Document, frozen=True):
 
     ok: bool
     findings: tuple[Found, ...]
-    ranks: tuple[Report, ...]
+    ranks: tuple[RankReport, ...]
 
 
-def seen(reports: Sequence[Report], findings: Sequence[Found]) -> Seen:
+def seen(reports: Sequence[RankReport], findings: Sequence[Found]) -> PreflightReport:
     """The same for programs."""
-    return Seen(not has_errors(findings), tuple(findings), tuple(reports))
+    return PreflightReport(not has_errors(findings), tuple(findings), tuple(reports))
 
 
-def page(reports: Sequence[Report], findings: Sequence[Found]) -> Page:
+def page(reports: Sequence[RankReport], findings: Sequence[Found]) -> Page:
     """A table of the ranks, the findings, and a verdict."""
     ways = sorted({f"{report.launcher} starts the ranks, Horovod over {report.library or '?'}" for report in reports})
     rows = [

@@ -17,7 +17,7 @@ import numpy as np
 import hvdkit
 from hvdkit.errors import DataError
 from hvdkit.steps import trial
-from hvdkit.steps.trial import Recording, Wanted
+from hvdkit.steps.trial import TrialRecording, WantedTrial
 
 _LAST_LINES = 12
 _STACKS = Path(hvdkit.__file__).parent / "run" / "launch" / "stacks"
@@ -54,7 +54,7 @@ class Scripts:
 
 
 @dataclass
-class Trial:
+class ComparedTrial:
     """What was compared.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Failed(Exception):  # noqa: N818 - it becomes the verdict
     """A run came to no end of its own."""
 
 
-def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: float) -> Trial:
+def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: float) -> ComparedTrial:
     """Run both scripts, and compare them.
 
     Args:
@@ -86,8 +86,8 @@ def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: f
         timeout_s: seconds for each of the four runs.
     """
     if scripts.after == scripts.before:
-        return Trial(verdict="Nothing was tried: nothing is ported.")
-    found = Trial()
+        return ComparedTrial(verdict="Nothing was tried: nothing is ported.")
+    found = ComparedTrial()
     with tempfile.TemporaryDirectory(prefix="hvdkit-try-") as name:
         runs = _Runs(scripts, list(arguments), steps, timeout_s, Path(name))
         try:
@@ -97,7 +97,7 @@ def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: f
     return found
 
 
-def _one_rank(runs: _Runs, found: Trial) -> bool:
+def _one_rank(runs: _Runs, found: ComparedTrial) -> bool:
     """Compare the ported script on 1 rank with the script itself; whether 2 ranks are worth a comparison."""
     (ours,) = runs.run("the ported script on 1 rank", "ours-1", 1)
     if not ours.steps:
@@ -123,7 +123,7 @@ def _one_rank(runs: _Runs, found: Trial) -> bool:
     return bool(equal)
 
 
-def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
+def _two_ranks(runs: _Runs, found: ComparedTrial, reference: int = 0) -> bool:
     """Compare 2 ranks with the script itself, or with the ported one on 1 rank."""
     ranks = runs.run("the ported script on 2 ranks", "ours-2", 2, dropout=False)
     apart = next((at for at, pair in enumerate(zip(*(one.steps for one in ranks), strict=False), 1)
@@ -166,7 +166,7 @@ def _two_ranks(runs: _Runs, found: Trial, reference: int = 0) -> bool:
 # What was recorded ----------------------------------------------------------------------------------------------------
 
 
-def _compare(ours: Recording, theirs: Recording) -> tuple[str, bool | None]:
+def _compare(ours: TrialRecording, theirs: TrialRecording) -> tuple[str, bool | None]:
     """How many steps are how near, the beginning of a sentence; and whether all are near enough, None: not told."""
     pairs = list(zip(ours.steps, theirs.steps, strict=False))
     told = _steps([mine for mine, _ in pairs])
@@ -192,7 +192,7 @@ def _steps(steps: Sequence[dict[str, Any]]) -> str:
     return f"{len(steps)} step{'' if len(steps) == 1 else 's'} at a learning rate of {' to '.join(span)}"
 
 
-def _distance(ours: Recording, theirs: Recording, at: int) -> float | None:
+def _distance(ours: TrialRecording, theirs: TrialRecording, at: int) -> float | None:
     """How far weights are apart after a step, as a part of how far the steps have moved them; rounding left out.
 
     None where rounding is so large a part of the way that a mistake would hide in it.
@@ -225,7 +225,7 @@ class _Runs:
     timeout_s: float
     directory: Path
 
-    def run(self, what: str, name: str, ranks: int, *, batches: str = "", dropout: bool = True) -> list[Recording]:
+    def run(self, what: str, name: str, ranks: int, *, batches: str = "", dropout: bool = True) -> list[TrialRecording]:
         """What each rank recorded.
 
         Args:
@@ -233,14 +233,14 @@ class _Runs:
             name: of its directory.
             ranks: of the ported script; 0: the script itself, in one process.
             batches: name of the recording that it is given.
-            dropout: see ``Wanted``.
+            dropout: see ``WantedTrial``.
         Raises:
             _Failed: with its last lines.
         """
         script = str(Path(self.scripts.path))
         source = self.directory / f"{name}.py"
         source.write_bytes(self.scripts.after if ranks else self.scripts.before)
-        wanted = Wanted(str(self.directory / name), self.steps, batches and str(self.directory / batches), dropout)
+        wanted = WantedTrial(str(self.directory / name), self.steps, batches and str(self.directory / batches), dropout)
         environment = {
             **os.environ,
             trial.VARIABLE: wanted.variable(),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hvdkit.common.causes import Cause
 from hvdkit.common.units import bytes_text, duration_text
-from hvdkit.read.timeline.columns import Columns
+from hvdkit.read.timeline.columns import TimelineColumns
 from hvdkit.read.timeline.exchanges import exchanges
 from hvdkit.read.timeline.measures import Floats, covered, union
 
@@ -30,7 +30,7 @@ _ANEW = 0.2
 """Part of the operations that are negotiated anew, from which on it is their names' or the cache's doing."""
 
 
-def causes(columns: Columns, start: int, waits: Floats, place: Path) -> list[Cause] | None:
+def causes(columns: TimelineColumns, start: int, waits: Floats, place: Path) -> list[Cause] | None:
     """The causes in the exchange; None where too few steps are in both recordings.
 
     Args:
@@ -55,7 +55,7 @@ def causes(columns: Columns, start: int, waits: Floats, place: Path) -> list[Cau
 
 
 def _named(
-    columns: Columns, rows: NDArray[np.bool_], moved: Floats, waited: Floats, step: float, where: str
+    columns: TimelineColumns, rows: NDArray[np.bool_], moved: Floats, waited: Floats, step: float, where: str
 ) -> list[Cause]:
     """Microseconds of each step in which data moved, and in which ranks waited for Horovod to move it, to causes."""
     every, count = exchanges(columns, rows), len(moved)
@@ -94,7 +94,7 @@ def _named(
     return found
 
 
-def _anew(columns: Columns, rows: NDArray[np.bool_]) -> str:
+def _anew(columns: TimelineColumns, rows: NDArray[np.bool_]) -> str:
     """Why tensors are negotiated anew in every step, a word for programs; "" where they are not."""
     counts = np.bincount(columns.tensor[rows], minlength=1)
     if (counts == 1).sum() >= _ANEW * rows.sum():

@@ -13,10 +13,10 @@ from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.units import printable, share_text
 from hvdkit.errors import DataError, HvdkitError
 from hvdkit.read.explain import exchange, step_causes
-from hvdkit.read.explain.launched import Launched
+from hvdkit.read.explain.launched import JobLaunch
 from hvdkit.read.explain.results import Explanation, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, Sources, find
-from hvdkit.read.explain.step_causes import EXCHANGE, Told
+from hvdkit.read.explain.step_causes import EXCHANGE, StepCauses
 from hvdkit.steps import step_files
 
 LATE = frozenset({"input", "compute", "host", "late", "random-late"})
@@ -51,8 +51,8 @@ class _Joined:
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._launched: Launched | None = None
-        self._steps: Told | None = None
+        self._launched: JobLaunch | None = None
+        self._steps: StepCauses | None = None
         self._causes: list[Cause] = []
         self._untold: list[str] = []
         self._read: list[Read] = []
@@ -64,7 +64,7 @@ class _Joined:
         """How the job was started."""
         for path in self._sources.of(LAUNCH):
             try:
-                self._launched = found = json_files.read(path, Launched)
+                self._launched = found = json_files.read(path, JobLaunch)
             except DataError as error:
                 self._errors.append(str(error))
                 continue

@@ -8,7 +8,7 @@ NAME = "launch.json"
 """The file in the directory of a job."""
 
 
-class Launched(Document, frozen=True):
+class JobLaunch(Document, frozen=True):
     """How a job was started.
 
     Attributes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdkit.common import files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.explain.launched import Launched
+from hvdkit.read.explain.launched import JobLaunch
 
 STEPS, TIMELINE, TRACE, MPI, LAUNCH, BENCH, STALL = (
     "step times", "timeline", "trace", "mpi profile", "launch", "bench results", "stall report",
@@ -31,7 +31,7 @@ _SIGN = {
     STALL: re.compile(rb"rank \d+ (did not arrive at|is not named by Horovod)"),
 }
 """What stands in the beginning of such a file; others name their logs and metrics so, too."""
-_BY_KIND = {b"bench-scaling": BENCH, Launched.kind.encode(): LAUNCH}
+_BY_KIND = {b"bench-scaling": BENCH, JobLaunch.kind.encode(): LAUNCH}
 _KIND = re.compile(rb'"kind"\s*:\s*"([a-z-]{1,40})"')
 _HEAD = 4096
 """Bytes by which a file is known."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.errors import DataError
-from hvdkit.read.explain.launched import Launched
+from hvdkit.read.explain.launched import JobLaunch
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.step_files import RankTimes, Step
 from hvdkit.steps.stragglers import lower_median
@@ -41,7 +41,7 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Told:
+class StepCauses:
     """What the times of the steps say.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Table:
         return float(self.whole.max(axis=0).mean())
 
 
-def look(times: Sequence[RankTimes], where: Path, launched: Launched | None = None) -> Told:
+def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = None) -> StepCauses:
     """The causes in what ``step_files.read`` found.
 
     Args:
@@ -111,7 +111,7 @@ def look(times: Sequence[RankTimes], where: Path, launched: Launched | None = No
         untold.append(f"{expected - len(times)} of {expected} ranks recorded no steps; of these nothing is known.")
     if len(times) == 1:
         untold.append("One rank alone waits for nobody, and exchanges nothing.")
-    return Told(expected, table.whole.shape[1], table.step_s, causes, untold, exchange, table.waits)
+    return StepCauses(expected, table.whole.shape[1], table.step_s, causes, untold, exchange, table.waits)
 
 
 def _table(times: Sequence[RankTimes], count: int, where: Path) -> _Table:
@@ -330,7 +330,7 @@ def _input_everywhere(table: _Table, scattered: float) -> list[Cause]:
     ]  # fmt: skip
 
 
-def _few_cores(table: _Table, times: Sequence[RankTimes], launched: Launched | None) -> list[Cause]:
+def _few_cores(table: _Table, times: Sequence[RankTimes], launched: JobLaunch | None) -> list[Cause]:
     """Cores that the middle rank's thread waits for: the job's own threads have them, or others."""
     queued = [_queued(rank) for rank in times]
     known = [one for one in queued if one is not None]

@@ -26,7 +26,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedRoutine:
     """The same in both.
 
     Attributes:
@@ -42,7 +42,7 @@ class Compared:
     ratio: float | None
 
 
-def compare(a: Profile, b: Profile) -> list[Compared]:
+def compare(a: Profile, b: Profile) -> list[ComparedRoutine]:
     """Every routine and purpose of either, those whose time differs most first."""
     sides = _sides(a), _sides(b)
     none = Side(0, 0.0, None)
@@ -50,7 +50,7 @@ def compare(a: Profile, b: Profile) -> list[Compared]:
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         first, second = (side.get(key, none) for side in sides)
         ratio = second.seconds / first.seconds if first.seconds > 0 else None
-        found.append(Compared(*key, first, second, ratio))
+        found.append(ComparedRoutine(*key, first, second, ratio))
     return sorted(
         found, key=lambda one: (-abs(one.b.seconds - one.a.seconds), one.routine, PURPOSES.index(one.purpose))
     )

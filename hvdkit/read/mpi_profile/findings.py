@@ -23,7 +23,7 @@ _ENOUGH_CALLS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ProfileFinding:
     """What was found.
 
     Attributes:
@@ -35,12 +35,12 @@ class Finding:
     text: str
 
 
-def find(traffic: Traffic) -> list[Finding]:
+def find(traffic: Traffic) -> list[ProfileFinding]:
     """All findings, for the rank of ``traffic``; those that do not apply are left out."""
     return [finding for check in (_negotiation, _negotiation_waits) if (finding := check(traffic)) is not None]
 
 
-def _negotiation(traffic: Traffic) -> Finding | None:
+def _negotiation(traffic: Traffic) -> ProfileFinding | None:
     """Horovod's bit vectors among the allreduces, and what would make them fewer."""
     vectors = measures.total(traffic.of(CONTROL, "MPI_Allreduce"))
     everything = measures.total(row for row in traffic.rank.calls if row.routine == "MPI_Allreduce")
@@ -55,7 +55,7 @@ def _negotiation(traffic: Traffic) -> Finding | None:
     )
     if share >= _LARGE_SHARE:
         text += f" {_WHOSE_TIME}"
-    return Finding("negotiation", text)
+    return ProfileFinding("negotiation", text)
 
 
 def _size(traffic: Traffic) -> str:
@@ -66,7 +66,7 @@ def _size(traffic: Traffic) -> str:
     return f"{least:.0f} bytes" if least == most else f"{least:.0f} to {most:.0f} bytes"
 
 
-def _negotiation_waits(traffic: Traffic) -> Finding | None:
+def _negotiation_waits(traffic: Traffic) -> ProfileFinding | None:
     """A few bytes take microseconds; more is waiting for a rank that comes later, or for a core."""
     rows = traffic.of(CONTROL, "MPI_Allreduce")
     vectors = measures.total(rows)
@@ -76,7 +76,7 @@ def _negotiation_waits(traffic: Traffic) -> Finding | None:
     if mean < 1e-4 or mean < 10 * fastest:
         return None
     at_best = f", {duration_text(1e6 * fastest)} at the fastest" if fastest else ""
-    return Finding(
+    return ProfileFinding(
         "negotiation waits",
         f"A negotiation takes {duration_text(1e6 * mean)} on average{at_best}: so few bytes need microseconds, the "
         "rest is waiting for ranks that come later, or for a core where ranks have too few for the training and "

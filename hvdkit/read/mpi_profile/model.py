@@ -84,7 +84,7 @@ class Calls(Part, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankProfile:
     """What one rank recorded.
 
     Attributes:
@@ -128,7 +128,7 @@ class Profile:
 
     source: str
     size: int
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankProfile, ...]
     mpi_seconds: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     library: str = ""
@@ -139,6 +139,6 @@ class Profile:
         there = {rank.rank for rank in self.ranks}
         return tuple(number for number in range(self.size) if number not in there)
 
-    def rank(self, number: int) -> Rank | None:
+    def rank(self, number: int) -> RankProfile | None:
         """The record of a rank, None without one."""
         return next((rank for rank in self.ranks if rank.rank == number), None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from hvdkit.errors import CorruptDataError
-from hvdkit.read.mpi_profile.model import MPIP, Calls, Profile, Rank
+from hvdkit.read.mpi_profile.model import MPIP, Calls, Profile, RankProfile
 
 HEAD = "@ mpiP"
 _SECTION = re.compile(r"^@-+ (.*?) -*\s*$")
@@ -56,7 +56,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
         source=MPIP,
         size=len(tasks),
         ranks=tuple(
-            Rank(number, app, tuple(row for (_, _, rank), row in rows.items() if rank == number))
+            RankProfile(number, app, tuple(row for (_, _, rank), row in rows.items() if rank == number))
             for number, (app, _) in sorted(tasks.items())
         ),
         mpi_seconds={number: mpi for number, (_, mpi) in sorted(tasks.items())},

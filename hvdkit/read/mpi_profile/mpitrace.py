@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.errors import CorruptDataError
-from hvdkit.read.mpi_profile.model import MPITRACE, Calls, Profile, Rank
+from hvdkit.read.mpi_profile.model import MPITRACE, Calls, Profile, RankProfile
 
 HEAD = re.compile(r"^Data for MPI rank (\d{1,7}) of (\d{1,7}):")
 _ROUTINE = re.compile(r"^(MPI_\w+)\s+(\d{1,18})\s+(\d{1,18}(?:\.\d+)?)\s+(\d{1,18}(?:\.\d+)?)\s*$")
@@ -37,7 +37,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
     Raises:
         CorruptDataError: a file is cut off, its parts disagree, or the files are of different jobs.
     """
-    ranks: dict[int, tuple[Path, Rank]] = {}
+    ranks: dict[int, tuple[Path, RankProfile]] = {}
     sizes: dict[int, Path] = {}
     times: dict[int, float] = {}
     for path, text in files:
@@ -62,7 +62,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
     )
 
 
-def _read_one(path: Path, text: str) -> tuple[int, Rank]:
+def _read_one(path: Path, text: str) -> tuple[int, RankProfile]:
     """One rank's file: the number of ranks, and the rank with its calls; an error where its sums do not fit."""
     lines = text.splitlines()
     head = HEAD.match(lines[0]) if lines else None
@@ -94,7 +94,7 @@ def _read_one(path: Path, text: str) -> tuple[int, Rank]:
         parts = by_size.get(name, [whole])
         _check_sum(path, whole, parts)
         rows += parts
-    return size, Rank(number, elapsed, tuple(rows), sums=routines)
+    return size, RankProfile(number, elapsed, tuple(rows), sums=routines)
 
 
 def _routines(path: Path, lines: Sequence[str]) -> dict[str, Calls]:

@@ -13,7 +13,7 @@ from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import count_text
 from hvdkit.errors import CorruptDataError
-from hvdkit.read.mpi_profile.model import HVDKIT, Calls, Profile, Rank
+from hvdkit.read.mpi_profile.model import HVDKIT, Calls, Profile, RankProfile
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
@@ -118,7 +118,7 @@ def read(files: Sequence[tuple[Path, str]]) -> Profile:
     files_of_job = [file for _, file in of_job]
     if any(file.size != newest.size for file in files_of_job) or files_of_job[-1].rank >= newest.size:
         raise CorruptDataError(f"The files beside {path} disagree about the number of ranks; record again.")
-    ranks = tuple(Rank(file.rank, file.seconds, _calls(file), file.state) for file in files_of_job)
+    ranks = tuple(RankProfile(file.rank, file.seconds, _calls(file), file.state) for file in files_of_job)
     return Profile(
         source=HVDKIT,
         size=newest.size,

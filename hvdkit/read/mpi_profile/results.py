@@ -10,7 +10,7 @@ from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.json_files import Document, Part
 from hvdkit.read.mpi_profile import findings, measures
 from hvdkit.read.mpi_profile.causes import causes
-from hvdkit.read.mpi_profile.comparison import Compared, missing_text
+from hvdkit.read.mpi_profile.comparison import ComparedRoutine, missing_text
 from hvdkit.read.mpi_profile.model import Calls, Profile
 from hvdkit.read.mpi_profile.traffic import Traffic
 
@@ -72,7 +72,7 @@ class OneRank(Part, frozen=True):
     calls: tuple[WithPurpose, ...]
 
 
-class Shown(Document, frozen=True):
+class ShownProfile(Document, frozen=True):
     """What MPI did in a job, whatever recorded it; None is what the files do not say.
 
     Attributes:
@@ -105,11 +105,11 @@ class Shown(Document, frozen=True):
     traffic: Purposes
     ranks: tuple[OneRank, ...]
     causes: tuple[Cause, ...]
-    findings: tuple[findings.Finding, ...]
+    findings: tuple[findings.ProfileFinding, ...]
     notes: tuple[str, ...]
 
 
-class Comparison(Document, frozen=True):
+class ProfileComparison(Document, frozen=True):
     """Two profiles side by side; A and B are medians over the ranks.
 
     Attributes:
@@ -120,18 +120,18 @@ class Comparison(Document, frozen=True):
     kind = "mpi-profile-comparison"
     written_by = "hvdkit mpi-profile compare --json"
 
-    compared: tuple[Compared, ...]
+    compared: tuple[ComparedRoutine, ...]
     notes: tuple[str, ...]
 
 
-def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Shown:
+def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> ShownProfile:
     """The profile with all that is said of it.
 
     Args:
         traffic: of every rank.
         shown: of the rank that routines, sizes and findings are about.
     """
-    return Shown(
+    return ShownProfile(
         profile.source,
         profile.library,
         profile.size,

@@ -9,7 +9,7 @@ from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import findings, measures, results
 from hvdkit.read.mpi_profile.causes import UNSEEN, causes, otherwise
-from hvdkit.read.mpi_profile.comparison import Compared
+from hvdkit.read.mpi_profile.comparison import ComparedRoutine
 from hvdkit.read.mpi_profile.model import Profile
 from hvdkit.read.mpi_profile.traffic import CONTROL, Traffic
 
@@ -41,7 +41,7 @@ def page(profile: Profile, traffic: Traffic) -> Page:
     return Page([*found, *(f"Note: {note}" for note in results.notes(profile, traffic))])
 
 
-def compared_page(compared: Sequence[Compared], remarks: Sequence[str]) -> Page:
+def compared_page(compared: Sequence[ComparedRoutine], remarks: Sequence[str]) -> Page:
     """Two profiles side by side."""
     names = ("routine", "purpose", "A calls", "B calls", "A bytes", "B bytes", "A s", "B s", "B / A")
     rows = [

@@ -62,7 +62,7 @@ def compare(a: Path, b: Path, form: str | None) -> int:
     """
     first, second = reading.read([a]), reading.read([b])
     compared, remarks = comparison.compare(first, second), comparison.notes(first, second)
-    tables.compared_page(compared, remarks).print(form, results.Comparison(tuple(compared), tuple(remarks)))
+    tables.compared_page(compared, remarks).print(form, results.ProfileComparison(tuple(compared), tuple(remarks)))
     return 0
 
 

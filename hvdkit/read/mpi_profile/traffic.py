@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvdkit.read.mpi_profile.model import BARRIERS, COMPLETIONS, HVDKIT, MPIP, Calls, Profile, Rank, moves_data
+from hvdkit.read.mpi_profile.model import BARRIERS, COMPLETIONS, HVDKIT, MPIP, Calls, Profile, RankProfile, moves_data
 
 CONTROL, PAYLOAD, SYNCHRONISATION, MANAGEMENT = "control", "payload", "synchronisation", "management"
 PURPOSES = (PAYLOAD, CONTROL, SYNCHRONISATION, MANAGEMENT)
@@ -51,7 +51,7 @@ class Traffic:
         horovod: Horovod negotiated over MPI.
     """
 
-    rank: Rank
+    rank: RankProfile
     calls: tuple[tuple[Calls, str], ...]
     certain: bool
     horovod: bool
@@ -66,7 +66,7 @@ def of_profile(profile: Profile) -> tuple[Traffic, ...]:
     return tuple(_of_rank(profile.source, rank) for rank in profile.ranks)
 
 
-def _of_rank(source: str, rank: Rank) -> Traffic:
+def _of_rank(source: str, rank: RankProfile) -> Traffic:
     if source == HVDKIT:
         control = [row.caller == "horovod" and _is_control(row) for row in rank.calls]
         certain = True

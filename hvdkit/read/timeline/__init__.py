@@ -17,7 +17,7 @@ and ``cli`` the command.
 
 from hvdkit.read.timeline.model import CycleMark, Operation, Phase
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.timeline.results import Summary
+from hvdkit.read.timeline.results import TimelineSummary
 from hvdkit.read.timeline.summary import summarize
 
-__all__ = ["CycleMark", "Operation", "Phase", "Recording", "Summary", "read", "summarize"]
+__all__ = ["CycleMark", "Operation", "Phase", "Recording", "TimelineSummary", "read", "summarize"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hvdkit.read.timeline.model import CycleMark, Event, Operation, Phase, parse_shape, size_in_bytes
+from hvdkit.read.timeline.model import CycleMark, Operation, Phase, TimelineEvent, parse_shape, size_in_bytes
 
 LATEST = 1e17
 """Microseconds (three thousand years) past which a time is damage."""
@@ -39,7 +39,7 @@ class Assembler:
         self._open: dict[int, _Open] = {}
         self._shapes: dict[tuple[str, str], tuple[tuple[int, ...] | None, int | None]] = {}
 
-    def add(self, events: Sequence[Event]) -> list[Operation | CycleMark]:
+    def add(self, events: Sequence[TimelineEvent]) -> list[Operation | CycleMark]:
         """The operations that end and the cycles that start in these events."""
         done: list[Operation | CycleMark] = []
         opened, dropped = self._open, self.dropped
@@ -99,7 +99,7 @@ class Assembler:
             state.clear()
         state.negotiated, state.negotiate_start = kind, ts
 
-    def _end(self, event: Event, state: _Open, name: str, start: float) -> Operation | None:
+    def _end(self, event: TimelineEvent, state: _Open, name: str, start: float) -> Operation | None:
         if event.ts < start:
             self.dropped["ends before it begins"] += 1
             if not state.stack:
@@ -110,7 +110,7 @@ class Assembler:
             return self._operation(event, state, name, start)
         return None
 
-    def _operation(self, event: Event, state: _Open, kind: str, start: float) -> Operation:
+    def _operation(self, event: TimelineEvent, state: _Open, kind: str, start: float) -> Operation:
         """The operation that this event ends, of what is open on its tensor; clears that."""
         args = event.args
         dtype = args.dtype if args else ""
@@ -143,13 +143,13 @@ class Assembler:
             found = self._shapes[dtype, text] = (shape, size_in_bytes(dtype, shape))
         return found
 
-    def _tick(self, event: Event, state: _Open | None) -> None:
+    def _tick(self, event: TimelineEvent, state: _Open | None) -> None:
         if state is None or not state.stack or not (event.name.isascii() and event.name.isdecimal()):
             self.dropped["unknown event"] += 1
         elif len(event.name) < 10:
             state.ticks[int(event.name)] = event.ts
 
-    def _name(self, event: Event) -> None:
+    def _name(self, event: TimelineEvent) -> None:
         args = event.args
         if event.name == "process_name" and args is not None:
             if (start := args.start_time_since_epoch_in_micros) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.measures import Distribution
-from hvdkit.read.timeline.results import CYCLE_TIME, Steps, Summary
+from hvdkit.read.timeline.results import CYCLE_TIME, Steps, TimelineSummary
 from hvdkit.steps.ranks import name_ranks
 
 _MOST_HIDDEN = 0.1
@@ -16,7 +16,7 @@ _CACHE = 1024
 """Tensors that Horovod's response cache holds when nothing else is said (0.28.1)."""
 
 
-def causes(summary: Summary) -> list[Cause]:
+def causes(summary: TimelineSummary) -> list[Cause]:
     """What costs time in a recording, in no order; ``common.causes.dearest_first`` weighs it.
 
     Args:
@@ -30,7 +30,7 @@ def causes(summary: Summary) -> list[Cause]:
     return [cause for cause in found if cause is not None]
 
 
-def otherwise(summary: Summary) -> str:
+def otherwise(summary: TimelineSummary) -> str:
     """The verdict where no cause is worth a sentence."""
     steps = summary.steps
     if steps is None or steps.duration is None or steps.idle is None or steps.duration.p50 <= 0:
@@ -52,15 +52,15 @@ def _per_step(
     return Cause(kind, lost / 1e6, lost / _mean(duration), what, evidence, advice, ranks=ranks)
 
 
-def _once(kind: str, lost: float, summary: Summary, what: str, evidence: str, advice: str) -> Cause:
+def _once(kind: str, lost: float, summary: TimelineSummary, what: str, evidence: str, advice: str) -> Cause:
     return Cause(kind, lost / 1e6, lost / (summary.duration or 1.0), what, evidence, advice, per_step=False)
 
 
-def _cycle(summary: Summary) -> float:
+def _cycle(summary: TimelineSummary) -> float:
     return summary.cycle.p50 if summary.cycle else CYCLE_TIME
 
 
-def _setup(summary: Summary) -> Cause | None:
+def _setup(summary: TimelineSummary) -> Cause | None:
     if not summary.setup:
         return None
     return _once(
@@ -74,7 +74,7 @@ def _setup(summary: Summary) -> Cause | None:
     )
 
 
-def _new_names(summary: Summary) -> Cause | None:
+def _new_names(summary: TimelineSummary) -> Cause | None:
     """Where every tensor has a new name in each step there are no steps to be seen."""
     named = len(summary.tensors)
     if summary.steps is not None or named < 100 or 2 * min(named, summary.missed) < summary.operations:
@@ -89,7 +89,7 @@ def _new_names(summary: Summary) -> Cause | None:
     )
 
 
-def _first_step(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+def _first_step(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     if steps.first is None or steps.count < 5:
         return None
     lost = steps.first - steps.first_setup - duration.p50
@@ -106,7 +106,7 @@ def _first_step(summary: Summary, steps: Steps, duration: Distribution) -> Cause
     )
 
 
-def _late(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+def _late(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     """The ranks that the others wait for, by the ticks of the timeline; some rank, where it has no ticks."""
     costs = {rank.rank: rank.cost for rank in summary.skew.ranks if rank.cost is not None} if summary.skew else {}
     if not costs:
@@ -152,7 +152,7 @@ def _late_somewhere(steps: Steps, duration: Distribution) -> Cause | None:
     )
 
 
-def _negotiation(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     """What a step waits for within a cycle: the cycle itself, or requests that miss the cache."""
     lost = steps.negotiation
     if not lost or lost < _MOST_HIDDEN * _mean(duration):
@@ -183,7 +183,7 @@ def _negotiation(summary: Summary, steps: Steps, duration: Distribution) -> Caus
     )
 
 
-def _small(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+def _small(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     batches = summary.batches
     if batches is None or batches.little < MANY * steps.count:
         return None
@@ -198,7 +198,7 @@ def _small(summary: Summary, steps: Steps, duration: Distribution) -> Cause | No
     )
 
 
-def _large(summary: Summary, steps: Steps, duration: Distribution) -> Cause | None:
+def _large(summary: TimelineSummary, steps: Steps, duration: Distribution) -> Cause | None:
     """The time of collectives that are not small, as a cause, with the advice that the sizes suggest."""
     batches = summary.batches
     if steps.communication is None or batches is None:
@@ -223,7 +223,7 @@ def _large(summary: Summary, steps: Steps, duration: Distribution) -> Cause | No
     return _per_step("large-tensors", lost, duration, what, evidence, advice)
 
 
-def _biggest(summary: Summary, steps: Steps) -> str | None:
+def _biggest(summary: TimelineSummary, steps: Steps) -> str | None:
     sizes = [tensor for tensor in summary.tensors if tensor.bytes and tensor.kind in ("ALLREDUCE", "ADASUM")]
     if not steps.bytes or steps.tensors < 2 or not sizes:
         return None

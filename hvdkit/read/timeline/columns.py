@@ -32,7 +32,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Columns:
+class TimelineColumns:
     """All operations of a recording; row i of every array is operation i. Times in microseconds.
 
     Attributes:
@@ -77,7 +77,7 @@ class Columns:
         return [order[first:last] for first, last in pairwise(edges.tolist())]
 
 
-def collect(recording: Recording) -> Columns:
+def collect(recording: Recording) -> TimelineColumns:
     """Reads the recording once, into columns sorted by the time at which each operation began."""
     collector = _Collector()
     for batch in recording.batches():
@@ -161,7 +161,7 @@ class _Collector:
             self.ticks.extend((row, rank))
             self.lates.append(time - first)
 
-    def columns(self, recording: Recording) -> Columns:
+    def columns(self, recording: Recording) -> TimelineColumns:
         rows = np.frombuffer(self.rows, [("times", "f8", 6), ("durations", "f4", len(GROUPS)), ("ids", "i4", 2)])
         times, durations, ids = rows["times"], rows["durations"], rows["ids"]
         ticks = np.frombuffer(self.ticks, np.int32).reshape(-1, 2)
@@ -170,7 +170,7 @@ class _Collector:
         place[order] = np.arange(len(order), dtype=np.int32)
         for table in (times, ids, durations):
             _reorder(table, order)
-        return Columns(
+        return TimelineColumns(
             tensors=self.tensors,
             tensor=ids[:, 0],
             bytes=times[:, 5],

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.columns import Columns, collect
+from hvdkit.read.timeline.columns import TimelineColumns, collect
 from hvdkit.read.timeline.measures import covered, union
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import read
@@ -28,7 +28,7 @@ CORRECTION = "Mann-Whitney U, false discovery rate of 5% by Benjamini and Yekuti
 
 
 @dataclass(frozen=True)
-class Change:
+class PhaseChange:
     """One phase of one tensor in both recordings.
 
     Attributes:
@@ -99,7 +99,7 @@ class Only(Part, frozen=True):
     operations: int
 
 
-class Difference(Document, frozen=True, rename={"slower_than_limit": "slower"}):
+class TimelineDifference(Document, frozen=True, rename={"slower_than_limit": "slower"}):
     """What takes longer in recording B than in A.
 
     Attributes:
@@ -117,13 +117,13 @@ class Difference(Document, frozen=True, rename={"slower_than_limit": "slower"}):
 
     a: Whole
     b: Whole
-    changes: tuple[Change, ...]
+    changes: tuple[PhaseChange, ...]
     only_a: tuple[Only, ...]
     only_b: tuple[Only, ...]
-    slower_than_limit: tuple[Change, ...] = ()
+    slower_than_limit: tuple[PhaseChange, ...] = ()
     test: str = CORRECTION
 
-    def slower(self, ratio: float, at_least: float = 10.0) -> list[Change]:
+    def slower(self, ratio: float, at_least: float = 10.0) -> list[PhaseChange]:
         """Significant changes for the worse.
 
         Args:
@@ -141,7 +141,7 @@ class Difference(Document, frozen=True, rename={"slower_than_limit": "slower"}):
         ]
 
 
-def compare(a: str | Path, b: str | Path) -> Difference:
+def compare(a: str | Path, b: str | Path) -> TimelineDifference:
     """Compare two recordings of the same training, tensor by tensor and phase by phase.
 
     Each phase of each tensor is compared by the Mann-Whitney U test, which asks nothing of the distribution of times,
@@ -166,7 +166,7 @@ def compare(a: str | Path, b: str | Path) -> Difference:
         if name in rows_b
         for change in _changes(name, columns_a.durations[rows_a[name]], columns_b.durations[rows_b[name]])
     ]
-    return Difference(
+    return TimelineDifference(
         a=_whole(a, columns_a),
         b=_whole(b, columns_b),
         changes=tuple(sorted(_corrected(changes), key=lambda change: -abs(change.explains))),
@@ -176,7 +176,7 @@ def compare(a: str | Path, b: str | Path) -> Difference:
 
 
 def check_ratio(ratio: float) -> float:
-    """The ratio of ``Difference.slower`` if it is one.
+    """The ratio of ``TimelineDifference.slower`` if it is one.
 
     Raises:
         InvalidArgumentError: below 1, or not finite.
@@ -186,7 +186,7 @@ def check_ratio(ratio: float) -> float:
     return ratio
 
 
-def _collect(path: str | Path) -> Columns:
+def _collect(path: str | Path) -> TimelineColumns:
     columns = collect(read(path))
     if not len(columns.tensor):
         raise DataError(
@@ -195,20 +195,20 @@ def _collect(path: str | Path) -> Columns:
     return columns
 
 
-def _rows(columns: Columns) -> dict[tuple[str, str], NDArray[np.intp]]:
+def _rows(columns: TimelineColumns) -> dict[tuple[str, str], NDArray[np.intp]]:
     """The rows of each tensor under each kind of collective."""
     names = [(tensor.name, tensor.kind) for tensor in columns.tensors]
     return dict(zip(names, columns.rows_by_tensor(), strict=True))
 
 
-def _whole(path: str | Path, columns: Columns) -> Whole:
+def _whole(path: str | Path, columns: TimelineColumns) -> Whole:
     begin, end = columns.begin.min(), columns.end.max()
     exchanges = union(columns.exchange[:, 0], columns.exchange[:, 1])
     communication = covered(exchanges, np.array([begin]), np.array([end]))[0] if len(exchanges[0]) else 0.0
     return Whole(str(path), len(columns.tensor), float(end - begin), float(communication))
 
 
-def _changes(name: tuple[str, str], a: NDArray[np.float32], b: NDArray[np.float32]) -> list[Change]:
+def _changes(name: tuple[str, str], a: NDArray[np.float32], b: NDArray[np.float32]) -> list[PhaseChange]:
     found = []
     for number, phase in enumerate(GROUPS):
         in_a, in_b = (column[~np.isnan(column)].astype(np.float64) for column in (a[:, number], b[:, number]))
@@ -221,7 +221,7 @@ def _changes(name: tuple[str, str], a: NDArray[np.float32], b: NDArray[np.float3
         explains = mean_b * len(rest_b) - mean_a * (len(rest_b) or len(rest_a))
         once = float(np.nan_to_num(b[0, number]) - np.nan_to_num(a[0, number]))
         found.append(
-            Change(
+            PhaseChange(
                 *name, phase, len(in_a), len(in_b), median_a, median_b, p95_a, p95_b,
                 ratio, _p_value(in_a, in_b), float(explains), once,
             )
@@ -246,7 +246,7 @@ def _p_value(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
     return 1.0 if math.isnan(value) else value
 
 
-def _corrected(changes: list[Change]) -> list[Change]:
+def _corrected(changes: list[PhaseChange]) -> list[PhaseChange]:
     from scipy.stats import false_discovery_control
 
     tested = [index for index, change in enumerate(changes) if change.p_value is not None]

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import duration_text, number_text, shortened
-from hvdkit.read.timeline.difference import Change, Difference
+from hvdkit.read.timeline.difference import PhaseChange, TimelineDifference
 
 _NAME = 40
 
 
-def page(found: Difference, above: Sequence[Change], limit: float | None, top: int, *, show_all: bool) -> Page:
+def page(
+    found: TimelineDifference, above: Sequence[PhaseChange], limit: float | None, top: int, *, show_all: bool
+) -> Page:
     """What takes more time in B, or less.
 
     Args:
@@ -36,7 +38,7 @@ def page(found: Difference, above: Sequence[Change], limit: float | None, top: i
     return Page(parts)
 
 
-def _verdict(found: Difference) -> str:
+def _verdict(found: TimelineDifference) -> str:
     """What recurs and is no chance; first operations and rare long ones are told further below."""
     if not found.changes:
         return "No tensor is in both recordings: they are not of the same training."
@@ -49,7 +51,7 @@ def _verdict(found: Difference) -> str:
     )
 
 
-def _table(changes: Sequence[Change]) -> Table:
+def _table(changes: Sequence[PhaseChange]) -> Table:
     rows = [
         (
             change.phase,
@@ -68,7 +70,7 @@ def _table(changes: Sequence[Change]) -> Table:
     return Table("", names, rows, ("phase", "tensor"))
 
 
-def _rest(found: Difference) -> list[str]:
+def _rest(found: TimelineDifference) -> list[str]:
     chance = [change for change in found.changes if change.p_value is not None and not change.significant]
     lines = [f"{len(found.changes)} comparisons, {len(chance)} of them without a significant change"]
     if chance and chance[0].explains:
@@ -84,7 +86,7 @@ def _rest(found: Difference) -> list[str]:
     return lines
 
 
-def _named(change: Change) -> str:
+def _named(change: PhaseChange) -> str:
     return f"{change.phase} of {change.tensor}"
 
 
@@ -96,5 +98,5 @@ def _time(median: float | None) -> str | None:
     return None if median is None else duration_text(median)
 
 
-def _ratio(change: Change) -> str | None:
+def _ratio(change: PhaseChange) -> str | None:
     return None if change.ratio is None else f"{change.ratio:.3g}x"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.read.timeline import measures
-from hvdkit.read.timeline.columns import Columns
+from hvdkit.read.timeline.columns import TimelineColumns
 from hvdkit.read.timeline.measures import Floats
 
 SMALL = 1 << 16
@@ -46,7 +46,7 @@ class Exchanges:
         return np.asarray(self.bytes <= SMALL, np.bool_)
 
 
-def exchanges(columns: Columns, rows: NDArray[np.bool_]) -> Exchanges:
+def exchanges(columns: TimelineColumns, rows: NDArray[np.bool_]) -> Exchanges:
     """The exchanges of some operations.
 
     Args:

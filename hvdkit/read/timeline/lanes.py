@@ -14,7 +14,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline.measures import Floats, step_window
 from hvdkit.read.timeline.model import GROUPS, CycleMark, Operation, group_of
 from hvdkit.read.timeline.reader import Recording
-from hvdkit.read.timeline.results import Summary
+from hvdkit.read.timeline.results import TimelineSummary
 
 OPERATIONS = 3000
 """How many operations a page holds when nothing else is said: about 450 kB."""
@@ -63,7 +63,7 @@ class Lanes:
 
 
 def choose_window(
-    summary: Summary, since: float | None, until: float | None, step: int | None
+    summary: TimelineSummary, since: float | None, until: float | None, step: int | None
 ) -> tuple[float, float, str]:
     """The start and the end of the part to draw, in microseconds, and in words which part that is.
 
@@ -109,7 +109,7 @@ def _usual_steps(durations: Floats, usual: float) -> tuple[int, int]:
 
 
 def collect_lanes(
-    recording: Recording, window: tuple[float, float, str], summary: Summary, limit: int = OPERATIONS
+    recording: Recording, window: tuple[float, float, str], summary: TimelineSummary, limit: int = OPERATIONS
 ) -> Lanes:
     """Reads the recording once and keeps the operations of the window: the earliest ones where there are too many.
 
@@ -149,7 +149,7 @@ def collect_lanes(
     )
 
 
-def _up_to(recording: Recording, last: float, summary: Summary) -> Iterator[list[Operation | CycleMark]]:
+def _up_to(recording: Recording, last: float, summary: TimelineSummary) -> Iterator[list[Operation | CycleMark]]:
     """The recording up to where no operation can follow that began before ``last``: the file is in order of time."""
     longest = max((one.phases["whole"].max for one in summary.tensors if "whole" in one.phases), default=0.0)
     for batch in recording.batches():

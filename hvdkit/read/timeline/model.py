@@ -17,7 +17,7 @@ GROUPS = ("negotiate", "wait for data", "queue", "set up", "memcpy in", "collect
 """Into what the phases of all operations and of all libraries are sorted, in the order in which they happen."""
 
 
-class Arguments(msgspec.Struct, gc=False):
+class TimelineArguments(msgspec.Struct, gc=False):
     """The ``args`` of an event."""
 
     name: str = ""
@@ -26,14 +26,14 @@ class Arguments(msgspec.Struct, gc=False):
     start_time_since_epoch_in_micros: int | None = None
 
 
-class Event(msgspec.Struct, gc=False):
+class TimelineEvent(msgspec.Struct, gc=False):
     """One event of the file; ``ts`` in microseconds since the recording started."""
 
     ph: str = ""
     name: str = ""
     ts: float = -1.0
     pid: int = -1
-    args: Arguments | None = None
+    args: TimelineArguments | None = None
 
 
 class Phase(NamedTuple):

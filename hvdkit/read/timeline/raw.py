@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from hvdkit.read.timeline.model import Event
+from hvdkit.read.timeline.model import TimelineEvent
 from hvdkit.read.timeline.reader import decode_one, open_file, pieces
 
-_EVENTS = msgspec.json.Decoder(list[Event])
+_EVENTS = msgspec.json.Decoder(list[TimelineEvent])
 _TEXTS = msgspec.json.Decoder(list[msgspec.Raw])
 _UNREADABLE = (ValueError, RecursionError)  # msgspec.DecodeError and UnicodeDecodeError are ValueErrors
 
-Pair = tuple[Event, bytes]
+Pair = tuple[TimelineEvent, bytes]
 
 
 def raw_events(path: Path) -> Iterator[Pair]:

@@ -19,7 +19,7 @@ import msgspec
 from hvdkit.common import files
 from hvdkit.errors import DataError, DataNotFoundError
 from hvdkit.read.timeline.assemble import Assembler
-from hvdkit.read.timeline.model import CycleMark, Event, Operation
+from hvdkit.read.timeline.model import CycleMark, Operation, TimelineEvent
 
 PIECE = 1 << 17
 """Bytes that are read and decoded at once."""
@@ -31,8 +31,8 @@ LONGEST_GAP = 1 << 24
 """Bytes without an event after which the rest is not read: a hole, or zeros that unpack from nearly nothing."""
 
 
-_EVENTS = msgspec.json.Decoder(list[Event])
-_EVENT = msgspec.json.Decoder(Event)
+_EVENTS = msgspec.json.Decoder(list[TimelineEvent])
+_EVENT = msgspec.json.Decoder(TimelineEvent)
 _STRING = rb'"(?:[^"\\\x00-\x1f]|\\.){0,16384}+"'
 _LEAF = rb'\{(?:[^{}"]++|' + _STRING + rb"){0,64}+\}"
 _OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\}")
@@ -213,7 +213,7 @@ def _boundaries(piece: bytes) -> Iterator[int]:
         yield match.end()
 
 
-def _decode(piece: bytes) -> list[Event] | None:
+def _decode(piece: bytes) -> list[TimelineEvent] | None:
     """All events of a piece; None if something in it is not one."""
     try:
         return _EVENTS.decode(b"[" + piece.strip(b" \t\r\n,[") + b"]")
@@ -259,7 +259,7 @@ def _decode_singly(piece: bytes, dropped: Counter[str], one: _DecodeOne[T]) -> l
     return events
 
 
-def decode_one(text: bytes) -> Event | None:
+def decode_one(text: bytes) -> TimelineEvent | None:
     """The event, also where its text is not UTF-8; None if it is none."""
     for candidate in (text, text.decode("utf-8", "replace").encode()):
         try:

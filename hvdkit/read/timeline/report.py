@@ -28,7 +28,7 @@ from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window
 from hvdkit.read.timeline.measures import Distribution, Floats
 from hvdkit.read.timeline.model import GROUPS, group_of
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.timeline.results import TOGETHER, Skew, Summary, TensorSummary
+from hvdkit.read.timeline.results import TOGETHER, Skew, TensorSummary, TimelineSummary
 from hvdkit.read.timeline.show import NO_SKEW
 from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
 
@@ -81,7 +81,7 @@ def render_report(
     return _render(summary, every, lanes, top)
 
 
-def _render(summary: Summary, every: Exchanges, lanes: Lanes, top: int) -> str:
+def _render(summary: TimelineSummary, every: Exchanges, lanes: Lanes, top: int) -> str:
     """The whole page as HTML."""
     script = render.resource("hvdkit.read.timeline", "report.js")
     tensors = sorted(summary.tensors[:top], key=_phase_time, reverse=True)
@@ -124,7 +124,7 @@ def _phase_time(one: TensorSummary) -> float:
     return sum(one.phases[group].total for group in GROUPS if group in one.phases)
 
 
-def _subtitle(summary: Summary) -> str:
+def _subtitle(summary: TimelineSummary) -> str:
     text = "Recorded by rank 0 with HOROVOD_TIMELINE"
     started = summary.start_time_since_epoch
     if started is not None and 0 <= started < 4e15:
@@ -132,7 +132,7 @@ def _subtitle(summary: Summary) -> str:
     return f"{text}. All numbers but those of the last part are of the whole recording."
 
 
-def _facts(summary: Summary, every: Exchanges) -> list[Fact]:
+def _facts(summary: TimelineSummary, every: Exchanges) -> list[Fact]:
     """The numbers at the top of the page."""
     length = summary.duration or 1.0
     steps = summary.steps
@@ -177,7 +177,7 @@ def _facts(summary: Summary, every: Exchanges) -> list[Fact]:
     return facts
 
 
-def _exchange_fact(summary: Summary, every: Exchanges) -> Fact:
+def _exchange_fact(summary: TimelineSummary, every: Exchanges) -> Fact:
     note = f"{number(every.fused)} of them fused"
     batches = summary.batches
     if batches is not None and batches.tensors is not None and batches.bytes is not None:
@@ -185,14 +185,14 @@ def _exchange_fact(summary: Summary, every: Exchanges) -> Fact:
     return Fact("Exchanges", number(len(every.bytes)), note)
 
 
-def _notes(summary: Summary) -> list[str]:
+def _notes(summary: TimelineSummary) -> list[str]:
     if not summary.dropped:
         return []
     reasons = ", ".join(f"{number(count)} x {reason}" for reason, count in summary.dropped.items())
     return [f"Not used, of {number(summary.events)} events: {reasons}."]
 
 
-def _steps_per_point(summary: Summary) -> str:
+def _steps_per_point(summary: TimelineSummary) -> str:
     count = 0 if summary.steps is None else len(summary.steps.durations)
     return "" if count <= figures.POINTS else str(math.ceil(count / figures.POINTS))
 

@@ -185,7 +185,7 @@ class Skew:
 
 
 @dataclass(frozen=True)
-class Summary:
+class TimelineSummary:
     """What a recording says.
 
     Attributes:

@@ -12,7 +12,7 @@ from hvdkit.common.units import bytes_text, duration_text, share_text, shortened
 from hvdkit.read.timeline.causes import causes, otherwise
 from hvdkit.read.timeline.measures import Distribution
 from hvdkit.read.timeline.model import GROUPS
-from hvdkit.read.timeline.results import Bandwidth, Batches, Skew, Steps, Summary, TensorSummary
+from hvdkit.read.timeline.results import Bandwidth, Batches, Skew, Steps, TensorSummary, TimelineSummary
 
 _NAME = 40
 NO_SKEW = "not available: record with hvdkit launch --timeline FILE --skew (horovodrun: run with --cache-capacity 0)"
@@ -41,12 +41,12 @@ class SummaryFound(Document, frozen=True):
     times = frozenset(_TIMES.split())
     unit_s = 1e-6
 
-    found: Summary
+    found: TimelineSummary
     skew_note: str | None
     causes: tuple[Cause, ...]
 
 
-def found_as(summary: Summary, top: int | None) -> SummaryFound:
+def found_as(summary: TimelineSummary, top: int | None) -> SummaryFound:
     """The summary for a program.
 
     Args:
@@ -57,7 +57,7 @@ def found_as(summary: Summary, top: int | None) -> SummaryFound:
     return SummaryFound(replace(summary, tensors=summary.tensors[:top]), note, tuple(dearest_first(causes(summary))))
 
 
-def page(summary: Summary, top: int) -> Page:
+def page(summary: TimelineSummary, top: int) -> Page:
     """The summary for people, the verdict first.
 
     Args:
@@ -75,7 +75,7 @@ def page(summary: Summary, top: int) -> Page:
     return Page(found)
 
 
-def _lines(summary: Summary) -> list[tuple[str, str]]:
+def _lines(summary: TimelineSummary) -> list[tuple[str, str]]:
     """The lines above the tables, (title, text) each."""
     parts = [
         (summary.communication, "in collectives"),

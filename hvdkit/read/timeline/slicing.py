@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdkit.common.files import replacing
 from hvdkit.common.json_files import Document
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.model import Event
+from hvdkit.read.timeline.model import TimelineEvent
 from hvdkit.read.timeline.raw import raw_events
 from hvdkit.read.timeline.reader import read
 from hvdkit.read.timeline.summary import summarize
@@ -143,7 +143,7 @@ class _Window:
                 tensor.metadata.clear()
                 yield text
 
-    def _kept(self, event: Event, tensor: _Tensor) -> bool:
+    def _kept(self, event: TimelineEvent, tensor: _Tensor) -> bool:
         inside = self.since <= event.ts < self.until
         self.earliest, self.latest = min(self.earliest, event.ts), max(self.latest, event.ts)
         if event.ph == "B":

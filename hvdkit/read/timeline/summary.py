@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hvdkit.common import lateness
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import measures
-from hvdkit.read.timeline.columns import Columns, Tensor, collect
+from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect
 from hvdkit.read.timeline.exchanges import exchanges
 from hvdkit.read.timeline.measures import distribution
 from hvdkit.read.timeline.model import GROUPS
@@ -25,8 +25,8 @@ from hvdkit.read.timeline.results import (
     RankSkew,
     Skew,
     Steps,
-    Summary,
     TensorSummary,
+    TimelineSummary,
 )
 
 FUSION_THRESHOLD = 128 << 20
@@ -43,8 +43,8 @@ def summarize(
     step: int | None = None,
     ranks: int | None = None,
     fusion_threshold: int = FUSION_THRESHOLD,
-    columns: Columns | None = None,
-) -> Summary:
+    columns: TimelineColumns | None = None,
+) -> TimelineSummary:
     """Says in numbers where the time of a recording went.
 
     The memory it takes is about 90 bytes per operation (a seventh of the file); all percentiles are exact.
@@ -81,7 +81,7 @@ def summarize(
     return _summary(recording, columns, numbers, in_steps, shown, number_of_ranks, fusion_threshold)
 
 
-def nothing_in(path: Path, summary: Summary) -> CorruptDataError:
+def nothing_in(path: Path, summary: TimelineSummary) -> CorruptDataError:
     """The error for a file whose summary has no operation."""
     dropped = "; ".join(f"{count} x {reason}" for reason, count in summary.dropped.items()) or "nothing"
     return CorruptDataError(
@@ -92,13 +92,13 @@ def nothing_in(path: Path, summary: Summary) -> CorruptDataError:
 
 def _summary(
     recording: Recording,
-    columns: Columns,
+    columns: TimelineColumns,
     numbers: NDArray[np.intp],
     in_steps: NDArray[np.bool_],
     shown: tuple[float, float],
     ranks: int | None,
     fusion_threshold: int,
-) -> Summary:
+) -> TimelineSummary:
     """The summary of operations that all count.
 
     Args:
@@ -113,7 +113,7 @@ def _summary(
     steps = _steps(columns, numbers, in_steps, in_exchanges, setup, usual_cycle)
     batches, bandwidth = _batches(columns, steps, ranks, fusion_threshold)
     tensors, kinds = _by_tensor(columns)
-    return Summary(
+    return TimelineSummary(
         path=str(recording.path),
         start_time_since_epoch=recording.start_time_since_epoch,
         since=shown[0],
@@ -138,14 +138,14 @@ def _summary(
     )
 
 
-def _copies(columns: Columns) -> tuple[measures.Floats, measures.Floats]:
+def _copies(columns: TimelineColumns) -> tuple[measures.Floats, measures.Floats]:
     """When tensors were copied into the fusion buffer, right before their exchange, and out of it, right after."""
     into, out = (columns.durations[:, GROUPS.index(group)] for group in ("memcpy in", "memcpy out"))
     first, last = columns.exchange.T
     return measures.union(np.concatenate((first - into, last)), np.concatenate((first, last + out)))
 
 
-def find_steps(columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+def find_steps(columns: TimelineColumns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
     """The step of each operation, and which operations are the reductions that a step consists of.
 
     Those are the tensors that are reduced equally often, most operations together; a step starts when one of them comes
@@ -163,7 +163,7 @@ def find_steps(columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
 
 
 def _window(
-    columns: Columns,
+    columns: TimelineColumns,
     numbers: NDArray[np.intp],
     in_steps: NDArray[np.bool_],
     since: float | None,
@@ -181,7 +181,7 @@ def _window(
     return max(first, begin), min(last, end)
 
 
-def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
+def select(columns: TimelineColumns, keep: NDArray[np.bool_]) -> TimelineColumns:
     """The rows that ``keep`` names, with their ticks, and the cycles of the same time."""
     place = np.cumsum(keep) - 1
     ticks = keep[columns.tick_row]
@@ -199,7 +199,7 @@ def select(columns: Columns, keep: NDArray[np.bool_]) -> Columns:
     )
 
 
-def _by_tensor(columns: Columns) -> tuple[list[TensorSummary], list[TensorSummary]]:
+def _by_tensor(columns: TimelineColumns) -> tuple[list[TensorSummary], list[TensorSummary]]:
     tensors = [
         _tensor(columns, rows, tensor)
         for tensor, rows in zip(columns.tensors, columns.rows_by_tensor(), strict=True)
@@ -214,7 +214,7 @@ def _by_tensor(columns: Columns) -> tuple[list[TensorSummary], list[TensorSummar
     return by_time, sorted(kinds, key=lambda one: -one.phases["whole"].total)
 
 
-def _tensor(columns: Columns, rows: NDArray[np.intp], tensor: Tensor) -> TensorSummary:
+def _tensor(columns: TimelineColumns, rows: NDArray[np.intp], tensor: Tensor) -> TensorSummary:
     """What ``rows`` of the columns say of one tensor: distributions in microseconds, sizes in bytes."""
     whole = columns.end[rows] - columns.begin[rows]
     durations = columns.durations[rows]
@@ -238,7 +238,7 @@ def _tensor(columns: Columns, rows: NDArray[np.intp], tensor: Tensor) -> TensorS
 
 
 def _steps(
-    columns: Columns,
+    columns: TimelineColumns,
     numbers: NDArray[np.intp],
     in_steps: NDArray[np.bool_],
     in_exchanges: tuple[measures.Floats, measures.Floats],
@@ -278,7 +278,7 @@ def _steps(
     )
 
 
-def _last(columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_]) -> LastTensor | None:
+def _last(columns: TimelineColumns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_]) -> LastTensor | None:
     rows = np.flatnonzero(in_steps)
     rows = rows[np.lexsort((columns.end[rows], numbers[rows]))]
     step, tensor, end = numbers[rows], columns.tensor[rows], columns.end[rows]
@@ -295,7 +295,7 @@ def _last(columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool
 
 
 def _batches(
-    columns: Columns, steps: Steps | None, ranks: int | None, threshold: int
+    columns: TimelineColumns, steps: Steps | None, ranks: int | None, threshold: int
 ) -> tuple[Batches | None, Bandwidth | None]:
     """The exchanges, fused and single, and their bandwidth; None where nothing was reduced."""
     reduced = np.isin(columns.tensor, [i for i, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS])
@@ -337,7 +337,9 @@ def _bandwidth(sizes: measures.Floats, times: measures.Floats, ranks: int | None
     )
 
 
-def _costs(columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_], cycle: float) -> dict[int, float]:
+def _costs(
+    columns: TimelineColumns, numbers: NDArray[np.intp], in_steps: NDArray[np.bool_], cycle: float
+) -> dict[int, float]:
     """Rank to microseconds of a step for which it keeps the others waiting; empty where too few steps were measured.
 
     Of a step counts how late a rank is with half of its tensors; what is within two cycles is not its doing. The first
@@ -357,7 +359,7 @@ def _costs(columns: Columns, numbers: NDArray[np.intp], in_steps: NDArray[np.boo
     return dict(zip(ranks.tolist(), lateness.costs(own).tolist(), strict=True))
 
 
-def _skew(columns: Columns, costs: dict[int, float]) -> Skew | None:
+def _skew(columns: TimelineColumns, costs: dict[int, float]) -> Skew | None:
     if not len(columns.tick_row):
         return None
     order = np.lexsort((columns.tick_late, columns.tick_row))

@@ -18,7 +18,7 @@ command.
 """
 
 from hvdkit.read.trace.difference import compare
-from hvdkit.read.trace.results import Operator, Rank, Summary, Times
+from hvdkit.read.trace.results import Operator, RankTrace, TraceSummary, TraceTimes
 from hvdkit.read.trace.summary import summarize
 
-__all__ = ["Operator", "Rank", "Summary", "Times", "compare", "summarize"]
+__all__ = ["Operator", "RankTrace", "TraceSummary", "TraceTimes", "compare", "summarize"]

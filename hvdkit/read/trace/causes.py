@@ -6,7 +6,7 @@ import numpy as np
 
 from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
-from hvdkit.read.trace.results import Rank, Skew, Summary
+from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.stragglers import lower_median
 
@@ -15,7 +15,7 @@ _MUCH = 0.1
 _MS = 1e-3
 
 
-def causes(summary: Summary) -> list[Cause]:
+def causes(summary: TraceSummary) -> list[Cause]:
     """What costs time in the traces of a run, in no order; ``common.causes.dearest_first`` weighs it."""
     of_all = [_input_everywhere(summary)]
     of_all.append(_one_trace(summary) if summary.skew is None else _exchange(summary, summary.skew))
@@ -23,7 +23,7 @@ def causes(summary: Summary) -> list[Cause]:
     return [*late, *(cause for cause in of_all if cause.share >= _MUCH)]
 
 
-def otherwise(summary: Summary) -> str:
+def otherwise(summary: TraceSummary) -> str:
     """The verdict where no cause is worth a sentence."""
     share = sum(rank.times.computation for rank in summary.ranks) / sum(
         rank.times.window or 1 for rank in summary.ranks
@@ -34,20 +34,20 @@ def otherwise(summary: Summary) -> str:
     )
 
 
-def _each(rank: Rank, name: str) -> float:
-    """Milliseconds of a step in a part of ``Times``."""
+def _each(rank: RankTrace, name: str) -> float:
+    """Milliseconds of a step in a part of ``TraceTimes``."""
     return float(getattr(rank.times, name)) / max(1, len(rank.steps))
 
 
 def _cause(
-    summary: Summary, kind: str, lost: float, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+    summary: TraceSummary, kind: str, lost: float, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
     step = max(_each(rank, "window") for rank in summary.ranks) or 1.0
     stepped = all(rank.steps for rank in summary.ranks)
     return Cause(kind, lost * _MS, lost / step, what, evidence, advice, per_step=stepped, ranks=ranks)
 
 
-def _late(summary: Summary, skew: Skew) -> Cause:
+def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
     """The rank that the others wait for, and whether by data loading, computation or neither."""
     costs = {one.rank: one.cost for one in skew.ranks}
     ranks = to_blame(costs)
@@ -87,7 +87,7 @@ def _late(summary: Summary, skew: Skew) -> Cause:
     )
 
 
-def _exchange(summary: Summary, skew: Skew) -> Cause:
+def _exchange(summary: TraceSummary, skew: TraceSkew) -> Cause:
     waits = {one.rank: one.waiting for one in skew.ranks}
     left = [_each(rank, "exposed") - waits[rank.rank or 0] for rank in summary.ranks]
     lost = max(0.0, sum(left) / len(left))
@@ -101,7 +101,7 @@ def _exchange(summary: Summary, skew: Skew) -> Cause:
     )
 
 
-def _one_trace(summary: Summary) -> Cause:
+def _one_trace(summary: TraceSummary) -> Cause:
     lost = max(_each(rank, "exposed") for rank in summary.ranks)
     return _cause(
         summary,
@@ -113,7 +113,7 @@ def _one_trace(summary: Summary) -> Cause:
     )
 
 
-def _input_everywhere(summary: Summary) -> Cause:
+def _input_everywhere(summary: TraceSummary) -> Cause:
     lost = min(_each(rank, "exposed_data") for rank in summary.ranks)
     return _cause(
         summary,

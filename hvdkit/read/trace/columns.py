@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hvdkit.errors import CorruptDataError
 from hvdkit.read.timeline.measures import Floats, union
-from hvdkit.read.trace.events import Event, TraceFile
+from hvdkit.read.trace.events import TraceEvent, TraceFile
 from hvdkit.read.trace.intervals import Intervals
 from hvdkit.read.trace.kinds import SOURCES, Kind, Source, kind_of
 
@@ -24,7 +24,7 @@ _RANK = re.compile(r"rank[-_.]?(\d{1,7})(?![0-9])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Columns:
+class TraceColumns:
     """A trace; times in microseconds of its own clock.
 
     Attributes:
@@ -76,7 +76,7 @@ class Columns:
         return np.isin(self.source, (Source.KERNEL, Source.COPY))
 
 
-def collect(path: str | Path) -> Columns:
+def collect(path: str | Path) -> TraceColumns:
     """Read a trace.
 
     Args:
@@ -122,7 +122,7 @@ class _Collector:
         self.memory_rows = array("q"), array("q")  # thread, device
         self.skipped = 0
 
-    def add(self, event: Event) -> None:
+    def add(self, event: TraceEvent) -> None:
         if event.name == MEMORY_EVENT:
             self._add_memory(event)
             return
@@ -143,7 +143,7 @@ class _Collector:
         self.rows[1].append(self._thread(event))
         self.rows[2].append(-1 if number is None else number)
 
-    def _add_memory(self, event: Event) -> None:
+    def _add_memory(self, event: TraceEvent) -> None:
         time, arguments = _number(event.ts), event.args
         size = None if arguments is None else _number(arguments.bytes)
         if time is None or arguments is None or size is None:
@@ -156,10 +156,10 @@ class _Collector:
         self.memory_rows[0].append(self._thread(event))
         self.memory_rows[1].append(self.devices.setdefault(device, len(self.devices)))
 
-    def _thread(self, event: Event) -> int:
+    def _thread(self, event: TraceEvent) -> int:
         return self.threads.setdefault((str(event.pid), str(event.tid)), len(self.threads))
 
-    def columns(self, file: TraceFile) -> Columns:
+    def columns(self, file: TraceFile) -> TraceColumns:
         start, end = (np.frombuffer(column, np.float64) for column in self.times)
         name, thread, external = (np.frombuffer(column, np.int64) for column in self.rows)
         sources = np.array([source for source, _ in self.names], np.int64)
@@ -169,7 +169,7 @@ class _Collector:
         keep = order[~repeated[order]]
         time, size, total = (np.array(column, np.float64) for column in self.memory_times)
         rank, world = rank_of(file)
-        return Columns(
+        return TraceColumns(
             path=file.path,
             rank=rank,
             size=world,

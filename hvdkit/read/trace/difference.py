@@ -12,7 +12,7 @@ from hvdkit.common.json_files import Document
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.trace.columns import collect
 from hvdkit.read.trace.operators import nest
-from hvdkit.read.trace.results import TIMES, Rank
+from hvdkit.read.trace.results import TIMES, RankTrace
 from hvdkit.read.trace.summary import files_of, one_rank, self_times_by_step
 
 ENOUGH = 4
@@ -20,7 +20,7 @@ ENOUGH = 4
 
 
 @dataclass(frozen=True)
-class Change:
+class OperatorChange:
     """One name in both traces; times are those of a step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Change:
     clear: bool
 
 
-class Difference(Document, frozen=True):
+class TraceDifference(Document, frozen=True):
     """What takes longer in a step of trace B than in one of A; seconds.
 
     Attributes:
@@ -56,15 +56,15 @@ class Difference(Document, frozen=True):
     times = TIMES
     unit_s = 1e-3
 
-    a: Rank
-    b: Rank
+    a: RankTrace
+    b: RankTrace
     steps_a: int
     steps_b: int
-    parts: tuple[Change, ...]
-    operators: tuple[Change, ...]
+    parts: tuple[OperatorChange, ...]
+    operators: tuple[OperatorChange, ...]
 
 
-def compare(a: str | Path, b: str | Path) -> Difference:
+def compare(a: str | Path, b: str | Path) -> TraceDifference:
     """Compare two traces, such as rank 0 before and after a change.
 
     Args:
@@ -86,7 +86,7 @@ def compare(a: str | Path, b: str | Path) -> Difference:
         calls = counts[0].get(key, 0) / steps_a, counts[1].get(key, 0) / steps_b
         changes.append(_change(*key, calls, side_a, side_b))
     changes.sort(key=lambda change: (-abs(change.explains), change.name))
-    return Difference(found[0], found[1], steps_a, steps_b, _parts(found[0], found[1]), tuple(changes))
+    return TraceDifference(found[0], found[1], steps_a, steps_b, _parts(found[0], found[1]), tuple(changes))
 
 
 def _one_of(path: str | Path) -> Path:
@@ -104,14 +104,14 @@ def _change(
     calls: tuple[float | None, float | None],
     a: NDArray[np.float64],
     b: NDArray[np.float64],
-) -> Change:
+) -> OperatorChange:
     apart = bool(a.max() < b.min() or b.max() < a.min())
     mean_a, mean_b = float(a.mean()), float(b.mean())
     clear = apart and min(len(a), len(b)) >= ENOUGH
-    return Change(name, kind, calls[0], calls[1], mean_a, mean_b, mean_b - mean_a, clear)
+    return OperatorChange(name, kind, calls[0], calls[1], mean_a, mean_b, mean_b - mean_a, clear)
 
 
-def _parts(a: Rank, b: Rank) -> tuple[Change, ...]:
+def _parts(a: RankTrace, b: RankTrace) -> tuple[OperatorChange, ...]:
     names = ("step", "computation", "communication", "exposed", "data")
     sides = []
     for rank in (a, b):

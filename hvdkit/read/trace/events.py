@@ -34,7 +34,7 @@ _BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
-class Arguments(msgspec.Struct, gc=False):
+class TraceArguments(msgspec.Struct, gc=False):
     """The ``args`` of an event."""
 
     external: Any = msgspec.field(default=None, name="External id")
@@ -45,7 +45,7 @@ class Arguments(msgspec.Struct, gc=False):
     device: Any = msgspec.field(default=None, name="Device Id")
 
 
-class Event(msgspec.Struct, gc=False):
+class TraceEvent(msgspec.Struct, gc=False):
     """One event; ``ts`` and ``dur`` in microseconds, as integers or with a fraction."""
 
     ph: str = ""
@@ -55,7 +55,7 @@ class Event(msgspec.Struct, gc=False):
     dur: Any = None
     pid: Any = None
     tid: Any = None
-    args: Arguments | None = None
+    args: TraceArguments | None = None
 
 
 class Distributed(msgspec.Struct):
@@ -66,9 +66,9 @@ class Distributed(msgspec.Struct):
     backend: Any = None
 
 
-_EVENTS = msgspec.json.Decoder(list[Event])
+_EVENTS = msgspec.json.Decoder(list[TraceEvent])
 _TEXTS = msgspec.json.Decoder(list[msgspec.Raw])
-_EVENT = msgspec.json.Decoder(Event)
+_EVENT = msgspec.json.Decoder(TraceEvent)
 _DISTRIBUTED = msgspec.json.Decoder(Distributed)
 
 
@@ -88,7 +88,7 @@ class TraceFile:
         self.events = 0
         self.skipped = 0
 
-    def __iter__(self) -> Iterator[list[Event]]:
+    def __iter__(self) -> Iterator[list[TraceEvent]]:
         """The events, in the order of the file, a piece at a time.
 
         Raises:
@@ -111,7 +111,7 @@ class TraceFile:
                 f"cannot read the trace {str(self.path)!r} ({error.strerror}); give the path of a readable file."
             ) from error
 
-    def _pieces(self, file: BinaryIO) -> Iterator[list[Event]]:
+    def _pieces(self, file: BinaryIO) -> Iterator[list[TraceEvent]]:
         rest = self._begin(file)
         while read := file.read(PIECE):
             piece = rest + read
@@ -141,7 +141,7 @@ class TraceFile:
                 break
         raise self._corrupt('it has no "traceEvents"')
 
-    def _end(self, rest: bytes) -> list[Event]:
+    def _end(self, rest: bytes) -> list[TraceEvent]:
         """The last events, and the entries behind them."""
         if found := re.match(rb"[\s,]*\]", rest):
             self._entries_behind(rest[found.end() :])
@@ -169,7 +169,7 @@ class TraceFile:
             except _UNREADABLE:
                 self.distributed = None
 
-    def _decode(self, piece: bytes) -> list[Event] | None:
+    def _decode(self, piece: bytes) -> list[TraceEvent] | None:
         """All events of a piece; None if it is not a list of JSON values."""
         text = b"[" + piece.strip(b" \t\r\n,") + b"]"
         try:
@@ -187,7 +187,7 @@ class TraceFile:
         self.events += len(texts)
         return [event for one in texts if (event := self._one(one)) is not None]
 
-    def _one(self, text: msgspec.Raw) -> Event | None:
+    def _one(self, text: msgspec.Raw) -> TraceEvent | None:
         try:
             return _EVENT.decode(text)
         except _UNREADABLE:

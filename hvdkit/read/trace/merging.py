@@ -19,7 +19,7 @@ from hvdkit.read.timeline import columns as timelines
 from hvdkit.read.timeline.measures import Floats, length, union
 from hvdkit.read.timeline.model import CycleMark, Operation
 from hvdkit.read.timeline.reader import Recording, read
-from hvdkit.read.trace.columns import Columns, collect
+from hvdkit.read.trace.columns import TraceColumns, collect
 from hvdkit.read.trace.intervals import Intervals, common, inside, joined
 from hvdkit.read.trace.kinds import Source
 from hvdkit.read.trace.summary import Sets
@@ -172,7 +172,7 @@ def read_profile(path: Path) -> Profile:
     )
 
 
-def _base(entries: dict[str, msgspec.Raw], columns: Columns) -> int:
+def _base(entries: dict[str, msgspec.Raw], columns: TraceColumns) -> int:
     if "baseTimeNanoseconds" in entries:
         try:
             return msgspec.json.decode(entries["baseTimeNanoseconds"], type=int)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.read.timeline.measures import Floats
-from hvdkit.read.trace.columns import Columns
+from hvdkit.read.trace.columns import TraceColumns
 from hvdkit.read.trace.kinds import LABELS, Kind, Source
 from hvdkit.read.trace.results import Operator
 
@@ -17,8 +17,8 @@ ROUNDING = 1.0
 
 
 @dataclass(frozen=True)
-class Calls:
-    """What belongs to each event of ``Columns``, in its order; microseconds and bytes.
+class EventCalls:
+    """What belongs to each event of ``TraceColumns``, in its order; microseconds and bytes.
 
     Attributes:
         self_time: without the calls inside it.
@@ -34,13 +34,15 @@ class Calls:
     size: Floats
 
 
-def nest(columns: Columns) -> Calls:
+def nest(columns: TraceColumns) -> EventCalls:
     """Find out what was called inside what, thread by thread.
 
     Communication in the background, and anything that goes on after what it began in has ended, holds nothing.
     """
     count = len(columns.start)
-    calls = Calls(columns.end - columns.start, np.ones(count, bool), np.zeros(count), np.zeros(count), np.zeros(count))
+    calls = EventCalls(
+        columns.end - columns.start, np.ones(count, bool), np.zeros(count), np.zeros(count), np.zeros(count)
+    )
     _add_kernels(columns, calls)
     # A step holds nothing either: `hvdkit launch --torch-profile` begins the next one within the optimizer's step().
     on_cpu = np.isin(columns.source, (Source.CPU_OPERATOR, Source.CPU_RANGE)) & ~np.isin(
@@ -55,7 +57,7 @@ def nest(columns: Columns) -> Calls:
     return calls
 
 
-def _add_kernels(columns: Columns, calls: Calls) -> None:
+def _add_kernels(columns: TraceColumns, calls: EventCalls) -> None:
     """Give each operator the time of the kernels that it started, by the number that both carry."""
     on_gpu = np.flatnonzero(columns.on_gpu & (columns.external > 0))
     if not len(on_gpu):
@@ -69,7 +71,9 @@ def _add_kernels(columns: Columns, calls: Calls) -> None:
         calls.gpu_self[operators[first[in_operators]]] = times[in_kernels]
 
 
-def _nest_thread(columns: Columns, calls: Calls, rows: NDArray[np.intp], allocations: NDArray[np.intp]) -> None:
+def _nest_thread(
+    columns: TraceColumns, calls: EventCalls, rows: NDArray[np.intp], allocations: NDArray[np.intp]
+) -> None:
     """Share time, GPU time and memory out among the nested operators of one thread, in place in ``calls``."""
     starts, ends = columns.start[rows].tolist(), columns.end[rows].tolist()
     names, places = columns.name[rows].tolist(), rows.tolist()
@@ -111,7 +115,7 @@ def _nest_thread(columns: Columns, calls: Calls, rows: NDArray[np.intp], allocat
     leave(float("inf"))
 
 
-def table(columns: Columns, calls: Calls, mask: NDArray[np.bool_]) -> tuple[Operator, ...]:
+def table(columns: TraceColumns, calls: EventCalls, mask: NDArray[np.bool_]) -> tuple[Operator, ...]:
     """The events of the mask by name, the largest self time first, without steps and what a merged timeline added.
 
     Args:

@@ -52,7 +52,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Times:
+class TraceTimes:
     """Where the time went; every figure is the length of a union of intervals.
 
     Attributes:
@@ -79,14 +79,14 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """One step.
 
     Attributes:
         number: its own.
         begin: after the beginning of the window.
         duration: until its end.
-        computation, communication, exposed, data: what was in it, as in ``Times``.
+        computation, communication, exposed, data: what was in it, as in ``TraceTimes``.
     """
 
     number: int
@@ -99,7 +99,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """Of one device, in bytes, while it was recorded.
 
     Attributes:
@@ -117,7 +117,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankTrace:
     """The trace of one process.
 
     Attributes:
@@ -129,18 +129,18 @@ class Rank:
         communications: by name, the longest first.
         memory: by device; empty where it was not recorded.
         operators: by the time in themselves, the largest first.
-        events, skipped, repeated: of the file; see ``Columns``.
+        events, skipped, repeated: of the file; see ``TraceColumns``.
         notes: what a reader must know about the figures.
     """
 
     path: str
     rank: int | None
     size: int | None
-    times: Times
+    times: TraceTimes
     computed_by: str
-    steps: tuple[Step, ...]
+    steps: tuple[TraceStep, ...]
     communications: tuple[Communication, ...]
-    memory: tuple[Memory, ...]
+    memory: tuple[DeviceMemory, ...]
     operators: tuple[Operator, ...]
     events: int
     skipped: int
@@ -149,7 +149,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class RankSkew:
+class TraceRankSkew:
     """Of one rank.
 
     Attributes:
@@ -170,7 +170,7 @@ class RankSkew:
 
 
 @dataclass(frozen=True)
-class Skew:
+class TraceSkew:
     """How far the ranks are apart when they meet in a collective.
 
     A collective ends on all ranks at about the same time, so a rank that spent less time in it came later: no clock is
@@ -185,7 +185,7 @@ class Skew:
     collectives: int
     median: float
     largest: float
-    ranks: tuple[RankSkew, ...]
+    ranks: tuple[TraceRankSkew, ...]
 
 
 _TIMES = (
@@ -196,7 +196,7 @@ TIMES = frozenset(_TIMES.split())
 """Names of the fields that are milliseconds."""
 
 
-class Summary(Document, frozen=True):
+class TraceSummary(Document, frozen=True):
     """What the steps of a training were spent on; seconds and bytes.
 
     Attributes:
@@ -212,7 +212,7 @@ class Summary(Document, frozen=True):
     times = TIMES
     unit_s = 1e-3
 
-    ranks: tuple[Rank, ...]
-    skew: Skew | None
+    ranks: tuple[RankTrace, ...]
+    skew: TraceSkew | None
     skew_note: str
     causes: tuple[Cause, ...] = ()

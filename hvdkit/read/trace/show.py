@@ -9,8 +9,8 @@ from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, printable, share_text, shortened
 from hvdkit.read.trace.causes import otherwise
-from hvdkit.read.trace.difference import ENOUGH, Change, Difference
-from hvdkit.read.trace.results import Operator, Rank, Skew, Summary
+from hvdkit.read.trace.difference import ENOUGH, OperatorChange, TraceDifference
+from hvdkit.read.trace.results import Operator, RankTrace, TraceSkew, TraceSummary
 
 _NAME_WIDTH = 40
 _ROWS = (
@@ -26,7 +26,7 @@ _ROWS = (
 )
 
 
-def summary_page(summary: Summary, top: int) -> Page:
+def summary_page(summary: TraceSummary, top: int) -> Page:
     """What is said of a summary.
 
     Args:
@@ -46,7 +46,7 @@ def summary_page(summary: Summary, top: int) -> Page:
     return Page([*found, *([_operators(ranks, top)] if top else [])])
 
 
-def _headline(rank: Rank) -> str:
+def _headline(rank: RankTrace) -> str:
     who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
     steps = f"{count_text(len(rank.steps), 'step')} ({_numbers(rank)})" if rank.steps else "no steps"
     odd = [f"{count_text(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
@@ -55,12 +55,12 @@ def _headline(rank: Rank) -> str:
     return f"{who}: {steps}, {count_text(rank.events, 'event')} in {printable(Path(rank.path).name)}{extra}"
 
 
-def label(rank: Rank) -> str:
+def label(rank: RankTrace) -> str:
     """ "rank 3", or the name of the file."""
     return printable(Path(rank.path).name) if rank.rank is None else f"rank {rank.rank}"
 
 
-def _numbers(rank: Rank) -> str:
+def _numbers(rank: RankTrace) -> str:
     first, last = rank.steps[0].number, rank.steps[-1].number
     return str(first) if len(rank.steps) == 1 else f"{first} to {last}"
 
@@ -69,7 +69,7 @@ def _same(texts: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _times(ranks: Sequence[Rank], skew: Skew | None) -> Table:
+def _times(ranks: Sequence[RankTrace], skew: TraceSkew | None) -> Table:
     """The table of times: a row for each kind, a column for each rank, milliseconds and share."""
     stepped = all(rank.steps for rank in ranks)
     counts = [len(rank.steps) if stepped else 1 for rank in ranks]
@@ -97,11 +97,11 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     return Table("", names, rows, left=names[:1])
 
 
-def _who(rank: Rank) -> object:
+def _who(rank: RankTrace) -> object:
     return "?" if rank.rank is None else rank.rank
 
 
-def _communications(ranks: Sequence[Rank]) -> Table:
+def _communications(ranks: Sequence[RankTrace]) -> Table:
     rows = [
         [shortened(one.name, _NAME_WIDTH), _who(rank), one.calls, f"{one.covered_ms:.3f}", f"{one.exposed_ms:.3f}"]
         for rank in ranks
@@ -110,7 +110,7 @@ def _communications(ranks: Sequence[Rank]) -> Table:
     return _table(("communication", "rank", "calls", "ms in all", "exposed ms"), rows)
 
 
-def _memory(ranks: Sequence[Rank]) -> Table:
+def _memory(ranks: Sequence[RankTrace]) -> Table:
     rows = [
         [one.device, _who(rank), bytes_text(one.peak), _signed_bytes(one.growth), bytes_text(one.allocated)]
         for rank in ranks
@@ -123,7 +123,7 @@ def _signed_bytes(size: float) -> str:
     return ("-" if size < 0 else "") + bytes_text(abs(size))
 
 
-def _skew(skew: Skew | None, note: str) -> str:
+def _skew(skew: TraceSkew | None, note: str) -> str:
     if skew is None:
         return f"not known ({note})"
     ranks = ", ".join(
@@ -137,7 +137,7 @@ def _skew(skew: Skew | None, note: str) -> str:
     )
 
 
-def _operators(ranks: Sequence[Rank], top: int) -> Table:
+def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
     """Means over the ranks; the spread where there are several."""
     by_name: dict[tuple[str, str], list[Operator | None]] = {}
     for index, rank in enumerate(ranks):
@@ -172,7 +172,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def difference_page(found: Difference, top: int) -> Page:
+def difference_page(found: TraceDifference, top: int) -> Page:
     """What is said of a difference; of the operators, the ``top`` first."""
     parts: list[Table | str] = [f"{name}  {_headline(rank)}" for name, rank in (("A", found.a), ("B", found.b))]
     parts.append(_changes("ms per step", found.parts))
@@ -187,7 +187,7 @@ def difference_page(found: Difference, top: int) -> Page:
     return Page(parts)
 
 
-def _changes(title: str, changes: Sequence[Change]) -> Table:
+def _changes(title: str, changes: Sequence[OperatorChange]) -> Table:
     rows = []
     for change in changes:
         calls = ["" if count is None else f"{count:.4g}" for count in (change.calls_a, change.calls_b)]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdkit.common import lateness
-from hvdkit.read.trace.columns import Columns
+from hvdkit.read.trace.columns import TraceColumns
 from hvdkit.read.trace.kinds import Kind, Source
-from hvdkit.read.trace.results import Rank, RankSkew, Skew, Step
+from hvdkit.read.trace.results import RankTrace, TraceRankSkew, TraceSkew, TraceStep
 
 Key = tuple[int, str, int]
 """Step, name of the collective, and the how many-th of this name in the step."""
@@ -19,7 +19,7 @@ Waits = dict[Key, float]
 """Milliseconds that a rank was in each collective."""
 
 
-def collectives(columns: Columns, steps: Sequence[Step], since: float) -> Waits:
+def collectives(columns: TraceColumns, steps: Sequence[TraceStep], since: float) -> Waits:
     """The collectives of one rank in its steps, which its peers have under the same key."""
     rows = np.flatnonzero(_blocking(columns))
     rows = rows[np.argsort(columns.start[rows], kind="stable")]
@@ -36,7 +36,7 @@ def collectives(columns: Columns, steps: Sequence[Step], since: float) -> Waits:
     return times
 
 
-def _blocking(columns: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _blocking(columns: TraceColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Events that end on all ranks together: kernels that communicate, else Gloo's and MPI's, else hvdkit's waits."""
     kernels = (columns.source == Source.KERNEL) & (columns.kind == Kind.COMMUNICATION)
     if kernels.any():
@@ -48,7 +48,7 @@ def _blocking(columns: Columns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return np.asarray(waits & (columns.kind == Kind.COMMUNICATION))
 
 
-def between(found: Sequence[tuple[Rank, Waits]]) -> tuple[Skew | None, str]:
+def between(found: Sequence[tuple[RankTrace, Waits]]) -> tuple[TraceSkew | None, str]:
     """The skew of all ranks, or None and why it cannot be told."""
     if len(found) < 2:
         return None, "one trace only: give those of all ranks"
@@ -69,7 +69,7 @@ def between(found: Sequence[tuple[Rank, Waits]]) -> tuple[Skew | None, str]:
     costs = lateness.costs(np.maximum.reduceat(late, begins, axis=1))
     waits = np.maximum.reduceat(table - table.min(axis=0), begins, axis=1).mean(axis=1)
     rows = [
-        RankSkew(
+        TraceRankSkew(
             rank.rank or 0,
             rank.times.computation / max(1, len(rank.steps)),
             int(np.sum((last == index) & (apart > 0))),
@@ -79,4 +79,4 @@ def between(found: Sequence[tuple[Rank, Waits]]) -> tuple[Skew | None, str]:
         )
         for index, (rank, _) in enumerate(found)
     ]
-    return Skew(len(ordered), float(np.median(apart)), float(apart.max()), tuple(rows)), ""
+    return TraceSkew(len(ordered), float(np.median(apart)), float(apart.max()), tuple(rows)), ""

@@ -15,11 +15,11 @@ from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.measures import covered, length
 from hvdkit.read.trace import skew
 from hvdkit.read.trace.causes import causes
-from hvdkit.read.trace.columns import Columns, collect
+from hvdkit.read.trace.columns import TraceColumns, collect
 from hvdkit.read.trace.intervals import Intervals, common, inside, joined, without
 from hvdkit.read.trace.kinds import Kind, Source, step_number
-from hvdkit.read.trace.operators import Calls, nest, table
-from hvdkit.read.trace.results import Communication, Memory, Rank, Step, Summary, Times
+from hvdkit.read.trace.operators import EventCalls, nest, table
+from hvdkit.read.trace.results import Communication, DeviceMemory, RankTrace, TraceStep, TraceSummary, TraceTimes
 
 HIDDEN = (
     "Horovod exchanges gradients in a thread that the profiler does not see: communication here is the wait for it, "
@@ -30,7 +30,7 @@ STARTS = ("nccl:", "c10d::", "_c10d_functional", "c10d_functional", "record_para
 NO_STEPS = "no steps in the trace (no profiler.step()): everything from the first event to the last is one window."
 
 
-def summarize(paths: Sequence[str | Path]) -> Summary:
+def summarize(paths: Sequence[str | Path]) -> TraceSummary:
     """What the traces of one run were spent on, rank by rank, and how far the ranks are apart.
 
     Args:
@@ -47,7 +47,7 @@ def summarize(paths: Sequence[str | Path]) -> Summary:
     found.sort(key=lambda pair: (pair[0].rank is None, pair[0].rank or 0))
     _require_one_run([rank for rank, _ in found])
     apart, note = skew.between(found)
-    summary = Summary(tuple(rank for rank, _ in found), apart, note)
+    summary = TraceSummary(tuple(rank for rank, _ in found), apart, note)
     return replace(summary, causes=tuple(dearest_first(causes(summary))))
 
 
@@ -67,7 +67,7 @@ def files_of(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def one_rank(columns: Columns) -> Rank:
+def one_rank(columns: TraceColumns) -> RankTrace:
     """What one trace holds."""
     since, until = window_of(columns)
     sets = Sets(columns)
@@ -77,7 +77,7 @@ def one_rank(columns: Columns) -> Rank:
     notes = [] if steps else [NO_STEPS]
     if sets.only_waits:
         notes.append(HIDDEN)
-    return Rank(
+    return RankTrace(
         path=str(columns.path),
         rank=columns.rank,
         size=columns.size,
@@ -97,7 +97,7 @@ def one_rank(columns: Columns) -> Rank:
 class Sets:
     """When a process computed, communicated, loaded data and copied: disjoint intervals in microseconds."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: TraceColumns) -> None:
         kernels = columns.source == Source.KERNEL
         communication = communicating(columns)
         self.communication = columns.covered(communication)
@@ -111,7 +111,7 @@ class Sets:
             self.computation = self._on_cpu(columns)
             self.computed_by = "CPU operators of the thread that computed longest"
 
-    def _on_cpu(self, columns: Columns) -> Intervals:
+    def _on_cpu(self, columns: TraceColumns) -> Intervals:
         """The operators of one thread, without its calls that communicate and its data loading."""
         operators = columns.kind == Kind.COMPUTATION
         best: Intervals = (np.zeros(0), np.zeros(0))
@@ -124,7 +124,7 @@ class Sets:
         return best
 
 
-def communicating(columns: Columns) -> NDArray[np.bool_]:
+def communicating(columns: TraceColumns) -> NDArray[np.bool_]:
     """Which events are communication: not the host's calls, which only start it, where something shows how long it ran.
 
     On a GPU that are kernels, without one the ranges of Gloo and MPI, and the waits of hvdkit.
@@ -136,13 +136,13 @@ def communicating(columns: Columns) -> NDArray[np.bool_]:
     return np.asarray(shown if shown.any() or columns.on_gpu.any() else calls)
 
 
-def _only_waits(columns: Columns, communication: NDArray[np.bool_]) -> bool:
+def _only_waits(columns: TraceColumns, communication: NDArray[np.bool_]) -> bool:
     """Whether all that is seen of the communication is hvdkit's ranges around the wait for Horovod."""
     names = {columns.names[number] for number in np.unique(columns.name[communication]).tolist()}
     return bool(names) and all(name.startswith("hvdkit:") for name in names)
 
 
-def window_of(columns: Columns) -> tuple[float, float]:
+def window_of(columns: TraceColumns) -> tuple[float, float]:
     """From the first step to the last and the kernels that they started; without steps from first to last event."""
     steps = columns.kind == Kind.STEP
     counted = steps if steps.any() else np.ones(len(columns.start), bool)
@@ -151,13 +151,13 @@ def window_of(columns: Columns) -> tuple[float, float]:
     return since, max(until, float(columns.end[late].max(initial=until)))
 
 
-def _times(sets: Sets, since: float, until: float) -> Times:
+def _times(sets: Sets, since: float, until: float) -> TraceTimes:
     computation, communication, data, copies = (
         inside(one, since, until) for one in (sets.computation, sets.communication, sets.data, sets.copies)
     )
     overlapped = length(common(computation, communication))
     busy = joined(computation, communication)
-    return Times(
+    return TraceTimes(
         window=(until - since) / 1e3,
         computation=length(computation) / 1e3,
         communication=length(communication) / 1e3,
@@ -170,7 +170,7 @@ def _times(sets: Sets, since: float, until: float) -> Times:
     )
 
 
-def step_windows(columns: Columns) -> list[tuple[int, float, float]]:
+def step_windows(columns: TraceColumns) -> list[tuple[int, float, float]]:
     """Number, start and end of each step in order of time; those of one number that overlap are one step."""
     rows = np.flatnonzero(columns.kind == Kind.STEP)
     found: list[tuple[int, float, float]] = []
@@ -184,7 +184,7 @@ def step_windows(columns: Columns) -> list[tuple[int, float, float]]:
     return found
 
 
-def _steps(columns: Columns, sets: Sets, since: float) -> tuple[Step, ...]:
+def _steps(columns: TraceColumns, sets: Sets, since: float) -> tuple[TraceStep, ...]:
     windows = step_windows(columns)
     if not windows:
         return ()
@@ -192,12 +192,12 @@ def _steps(columns: Columns, sets: Sets, since: float) -> tuple[Step, ...]:
     exposed = without(sets.communication, sets.computation)
     parts = [covered(part, starts, ends) / 1e3 for part in (sets.computation, sets.communication, exposed, sets.data)]
     return tuple(
-        Step(number, (start - since) / 1e3, (end - start) / 1e3, *(float(part[index]) for part in parts))
+        TraceStep(number, (start - since) / 1e3, (end - start) / 1e3, *(float(part[index]) for part in parts))
         for index, (number, start, end) in enumerate(windows)
     )
 
 
-def _communications(columns: Columns, sets: Sets, since: float, until: float) -> tuple[Communication, ...]:
+def _communications(columns: TraceColumns, sets: Sets, since: float, until: float) -> tuple[Communication, ...]:
     mask = communicating(columns) & (columns.start >= since) & (columns.start < until)
     found: dict[str, Communication] = {}
     for name in {columns.names[number] for number in np.unique(columns.name[mask]).tolist()}:
@@ -208,25 +208,25 @@ def _communications(columns: Columns, sets: Sets, since: float, until: float) ->
     return tuple(sorted(found.values(), key=lambda one: (-one.covered_ms, one.name)))
 
 
-def _memory(columns: Columns) -> tuple[Memory, ...]:
+def _memory(columns: TraceColumns) -> tuple[DeviceMemory, ...]:
     found = []
     for number, device in enumerate(columns.devices):
         mine = np.flatnonzero(columns.memory_device == number)
         mine = mine[np.argsort(columns.memory_time[mine], kind="stable")]
         sizes, totals = columns.memory_bytes[mine], columns.memory_total[mine]
         level = np.cumsum(sizes) if np.isnan(totals).any() else totals
-        found.append(Memory(device, int(max(0.0, level.max())), int(sizes.sum()), int(sizes[sizes > 0].sum())))
+        found.append(DeviceMemory(device, int(max(0.0, level.max())), int(sizes.sum()), int(sizes[sizes > 0].sum())))
     return tuple(sorted(found, key=lambda memory: memory.device))
 
 
-def _require_one_run(ranks: Sequence[Rank]) -> None:
+def _require_one_run(ranks: Sequence[RankTrace]) -> None:
     sizes = {one.size: one for one in ranks if one.size is not None}
     if len(sizes) > 1:
         told = " and ".join(f"{one.path!r} of {size} ranks" for size, one in list(sizes.items())[:2])
         raise InvalidArgumentError(
             f"not of one run: {told}; give the traces of one run, or compare two runs with `hvdkit trace diff`."
         )
-    seen: dict[int, Rank] = {}
+    seen: dict[int, RankTrace] = {}
     for one in ranks:
         if one.rank is None:
             continue
@@ -238,7 +238,9 @@ def _require_one_run(ranks: Sequence[Rank]) -> None:
         seen[one.rank] = one
 
 
-def self_times_by_step(columns: Columns, calls: Calls) -> tuple[dict[tuple[str, str], NDArray[np.float64]], int]:
+def self_times_by_step(
+    columns: TraceColumns, calls: EventCalls
+) -> tuple[dict[tuple[str, str], NDArray[np.float64]], int]:
     """For ``difference``: by name and kind, the milliseconds in each step, or in the window where there are none.
 
     Returns:

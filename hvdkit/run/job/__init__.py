@@ -2,7 +2,7 @@
 
 ::
 
-    options ── (script.Job, checked)    what the user asks for
+    options ── (model.BatchJob, checked)    what the user asks for
     sites/*.toml ── (site.Site)         what a site wants said and what it gives: queues, hosts, modules, environment
        └── limits                       the queue that fits, or one sentence
              └── script ── (systems)    the script, its directives by one row per batch system

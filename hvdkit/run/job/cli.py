@@ -13,7 +13,7 @@ from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import kubernetes, limits, script, site
 from hvdkit.run.job import submit as submitting
-from hvdkit.run.job.model import Job
+from hvdkit.run.job.model import BatchJob
 from hvdkit.run.job.systems import SYSTEMS
 
 
@@ -92,7 +92,7 @@ def job(
 
     Exit status: 0 success, 2 for bad usage, an output that cannot be written included; with --submit the job's own.
     """
-    asked = Job(**wanted)
+    asked = BatchJob(**wanted)
     if system == kubernetes.NAME:
         if submit_it:
             raise InvalidArgumentError("--submit is for batch systems; write with -o, then 'kubectl create -f' it.")

@@ -18,7 +18,7 @@ from typing import Any
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import script
 from hvdkit.run.job.limits import seconds
-from hvdkit.run.job.model import Job
+from hvdkit.run.job.model import BatchJob
 from hvdkit.run.launch import elastic
 
 NAME = "kubernetes"
@@ -36,7 +36,7 @@ _DIRECTORY = re.compile(r"/[A-Za-z0-9._/-]{1,255}")
 
 
 def write(
-    job: Job,
+    job: BatchJob,
     image: str | None,
     volumes: Sequence[str],
     ssh_directory: str,
@@ -92,7 +92,7 @@ def _claims(volumes: Sequence[str]) -> dict[str, str]:
 
 
 def _mpi_job(
-    job: Job, image: str, claims: Mapping[str, str], ssh_directory: str, growing: elastic.Elastic | None
+    job: BatchJob, image: str, claims: Mapping[str, str], ssh_directory: str, growing: elastic.Elastic | None
 ) -> dict[str, Any]:
     """The MPIJob as a mapping, for YAML. ``claims``: directory to volume claim; ``growing``: of an elastic job."""
     launch = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]

@@ -6,12 +6,12 @@ import re
 from dataclasses import replace
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job.model import Job, Queue, Site
+from hvdkit.run.job.model import BatchJob, Queue, Site
 
 WALLTIME = re.compile(r"([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 
 
-def settle(job: Job, site: Site) -> Job:
+def settle(job: BatchJob, site: Site) -> BatchJob:
     """The job with the queue, cores and GPUs that the site gives it.
 
     Raises:
@@ -34,7 +34,7 @@ def settle(job: Job, site: Site) -> Job:
     )
 
 
-def notes(job: Job, site: Site) -> list[str]:
+def notes(job: BatchJob, site: Site) -> list[str]:
     """What the user should know of a script that is written all the same, a sentence each."""
     found = []
     if site.retired:
@@ -48,7 +48,7 @@ def notes(job: Job, site: Site) -> list[str]:
     return found
 
 
-def _candidates(job: Job, site: Site) -> list[Queue]:
+def _candidates(job: BatchJob, site: Site) -> list[Queue]:
     """The queues that the user named, by queue or QOS, or else all that need not be named."""
     return [
         queue
@@ -58,7 +58,7 @@ def _candidates(job: Job, site: Site) -> list[Queue]:
     ]
 
 
-def _fits(job: Job, queue: Queue) -> bool:
+def _fits(job: BatchJob, queue: Queue) -> bool:
     if not queue.min_nodes <= job.nodes <= (queue.max_nodes or job.nodes):
         return False
     return not queue.max_walltime or seconds(job.walltime) <= seconds(queue.max_walltime)
@@ -80,7 +80,7 @@ def _limits(queue: Queue) -> str:
     return f"{nodes}, {queue.max_walltime}" if queue.max_walltime else nodes
 
 
-def _on_a_host(job: Job, site: Site) -> Job:
+def _on_a_host(job: BatchJob, site: Site) -> BatchJob:
     """The job with the cores of a rank and the GPUs of a host, which a host must have."""
     gpus = site.gpus_per_node if job.gpus_per_node is None else job.gpus_per_node
     if gpus and site.gpus_per_node and gpus > site.gpus_per_node:

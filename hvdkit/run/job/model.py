@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchJob:
     """What the user asks for.
 
     Attributes:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job.limits import WALLTIME, settle
-from hvdkit.run.job.model import Job, Site
+from hvdkit.run.job.model import BatchJob, Site
 from hvdkit.run.job.systems import SYSTEMS
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
@@ -35,7 +35,7 @@ _LOOKS_WRONG = {
 """What shellcheck takes for a mistake inside single quotes, where it means itself."""
 
 
-def check(job: Job) -> None:
+def check(job: BatchJob) -> None:
     """Refuse what cannot be written into a script safely.
 
     Raises:
@@ -73,7 +73,7 @@ def _option(attribute: str) -> str:
     return "--output" if attribute == "log" else f"--{attribute}"
 
 
-def write(job: Job, site: Site, bin_directory: str) -> str:
+def write(job: BatchJob, site: Site, bin_directory: str) -> str:
     """The text of the batch script.
 
     Args:
@@ -107,7 +107,7 @@ def write(job: Job, site: Site, bin_directory: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _launch_lines(job: Job, site: Site, cpu_bind: str) -> list[str]:
+def _launch_lines(job: BatchJob, site: Site, cpu_bind: str) -> list[str]:
     words = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
     if job.depth is not None:
         words += ["--depth", str(job.depth)]

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import click
 
 from hvdkit.errors import LaunchError
-from hvdkit.run.job.model import Job
+from hvdkit.run.job.model import BatchJob
 
 POLL_S = 2.0
 """Seconds between two questions to the batch system."""
@@ -132,7 +132,7 @@ SYSTEMS = {
 """The batch systems whose jobs can be followed."""
 
 
-def submit(system: str, job: Job, script: str) -> int:
+def submit(system: str, job: BatchJob, script: str) -> int:
     """Submit a script, show what the job prints until it ends, and return its exit status.
 
     An array of jobs is submitted only. Ctrl-C ends the following, not the job.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdkit.run.job.limits import seconds
-from hvdkit.run.job.model import Job, Site
+from hvdkit.run.job.model import BatchJob, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class System:
     """
 
     prefix: str
-    directives: Callable[[Job, Site], list[str]]
+    directives: Callable[[BatchJob, Site], list[str]]
     enter: tuple[str, ...]
     submit: str
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ def _optional(option: str, value: str | None) -> list[str]:
     return [option + value] if value else []
 
 
-def _pbs(job: Job, site: Site) -> list[str]:
+def _pbs(job: BatchJob, site: Site) -> list[str]:
     """Source: PBS Professional, qsub(1B). The log is NAME.oNUMBER."""
     chunk = site.select
     if not chunk:
@@ -53,7 +53,7 @@ def _pbs(job: Job, site: Site) -> list[str]:
     ]
 
 
-def _slurm(job: Job, site: Site) -> list[str]:
+def _slurm(job: BatchJob, site: Site) -> list[str]:
     """Source: sbatch(1). The log is NAME.NUMBER.log, in an array NAME.NUMBER_INDEX.log."""
     return [
         f"--job-name={job.name}",
@@ -73,7 +73,7 @@ def _slurm(job: Job, site: Site) -> list[str]:
     ]
 
 
-def _lsf(job: Job, site: Site) -> list[str]:
+def _lsf(job: BatchJob, site: Site) -> list[str]:
     """Source: bsub(1), which counts time in minutes. The log is NAME.NUMBER.log."""
     total = -(-seconds(job.walltime) // 60)
     room = [f"-nnodes {job.nodes}"] if site.whole_nodes else [
@@ -94,7 +94,7 @@ def _lsf(job: Job, site: Site) -> list[str]:
     ]
 
 
-def _cobalt(job: Job, _site: Site) -> list[str]:
+def _cobalt(job: BatchJob, _site: Site) -> list[str]:
     """Source: ALCF, "Running Jobs" on Theta. The logs are NAME.output, NAME.error and NAME.cobaltlog."""
     return [
         f"--jobname {job.name}",

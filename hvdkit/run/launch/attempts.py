@@ -14,14 +14,14 @@ from hvdkit.common.table import console
 from hvdkit.prepare.doctor.finding import has_errors
 from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.run.launch import direct, supervise
-from hvdkit.run.launch.model import Plan
-from hvdkit.run.launch.outcome import Ended
+from hvdkit.run.launch.model import LaunchPlan
+from hvdkit.run.launch.outcome import JobEnd
 
 PAUSE_S = 1.0
 """Seconds before a restart: what failed for want of a port or of memory has it back."""
 
 
-def preflight(plan: Plan, python: Path) -> bool:
+def preflight(plan: LaunchPlan, python: Path) -> bool:
     """Look at every rank of a job like ``plan``, and print what is found; whether it can train.
 
     Args:
@@ -41,14 +41,14 @@ def preflight(plan: Plan, python: Path) -> bool:
     return not has_errors(found)
 
 
-def started(job: Plan, *, tagged: bool = False, verbose: bool = False) -> Ended:
+def started(job: LaunchPlan, *, tagged: bool = False, verbose: bool = False) -> JobEnd:
     """Run a job once; how it ended."""
     if job.direct:
         return direct.run([*job.launcher, *job.command], job.environment, [host.name for host in job.hosts])
     return supervise.run(job, tagged=tagged, verbose=verbose)
 
 
-def run(plan_for: Callable[[int], Plan], restarts: int, *, tagged: bool, verbose: bool) -> int:
+def run(plan_for: Callable[[int], LaunchPlan], restarts: int, *, tagged: bool, verbose: bool) -> int:
     """Run a job, and again from the start while it fails, at most ``restarts`` times more.
 
     Args:

@@ -30,7 +30,7 @@ from hvdkit.run.launch import (
     torch_profile,
     tuned,
 )
-from hvdkit.run.launch.model import Host, Plan, Request
+from hvdkit.run.launch.model import Host, LaunchPlan, Request
 from hvdkit.run.launch.stage import job as staging
 
 _NEEDS = (
@@ -110,7 +110,7 @@ def launch(
         return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
 
 
-def _prepared(program: str, job: Plan, staging_job: Plan | None, *, first: bool) -> int:
+def _prepared(program: str, job: LaunchPlan, staging_job: LaunchPlan | None, *, first: bool) -> int:
     """What has to go well before a job, --preflight and --stage; the status to leave with, or 0."""
     status, why = 0, "it could not train"
     if first and not _could_train(job):
@@ -122,7 +122,7 @@ def _prepared(program: str, job: Plan, staging_job: Plan | None, *, first: bool)
     return status
 
 
-def _could_train(job: Plan) -> bool:
+def _could_train(job: LaunchPlan) -> bool:
     if job.direct:
         raise InvalidArgumentError(
             f"--preflight works on one machine, and {job.launcher_name} starts ranks on other hosts; start 'hvdkit "
@@ -131,7 +131,7 @@ def _could_train(job: Plan) -> bool:
     return attempts.preflight(job, facts.own_python())
 
 
-def _say(job: Plan, explain: bool) -> None:
+def _say(job: LaunchPlan, explain: bool) -> None:
     for note in job.notes:
         click.echo(f"hvdkit launch: {note}", err=True)
     if explain:
@@ -199,7 +199,7 @@ def _check_elastic(request: Request, *, alone: bool) -> None:
         )
 
 
-def _staging(request: Request, job: Plan) -> Plan | None:
+def _staging(request: Request, job: LaunchPlan) -> LaunchPlan | None:
     """The plan of the short job that stages the environment before this one; None where nothing is to be staged."""
     if request.stage is None:
         return None
@@ -207,7 +207,7 @@ def _staging(request: Request, job: Plan) -> Plan | None:
 
 
 @contextlib.contextmanager
-def _recorded(request: Request, job: Plan) -> Iterator[None]:
+def _recorded(request: Request, job: LaunchPlan) -> Iterator[None]:
     """Around a job: the directories of its profiles are there before it, and what came to be in them is said after."""
     recorders = ((mpi_recording, request.mpi_profile), (torch_profile, request.torch_profile))
     before = [
@@ -226,7 +226,7 @@ def _recorded(request: Request, job: Plan) -> Iterator[None]:
         click.echo(explained.outcome(request.explain_job, also), err=True)
 
 
-def _attempt(request: Request, job: Plan, attempt: int) -> Plan:
+def _attempt(request: Request, job: LaunchPlan, attempt: int) -> LaunchPlan:
     """The plan with the number of the attempt, which ranks on other hosts are told by the command line."""
     number = {"HVDKIT_RESTART": str(attempt)}
     if job.direct:
@@ -234,7 +234,7 @@ def _attempt(request: Request, job: Plan, attempt: int) -> Plan:
     return replace(job, environment={**job.environment, **number})
 
 
-def _elastic_plan(request: Request, wanted: elastic.Elastic) -> Plan:
+def _elastic_plan(request: Request, wanted: elastic.Elastic) -> LaunchPlan:
     """The plan of a job that horovodrun runs by itself."""
     here = replace(request, launcher="horovodrun", hosts=(), ppn=None)
     job = _plan(here)
@@ -250,5 +250,5 @@ def _elastic_plan(request: Request, wanted: elastic.Elastic) -> Plan:
     )
 
 
-def _plan(request: Request) -> Plan:
+def _plan(request: Request) -> LaunchPlan:
     return facts.planned(request, dict(os.environ))[1]

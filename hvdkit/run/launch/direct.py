@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, cast
 
 from hvdkit.common.signals import handled
-from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, Ended
+from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, JobEnd
 from hvdkit.run.launch.reach import Reach
 from hvdkit.run.launch.signals import ENDING
 from hvdkit.run.launch.start import start
@@ -29,7 +29,7 @@ _DRAIN_S = 2.0
 """Seconds for what the launcher's own children still write when it has ended."""
 
 
-def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = ()) -> Ended:
+def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = ()) -> JobEnd:
     """Run a launcher to its end, passing signals on, a second one as SIGKILL; how it ended.
 
     Args:
@@ -64,13 +64,13 @@ def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = 
         while copy.is_alive() and copy.writing:  # whoever reads takes its time
             copy.join(_DRAIN_S)
     if ended_by:
-        return Ended(128 + ended_by[0], interrupted=True)
+        return JobEnd(128 + ended_by[0], interrupted=True)
     if any(copy.lost_daemon for copy in copies):
         status = status or 1
     if status and (sentence := reach.lost() or reach.unknown()) is not None:
         begin = "\n" if copies[1].within_line else ""
         sys.stderr.write(f"{begin}hvdkit launch: {sentence}\n")
-    return Ended(status if status >= 0 else 128 - status, interrupted=False)
+    return JobEnd(status if status >= 0 else 128 - status, interrupted=False)
 
 
 class _Copy(threading.Thread):

@@ -10,7 +10,7 @@ from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError, InvalidArgumentError
 from hvdkit.run.launch import recordings, torch_profile
 from hvdkit.run.launch.machine import usable_cores
-from hvdkit.run.launch.model import Plan, Request, Setting
+from hvdkit.run.launch.model import LaunchPlan, Request, Setting
 from hvdkit.steps import step_marks, step_times
 
 _STEPS = "steps"
@@ -34,13 +34,13 @@ def settings(request: Request, environ: Mapping[str, str]) -> list[Setting]:
     return [Setting("--explain-job: each rank writes there when its steps begin and end", variables=variables)]
 
 
-def prepare(directory: Path, job: Plan) -> None:
+def prepare(directory: Path, job: LaunchPlan) -> None:
     """Make the directory, and say in it how the job is started.
 
     Raises:
         InvalidArgumentError: it cannot be made, or holds the times of another job.
     """
-    from hvdkit.read.explain.launched import NAME, Launched  # not at the top: every launch would pay for it
+    from hvdkit.read.explain.launched import NAME, JobLaunch  # not at the top: every launch would pay for it
 
     if recordings.prepare("--explain-dir", directory / _STEPS, _FILES):
         raise InvalidArgumentError(
@@ -48,7 +48,7 @@ def prepare(directory: Path, job: Plan) -> None:
         )
     threads = job.environment.get("OMP_NUM_THREADS", "")
     ranks_on_a_host = max((host.slots for host in job.hosts), default=None) if job.direct else job.n
-    launched = Launched(
+    launched = JobLaunch(
         job.n,
         job.launcher_name,
         usable_cores(),

@@ -13,7 +13,7 @@ from hvdkit.run.launch import batch, mpi, mpi_recording, plan
 from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.horovod import installed_horovod, recorded_horovod
 from hvdkit.run.launch.machine import usable_cores
-from hvdkit.run.launch.model import Facts, Horovod, Plan, Request
+from hvdkit.run.launch.model import Horovod, LaunchFacts, LaunchPlan, Request
 from hvdkit.steps import hosts as job_hosts
 
 
@@ -40,7 +40,7 @@ def job_path(environ: Mapping[str, str], python: Path) -> str:
     return os.pathsep.join([own, *(directory for directory in path.split(os.pathsep) if directory not in ("", own))])
 
 
-def gather(request: Request, environ: Mapping[str, str]) -> Facts:
+def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     """The facts that ``plan.build`` needs for this request.
 
     Raises:
@@ -60,7 +60,7 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
     horovodrun = shutil.which("horovodrun", path=path)
     records = request.mpi_profile is not None and request.launcher != "horovodrun"
     without_mpi = request.launcher == "auto" and horovod is not None and not horovod.mpi
-    return Facts(
+    return LaunchFacts(
         cores=usable_cores(),
         root=os.geteuid() == 0,
         python=python,
@@ -75,7 +75,7 @@ def gather(request: Request, environ: Mapping[str, str]) -> Facts:
     )
 
 
-def planned(request: Request, environ: Mapping[str, str]) -> tuple[Facts, Plan]:
+def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, LaunchPlan]:
     """What there is for a request, and the plan of its job.
 
     Raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Request, Setting
+from hvdkit.run.launch.model import LauncherLine, LaunchFacts, Mpi, Request, Setting
 
 RANK_VARIABLE = "PMI_RANK"
 
 
-def line(request: Request, facts: Facts, mpi: Mpi) -> LauncherLine:
+def line(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     """The command line of mpirun up to the user's command. Hydra starts any number of ranks and passes on the
     whole environment.
 
@@ -36,7 +36,7 @@ def _hosts(request: Request, mpi: Mpi) -> list[Setting]:
     return [Setting(why, ("-hosts", names, "-ppn", str(slots.pop())))]
 
 
-def _placement(request: Request, facts: Facts, mpi: Mpi) -> Setting:
+def _placement(request: Request, facts: LaunchFacts, mpi: Mpi) -> Setting:
     intel = mpi.implementation == "Intel MPI"
     if request.depth is not None and request.bind in ("none", "core"):
         why = f"--depth {request.depth}: each rank is tied to so many cores"

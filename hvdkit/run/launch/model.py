@@ -151,7 +151,7 @@ class Horovod:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class LaunchFacts:
     """What there is to launch with.
 
     Attributes:
@@ -221,7 +221,7 @@ class LauncherLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """A job ready to start.
 
     Attributes:

@@ -10,7 +10,7 @@ from hvdkit.errors import HvdkitError, LaunchError
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.prepare.install.here import cache_directory
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Facts, Request, Setting
+from hvdkit.run.launch.model import LaunchFacts, Request, Setting
 
 DIRECTORY, WAIT = "HVDKIT_MPI_PROFILE", "HVDKIT_MPI_PROFILE_WAIT"
 """Environment variables that the interposer reads."""
@@ -47,7 +47,7 @@ def recorder(mpi_bin: Path | None, environ: Mapping[str, str], say: Callable[[st
 
 
 def around(
-    command: Command, request: Request, facts: Facts, environ: Mapping[str, str]
+    command: Command, request: Request, facts: LaunchFacts, environ: Mapping[str, str]
 ) -> tuple[Command, list[Setting]]:
     """The command with the recorder preloaded into it alone, not into the launcher; and what the ranks are told."""
     if request.mpi_profile is None:

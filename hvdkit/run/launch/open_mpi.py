@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from hvdkit.run.launch import remote
-from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Request, Setting
+from hvdkit.run.launch.model import LauncherLine, LaunchFacts, Mpi, Request, Setting
 from hvdkit.steps import secret
 
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"
@@ -33,7 +33,7 @@ _LIVELY = Setting(
 )
 
 
-def line(request: Request, facts: Facts, mpi: Mpi) -> LauncherLine:
+def line(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     """The command line of mpirun up to the user's command.
 
     Local ranks inherit mpirun's whole environment, those on other hosts only what it is told to pass on.
@@ -63,7 +63,7 @@ def _pass_on(added: Mapping[str, str], environ: Mapping[str, str]) -> Setting:
     return Setting("mpirun passes these on to other hosts, which have nothing of this environment otherwise", words)
 
 
-def _on_hosts(request: Request, facts: Facts, mpi: Mpi) -> list[Setting]:
+def _on_hosts(request: Request, facts: LaunchFacts, mpi: Mpi) -> list[Setting]:
     hosts = ",".join(map(str, request.hosts))
     slots = {host.slots for host in request.hosts}
     where = f"ppr:{slots.pop()}:node" if len(slots) == 1 else "slot"
@@ -85,7 +85,7 @@ def _place_name(request: Request, mpi: Mpi) -> str:
     return "package" if request.bind == "socket" and mpi.version >= (5,) else request.bind
 
 
-def _placement(request: Request, facts: Facts, mpi: Mpi) -> list[Setting]:
+def _placement(request: Request, facts: LaunchFacts, mpi: Mpi) -> list[Setting]:
     if request.depth is not None and request.bind in ("none", "core"):
         why = f"--depth {request.depth}: each rank is tied to so many cores"
         return [Setting(why, ("--map-by", f"slot:PE={request.depth}", "--bind-to", "core"))]

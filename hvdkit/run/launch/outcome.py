@@ -42,7 +42,7 @@ class RankEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobEnd:
     """How a job ended.
 
     Attributes:

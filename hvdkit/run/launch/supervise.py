@@ -21,11 +21,11 @@ from typing import IO, cast
 
 from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
-from hvdkit.run.launch.model import Plan
+from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.open_mpi import SESSIONS
-from hvdkit.run.launch.outcome import Ended, RankEnd, first_failure, left_early
+from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, left_early
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
-from hvdkit.run.launch.shown import STDERR, STDOUT, Shown
+from hvdkit.run.launch.shown import STDERR, STDOUT, JobOutput
 from hvdkit.run.launch.signals import Signals, listener, watched_signals
 from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.run.launch.start import start
@@ -50,7 +50,7 @@ _BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-def run(plan: Plan, *, tagged: bool = True, verbose: bool = False) -> Ended:
+def run(plan: LaunchPlan, *, tagged: bool = True, verbose: bool = False) -> JobEnd:
     """Run a job to its end.
 
     Args:
@@ -66,7 +66,7 @@ def run(plan: Plan, *, tagged: bool = True, verbose: bool = False) -> Ended:
 
 
 @contextlib.contextmanager
-def _sessions(plan: Plan) -> Iterator[dict[str, str]]:
+def _sessions(plan: LaunchPlan) -> Iterator[dict[str, str]]:
     """A directory of its own for Open MPI, which names what it makes there by its process id alone.
 
     What an mpirun that was killed has left keeps another one, to which its id falls, from starting.
@@ -81,7 +81,7 @@ def _sessions(plan: Plan) -> Iterator[dict[str, str]]:
         yield {SESSIONS: directory}
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """How far a job is; it never goes back."""
 
     RUNNING = "nothing failed yet"
@@ -92,11 +92,13 @@ class Phase(Enum):
 class _Job:
     """A job from its start to the sentence on its end: first what happens to it, then what is done about it."""
 
-    def __init__(self, plan: Plan, signals: Signals, listener: socket.socket, *, tagged: bool, verbose: bool) -> None:
+    def __init__(
+        self, plan: LaunchPlan, signals: Signals, listener: socket.socket, *, tagged: bool, verbose: bool
+    ) -> None:
         self._plan = plan
         self._signals = signals
         self._listener = listener
-        self._shown = Shown(
+        self._shown = JobOutput(
             plan.launcher_name,
             tagged=tagged,
             verbose=verbose,
@@ -105,7 +107,7 @@ class _Job:
         )
         self._selector = selectors.DefaultSelector()
         self._timers = sched.scheduler(time.monotonic)
-        self._phase = Phase.RUNNING
+        self._phase = JobPhase.RUNNING
         self._peers: list[Peer] = []
         self._ranks: list[Peer] = []  # all that said hello, gone or not
         self._ends: list[RankEnd] = []
@@ -113,7 +115,7 @@ class _Job:
         self._signal: int | None = None
         self._stall: Stall | None = None
 
-    def run(self) -> Ended:
+    def run(self) -> JobEnd:
         """Start it, and see to it until the launcher and all ranks are gone."""
         before = wire.descendants()
         wire.adopt_orphans(True)
@@ -131,7 +133,7 @@ class _Job:
         wire.adopt_orphans(False)
         wire.kill_descendants(spared=before)
         status = self._conclude()
-        return Ended(status, interrupted=self._signal is not None or self._shown.unread)
+        return JobEnd(status, interrupted=self._signal is not None or self._shown.unread)
 
     def _start(self) -> subprocess.Popen[bytes]:
         address = self._listener.getsockname()[1:].decode()
@@ -161,7 +163,7 @@ class _Job:
         peer = Peer(connection, pid)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
-        if self._phase is Phase.STOPPING:
+        if self._phase is JobPhase.STOPPING:
             peer.order(wire.STOP)
 
     def _on_peer(self, peer: Peer) -> None:
@@ -208,7 +210,7 @@ class _Job:
 
     def _release(self, peer: Peer) -> None:
         """Show a traceback by which the rank did not end."""
-        if self._phase is not Phase.RUNNING:
+        if self._phase is not JobPhase.RUNNING:
             return
         failing = any(other.errors.holding and other.errors.knock_on for other in self._peers)
         if failing and peer.errors.held_s < KNOCK_ON_HOLD_S:
@@ -236,7 +238,7 @@ class _Job:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._peers.remove(peer)
-        if self._phase is Phase.STOPPING and not self._peers:
+        if self._phase is JobPhase.STOPPING and not self._peers:
             self._leave_launcher()
 
     # What happens: the launcher writes, signals come
@@ -256,7 +258,7 @@ class _Job:
         return True
 
     def _release_report(self) -> None:
-        if self._phase is Phase.RUNNING and (self._all_started or not self._plan.noisy_start):
+        if self._phase is JobPhase.RUNNING and (self._all_started or not self._plan.noisy_start):
             self._shown.release_launcher()
 
     def _on_signals(self) -> None:
@@ -289,7 +291,7 @@ class _Job:
             self._end_stalled({rank: ("init",) for rank in range(self._plan.n) if rank not in came})
 
     def _end_stalled(self, missing: Mapping[int, tuple[str, ...]]) -> None:
-        if missing and self._phase is Phase.RUNNING and self._stall is None:
+        if missing and self._phase is JobPhase.RUNNING and self._stall is None:
             self._stall = Stall(missing)
             self._order(wire.DUMP)
             self._after(DUMP_S, self._stop)
@@ -298,22 +300,22 @@ class _Job:
         """End the job when the rank that caused a failure has had the time to end too."""
         if len(self._ends) == self._plan.n:
             self._stop()
-        if self._phase is Phase.STOPPING:
+        if self._phase is JobPhase.STOPPING:
             return
-        if self._phase is Phase.RUNNING:
+        if self._phase is JobPhase.RUNNING:
             self._after(END_S, self._kill)
         failure = first_failure((*self._ends, *self._lost))
         if failure is not None and (not failure.knock_on or left_early(self._ends) is not None):
             self._after(SETTLE_S, self._stop)
-        elif self._phase is Phase.RUNNING:
+        elif self._phase is JobPhase.RUNNING:
             self._after(KNOCK_ON_SETTLE_S, self._stop)
-        self._phase = Phase.SETTLING
+        self._phase = JobPhase.SETTLING
 
     def _stop(self) -> None:
         """Tell every rank to end, and see to it that they do."""
-        if self._phase is Phase.STOPPING:
+        if self._phase is JobPhase.STOPPING:
             return
-        self._phase = Phase.STOPPING
+        self._phase = JobPhase.STOPPING
         self._order(wire.STOP)
         self._after(STOP_S, self._kill)
         if not self._all_started:

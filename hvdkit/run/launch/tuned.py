@@ -56,7 +56,7 @@ class Tuned(Part, frozen=True, omit_defaults=True):
         return {variable: _word(value) for variable, value in values.items() if value is not None}
 
 
-class File(Document, frozen=True):
+class TunedFile(Document, frozen=True):
     """What makes a job fast.
 
     Attributes:
@@ -123,7 +123,7 @@ def read(path: Path) -> tuple[Tuned, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as tuned settings: {error}.") from error
     if text.lstrip().startswith("{"):
-        return json_files.decode(text, File, str(path), InvalidArgumentError).settings, str(path)
+        return json_files.decode(text, TunedFile, str(path), InvalidArgumentError).settings, str(path)
     return _of_autotune_log(path, text)
 
 
@@ -137,7 +137,7 @@ def write(path: Path, tuned: Tuned, measured: Part | None = None) -> None:
     Raises:
         DataError, InvalidArgumentError, OSError: it cannot be written.
     """
-    json_files.write(path, File(tuned, measured))
+    json_files.write(path, TunedFile(tuned, measured))
 
 
 def _of_autotune_log(path: Path, text: str) -> tuple[Tuned, str]:

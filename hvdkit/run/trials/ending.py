@@ -10,7 +10,7 @@ from types import FrameType
 from hvdkit.common.signals import handled
 
 
-class Ended(KeyboardInterrupt):
+class ToldToEnd(KeyboardInterrupt):
     """This program was told to end by a signal other than Ctrl-C's."""
 
     def __init__(self, number: int) -> None:
@@ -20,10 +20,10 @@ class Ended(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Raise ``Ended`` when a batch system or a closed terminal ends this program, so that its job is ended too."""
+    """Raise ``ToldToEnd`` when a batch system or a closed terminal ends this program, so that its job is ended too."""
 
     def end(number: int, _frame: FrameType | None) -> None:
-        raise Ended(number)
+        raise ToldToEnd(number)
 
     with handled((signal.SIGTERM, signal.SIGHUP), end):
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, placement, plan
-from hvdkit.run.launch.model import Facts, Plan, Request
+from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
 from hvdkit.run.trials.space import thread_choices
 
 WITH_A_CONTROLLER = ("mpirun", "horovodrun")
@@ -72,8 +72,8 @@ class Here:
     """
 
     request: Request
-    facts: Facts
-    plan: Plan
+    facts: LaunchFacts
+    plan: LaunchPlan
 
     def launchers(self) -> tuple[str, ...]:
         """The other one of mpirun and horovodrun, where the launcher is open and Horovod was built for both."""

@@ -27,7 +27,7 @@ _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrialJob:
     """How a job ended.
 
     Attributes:
@@ -41,7 +41,7 @@ class Job:
     failure: str | None = None
 
 
-Run = Callable[[Tuned, float | None], Job]
+Run = Callable[[Tuned, float | None], TrialJob]
 """Runs the job with a setting, for at most so many seconds (None: no limit), and says how it ended."""
 
 
@@ -64,7 +64,7 @@ class Launch:
         start = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", str(self.n), "--no-tag"]
         return [*start, *self.options, *launch_words(setting), "--", *self.command]
 
-    def __call__(self, setting: Tuned, timeout_s: float | None) -> Job:
+    def __call__(self, setting: Tuned, timeout_s: float | None) -> TrialJob:
         """Run the job; its output is read for the closing line and for the reason when it fails.
 
         Raises:
@@ -77,15 +77,15 @@ class Launch:
             output.seek(0)
             closing, last = _read(output)
         if status is None:
-            return Job(wall_s, failure=_failure(f"was ended after {timeout_s:g} seconds", last))
+            return TrialJob(wall_s, failure=_failure(f"was ended after {timeout_s:g} seconds", last))
         if status != 0:
-            return Job(wall_s, failure=_failure(f"exited with status {status}", last))
+            return TrialJob(wall_s, failure=_failure(f"exited with status {status}", last))
         if closing is None:
-            return Job(wall_s)
+            return TrialJob(wall_s)
         ranks, seconds = closing
         if ranks != self.n:
-            return Job(wall_s, failure=f"says 'Hvd Procs {ranks}', not {self.n}: its ranks formed no single job")
-        return Job(wall_s, seconds)
+            return TrialJob(wall_s, failure=f"says 'Hvd Procs {ranks}', not {self.n}: its ranks formed no single job")
+        return TrialJob(wall_s, seconds)
 
 
 def _run(argv: Sequence[str], output: IO[str], timeout_s: float | None) -> int | None:

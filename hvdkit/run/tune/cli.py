@@ -19,11 +19,11 @@ from hvdkit.errors import HvdkitError
 from hvdkit.run.launch import options, plan
 from hvdkit.run.launch.tuned import MIB
 from hvdkit.run.trials import here
-from hvdkit.run.trials.ending import Ended, ended_by_signals
+from hvdkit.run.trials.ending import ToldToEnd, ended_by_signals
 from hvdkit.run.trials.jobs import Launch
 from hvdkit.run.trials.space import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
 from hvdkit.run.tune import report
-from hvdkit.run.tune.progress import Shown
+from hvdkit.run.tune.progress import ShownSearch
 from hvdkit.run.tune.search import Effort, Search
 
 
@@ -162,7 +162,7 @@ def tune(
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
     effort = Effort(repeats, confirmations, budget_s=budget)
     search = Search(candidates, Launch(n, command, wish.options()), effort, rng, wall)
-    subject = report.Subject(
+    subject = report.TunedJob(
         n, command, found.describe(), found.facts.cores, seed, found.notes(),
         wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None,
     )  # fmt: skip
@@ -192,23 +192,23 @@ def _space(
     )
 
 
-def _run(search: Search, subject: report.Subject) -> int:
+def _run(search: Search, subject: report.TunedJob) -> int:
     """Run the search; 0, or 128 and the number of the signal that ended it."""
     console = Console(stderr=True, highlight=False, markup=False)
-    with ended_by_signals(), Shown(console, search.effort.jobs(len(search.candidates))) as search.watcher:
+    with ended_by_signals(), ShownSearch(console, search.effort.jobs(len(search.candidates))) as search.watcher:
         search.watcher.says(f"trying {len(search.candidates)} settings: {'; '.join(map(label, search.candidates))}")
         for note in subject.notes:
             search.watcher.says(note)
         try:
             search.go()
-        except Ended as ended:
+        except ToldToEnd as ended:
             return 128 + ended.number
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
     return 0
 
 
-def _save(file: Path, search: Search, subject: report.Subject) -> None:
+def _save(file: Path, search: Search, subject: report.TunedJob) -> None:
     try:
         report.save(file, search, subject)
     except OSError as error:

@@ -6,10 +6,10 @@ from rich.console import Console
 
 from hvdkit.run.launch.tuned import Tuned
 from hvdkit.run.trials.space import label
-from hvdkit.run.tune.search import Watcher
+from hvdkit.run.tune.search import SearchWatcher
 
 
-class Shown(Watcher):
+class ShownSearch(SearchWatcher):
     """Tells what happens, line by line, and on a terminal also what is running now."""
 
     def __init__(self, console: Console, jobs: int) -> None:
@@ -18,7 +18,7 @@ class Shown(Watcher):
         self._status = console.status("starting")
         self._stage = ""
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ShownSearch:
         if self._console.is_terminal:
             self._status.start()
         return self

@@ -20,7 +20,7 @@ from hvdkit.run.tune.statistics import Speedup
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TunedJob:
     """What was tuned.
 
     Attributes:
@@ -74,7 +74,7 @@ def _nothing_adopted(search: Search) -> str:
     return "No setting is better than the default beyond noise: the defaults stay."
 
 
-def text(search: Search, subject: Subject, *, interrupted: bool = False) -> str:
+def text(search: Search, subject: TunedJob, *, interrupted: bool = False) -> str:
     """The outcome for a reader."""
     lines = [f"Verdict: {verdict(search, interrupted=interrupted)}", ""]
     lines.append(f"{subject.n} ranks of: {' '.join(subject.command)}")
@@ -116,7 +116,7 @@ class Confirmed(Part, frozen=True):
     pairs: int
 
 
-class Measured(Part, frozen=True):
+class MeasuredSettings(Part, frozen=True):
     """What was tuned, and what came out.
 
     Attributes:
@@ -171,7 +171,7 @@ class Leader(Part, frozen=True):
     speedup: float
 
 
-class Outcome(Document, Measured, frozen=True):
+class TuneOutcome(Document, MeasuredSettings, frozen=True):
     """The outcome of a search.
 
     Attributes:
@@ -192,10 +192,10 @@ class Outcome(Document, Measured, frozen=True):
     settings: tuple[Tried, ...]
 
 
-def outcome(search: Search, subject: Subject, *, interrupted: bool = False) -> Outcome:
+def outcome(search: Search, subject: TunedJob, *, interrupted: bool = False) -> TuneOutcome:
     """The outcome for a program."""
     best, leader = None if interrupted else search.best(), search.leader()
-    return Outcome(
+    return TuneOutcome(
         **structs.asdict(_measured(search, subject, interrupted=interrupted)),
         interrupted=interrupted,
         budget_ended=search.budget_ended,
@@ -214,7 +214,7 @@ def outcome(search: Search, subject: Subject, *, interrupted: bool = False) -> O
     )
 
 
-def save(path: Path, search: Search, subject: Subject) -> Tuned:
+def save(path: Path, search: Search, subject: TunedJob) -> Tuned:
     """Write what was adopted, or the defaults, for ``hvdkit launch --tuned``; returns what was written.
 
     Raises:
@@ -228,7 +228,7 @@ def save(path: Path, search: Search, subject: Subject) -> Tuned:
     return settings
 
 
-def _measured(search: Search, subject: Subject, *, interrupted: bool = False) -> Measured:
+def _measured(search: Search, subject: TunedJob, *, interrupted: bool = False) -> MeasuredSettings:
     """What a search found, in the form of its file."""
     confirmed = tuple(
         Confirmed(
@@ -241,7 +241,7 @@ def _measured(search: Search, subject: Subject, *, interrupted: bool = False) ->
         )
         for setting, found in search.confirmed().items()
     )
-    return Measured(
+    return MeasuredSettings(
         subject.n,
         tuple(subject.command),
         subject.default,

@@ -20,7 +20,7 @@ import numpy as np
 
 from hvdkit.errors import LaunchError
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.jobs import Job, Run
+from hvdkit.run.trials.jobs import Run, TrialJob
 from hvdkit.run.trials.space import DEFAULT, label
 from hvdkit.run.tune.statistics import Speedup, each_of, speedup
 
@@ -92,7 +92,7 @@ class Rounds:
         return speedup(pairs, CONFIDENCE).ratio if pairs else None
 
 
-class Watcher:
+class SearchWatcher:
     """Is told what happens; this one keeps it to itself."""
 
     def begins(self, stage: str, setting: Tuned, job: int) -> None:
@@ -131,7 +131,7 @@ class Search:
     rng: np.random.Generator
     wall: bool = False
     clock: Callable[[], float] = time.monotonic
-    watcher: Watcher = field(default_factory=Watcher)
+    watcher: SearchWatcher = field(default_factory=SearchWatcher)
     screening: Rounds = field(default_factory=Rounds, init=False)
     confirming: Rounds = field(default_factory=Rounds, init=False)
     finalists: tuple[Tuned, ...] = field(default=(), init=False)
@@ -228,7 +228,7 @@ class Search:
         elif seconds is not None:
             row[setting] = seconds
 
-    def _job(self, stage: str, setting: Tuned, timeout_s: float | None) -> Job:
+    def _job(self, stage: str, setting: Tuned, timeout_s: float | None) -> TrialJob:
         self._begun += 1
         self.watcher.begins(stage, setting, self._begun)
         job = self.run(setting, timeout_s)

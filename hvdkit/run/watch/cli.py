@@ -16,8 +16,8 @@ from hvdkit.common import json_files
 from hvdkit.common.commands import PATH, output_file, seconds_above_0
 from hvdkit.common.table import console
 from hvdkit.run.watch import view
-from hvdkit.run.watch.history import Reader, Window
-from hvdkit.run.watch.results import Seen, look
+from hvdkit.run.watch.history import HistoryWindow, Reader
+from hvdkit.run.watch.results import Watched, look
 
 _COLUMNS = 80
 """Of what is no terminal, where COLUMNS does not say."""
@@ -69,7 +69,7 @@ def watch(directory: Path, once: bool, want_json: bool, html: Path | None, inter
     return 0
 
 
-def _look(reader: Reader) -> tuple[Seen, Sequence[Window]]:
+def _look(reader: Reader) -> tuple[Watched, Sequence[HistoryWindow]]:
     run = reader.read()
     return look(run, str(reader.path), time.time()), run.windows
 
@@ -101,7 +101,7 @@ def _go_on(reader: Reader, shown: Console, interval: float) -> None:
         time.sleep(interval)
 
 
-def _block(seen: Seen, windows: Sequence[Window], shown: Console) -> Group:
+def _block(seen: Watched, windows: Sequence[HistoryWindow], shown: Console) -> Group:
     found = view.lines(seen, windows, shown.width)
     return Group(*(found if shown.encoding.lower().startswith("utf") else view.plain(found)))
 

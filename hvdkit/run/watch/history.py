@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True):
     hvdkit: str = ""
 
 
-class Ranks(msgspec.Struct, frozen=True):
+class RankColumns(msgspec.Struct, frozen=True):
     """Seconds per step, and bytes, of each rank; of many ranks, of those in ``rank``."""
 
     step: Known
@@ -52,20 +52,20 @@ class Ranks(msgspec.Struct, frozen=True):
     rank: list[Rank] | None = None
 
 
-class Window(msgspec.Struct, frozen=True):
+class HistoryWindow(msgspec.Struct, frozen=True):
     """Some steps, of which ``step`` is the last one."""
 
     time: Time
     step: Step
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-    ranks: Ranks | None
+    ranks: RankColumns | None
     logs: dict[str, Number | None]
     epoch: Step | None = None
     samples_per_s: Number | None = None
     grad_norm: Number | None = None
 
 
-class Report(msgspec.Struct, frozen=True):
+class HistoryReport(msgspec.Struct, frozen=True):
     """What was wrong in a lasting way."""
 
     time: Time
@@ -89,7 +89,13 @@ class _Kind(msgspec.Struct, frozen=True):
     kind: str
 
 
-_KINDS: dict[str, type] = {"start": Start, "window": Window, "report": Report, "checkpoint": Mark, "end": Mark}
+_KINDS: dict[str, type] = {
+    "start": Start,
+    "window": HistoryWindow,
+    "report": HistoryReport,
+    "checkpoint": Mark,
+    "end": Mark,
+}
 
 
 @dataclass(slots=True)
@@ -109,9 +115,9 @@ class Run:
 
     start: Start
     jobs: int = 0
-    windows: list[Window] = field(default_factory=list)
-    ranks: Ranks | None = None
-    reports: list[Report] = field(default_factory=list)
+    windows: list[HistoryWindow] = field(default_factory=list)
+    ranks: RankColumns | None = None
+    reports: list[HistoryReport] = field(default_factory=list)
     checkpoint: Mark | None = None
     ended: bool = False
     updated: float = 0.0
@@ -121,7 +127,7 @@ class Run:
         """Steps that are done."""
         return self.windows[-1].step if self.windows else self.start.step
 
-    def own_windows(self) -> list[Window]:
+    def own_windows(self) -> list[HistoryWindow]:
         """The last windows of the newest job."""
         return [one for one in self.windows[-_RECENT - 1 :] if one.time >= self.start.time]
 
@@ -219,7 +225,7 @@ class Reader:
             if kind not in _KINDS:
                 return  # of a later version
             line: Any = msgspec.json.decode(text, type=_KINDS[kind])
-            if isinstance(line, Window):
+            if isinstance(line, HistoryWindow):
                 _check(line.ranks)
         except RecursionError as error:
             raise self._wrong(f"line {self._line} is nested too deeply") from error
@@ -237,7 +243,7 @@ class Reader:
         return DataError(f"{self.path} is not the history of a monitor: {problem}; give the directory of one.")
 
 
-def _check(ranks: Ranks | None) -> None:
+def _check(ranks: RankColumns | None) -> None:
     if ranks is None:
         raise ValueError("it has no ranks")
     values = (ranks.step, ranks.input, ranks.compute, ranks.wait, ranks.rss, ranks.device)

@@ -12,8 +12,8 @@ from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.table import Table
 from hvdkit.common.units import duration_text, printable
-from hvdkit.run.watch.history import Window
-from hvdkit.run.watch.results import Seen
+from hvdkit.run.watch.history import HistoryWindow
+from hvdkit.run.watch.results import Watched
 from hvdkit.run.watch.view import HEAT, height, memory_text, progress_text, series, speed_texts, time_text
 
 _PACKAGE = "hvdkit.run.watch"
@@ -21,7 +21,7 @@ _WIDTH, _HEIGHT, _LEFT, _BELOW = 380, 150, 52, 20
 _MOST_POINTS, _MOST_CURVES, _MOST_RANKS, _MOST_REPORTS = 300, 12, 64, 200
 
 
-def write_page(seen: Seen, windows: Sequence[Window], output: Path) -> None:
+def write_page(seen: Watched, windows: Sequence[HistoryWindow], output: Path) -> None:
     """Write the page, completely or not at all.
 
     Args:
@@ -37,7 +37,7 @@ def write_page(seen: Seen, windows: Sequence[Window], output: Path) -> None:
         file.write(text.encode("utf-8", "replace"))
 
 
-def page(seen: Seen, windows: Sequence[Window]) -> str:
+def page(seen: Watched, windows: Sequence[HistoryWindow]) -> str:
     """The page as text; its size is bounded, however long the training."""
     curves = list(series(windows).items())[:_MOST_CURVES]
     steps = [one.step for one in windows]
@@ -55,7 +55,7 @@ def page(seen: Seen, windows: Sequence[Window]) -> str:
     )
 
 
-def _facts(seen: Seen) -> list[Fact]:
+def _facts(seen: Watched) -> list[Fact]:
     progress, *of_it = progress_text(seen).split("  ")
     speed, *others = speed_texts(seen)
     logs = [Fact(shown_name(name), "-" if one is None else number(one)) for name, one in seen.logs.items()]
@@ -102,7 +102,7 @@ def curve(name: str, title: str, steps: Sequence[int], values: Sequence[float | 
     return figure
 
 
-def _bars(seen: Seen) -> Figure:
+def _bars(seen: Watched) -> Figure:
     """The ranks' own time, the slowest first, coloured by how far they are behind the median."""
     shown = seen.ranks[:_MOST_RANKS]
     most = max((one.own_s or 0.0 for one in shown), default=0.0) or 1.0
@@ -126,7 +126,7 @@ def _bars(seen: Seen) -> Figure:
     return figure
 
 
-def _table(seen: Seen) -> Table:
+def _table(seen: Watched) -> Table:
     rows = [
         (
             one.rank, time_text(one.own_s), f"{seen.behind(one):.2f}", time_text(one.step_s), time_text(one.input_s),

@@ -31,7 +31,7 @@ class RankNow(Part, frozen=True):
     device: Seconds | None
 
 
-class Told(Part, frozen=True):
+class WatchedReport(Part, frozen=True):
     """A report of the monitor.
 
     Attributes:
@@ -54,7 +54,7 @@ class Told(Part, frozen=True):
     text: str
 
 
-class Seen(Document, frozen=True):
+class Watched(Document, frozen=True):
     """A training as its monitor's files show it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Seen(Document, frozen=True):
     ranks: tuple[RankNow, ...]
     checkpoint_step: Whole | None
     checkpoint_time: Seconds | None
-    reports: tuple[Told, ...]
+    reports: tuple[WatchedReport, ...]
 
     @property
     def share(self) -> float | None:
@@ -121,7 +121,7 @@ class Seen(Document, frozen=True):
         return rank.own_s / self.usual_s if rank.own_s is not None and self.usual_s else 1.0
 
 
-def look(run: Run, path: str, now: float) -> Seen:
+def look(run: Run, path: str, now: float) -> Watched:
     """What there is to say of a run.
 
     Args:
@@ -130,7 +130,7 @@ def look(run: Run, path: str, now: float) -> Seen:
         now: seconds since 1970.
     """
     last = run.windows[-1] if run.windows else None
-    return Seen(
+    return Watched(
         path=path, state=run.state(now), at=now, started=run.start.time, updated=run.updated, jobs=run.jobs,
         world_size=run.start.world_size, step=run.step, steps=run.start.steps,
         epoch=last.epoch if last else None, epochs=run.start.epochs, left_s=run.left(), step_s=run.pace(),
@@ -139,7 +139,7 @@ def look(run: Run, path: str, now: float) -> Seen:
         checkpoint_step=run.checkpoint.step if run.checkpoint else None,
         checkpoint_time=run.checkpoint.time if run.checkpoint else None,
         reports=tuple(
-            Told(one.time, one.step, one.about, one.cause, one.rank, one.since, one.cost, one.text)
+            WatchedReport(one.time, one.step, one.about, one.cause, one.rank, one.since, one.cost, one.text)
             for one in run.reports
         ),
     )  # fmt: skip

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from hvdkit.common.units import bytes_text, duration_text, number_text, printable, share_text, shortened
-from hvdkit.run.watch.history import Window
-from hvdkit.run.watch.results import RankNow, Seen
+from hvdkit.run.watch.history import HistoryWindow
+from hvdkit.run.watch.results import RankNow, Watched
 from hvdkit.steps.progress import bar, span_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -26,7 +26,7 @@ _LOGS, _RANKS, _REPORTS = 6, 5, 5
 _STATES = {"running": "green", "ended": "bold", "silent": "bold red"}
 
 
-def lines(seen: Seen, windows: Sequence[Window], width: int) -> list[Text]:
+def lines(seen: Watched, windows: Sequence[HistoryWindow], width: int) -> list[Text]:
     """What a terminal shows.
 
     Args:
@@ -53,7 +53,7 @@ def plain(shown: Sequence[Text]) -> list[Text]:
     ]
 
 
-def _head(seen: Seen) -> Text:
+def _head(seen: Watched) -> Text:
     text = Text(printable(shortened(seen.path, 40)), "bold")
     text.append(f"  {_ranks_text(seen.world_size)}", "not bold")
     if seen.jobs > 1:
@@ -67,15 +67,15 @@ def _head(seen: Seen) -> Text:
     return text
 
 
-def _running(seen: Seen) -> float:
+def _running(seen: Watched) -> float:
     return max(0.0, (seen.updated if seen.state == "ended" else seen.at) - seen.started)
 
 
-def _ago(seen: Seen, time: float) -> str:
+def _ago(seen: Watched, time: float) -> str:
     return span_text(max(0.0, seen.at - time))
 
 
-def progress_text(seen: Seen) -> str:
+def progress_text(seen: Watched) -> str:
     """How far it is: step, epoch, share and time left, as far as they are known."""
     words = [f"step {seen.step}/{seen.steps}" if seen.steps else f"step {seen.step}"]
     if seen.epoch is not None:
@@ -87,7 +87,7 @@ def progress_text(seen: Seen) -> str:
     return "  ".join(words)
 
 
-def _progress(seen: Seen, width: int) -> Text:
+def _progress(seen: Watched, width: int) -> Text:
     words = progress_text(seen)
     room = min(40, width - len(words) - 2)
     if seen.share is None or room < 5:
@@ -96,7 +96,7 @@ def _progress(seen: Seen, width: int) -> Text:
     return Text.assemble((drawn, "cyan"), "  ", words)
 
 
-def speed_texts(seen: Seen) -> list[str]:
+def speed_texts(seen: Watched) -> list[str]:
     """Samples and seconds of a step, and the newest checkpoint."""
     words = []
     if seen.samples_per_s is not None:
@@ -110,7 +110,7 @@ def speed_texts(seen: Seen) -> list[str]:
     return words
 
 
-def series(windows: Sequence[Window]) -> dict[str, list[float | None]]:
+def series(windows: Sequence[HistoryWindow]) -> dict[str, list[float | None]]:
     """What was logged, by name, a value for each window; the norm of the gradient and the speed after it."""
     names = dict.fromkeys(name for window in windows for name in window.logs)
     found: dict[str, list[float | None]] = {name: [one.logs.get(name) for one in windows] for name in names}
@@ -119,7 +119,7 @@ def series(windows: Sequence[Window]) -> dict[str, list[float | None]]:
     return {name: values for name, values in found.items() if any(one is not None for one in values)}
 
 
-def _curves(windows: Sequence[Window], width: int) -> list[Text]:
+def _curves(windows: Sequence[HistoryWindow], width: int) -> list[Text]:
     found = []
     for name, values in list(series(windows).items())[:_LOGS]:
         last = next((one for one in reversed(values) if one is not None), 0.0)
@@ -146,7 +146,7 @@ def height(value: float, low: float, high: float) -> float:
     return (value / 2 - low / 2) / span if span > 1e-290 else 0.5
 
 
-def _ranks(seen: Seen, width: int) -> list[Text]:
+def _ranks(seen: Watched, width: int) -> list[Text]:
     strip = Text("Ranks, slowest first: ")
     room = width - len(strip.plain)
     for one in seen.ranks[:room]:
@@ -161,13 +161,13 @@ def _ranks(seen: Seen, width: int) -> list[Text]:
     return [strip, heading, *(Text.assemble(*_row(seen, one)[:fit]) for one in seen.ranks[:_RANKS])]
 
 
-def heat(seen: Seen, rank: RankNow) -> tuple[str, str]:
+def heat(seen: Watched, rank: RankNow) -> tuple[str, str]:
     """A rank's sign and colour in the strip."""
     behind = seen.behind(rank)
     return next((sign, colour) for most, sign, colour in HEAT if behind <= most)
 
 
-def _row(seen: Seen, one: RankNow) -> list[tuple[str, str]]:
+def _row(seen: Watched, one: RankNow) -> list[tuple[str, str]]:
     own, *times = map(time_text, (one.own_s, one.input_s, one.compute_s, one.wait_s))
     cells = [str(one.rank), own, f"{seen.behind(one):.2f}×", *times, *map(memory_text, (one.rss, one.device))]
     colour = heat(seen, one)[1]
@@ -185,7 +185,7 @@ def memory_text(size: float | None) -> str:
     return "-" if size is None else bytes_text(size)
 
 
-def _reports(seen: Seen) -> list[Text]:
+def _reports(seen: Watched) -> list[Text]:
     left_out = len(seen.reports) - _REPORTS
     more = f", the last {_REPORTS} of {len(seen.reports)}" if left_out > 0 else ""
     found = [Text(f"Reports{more}", "bold")]

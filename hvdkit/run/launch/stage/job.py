@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch.command import Command
-from hvdkit.run.launch.model import Host, Plan, Request, Setting, Staged
+from hvdkit.run.launch.model import Host, LaunchPlan, Request, Setting, Staged
 from hvdkit.run.launch.stage import environment
 
 _MOVED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -44,7 +44,7 @@ def wanted(directory: Path | None) -> Staged:
     return Staged(prefix, store, environment.key(found, str(prefix)), left)
 
 
-def request(job: Plan, asked: Request, staged: Staged, *, mpi4py: bool) -> Request:
+def request(job: LaunchPlan, asked: Request, staged: Staged, *, mpi4py: bool) -> Request:
     """The short job that brings the environment to every host, by the launcher of the job that follows.
 
     Raises:

@@ -7,6 +7,7 @@ import pytest
 
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
+from hvdkit.prepare.check.steps import JudgedCase
 
 SCRIPT = """
 import os
@@ -287,3 +288,11 @@ def test_a_meter_may_average_itself(imports: str, average: str, expected: list[s
     loader = "test_loader = DataLoader(data, 32, sampler=DistributedSampler(data, hvd.size(), hvd.rank()))\n"
     loop = "meter = Meter()\nfor x, y in test_loader:\n    meter.add((model(x) == y).sum())\n"
     assert rules(f"{loader}{loop}{average}\nprint('accuracy', meter.correct)", imports) == expected
+
+
+def test_what_a_value_comes_from_is_met_in_one_order() -> None:
+    """What a message names must not depend on where in memory a script's nodes are."""
+    names = [f"value_{number}" for number in range(20)]
+    case = JudgedCase(ast.parse("\n".join(f"{one} = {other}" for one, other in zip(names[1:], names, strict=False))))
+    last = next(node for node in case.nodes if isinstance(node, ast.Assign) and node.lineno == len(names) - 1)
+    assert [node.id for node in case.reach(last.value) if isinstance(node, ast.Name)] == names[-2::-1]

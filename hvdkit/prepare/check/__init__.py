@@ -10,7 +10,7 @@ its turn. Whatever the text does not settle is said to be undecided.
     program.py         scopes, what is bound to each name, and which assignments reach a use
     names.py           ``hvd.rank`` as ``horovod.torch.rank``, through aliases; which packages are known
     libraries.py       the tables: what each function of Horovod, hvdkit and PyTorch is for
-    call_arguments.py  which argument of a call fills which parameter
+    calls.py           what the text of a call says, and which argument fills which parameter
     flow.py            where a value can come from, across functions and objects
     trace.py           the calls in the order in which they run, with the conditions they run under
     facts.py           the questions that steps and rules ask: is it a rank, does it happen on every rank, ...

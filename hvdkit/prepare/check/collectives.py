@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from hvdkit.prepare.check.case import Case
-from hvdkit.prepare.check.libraries import TOGETHER, Role
+from hvdkit.prepare.check.libraries import RANKS, TOGETHER, Role
 from hvdkit.prepare.check.trace import Condition, Event
 
 ROOT = "root"
@@ -66,7 +66,7 @@ def _compared(case: Case, left: ast.expr, operator: ast.cmpop, right: ast.expr, 
 
 def _is_rank(case: Case, node: ast.AST, depth: int = 0) -> bool:
     """Whether an expression is a rank and nothing else, for certain."""
-    if case.kind(node) in (Role.RANK, Role.LOCAL_RANK, Role.SPAWNED):
+    if case.kind(node) in RANKS:
         return getattr(node, "attr", "") != "is_root"
     if depth > _DEEPEST:
         return False
@@ -76,30 +76,20 @@ def _is_rank(case: Case, node: ast.AST, depth: int = 0) -> bool:
     return bool(values) and all(_is_rank(case, one, depth + 1) for one in values)
 
 
-# The rule -------------------------------------------------------------------------------------------------------------
-
-
 def on_some_ranks(case: Case) -> Iterator[ast.expr]:
     """What is called, on the branch itself, of collectives that some ranks never reach."""
-    together = [
-        event
-        for event in case.having(*TOGETHER, *_CALLBACKS)
-        if not any(keyword.arg in _GROUPS for keyword in event.node.keywords)
-    ]
-    found = [(event, taken) for event in together if (taken := side(case, event)) is not None]
-    names = {(_called(case, event), ranks) for event, (ranks, _) in found}
-    for event, (ranks, guard) in found:
-        called = _called(case, event)
-        if ranks == ONE:
-            is_matched = sum(name == called for name, _ in names) > 1
-        else:  # the other ranks make the same call on their own branch
-            is_matched = (called, OTHERS if ranks == ROOT else ROOT) in names
-        if not is_matched:
+    sides: dict[str, set[str]] = {}
+    found = []
+    for event in case.having(*TOGETHER, *_CALLBACKS):
+        of_group = any(keyword.arg in _GROUPS for keyword in event.node.keywords)
+        if not of_group and (taken := side(case, event)) is not None:
+            called = case.name(event.node) or ast.unparse(event.node.func)
+            sides.setdefault(called, set()).add(taken[0])
+            found.append((event, called, *taken))
+    for event, called, ranks, guard in found:
+        others = sides[called] - {ranks}  # who makes the same call on a branch of their own
+        if not (others if ranks == ONE else others - {ONE}):
             yield _entry(case, event, guard).func
-
-
-def _called(case: Case, event: Event) -> str:
-    return case.name(event.node) or ast.unparse(event.node.func)
 
 
 def _entry(case: Case, event: Event, guard: Condition) -> ast.Call:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from collections.abc import Container, Iterable, Sequence
+from functools import cached_property
 
 from hvdkit.prepare.check import libraries
+from hvdkit.prepare.check.calls import method, receiver, word
 from hvdkit.prepare.check.flow import Flow
-from hvdkit.prepare.check.libraries import NUMBERS, VARIABLES, Role, library_of, role
-from hvdkit.prepare.check.names import OTHER_DISTRIBUTORS
-from hvdkit.prepare.check.trace import Condition, Event, trace
+from hvdkit.prepare.check.libraries import NUMBERS, RANKS, VARIABLES, Role, library_of, role
+from hvdkit.prepare.check.names import OTHER_DISTRIBUTORS, OTHER_WAYS
+from hvdkit.prepare.check.program import remembered
+from hvdkit.prepare.check.trace import Condition, Event, Tracer
 
 _TOPOLOGY = {
-    "rank": Role.RANK,
-    "is_root": Role.RANK,
-    "cross_rank": Role.RANK,
-    "local_rank": Role.LOCAL_RANK,
-    "size": Role.SIZE,
+    "rank": Role.RANK, "is_root": Role.RANK, "cross_rank": Role.RANK, "local_rank": Role.LOCAL_RANK, "size": Role.SIZE,
     "local_size": Role.LOCAL_SIZE,
-}
+}  # fmt: skip
 _RUNNERS = ("horovod.spark", "horovod.ray")
-_ENVIRONMENT = ("os.environ.get", "os.getenv")
+_ENVIRONMENT = ("os.environ", "os.environ.get", "os.getenv")
 
 
 class ScriptFacts(Flow):
@@ -35,13 +33,12 @@ class ScriptFacts(Flow):
 
     def __init__(self, tree: ast.Module) -> None:
         super().__init__(tree)
-        self.events = trace(self)
-        self._ranks: dict[ast.AST, bool] = {}
+        self.events = Tracer(self).run()
 
     @cached_property
     def used(self) -> dict[str, int]:
         """Full names of everything that the script names or imports, with the first line."""
-        found = {name: node.lineno for name, node in self.imported.items()}
+        found = dict(self.imported)
         for node in self.nodes:
             if isinstance(node, (ast.Name, ast.Attribute)) and (name := self.dotted(node)) is not None:
                 found.setdefault(name, node.lineno)
@@ -71,15 +68,9 @@ class ScriptFacts(Flow):
     @cached_property
     def others(self) -> list[str]:
         """Other ways to distribute a training, which are not checked."""
-        found = {OTHER_DISTRIBUTORS[root] for name in self.used if (root := name.split(".")[0]) in OTHER_DISTRIBUTORS}
-        for name in self.used:
-            if name.startswith("tensorflow.distribute.") and name.endswith("Strategy"):
-                found.add("tf.distribute")
-            if name.startswith("torch.distributed.rpc"):
-                found.add("torch.distributed.rpc")
-            if "FullyShardedDataParallel" in name or name.endswith("fully_shard"):
-                found.add("FSDP")
-        return sorted(found)
+        found = {OTHER_DISTRIBUTORS.get(name.split(".")[0]) for name in self.used}
+        found |= {way for names, way in OTHER_WAYS.items() for name in self.used if re.fullmatch(names, name)}
+        return sorted(way for way in found if way is not None)
 
     @cached_property
     def runner(self) -> str | None:
@@ -96,22 +87,18 @@ class ScriptFacts(Flow):
     def role(self, call: ast.Call) -> Role | None:
         """What a call does for the eight steps; methods of hvdkit's ``Checkpoints`` are collectives."""
         known = role(self.dotted(call.func))
-        if known is None and isinstance(call.func, ast.Attribute) and call.func.attr in ("save", "restore"):
-            made = self.calls(call.func.value)
-            return Role.COLLECTIVE if any(role(self.dotted(one.func)) == Role.CHECKPOINTS for one in made) else None
+        if known is None and method(call) in ("save", "restore"):
+            made = [role(self.dotted(one.func)) for one in self.calls(receiver(call))]
+            return Role.COLLECTIVE if Role.CHECKPOINTS in made else None
         return known
 
     @cached_property
-    def _by_role(self) -> dict[Role, list[Event]]:
-        found: dict[Role, list[Event]] = {}
-        for event in self.events:
-            if (purpose := self.role(event.node)) is not None:
-                found.setdefault(purpose, []).append(event)
-        return found
+    def _roles(self) -> list[Role | None]:
+        return [self.role(event.node) for event in self.events]
 
     def having(self, *roles: Role) -> list[Event]:
         """The events with one of these roles, in order."""
-        return sorted((one for purpose in roles for one in self._by_role.get(purpose, [])), key=lambda one: one.order)
+        return [event for event, known in zip(self.events, self._roles, strict=True) if known in roles]
 
     def lines(self, events: Iterable[Event]) -> list[int]:
         """The lines of events, each once."""
@@ -127,19 +114,18 @@ class ScriptFacts(Flow):
 
     def methods(self, *attributes: str) -> list[Event]:
         """The events that call a method, or a function of a module, of this name."""
-        return [
-            one for one in self.events if isinstance(one.node.func, ast.Attribute) and one.node.func.attr in attributes
-        ]
+        return [event for event in self.events if method(event.node) in attributes]
 
     # Rank and size ----------------------------------------------------------------------------------------------
 
     def kind(self, node: ast.AST) -> Role | None:
         """Whether an expression itself is a rank or a size: RANK, LOCAL_RANK, SIZE, LOCAL_SIZE or None."""
         match node:
-            case ast.Call() if self.name(node) in _ENVIRONMENT and node.args:
-                return _variable(node.args[0])
-            case ast.Subscript() if self.dotted(node.value) == "os.environ":
-                return _variable(node.slice)
+            case (
+                ast.Call(func=asked, args=[ast.Constant(value=key), *_])
+                | ast.Subscript(value=asked, slice=ast.Constant(value=key))
+            ) if self.dotted(asked) in _ENVIRONMENT:
+                return next((kind for kind, names in VARIABLES.items() if key in names), None)
             case ast.Attribute() if self.is_topology(node):
                 return _TOPOLOGY[node.attr]
             case ast.Call() | ast.Attribute() | ast.Name():
@@ -149,26 +135,24 @@ class ScriptFacts(Flow):
 
     def is_topology(self, node: ast.Attribute) -> bool:
         """Whether it is a value of hvdkit's topology: ``world.rank``, ``world.is_root``."""
-        return node.attr in _TOPOLOGY and role(self.dotted(node)) is None and self._is_world(node.value)
+        if node.attr not in _TOPOLOGY or role(self.dotted(node)) is not None:
+            return False
+        return any(self.name(call).startswith("hvdkit.") for call in self.having_made(node.value, Role.INIT))
 
-    def _is_world(self, node: ast.expr) -> bool:
-        return any(self.role(call) == Role.INIT and self.name(call).startswith("hvdkit.") for call in self.calls(node))
+    def kinds(self, *nodes: ast.AST | None, through: bool = False) -> set[Role]:
+        """Ranks and sizes among what values come from."""
+        return {kind for one in self.reach(*nodes, through=through) if (kind := self.kind(one)) is not None}
 
-    def kinds(self, node: ast.AST, through: bool = False) -> set[Role]:
-        """Ranks and sizes among what a value comes from."""
-        return {kind for one in self.reach(node, through) if (kind := self.kind(one)) is not None}
-
-    def has_rank(self, node: ast.AST, through: bool = False) -> bool:
+    def has_rank(self, *nodes: ast.AST | None, through: bool = False) -> bool:
         """Whether a value comes from a rank, or from something that is named like one."""
-        if self.kinds(node, through) & {Role.RANK, Role.LOCAL_RANK, Role.SPAWNED}:
-            return True
-        return any(libraries.RANK_WORDS.search(word) for one in self.reach(node, through) for word in words(one))
+        return self._speaks_of(self.reach(*nodes, through=through), RANKS, libraries.RANK_WORDS)
 
-    def has_size(self, node: ast.AST, through: bool = False) -> bool:
+    def has_size(self, *nodes: ast.AST | None, through: bool = False) -> bool:
         """Whether a value comes from the number of processes, or from something that is named like it."""
-        if self.kinds(node, through) & {Role.SIZE, Role.LOCAL_SIZE}:
-            return True
-        return any(libraries.SIZE_WORDS.search(word) for one in self.reach(node, through) for word in words(one))
+        return self._speaks_of(self.reach(*nodes, through=through), (Role.SIZE, Role.LOCAL_SIZE), libraries.SIZE_WORDS)
+
+    def _speaks_of(self, nodes: Iterable[ast.AST], kinds: Sequence[Role], named: re.Pattern[str]) -> bool:
+        return any(self.kind(one) in kinds or named.search(word(one)) for one in nodes)
 
     # Guards -----------------------------------------------------------------------------------------------------
 
@@ -187,26 +171,23 @@ class ScriptFacts(Flow):
     def splits_ranks(self, guard: Condition) -> bool:
         """Whether a condition may be true on one rank and false on another."""
         if guard.wraps:
-            return any(libraries.RANK_WORDS.search(word) for node in ast.walk(guard.test) for word in words(node))
-        if guard.test not in self._ranks:
-            self._ranks[guard.test] = self.has_rank(guard.test) or self._set_under_rank(guard.test)
-        return self._ranks[guard.test]
+            return any(libraries.RANK_WORDS.search(word(node)) for node in ast.walk(guard.test))
+        return self._differs(guard.test)
 
-    def _set_under_rank(self, test: ast.expr) -> bool:
-        """``verbose = 0``, then ``if rank == 0: verbose = 1``; or a function that returns from such an ``if``."""
+    @remembered(False)
+    def _differs(self, test: ast.expr) -> bool:
+        """Whether it comes from a rank, or is set under ``if rank == 0:`` (``verbose = 1``, ``return True``)."""
+        if self.has_rank(test):
+            return True
+        setters: list[ast.AST] = []
         for node in self.reach(test):
-            setters: list[ast.AST] = []
             if isinstance(node, ast.Name):
-                setters = [binding.node for binding in self.reaching(node)]
+                setters += [binding.node for binding in self.reaching(node)]
             elif isinstance(node, ast.Call):
-                setters = [
-                    one for function in self.callees(node) for one in ast.walk(function) if isinstance(one, ast.Return)
-                ]
-            for setter in setters:
-                around = [parent for parent in self.ancestors(setter) if isinstance(parent, ast.If)]
-                if any(self.has_rank(parent.test) for parent in around):
-                    return True
-        return False
+                inside = [one for function in self.callees(node) for one in ast.walk(function)]
+                setters += [one for one in inside if isinstance(one, ast.Return)]
+        around = {parent for setter in setters for parent in self.ancestors(setter)}
+        return any(isinstance(one, ast.If) and self.has_rank(one.test) for one in around)
 
     def _is_unclear(self, guard: Condition) -> bool:
         if guard.wraps:
@@ -221,10 +202,9 @@ class ScriptFacts(Flow):
         """``if size == 1:``, or the other branch of ``if size > 1:``: there is no other rank."""
         for node in ast.walk(guard.test):
             match node:
-                case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=1 | 2)]) if self.has_size(
-                    left
-                ):
-                    if isinstance(operator, (ast.Eq, ast.Lt, ast.LtE)) == guard.holds:
+                case ast.Compare(left=left, ops=[operator], comparators=[ast.Constant(value=1 | 2)]):
+                    below = isinstance(operator, (ast.Eq, ast.Lt, ast.LtE))
+                    if below == guard.holds and self.has_size(left):
                         return True
         return False
 
@@ -232,82 +212,17 @@ class ScriptFacts(Flow):
         """Whether it happens inside a lock, so that one process at a time does it."""
         return any(guard.wraps and "lock" in ast.unparse(guard.test).lower() for guard in event.guards)
 
-    def uses(self, target: ast.expr) -> list[ast.Name]:
-        """Where the value that one assignment gives to a name is read."""
-        if not isinstance(target, ast.Name):
-            return []
-        reads = [one for one in self.nodes if isinstance(one, ast.Name) and one.id == target.id]
-        statement = self.statement(target)
-        return [
-            read
-            for read in reads
-            if isinstance(read.ctx, ast.Load) and any(one.node is statement for one in self.reaching(read))
-        ]
-
     # Objects ----------------------------------------------------------------------------------------------------
 
-    def made_by(self, node: ast.AST, names: Iterable[str], through: bool = False) -> list[ast.Call]:
-        """The calls with one of these full names among what a value comes from."""
-        wanted = frozenset(names)
-        return [call for call in self.calls(node, through) if self.name(call) in wanted]
+    def made_by(self, names: Container[str], *nodes: ast.AST | None, through: bool = False) -> list[ast.Call]:
+        """The calls with one of these full names among what values come from."""
+        return [call for call in self.calls(*nodes, through=through) if self.name(call) in names]
 
-    def having_made(self, node: ast.AST, *roles: Role, through: bool = False) -> list[ast.Call]:
+    def having_made(self, node: ast.AST | None, *roles: Role, through: bool = False) -> list[ast.Call]:
         """The calls with one of these roles among what a value comes from."""
-        return [call for call in self.calls(node, through) if self.role(call) in roles]
+        return [call for call in self.calls(node, through=through) if self.role(call) in roles]
 
-    def hidden(self, node: ast.AST, through: bool = False) -> str | None:
+    def hidden(self, node: ast.AST | None, through: bool = False) -> str | None:
         """The name of a function that is not in this text and that takes part in a value; None where all is seen."""
-        for call in self.calls(node, through):
-            if self.is_opaque(call):
-                return ast.unparse(call.func)
-        return None
-
-
-def _variable(node: ast.AST) -> Role | None:
-    """What a variable of the environment holds under some launcher."""
-    name = node.value if isinstance(node, ast.Constant) else None
-    return next((kind for kind, names in VARIABLES.items() if name in names), None)
-
-
-def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
-    """An argument by its name or its position; None where it is not given in the text."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if position is not None and position < len(call.args):
-        before = call.args[: position + 1]
-        return None if any(isinstance(one, ast.Starred) for one in before) else before[-1]
-    return None
-
-
-def has_stars(call: ast.Call) -> bool:
-    """Whether a call takes arguments from ``*`` or ``**``, which the text may not show."""
-    return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
-
-
-def receiver(call: ast.Call) -> ast.expr:
-    """The object whose method is called; what is called itself where it is no method."""
-    return call.func.value if isinstance(call.func, ast.Attribute) else call.func
-
-
-def is_constant(node: ast.expr | None, value: object) -> bool:
-    """Whether an argument is this literal."""
-    return isinstance(node, ast.Constant) and type(node.value) is type(value) and node.value == value
-
-
-def method(call: ast.Call) -> str:
-    """The name of the method, or of the function in a module, that is called; "" for a plain name."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
-
-
-def words(node: ast.AST) -> list[str]:
-    """The name that a node uses, in lower case with underscores."""
-    if isinstance(node, ast.Call):
-        return words(node.func)
-    name = getattr(node, {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}.get(type(node), ""), None)
-    return [_snake_case(name)] if isinstance(name, str) else []
-
-
-@lru_cache(maxsize=4096)
-def _snake_case(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        opaque = filter(self.is_opaque, self.calls(node, through=through))
+        return next((ast.unparse(call.func) for call in opaque), None)

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 
 from hvdkit.prepare.check import step_device, step_gradients
-from hvdkit.prepare.check.call_arguments import arguments
+from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, word
 from hvdkit.prepare.check.collectives import side
-from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method, words
 from hvdkit.prepare.check.libraries import NUMBERS, SAMPLERS, TOGETHER, Role
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
@@ -25,9 +24,6 @@ _REDUCE_TO_LOCAL = (ast.Mod, ast.Sub, ast.FloorDiv)
 _DATA_SETS = ("torchvision.", "torchaudio.", "torchtext.", "torch_geometric.", "medmnist.")
 
 
-# Rank and size --------------------------------------------------------------------------------------------------------
-
-
 def called_values(case: JudgedCase) -> Iterator[Event]:
     """``world.rank()``: hvdkit's topology has numbers, not functions."""
     for event in case.events:
@@ -37,22 +33,17 @@ def called_values(case: JudgedCase) -> Iterator[Event]:
 
 def before_init(case: JudgedCase) -> Iterator[Event]:
     """The first call that needs the library, where it comes before init."""
-    starts = [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
+    starts = step_device.starts(case)
     if not starts or not starts[0].reached or "torch.distributed.rpc" in case.others:
         return
     root = case.name(starts[0].node).split(".")[0]
     for event in case.having(*NUMBERS, *TOGETHER, *_NEED_INIT):
         if event.order > starts[0].order or not event.reached:
             return
-        if not case.on_ranks(event):
-            continue
         asked = any(re.search("is_initialized|is_available", ast.unparse(guard.test)) for guard in event.guards)
-        if case.name(event.node).split(".")[0] == root and not asked:
+        if case.name(event.node).split(".")[0] == root and case.on_ranks(event) and not asked:
             yield event
             return
-
-
-# Devices --------------------------------------------------------------------------------------------------------------
 
 
 def pinned_by_global_rank(case: JudgedCase) -> Iterator[ast.expr]:
@@ -61,13 +52,10 @@ def pinned_by_global_rank(case: JudgedCase) -> Iterator[ast.expr]:
         reached = case.reach(chosen)
         sums = [one for one in reached if isinstance(one, ast.BinOp) and isinstance(one.op, _REDUCE_TO_LOCAL)]
         reckoned = any(not isinstance(one.left, (ast.Constant, ast.JoinedStr)) for one in sums)  # "cuda:%d" % rank
-        named_local = any("local" in word for one in reached for word in words(one))
+        named_local = any("local" in word(one) for one in reached)
         if case.kinds(chosen) == {Role.RANK} and not reckoned and not named_local:
             yield chosen
             return
-
-
-# Gradients ------------------------------------------------------------------------------------------------------------
 
 
 def not_distributed(case: JudgedCase) -> Iterator[Event | int]:
@@ -78,17 +66,29 @@ def not_distributed(case: JudgedCase) -> Iterator[Event | int]:
         yield from step_gradients.unwrapped_models(case)
 
 
-# Data -----------------------------------------------------------------------------------------------------------------
+def wrong_shards(case: JudgedCase) -> Iterator[Event]:
+    """Calls that divide the data by the local rank, or with rank and size exchanged."""
+    for event in case.events:
+        call = event.node
+        if case.name(call) in SAMPLERS:
+            size, rank = argument(call, "num_replicas", 1), argument(call, "rank", 2)
+        elif method(call) == "shard" and not case.name(call):
+            size, rank = argument(call, "num_shards", 0), argument(call, "index", 1)
+        else:
+            continue
+        given = (case.kinds(size), case.kinds(rank))
+        if given in (({Role.RANK}, {Role.SIZE}), ({Role.SIZE}, {Role.LOCAL_RANK})) and event.reached:
+            yield event
 
 
-def sampler_without_ranks(case: JudgedCase) -> Iterator[Event]:
+def sampler_without_ranks(case: JudgedCase) -> Iterator[ast.expr]:
     """``DistributedSampler(dataset)`` in a script that has no process group of PyTorch."""
     if case.library == "ddp" or any(name.startswith("torch.distributed.") for name in case.used) or case.strangers():
         return
-    for event in case.events:
-        told = argument(event.node, "num_replicas", 1) is not None and argument(event.node, "rank", 2) is not None
-        if case.name(event.node) in SAMPLERS and not told and not has_stars(event.node) and event.reached:
-            yield event
+    for call in (event.node for event in case.events if event.reached):
+        told = argument(call, "num_replicas", 1) is not None and argument(call, "rank", 2) is not None
+        if case.name(call) in SAMPLERS and not told and not has_stars(call):
+            yield call.func
 
 
 def downloads(case: JudgedCase) -> Iterator[Event]:
@@ -97,9 +97,8 @@ def downloads(case: JudgedCase) -> Iterator[Event]:
     for event in case.events:
         if waits and waits[0] < event.order:
             return
-        if not _downloads(case, event.node) or case.where(event) != "every rank" or case.is_locked(event):
-            continue
-        if not any(case.has_rank(one) for one in arguments(event.node)):
+        everywhere = _downloads(case, event.node) and case.where(event) == "every rank" and not case.is_locked(event)
+        if everywhere and not case.has_rank(*arguments(event.node)):
             yield event
 
 
@@ -113,15 +112,15 @@ def _downloads(case: JudgedCase, call: ast.Call) -> bool:
 def downloads_without_barrier(case: JudgedCase) -> Iterator[Event]:
     """Downloads on one rank that the next use of the same data set on all ranks does not wait for."""
     for event in case.events:
-        if not _downloads(case, event.node) or side(case, event) is None or not event.reached:
-            continue
         name = case.name(event.node)
-        after = [one for one in case.events if one.order > event.order]
-        used = next((one for one in after if case.name(one.node) == name and not _downloads(case, one.node)), None)
-        if used is None or case.where(used) != "every rank" or name in _FETCHES:
+        if name in _FETCHES or not _downloads(case, event.node) or side(case, event) is None or not event.reached:
             continue
-        between = [one for one in after if one.order < used.order]
-        together = any(case.role(one.node) in (*TOGETHER, Role.INIT) for one in between)
-        unsure = any(case.is_opaque(one.node) or method(one.node) in ("sleep", "wait", "exists") for one in between)
+        after = case.events[event.order + 1 :]
+        used = next((one for one in after if case.name(one.node) == name and not _downloads(case, one.node)), None)
+        if used is None or case.where(used) != "every rank":
+            continue
+        between = [one.node for one in after if one.order < used.order]
+        together = any(case.role(call) in (*TOGETHER, Role.INIT) for call in between)
+        unsure = any(case.is_opaque(call) or method(call) in ("sleep", "wait", "exists") for call in between)
         if not together and not unsure:
             yield event

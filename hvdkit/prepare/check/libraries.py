@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import re
-from enum import Enum, auto
+from enum import Enum
+from functools import cache
 
 from hvdkit.steps.launchers import LAUNCHERS
 
+Role = Enum(
+    "Role",
+    "INIT RANK LOCAL_RANK SPAWNED SIZE LOCAL_SIZE PIN SCALE WARMUP DISTRIBUTE BROADCAST BROADCAST_CALLBACK REDUCE "
+    "COLLECTIVE BARRIER AVERAGE_CALLBACK CHECKPOINTS CHECKPOINT_CALLBACK SHARD STEPS FIT ELASTIC LOAD_MODEL",
+)
+"""What a function does for the eight steps.
 
-class Role(Enum):
-    """What a function does for the eight steps."""
+SPAWNED is the number of a process that mp.spawn made: rank and local rank on one machine.
+"""
 
-    INIT = auto()
-    RANK = auto()
-    LOCAL_RANK = auto()
-    SPAWNED = auto()  # the number of a process that mp.spawn made: rank and local rank on one machine
-    SIZE = auto()
-    LOCAL_SIZE = auto()
-    PIN = auto()
-    SCALE = auto()
-    WARMUP = auto()
-    DISTRIBUTE = auto()
-    BROADCAST = auto()
-    BROADCAST_CALLBACK = auto()
-    REDUCE = auto()
-    COLLECTIVE = auto()
-    BARRIER = auto()
-    AVERAGE_CALLBACK = auto()
-    CHECKPOINTS = auto()
-    CHECKPOINT_CALLBACK = auto()
-    SHARD = auto()
-    STEPS = auto()
-    FIT = auto()
-    ELASTIC = auto()
-    LOAD_MODEL = auto()
-
-
+RANKS = (Role.RANK, Role.LOCAL_RANK, Role.SPAWNED)
 NUMBERS = (Role.RANK, Role.LOCAL_RANK, Role.SIZE, Role.LOCAL_SIZE)
 TOGETHER = (Role.BROADCAST, Role.REDUCE, Role.COLLECTIVE, Role.BARRIER)
 """Calls that all ranks make together."""
@@ -63,6 +46,7 @@ _OF = {
         Role.SHARD: r"ElasticSampler",
         **_MESSAGES,
     },
+    "hvdkit.steps": {Role.SCALE: r"scale_lr", Role.STEPS: r"steps_per_epoch", Role.SHARD: r"Shard"},
     "hvdkit": {
         Role.INIT: r"init(_process_group)?",
         Role.PIN: r"pin_device",
@@ -80,7 +64,6 @@ _OF = {
         Role.COLLECTIVE: r"check_agreement",
         Role.FIT: r"fit",
     },
-    "hvdkit.steps": {Role.SCALE: r"scale_lr", Role.STEPS: r"steps_per_epoch", Role.SHARD: r"Shard"},
     "torch.distributed": {Role.INIT: r"init_process_group", Role.BROADCAST: r"broadcast", **_MESSAGES},
     "mpi4py": {one: f"(?i:{names})" for one, names in _MESSAGES.items()},
 }
@@ -129,6 +112,7 @@ KEPT_AS_IT_IS = {
 """Functions whose result is their argument in another dress."""
 
 
+@cache
 def role(name: str | None) -> Role | None:
     """What a function is for, by its full name; None for every function that none of the eight steps needs."""
     if name is None or "." not in name:
@@ -137,8 +121,7 @@ def role(name: str | None) -> Role | None:
         return Role.DISTRIBUTE
     if name.startswith("horovod.") and name.endswith("elastic.run"):
         return Role.ELASTIC
-    known = next((one for one in ("hvdkit.steps", "torch.distributed") if name.startswith(f"{one}.")), None)
-    known = known or name.partition(".")[0]
+    known = next((package for package in _OF if name.startswith(f"{package}.")), "")
     if known == "hvdkit" and not MODULES.match(name):
         return None
     last = name.rpartition(".")[2]
@@ -147,10 +130,8 @@ def role(name: str | None) -> Role | None:
 
 def library_of(name: str) -> str | None:
     """The library that a full name belongs to: "horovod", "hvdkit", "ddp", or None."""
-    if name.startswith("horovod.") or name == "horovod":
-        return "horovod"
-    if re.match(r"hvdkit\.(torch|tensorflow|keras|arrays)\b", name):
-        return "hvdkit"
-    if DDP.fullmatch(name) or (name.startswith("torch.distributed.") and role(name) is not None):
-        return "ddp"
-    return None
+    root = name.partition(".")[0]
+    if root == "horovod" or (root == "hvdkit" and MODULES.match(name)):
+        return root
+    is_ddp = DDP.fullmatch(name) or (name.startswith("torch.distributed.") and role(name) is not None)
+    return "ddp" if is_ddp else None

@@ -6,7 +6,7 @@ import ast
 import builtins
 import sys
 
-from hvdkit.prepare.check.program import Binding, Program
+from hvdkit.prepare.check.program import Binding, Program, remembered
 
 _PACKAGES = {
     "PIL", "absl", "albumentations", "apex", "click", "cv2", "cloudpickle", "colorama", "einops", "filelock", "flax",
@@ -39,6 +39,13 @@ OTHER_DISTRIBUTORS = {
 }
 """Packages that distribute a training in their own ways, which are not checked."""
 
+OTHER_WAYS = {
+    r"tensorflow\.distribute\..*Strategy": "tf.distribute",
+    r"torch\.distributed\.rpc.*": "torch.distributed.rpc",
+    r".*FullyShardedDataParallel.*|.*fully_shard": "FSDP",
+}
+"""What does so in TensorFlow and PyTorch."""
+
 _SAME = (
     ("tensorflow.compat.v2.", "tensorflow."),
     ("tensorflow.python.keras.", "keras."),
@@ -55,60 +62,28 @@ _SAME = (
 class Names(Program):
     """What the names of a program stand for."""
 
-    def __init__(self, tree: ast.Module) -> None:
-        super().__init__(tree)
-        self._known: dict[ast.AST, str | None] = {}
-        self.imported = self._imported()
-        self.star_modules = [
-            node.module
-            for node in self.nodes
-            if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == "*" for alias in node.names)
-        ]
-
-    def _imported(self) -> dict[str, ast.stmt]:
-        """Full names of what is imported, with the first statement that does it."""
-        found: dict[str, ast.stmt] = {}
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    found.setdefault(alias.name, node)
-            elif isinstance(node, ast.ImportFrom):
-                base = "." * node.level + (node.module or "")
-                found.setdefault(base, node)
-                for alias in node.names:
-                    found.setdefault(f"{base}.{alias.name}", node)
-        return found
-
+    @remembered(None)  # what names itself through a loop of aliases has no name
     def dotted(self, node: ast.AST) -> str | None:
         """The full name of what an expression names, ``keras.`` for every way to Keras; None for the script's own."""
-        if node not in self._known:
-            self._known[node] = None  # what names itself through a loop of aliases has no name
-            self._known[node] = _canonical(self._resolve(node))
-        return self._known[node]
-
-    def _resolve(self, node: ast.AST) -> str | None:
-        if isinstance(node, ast.Attribute):
-            base = self.dotted(node.value)
-            return f"{base}.{node.attr}" if base else self._alias(self.attributes.get(node.attr, []))
-        if isinstance(node, ast.Name):
-            return self._resolve_name(node)
-        if isinstance(node, ast.Call) and self.dotted(node.func) == "importlib.import_module" and node.args:
-            first = node.args[0]
-            return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
+        match node:
+            case ast.Name():
+                return _canonical(self._resolve(node))
+            case ast.Attribute():
+                base = self.dotted(node.value)
+                return _canonical(f"{base}.{node.attr}") if base else self._alias(self.attributes.get(node.attr, []))
+            case ast.Call(args=[ast.Constant(value=str(module)), *_]):
+                return _canonical(module) if self.dotted(node.func) == "importlib.import_module" else None
         return None
 
-    def _resolve_name(self, name: ast.Name) -> str | None:
+    def _resolve(self, name: ast.Name) -> str | None:
         scope = self.lookup(name.id, self.scope(name))
         if scope is None:
             return self._from_star(name.id)
         bindings = scope.bindings[name.id]
-        for binding in bindings:
-            if isinstance(binding.node, ast.alias):
-                return self._import_name(binding.node)
-        outside = self.scope_of(self.tree).bindings.get(name.id, [])
-        if all(isinstance(binding.node, ast.arg) for binding in bindings):  # a module handed on under its own name
-            return next((self._import_name(one.node) for one in outside if isinstance(one.node, ast.alias)), None)
-        return self._alias(bindings)
+        handed_on = all(isinstance(one.node, ast.arg) for one in bindings)  # a module, under its own name
+        outside = self.scope(self.tree).bindings.get(name.id, [])
+        imports = [one.imported for one in (outside if handed_on else bindings) if one.imported]
+        return imports[0] if imports else self._alias(bindings)
 
     def _alias(self, bindings: list[Binding]) -> str | None:
         """The full name behind ``keras = tf.keras``: of a name that is bound once, to another name."""
@@ -121,16 +96,10 @@ class Names(Program):
     def _from_star(self, name: str) -> str | None:
         if hasattr(builtins, name):
             return f"builtins.{name}"
-        distributed = [module for module in self.star_modules if module.split(".")[0] in ("horovod", "hvdkit")]
-        strange = [module for module in self.star_modules if not self.is_known(module)]
-        candidates = distributed or strange or self.star_modules
-        return f"{candidates[0]}.{name}" if candidates else None
-
-    def _import_name(self, alias: ast.alias) -> str:
-        statement = self.parents[alias]
-        if isinstance(statement, ast.ImportFrom):
-            return f"{'.' * statement.level}{statement.module or ''}.{alias.name}"
-        return alias.name if alias.asname else alias.name.split(".")[0]
+        stars = [module.removesuffix(".*") for module in self.imported if module.endswith(".*")]
+        distributed = [module for module in stars if module.split(".")[0] in ("horovod", "hvdkit")]
+        strange = [module for module in stars if not self.is_known(module)]
+        return next((f"{module}.{name}" for module in distributed or strange or stars), None)
 
     def is_known(self, dotted: str) -> bool:
         """Whether it comes from a package of which nothing unexpected is to be feared."""
@@ -148,9 +117,7 @@ class Names(Program):
 
 
 def _canonical(name: str | None) -> str | None:
-    if name is None:
-        return None
-    for prefix, short in _SAME:
-        if name.startswith(prefix) or name == prefix[:-1]:
-            return short[:-1] + name[len(prefix) - 1 :]
+    for prefix, short in _SAME if name else ():
+        if f"{name}.".startswith(prefix):
+            return f"{name}.".replace(prefix, short, 1)[:-1]
     return name

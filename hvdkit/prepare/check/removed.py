@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from hvdkit.prepare.check.calls import argument
 from hvdkit.prepare.check.case import Case
-from hvdkit.prepare.check.facts import argument
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.trace import Event
 
@@ -33,12 +33,10 @@ def optimizers(case: Case) -> Iterator[Event]:
     """Horovod's Keras optimizer."""
     for event in _of_keras_3(case, Role.DISTRIBUTE, Role.LOAD_MODEL):
         name = case.name(event.node)
-        wrapped = argument(event.node, "optimizer", 0)
-        sources = case.calls(wrapped) if wrapped is not None else []
+        sources = case.calls(argument(event.node, "optimizer", 0))
         on_keras = any(case.name(call).startswith("keras.") for call in sources)
-        if not name.endswith("Tape") and (
-            name.startswith(_HOROVODS) or (name.startswith("horovod.tensorflow.") and on_keras)
-        ):
+        of_keras = name.startswith(_HOROVODS) or (name.startswith("horovod.tensorflow.") and on_keras)
+        if of_keras and not name.endswith("Tape"):
             yield event
 
 
@@ -54,9 +52,8 @@ def variables(case: Case) -> Iterator[Event]:
 
 def callbacks(case: Case) -> Iterator[Event]:
     """Horovod's callbacks for Keras."""
-    for event in _of_keras_3(case, Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP):
-        if case.name(event.node).startswith(_HOROVODS):
-            yield event
+    found = _of_keras_3(case, Role.BROADCAST_CALLBACK, Role.AVERAGE_CALLBACK, Role.WARMUP)
+    return (event for event in found if case.name(event.node).startswith(_HOROVODS))
 
 
 def sessions(case: Case) -> Iterator[Event]:
@@ -64,26 +61,25 @@ def sessions(case: Case) -> Iterator[Event]:
     return (event for event in case.events if case.name(event.node) in _SESSIONS and not asks_for_version(event))
 
 
-def generators(case: Case) -> Iterator[Event]:
+def generators(case: Case) -> Iterable[Event]:
     """``fit_generator`` and its like."""
-    if not asks_for_keras_2(case):
-        yield from case.methods("fit_generator", "evaluate_generator", "predict_generator")
+    names = ("fit_generator", "evaluate_generator", "predict_generator")
+    return () if asks_for_keras_2(case) else case.methods(*names)
 
 
-def image_generators(case: Case) -> Iterator[Event]:
+def image_generators(case: Case) -> Iterable[Event]:
     """``ImageDataGenerator`` of the package keras; tf.keras still has it."""
-    if not asks_for_keras_2(case) and any(name.startswith(_IMAGES) for name in case.imported):
-        yield from case.named(f"{_IMAGES}.ImageDataGenerator")
+    of_keras = any(name.startswith(_IMAGES) for name in case.imported)
+    return case.named(f"{_IMAGES}.ImageDataGenerator") if of_keras and not asks_for_keras_2(case) else ()
 
 
 def argument_named(word: str, called: str) -> Callable[[Case], Iterator[ast.keyword]]:
     """Finds an argument of functions whose name matches ``called``."""
 
     def find(case: Case) -> Iterator[ast.keyword]:
-        for event in [] if asks_for_keras_2(case) else case.events:
-            name = case.name(event.node) or ast.unparse(event.node.func)
-            if re.search(called, name):
-                yield from (one for one in event.node.keywords if one.arg == word)
+        for call in [] if asks_for_keras_2(case) else [event.node for event in case.events]:
+            if re.search(called, case.name(call) or ast.unparse(call.func)):
+                yield from (one for one in call.keywords if one.arg == word)
 
     return find
 

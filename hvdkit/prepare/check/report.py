@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import fill
+from textwrap import TextWrapper, fill
 
 import click
 
@@ -122,13 +122,10 @@ def as_text(checked: Sequence[Checked], width: int) -> str:
 def _lines(checked: Checked, width: int) -> list[str]:
     used = f" ({', '.join(checked.modules)})" if checked.modules else ""
     lines = [f"{click.style(checked.path, bold=True)}: {LIBRARIES[checked.library]}{used}"]
-    if checked.library == "none" and checked.others:
-        return [*lines, f"  It uses {', '.join(checked.others)}, which is not checked."]
     if checked.library == "none":
-        return [
-            *lines,
-            "  No Horovod, hvdkit or DDP in this text: it trains in one process, and there is nothing to check.",
-        ]
+        nothing = "No Horovod, hvdkit or DDP in this text: it trains in one process, and there is nothing to check."
+        others = f"It uses {', '.join(checked.others)}, which is not checked."
+        return [*lines, f"  {others if checked.others else nothing}"]
     lines += [_step(number, verdict, width) for number, verdict in enumerate(checked.verdicts)]
     for finding in checked.findings:
         lines += ["", *_finding(checked.path, finding, width)]
@@ -139,29 +136,16 @@ def _lines(checked: Checked, width: int) -> list[str]:
 def _step(index: int, verdict: Verdict, width: int) -> str:
     longest = max(len(step.name) for step in STEPS)
     status = click.style(verdict.status.ljust(10), fg=_COLOURS[verdict.status])
-    where = (
-        f"line{'' if len(verdict.lines) == 1 else 's'} {', '.join(map(str, verdict.lines))}" if verdict.lines else ""
-    )
-    start = f"  {STEPS[index].number} {STEPS[index].name.ljust(longest)}  {status}"
+    start = f"  {STEPS[index].number} {STEPS[index].name.ljust(longest)}  {status}  "
+    where = f"line{'s' if len(verdict.lines) > 1 else ''} {', '.join(map(str, verdict.lines))}" if verdict.lines else ""
     said = "; ".join(part for part in (where, verdict.note) if part)
-    indent = len(f"  1 {' ' * longest}  {' ' * 10}  ")
-    text = fill(
-        said, width, initial_indent=" " * indent, subsequent_indent=" " * indent, break_long_words=False
-    ).lstrip()
-    return f"{start}  {text}".rstrip()
+    indent = " " * (longest + 18)
+    text = fill(said, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+    return (start + text.removeprefix(indent)).rstrip()
 
 
 def _finding(path: str, finding: BrokenRule, width: int) -> list[str]:
-    lines = [f"{click.style(f'{path}:{finding.line}', bold=True)} [{finding.rule}]"]
-    for label, said in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
-        lines.append(
-            fill(
-                f"{label}: {said}.",
-                width,
-                initial_indent="  ",
-                subsequent_indent=" " * 8,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
-    return lines
+    wrapper = TextWrapper(width, "  ", " " * 8, break_long_words=False, break_on_hyphens=False)
+    said = (("what", finding.what), ("why", finding.why), ("fix", finding.fix))
+    place = click.style(f"{path}:{finding.line}", bold=True)
+    return [f"{place} [{finding.rule}]", *(wrapper.fill(f"{label}: {text}.") for label, text in said)]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hvdkit.prepare.check import collectives, find, metrics, removed, step_data, step_gradients, step_state
-from hvdkit.prepare.check.case import Case
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.uncalled import uncalled
@@ -247,7 +246,7 @@ RULES = (
         "`{}` does not divide the data by size and rank",
         "some ranks get the same part, or none",
         "give the number of processes and the rank in the whole job: hvd.size() and hvd.rank(), each in its place",
-        Case.wrong_shards,
+        find.wrong_shards,
     ),
     Rule(
         "sampler-without-ranks",

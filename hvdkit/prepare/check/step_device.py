@@ -5,18 +5,25 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from hvdkit.prepare.check.calls import argument, entries, is_constant, makes_object, method
 from hvdkit.prepare.check.case import Case
-from hvdkit.prepare.check.facts import method
-from hvdkit.prepare.check.libraries import Role
-from hvdkit.prepare.check.verdict import Verdict, done, missing, not_needed, undecided
+from hvdkit.prepare.check.libraries import NUMBERS, Role
+from hvdkit.prepare.check.trace import Event
+from hvdkit.prepare.check.verdict import Verdict, done, may_do_it, missing, not_needed, undecided
 
 _CHOOSES = ("cuda.set_device", "xpu.set_device", "accelerator.set_device_index")
+_TAKES_DEVICE = ("set_visible_devices", "torch.device", "cuda.device", "tensorflow.device")
 _NEUTRAL_CALLS = ("add_argument", "autocast", "GradScaler", "init_process_group", "manual_seed")
+
+
+def starts(case: Case) -> list[Event]:
+    """The events that initialise the library; mpi4py does so when it is imported."""
+    return [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
 
 
 def init(case: Case) -> Verdict:
     """Step 1."""
-    events = [one for one in case.having(Role.INIT, Role.FIT) if not case.name(one.node).startswith("mpi4py")]
+    events = starts(case)
     reached = [one for one in events if one.reached]
     if reached:
         return done(case.lines(reached))
@@ -24,56 +31,43 @@ def init(case: Case) -> Verdict:
         return undecided(f"line {events[0].node.lineno} does it, in a function that nothing in this text calls")
     doubts = [*case.others, *([case.runner] if case.runner else []), *case.strangers()]
     if doubts:
-        return undecided(f"{doubts[0]} may do it, which is not read here")
-    uses = case.having(
-        Role.RANK, Role.LOCAL_RANK, Role.SIZE, Role.LOCAL_SIZE, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE
-    )
+        return may_do_it(doubts[0])
+    uses = case.having(*NUMBERS, Role.DISTRIBUTE, Role.BROADCAST, Role.REDUCE)
     return missing(case.lines(uses)[:1]) if uses else undecided("the library is imported and nothing of it is used")
 
 
 def pin(case: Case) -> Verdict:
     """Step 2."""
-    asked, chosen = case.having(Role.PIN, Role.FIT), list(device_choices(case))
-    if asked or chosen:
-        return done([*case.lines(asked), *(node.lineno for node in chosen)])
+    lines = [*case.lines(case.having(Role.PIN, Role.FIT)), *(node.lineno for node in device_choices(case))]
+    if lines:
+        return done(lines)
     if _hides_gpus(case):
         return not_needed("GPUs are hidden from this script")
     used = gpu_uses(case)
-    setup = next((one for one in case.events if case.is_opaque(one.node) and not _makes_object(one.node)), None)
-    if used and setup is not None:
-        return undecided(f"{ast.unparse(setup.node.func)} is not in this text and may do it")
+    opaque = [one.node for one in case.events if case.is_opaque(one.node) and not makes_object(one.node)]
+    setup = next((ast.unparse(call.func) for call in opaque), None)
     if used:
-        return missing(used[:1])
+        return undecided(f"{setup} is not in this text and may do it") if setup else missing(used[:1])
     if case.frameworks & {"tensorflow", "keras"}:
         return undecided("TensorFlow takes every GPU that it sees; the text does not say whether there is one")
-    line = _asked_for_a_device(case)
-    if line:
+    if line := _asked_for_a_device(case):
         return undecided(f"line {line} takes its device from outside of this text")
-    if setup is not None:
-        return undecided(f"{ast.unparse(setup.node.func)} may use a GPU, which is not read here")
-    return not_needed("no GPU is used")
-
-
-def _makes_object(call: ast.Call) -> bool:
-    return ast.unparse(call.func).rpartition(".")[2][:1].isupper()
+    return undecided(f"{setup} may use a GPU, which is not read here") if setup else not_needed("no GPU is used")
 
 
 def device_choices(case: Case) -> Iterator[ast.expr]:
     """The expressions that choose a GPU by a rank, or by something that the text does not fix."""
-    for event in case.events:
-        name, call = case.name(event.node), event.node
-        if name.endswith(_CHOOSES):
+    for call in (event.node for event in case.events):
+        if case.name(call).endswith(_CHOOSES):
             yield from (one for one in call.args if not _is_fixed(case, one))
-        elif name.endswith(("set_visible_devices", "torch.device", "cuda.device", "tensorflow.device")) or method(
-            call
-        ) in ("cuda", "to"):
+        elif case.name(call).endswith(_TAKES_DEVICE) or method(call) in ("cuda", "to"):
             yield from (one for one in call.args if case.has_rank(one))
-        named = [one.value for one in call.keywords if one.arg in ("device_ids", "device", "visible_device_list")]
-        yield from (one for one in named if case.has_rank(one))
-    for binding in case.attributes.get("visible_device_list", []):
-        if binding.value is not None and case.has_rank(binding.value):
-            yield binding.value
-    yield from (value for value in _environment(case, "CUDA_VISIBLE_DEVICES") if case.has_rank(value))
+        named = [argument(call, word) for word in ("device_ids", "device", "visible_device_list")]
+        yield from (one for one in named if one is not None and case.has_rank(one))
+    options = [binding.value for binding in case.attributes.get("visible_device_list", [])]
+    for value in [*options, *_environment(case, "CUDA_VISIBLE_DEVICES")]:
+        if value is not None and case.has_rank(value):
+            yield value
 
 
 def _is_fixed(case: Case, node: ast.expr) -> bool:
@@ -85,39 +79,31 @@ def _is_fixed(case: Case, node: ast.expr) -> bool:
 def _environment(case: Case, variable: str) -> Iterator[ast.expr]:
     """What the script puts into an environment variable."""
     for node in case.nodes:
+        yield from entries(node, variable)
         match node:
-            case ast.Assign(targets=[ast.Subscript(value=base, slice=ast.Constant(value=str(key)))]):
-                if key == variable and case.dotted(base) == "os.environ":
-                    yield node.value
-            case ast.Dict():
-                pairs = zip(node.keys, node.values, strict=True)
-                yield from (value for key, value in pairs if isinstance(key, ast.Constant) and key.value == variable)
-            case ast.Call(args=[ast.Constant(value=str(key)), value]):
-                if key == variable and case.name(node) in ("os.environ.setdefault", "os.putenv"):
-                    yield value
+            case ast.Assign(targets=[ast.Subscript(value=base, slice=ast.Constant(value=key))]) if key == variable:
+                yield from [node.value] if case.dotted(base) == "os.environ" else []
+            case ast.Call(args=[ast.Constant(value=key), value]) if key == variable:
+                yield from [value] if case.name(node) in ("os.environ.setdefault", "os.putenv") else []
 
 
 def _hides_gpus(case: Case) -> bool:
     values = _environment(case, "CUDA_VISIBLE_DEVICES")
-    if any(isinstance(one, ast.Constant) and one.value in ("", "-1") for one in values):
-        return True
     chosen = [event.node.args[0] for event in case.named("set_visible_devices") if event.node.args]
-    return any(isinstance(one, ast.List) and not one.elts for one in chosen)
+    hidden = any(is_constant(one, "") or is_constant(one, "-1") for one in values)
+    return hidden or any(isinstance(one, ast.List) and not one.elts for one in chosen)
 
 
 def gpu_uses(case: Case) -> list[int]:
     """The lines that use a GPU, in order."""
-    calls = [*case.methods("cuda"), *case.named(*_CHOOSES)]
-    found = [one.node.lineno for one in calls if case.name(one.node).endswith(_CHOOSES) or not case.name(one.node)]
-    for node in case.nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _names_gpu(case, node):
-            found.append(node.lineno)
-    return sorted(found)
+    moved = [event for event in case.methods("cuda") if not case.name(event.node)]
+    named = [one.lineno for one in case.nodes if isinstance(one, ast.Constant) and _names_gpu(case, one)]
+    return sorted([*(event.node.lineno for event in [*moved, *case.named(*_CHOOSES)]), *named])
 
 
 def _names_gpu(case: Case, node: ast.Constant) -> bool:
     """Whether a text is the name of a GPU that something is put on."""
-    text = str(node.value).lower()
+    text = node.value.lower() if isinstance(node.value, str) else ""
     around = list(case.ancestors(node))
     call = next((one for one in around if isinstance(one, ast.Call)), None)
     if text == "gpu" or "/gpu" in text or "device:gpu" in text:
@@ -132,11 +118,10 @@ def _names_gpu(case: Case, node: ast.Constant) -> bool:
 
 def _asked_for_a_device(case: Case) -> int | None:
     """The first line that moves something to a device of which the text says nothing."""
-    for event in case.events:
-        moves = method(event.node) == "to" or case.name(event.node) == "torch.device"
-        for one in event.node.args[:1] if moves else []:
-            texts = [node.value for node in case.reach(one, through=True) if isinstance(node, ast.Constant)]
-            asked = [node for node in case.reach(one, through=True) if isinstance(node, (ast.Attribute, ast.arg))]
-            if "device" in ast.unparse(one) and not {"cpu"} & set(map(str, texts)) and asked:
-                return event.node.lineno
+    for call in (event.node for event in case.events):
+        for one in call.args[:1] if method(call) == "to" or case.name(call) == "torch.device" else []:
+            reached = case.reach(one, through=True)
+            asked = any(isinstance(node, (ast.Attribute, ast.arg)) for node in reached)
+            if asked and "device" in ast.unparse(one) and not any(is_constant(node, "cpu") for node in reached):
+                return call.lineno
     return None

@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from hvdkit.prepare.check.calls import argument, is_constant, makes_object, method, receiver
 from hvdkit.prepare.check.case import Case
-from hvdkit.prepare.check.facts import argument, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.check.training import Update
@@ -21,19 +21,15 @@ _HOROVODS_OWN = ("synchronize", "skip_synchronize", "set_backward_passes_per_ste
 
 def distribute(case: Case) -> Verdict:
     """Step 4."""
-    events = case.having(Role.DISTRIBUTE, Role.FIT, Role.LOAD_MODEL)
-    if events:
-        return done(case.lines(events))
-    by_hand = case.reduces_gradients()
-    if by_hand:
+    if by_hand := case.reduces_gradients():
         return done(case.lines(by_hand), "by hand")
     if doubt := case.elsewhere():
         return undecided(doubt)
     if not case.steps:
         return undecided("nothing is trained in this text")
     tapes = [one for one in case.steps if method(one.node) == "gradient"]
-    makers = tapes[:1] or case.optimizers[:1] or [update.event for update in case.updates][:1] or case.steps[:1]
-    return missing(case.lines(makers))
+    makers = tapes or case.optimizers or [update.event for update in case.updates] or case.steps
+    return missing(case.lines(makers[:1]))
 
 
 def undistributed(case: Case) -> Iterator[Event]:
@@ -51,16 +47,16 @@ def undistributed(case: Case) -> Iterator[Event]:
 
 def _is_local(case: Case, update: Update) -> bool:
     """Whether everything shows where the optimizer and the gradients come from, and nothing of it is distributed."""
-    sources = case.calls(update.optimizer)
-    gradients = case.calls(update.gradients, through=True) if update.gradients is not None else []
     if method(update.event.node) == "compile" and isinstance(update.optimizer, ast.Constant):
         return case.library == "horovod"
-    seen = any(case.makes_optimizer(call) for call in sources)
-    averaged = any(case.role(call) in (Role.DISTRIBUTE, Role.REDUCE) for call in [*sources, *gradients])
-    hidden = any(case.is_opaque(call) for call in [*sources, *gradients] if not _is_model_call(call))
     if update.gradients is None and method(update.event.node) == "apply_gradients":
         return False
+    # A layer or a model may be called on the way: what is in it does not average gradients.
+    made = [*case.calls(update.optimizer), *case.calls(update.gradients, through=True)]
+    averaged = any(case.role(call) in (Role.DISTRIBUTE, Role.REDUCE) for call in made)
+    hidden = any(case.is_opaque(call) and not makes_object(call) for call in made)
     unseen = any(not _optimizers(case, _first(call)) for call in _in_place(case))  # a tape, or from elsewhere
+    seen = bool(_optimizers(case, update.optimizer))
     return seen and not averaged and not hidden and not unseen and not _distributors(case, update.optimizer)
 
 
@@ -85,34 +81,19 @@ def _is_adasum(case: Case, call: ast.Call) -> bool:
     return case.operations(call) == {"adasum"}
 
 
-def _is_model_call(call: ast.Call) -> bool:
-    """A layer or model that is called; what is in it does not average gradients."""
-    return ast.unparse(call.func).rpartition(".")[2][:1].isupper()
-
-
 def unwrapped_models(case: Case) -> Iterator[Event]:
     """Training steps of DDP scripts that run the bare model, although another name has the wrapped one."""
-    wrapped = [event.node for event in case.having(Role.DISTRIBUTE)]
-    bare = {made for call in wrapped for made in case.calls(_first(call)) if case.class_of(made)}
-    backward = [event for event in case.methods("backward") if event.reached and event.loops]
+    wrapped = {event.node for event in case.having(Role.DISTRIBUTE)}
+    bare = {made for made in case.calls(*map(_first, wrapped)) if case.class_of(made)}
+    trained = {(one.loops, one.stack): one.order for one in case.methods("backward") if one.reached and one.loops}
     for event in case.events:
         called = event.node.func
-        if not isinstance(called, (ast.Name, ast.Attribute)) or not event.reached or case.name(event.node):
+        is_object = isinstance(called, ast.Name) or method(event.node) in case.attributes  # not model.train()
+        if not is_object or not event.reached or case.name(event.node):
             continue
         sources = set(case.calls(called))
-        is_model = sources & bare and not sources & set(wrapped)
-        is_object = isinstance(called, ast.Name) or called.attr in case.attributes  # not model.train()
-        if is_model and is_object and any(_belong(event, one) for one in backward):
+        if sources & bare and not sources & wrapped and event.order < trained.get((event.loops, event.stack), 0):
             yield event
-
-
-def _belong(event: Event, backward: Event) -> bool:
-    return (
-        bool(event.loops)
-        and event.loops == backward.loops
-        and event.stack == backward.stack
-        and event.order < backward.order
-    )
 
 
 def _first(call: ast.Call) -> ast.expr:
@@ -123,23 +104,19 @@ def distributed_twice(case: Case) -> Iterator[Event]:
     """Wrappers around what is wrapped already, and updates of averaged gradients by an optimizer that averages."""
     for event in case.having(Role.DISTRIBUTE):
         inner = event.node.args[0] if event.node.args else argument(event.node, "optimizer")
-        around = _wrappers(case, inner) if inner is not None else []
-        if event.reached and any(call is not event.node for call in around):
+        if event.reached and any(call is not event.node for call in case.having_made(inner, Role.DISTRIBUTE)):
             yield event
-    yield from averaged_anew(case)
-    for update in case.updates:
-        if update.gradients is None or not update.event.reached:
-            continue
-        optimizers = _wrappers(case, update.optimizer)
-        tapes = [one for one in _wrappers(case, update.gradients, through=True) if one not in optimizers]
+    for between, update in _passes(case):
+        if _is_synchronized(between) and not _skips_synchronizing(case, update.event):
+            yield update.event
+    for update in (one for one in case.updates if one.event.reached):
+        optimizers = case.having_made(update.optimizer, Role.DISTRIBUTE)
+        made = case.having_made(update.gradients, Role.DISTRIBUTE, through=True)
+        tapes = [one for one in made if one not in optimizers]
         ways = [event for event in case.events if event.node in [*optimizers, *tapes]]
         conditional = any(not guard.wraps for event in ways for guard in event.guards)
         if optimizers and tapes and not conditional:
             yield update.event
-
-
-def _wrappers(case: Case, node: ast.expr, through: bool = False) -> list[ast.Call]:
-    return case.having_made(node, Role.DISTRIBUTE, through=through)
 
 
 # In PyTorch: when gradients are the mean ----------------------------------------------------------------------------
@@ -178,7 +155,7 @@ def _is_synchronized(events: list[Event]) -> bool:
 
 
 def _skips_synchronizing(case: Case, event: Event) -> bool:
-    around = [call for guard in event.guards if guard.wraps for call in case.calls(guard.test)]
+    around = case.calls(*(guard.test for guard in event.guards if guard.wraps))
     return any(method(call) == "skip_synchronize" for call in around)
 
 
@@ -199,13 +176,6 @@ def _uses_gradients(case: Case, call: ast.Call) -> bool:
     return any(not is_constant(argument(one, "enabled"), False) for one in scalers)
 
 
-def averaged_anew(case: Case) -> Iterator[Event]:
-    """Steps that average what ``synchronize`` has averaged."""
-    for between, update in _passes(case):
-        if _is_synchronized(between) and not _skips_synchronizing(case, update.event):
-            yield update.event
-
-
 def closures(case: Case) -> Iterator[Event]:
     """Steps that average first and call a closure then, which computes other gradients."""
     for update in case.updates:
@@ -221,7 +191,7 @@ def left_schedules(case: Case) -> Iterator[Event]:
     """Schedules of an optimizer that was replaced by one which gets other parameter groups afterwards."""
     regrouped = [receiver(event.node) for event in case.methods("load_state_dict", "add_param_group")]
     regrouped += [one for event in case.having(Role.ELASTIC) if (one := argument(event.node, "optimizer", 1))]
-    changed = {call for one in regrouped for call in case.having_made(one, Role.DISTRIBUTE)}
+    changed = set(case.calls(*regrouped))
     for event in case.events:
         optimizer = argument(event.node, "optimizer", 0)
         if ".lr_scheduler." not in case.name(event.node) or optimizer is None or not event.reached:

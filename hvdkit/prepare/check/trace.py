@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from hvdkit.prepare.check.calls import arguments
 from hvdkit.prepare.check.flow import Flow
-from hvdkit.prepare.check.program import FunctionNode
+from hvdkit.prepare.check.program import FUNCTIONS, FunctionNode
 
 _MOST_EVENTS = 60_000
 _MOST_VISITS = 6
@@ -37,43 +38,44 @@ class Condition:
     wraps: bool = False
 
 
-@dataclass(frozen=True)
-class Event:
-    """One call, the way there and how sure it is that it runs.
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How the text leads to a place, and how sure it is that it does.
 
     Attributes:
-        node: the call.
         guards: the conditions, outermost first, across functions.
         loops: the loops around it, outermost first, across functions.
         stack: the calls of the script's own functions that lead here.
+        functions: these functions.
         reached: False for functions that nothing in the text calls: someone else may.
-        order: its place in the sequence.
     """
 
-    node: ast.Call
-    guards: tuple[Condition, ...]
-    loops: tuple[ast.AST, ...]
-    stack: tuple[ast.Call, ...]
-    reached: bool
-    order: int
-
-
-@dataclass(frozen=True)
-class _Way:
     guards: tuple[Condition, ...] = ()
     loops: tuple[ast.AST, ...] = ()
     stack: tuple[ast.Call, ...] = ()
     functions: tuple[FunctionNode, ...] = ()
     reached: bool = True
 
-    def under(self, *guards: Condition) -> _Way:
-        return _Way((*self.guards, *guards), self.loops, self.stack, self.functions, self.reached)
+    def under(self, *guards: Condition) -> Way:
+        """The way on, under more conditions."""
+        return replace(self, guards=(*self.guards, *guards))
 
-    def within(self, loop: ast.AST) -> _Way:
-        return _Way(self.guards, (*self.loops, loop), self.stack, self.functions, self.reached)
+    def within(self, loop: ast.AST) -> Way:
+        """The way on, into a loop."""
+        return replace(self, loops=(*self.loops, loop))
 
-    def into(self, call: ast.Call, function: FunctionNode) -> _Way:
-        return _Way(self.guards, self.loops, (*self.stack, call), (*self.functions, function), self.reached)
+
+@dataclass(frozen=True, kw_only=True)
+class Event(Way):
+    """A call, and one way there.
+
+    Attributes:
+        node: the call.
+        order: its place in the sequence.
+    """
+
+    node: ast.Call
+    order: int
 
 
 _Leak = tuple[Condition, bool]
@@ -90,75 +92,66 @@ class Tracer:
 
     def run(self) -> list[Event]:
         """The events of the whole script: from the module down, then of functions that nothing calls."""
-        self._block(self.flow.tree.body, _Way())
+        self._follow(self.flow.tree.body, Way())
         functions = [one for one in self.flow.functions if not isinstance(one, ast.Lambda)]
         called = {*self.flow.calls_of, *self.flow.started}
         for function in sorted(functions, key=lambda one: one in called):  # first those that nothing calls
             if function not in self._visits:
-                self._function(function, _Way(functions=(function,), reached=False))
+                self._function(function, Way(functions=(function,), reached=False))
         return self.events
 
-    def _function(self, function: FunctionNode, way: _Way) -> None:
+    def _function(self, function: FunctionNode, way: Way) -> None:
         self._visits[function] = self._visits.get(function, 0) + 1
-        if isinstance(function, ast.Lambda):
-            self._expression(function.body, way)
-            return
-        self._block(function.body, way.under(*(Condition(one, wraps=True) for one in function.decorator_list)))
+        decorators = [] if isinstance(function, ast.Lambda) else function.decorator_list
+        self._follow(function.body, way.under(*(Condition(one, wraps=True) for one in decorators)))
 
-    def _block(self, statements: Sequence[ast.stmt], way: _Way) -> list[_Leak]:
+    def _follow(self, node: object, way: Way) -> list[_Leak]:
+        """Follow a piece of the text, or several in a row, down to the calls in it; gives what holds after it."""
         leaks: list[_Leak] = []
-        for statement in statements:
-            new = self._statement(statement, way)
-            leaks += new
-            way = way.under(*(guard for guard, _ in new)) if new else way
+        match node:
+            case list():
+                for one in node:
+                    new = self._follow(one, way)
+                    leaks += new
+                    way = way.under(*(guard for guard, _ in new))
+            case ast.If() | ast.IfExp():
+                leaks = self._if(node, way)
+            case ast.For() | ast.AsyncFor() | ast.While():
+                leaks = self._loop(node, way)
+            case ast.With() | ast.AsyncWith():
+                self._follow(node.items, way)
+                inside = way.under(*(Condition(one.context_expr, wraps=True) for one in node.items))
+                leaks = self._follow(node.body, inside)
+            case ast.ExceptHandler():
+                self._follow(node.body, way)
+            case ast.Match():
+                self._follow(node.subject, way)
+                for case in node.cases:
+                    self._follow(case.body, way.under(Condition(node.subject, certain=False)))
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._follow(node.decorator_list, way)
+            case ast.ClassDef():
+                self._follow([one for one in node.body if not isinstance(one, FUNCTIONS)], way)
+            case ast.BoolOp():
+                for value in node.values:
+                    self._follow(value, way)
+                    way = way.under(Condition(value, isinstance(node.op, ast.And)))
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                self._comprehension(node, way)
+            case ast.Call():
+                self._call(node, way)
+            case ast.AST() if not isinstance(node, ast.Lambda):
+                for _, value in ast.iter_fields(node):
+                    leaks += self._follow(value, way)
         return leaks
 
-    def _statement(self, node: ast.stmt, way: _Way) -> list[_Leak]:
-        """Follow a statement under the guards of ``way``; gives the ways by which a loop or function is left in it."""
-        match node:
-            case ast.If():
-                return self._if(node, way)
-            case ast.For() | ast.AsyncFor():
-                self._expression(node.iter, way)
-                return self._loop(node, way.within(node), way)
-            case ast.While():
-                self._expression(node.test, way)
-                return self._loop(node, way.within(node).under(Condition(node.test)), way)
-            case ast.With() | ast.AsyncWith():
-                for item in node.items:
-                    self._expression(item.context_expr, way)
-                return self._block(
-                    node.body, way.under(*(Condition(one.context_expr, wraps=True) for one in node.items))
-                )
-            case ast.Try() | ast.TryStar():
-                leaks = [leak for part in (node.body, node.orelse) for leak in self._block(part, way)]
-                for handler in node.handlers:
-                    self._block(handler.body, way)
-                self._block(node.finalbody, way)
-                return leaks
-            case ast.Match():
-                self._expression(node.subject, way)
-                for case in node.cases:
-                    self._block(case.body, way.under(Condition(node.subject, certain=False)))
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                for decorator in node.decorator_list:
-                    self._expression(decorator, way)
-            case ast.ClassDef():
-                self._block(
-                    [one for one in node.body if not isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))], way
-                )
-            case _:
-                for child in ast.iter_child_nodes(node):
-                    self._expression(child, way)
-        return []
-
-    def _if(self, node: ast.If, way: _Way) -> list[_Leak]:
-        self._expression(node.test, way)
-        inner = self._block(node.body, way.under(Condition(node.test)))
-        inner += self._block(node.orelse, way.under(Condition(node.test, holds=False)))
-        leaks = [(Condition(guard.test, guard.holds, certain=False), leaves) for guard, leaves in inner]
+    def _if(self, node: ast.If | ast.IfExp, way: Way) -> list[_Leak]:
+        self._follow(node.test, way)
+        inner = self._follow(node.body, way.under(Condition(node.test)))
+        inner += self._follow(node.orelse, way.under(Condition(node.test, holds=False)))
+        leaks = [(replace(guard, certain=False), leaves) for guard, leaves in inner]
         for block, holds in ((node.body, False), (node.orelse, True)):
-            if block and self._leaves(block[-1]):
+            if isinstance(block, list) and block and self._leaves(block[-1]):
                 leaks.append((Condition(node.test, holds), not isinstance(block[-1], (ast.Continue, ast.Break))))
         return leaks
 
@@ -167,52 +160,31 @@ class Tracer:
             return self.flow.dotted(node.value.func) in _EXITS
         return isinstance(node, _LEAVES)
 
-    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, inside: _Way, outside: _Way) -> list[_Leak]:
-        leaks = self._block(node.body, inside) + self._block(node.orelse, outside)
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, way: Way) -> list[_Leak]:
+        condition = (Condition(node.test),) if isinstance(node, ast.While) else ()
+        self._follow(node.test if isinstance(node, ast.While) else node.iter, way)
+        leaks = self._follow(node.body, way.within(node).under(*condition)) + self._follow(node.orelse, way)
         return [leak for leak in leaks if leak[1]]
 
-    def _expression(self, node: ast.AST, way: _Way) -> None:
-        """Follow an expression under the guards of ``way``, down to the calls in it."""
-        match node:
-            case ast.IfExp():
-                self._expression(node.test, way)
-                self._expression(node.body, way.under(Condition(node.test)))
-                self._expression(node.orelse, way.under(Condition(node.test, holds=False)))
-            case ast.BoolOp():
-                before: tuple[Condition, ...] = ()
-                for value in node.values:
-                    self._expression(value, way.under(*before))
-                    before = (*before, Condition(value, isinstance(node.op, ast.And)))
-            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                self._comprehension(node, way)
-            case ast.Call():
-                self._call(node, way)
-            case ast.Lambda():
-                return
-            case _:
-                for child in ast.iter_child_nodes(node):
-                    self._expression(child, way)
-
-    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, way: _Way) -> None:
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, way: Way) -> None:
         for generator in node.generators:
-            self._expression(generator.iter, way)
+            self._follow(generator.iter, way)
             way = way.within(generator)
             for condition in generator.ifs:
-                self._expression(condition, way)
+                self._follow(condition, way)
                 way = way.under(Condition(condition))
-        for element in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
-            self._expression(element, way)
+        self._follow([node.key, node.value] if isinstance(node, ast.DictComp) else node.elt, way)
 
-    def _call(self, node: ast.Call, way: _Way) -> None:
+    def _call(self, node: ast.Call, way: Way) -> None:
         if len(self.events) >= _MOST_EVENTS:
             return
-        for part in (node.func, *node.args, *(keyword.value for keyword in node.keywords)):
-            self._expression(part, way)
-        self.events.append(Event(node, way.guards, way.loops, way.stack, way.reached, len(self.events)))
+        self._follow([node.func, *arguments(node)], way)
+        self.events.append(Event(**vars(way), node=node, order=len(self.events)))
         for function in self._run_by(node):
             may_enter = function not in way.functions and len(way.functions) < _DEEPEST
             if may_enter and self._visits.get(function, 0) < _MOST_VISITS:
-                self._function(function, way.into(node, function))
+                inside = replace(way, stack=(*way.stack, node), functions=(*way.functions, function))
+                self._function(function, inside)
 
     def _run_by(self, node: ast.Call) -> Iterator[FunctionNode]:
         own = self.flow.callees(node)
@@ -222,8 +194,3 @@ class Tracer:
         made = self.flow.class_of(node)
         if made is not None and self.flow.is_keras_callback(made):
             yield from (one for one in made.body if isinstance(one, ast.FunctionDef) and one.name.startswith("on_"))
-
-
-def trace(flow: Flow) -> list[Event]:
-    """The calls of a script in the order in which they first run; calls in several ways are there several times."""
-    return Tracer(flow).run()

@@ -29,11 +29,8 @@ def uncalled(case: Case) -> Iterator[ast.expr]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not case.name(node)
     }
     for node in case.nodes:
-        if (
-            isinstance(node, ast.expr)
-            and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-            and _is_number(case, node)
-        ):
+        is_read = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+        if is_read and _is_number(case, node):
             yield from _named_by(case, node, functions, methods)
 
 
@@ -52,10 +49,10 @@ def _is_function(case: Case, node: ast.AST) -> bool:
     if name is None or role(name) not in NUMBERS or name.startswith("mpi4py"):
         return False
     imports = case.reaching(node) if isinstance(node, ast.Name) else []
-    return isinstance(node, ast.Attribute) or any(isinstance(one.node, ast.alias) for one in imports)
+    return isinstance(node, ast.Attribute) or any(one.imported for one in imports)
 
 
-def _is_number(case: Case, node: ast.expr) -> bool:
+def _is_number(case: Case, node: ast.AST) -> bool:
     """Whether a value is used in a way that only makes sense for a number."""
     parent = case.parents[node]
     match parent:
@@ -64,14 +61,12 @@ def _is_number(case: Case, node: ast.expr) -> bool:
             return not (asks_none and any(isinstance(one, (ast.Is, ast.IsNot)) for one in operators))
         case ast.BinOp() | ast.FormattedValue() | ast.Slice():
             return True
-        case ast.UnaryOp() | ast.BoolOp() | ast.If() | ast.While():
-            return _is_condition(case, node)
-        case ast.IfExp():
-            return _is_condition(case, node) if parent.test is node else _is_number(case, parent)
-        case ast.Subscript():
-            return parent.slice is node
-        case ast.Match():
-            return parent.subject is node
+        case ast.IfExp() if parent.test is not node:
+            return _is_number(case, parent)
+        case ast.UnaryOp() | ast.BoolOp() | ast.If() | ast.While() | ast.IfExp():  # a name may hold a function or None
+            return isinstance(node, ast.Attribute) and case.dotted(node) is not None
+        case ast.Subscript(slice=asked) | ast.Match(subject=asked):
+            return asked is node
         case ast.keyword():
             return parent.arg in _NUMBER_ARGUMENTS
         case ast.List():
@@ -84,8 +79,3 @@ def _is_number(case: Case, node: ast.expr) -> bool:
         case ast.Assign(targets=[ast.Subscript(value=base)]):
             return case.dotted(base) == "os.environ"
     return False
-
-
-def _is_condition(case: Case, node: ast.expr) -> bool:
-    """``if hvd.rank:``; of a name, such as one that may hold functions, it is not certain what a condition asks."""
-    return isinstance(node, ast.Attribute) and case.dotted(node) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from hvdkit.prepare.check.facts import argument, has_stars, receiver
+from hvdkit.prepare.check.calls import argument, has_stars, receiver
 from hvdkit.prepare.check.libraries import DDP, SAMPLERS, Role
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single

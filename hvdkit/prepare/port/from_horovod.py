@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from hvdkit.prepare.check.call_arguments import arguments
-from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method, receiver
+from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.removed import asks_for_keras_2
 from hvdkit.prepare.check.trace import Event

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from textwrap import indent
 
-from hvdkit.prepare.check.call_arguments import given_for
-from hvdkit.prepare.check.facts import argument, has_stars, is_constant
+from hvdkit.prepare.check.calls import argument, given_for, has_stars, is_constant
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.program import FunctionNode
 from hvdkit.prepare.check.trace import Event
@@ -178,7 +177,7 @@ def _before_first_step(
         raise Unsure(around, "the text does not show which step is the first", write)
     made = []
     for call in calls:
-        given = given_for(function, flag, call.args, call)
+        given = given_for(function, flag, call)
         if len(given) != 1:
             raise Unsure(call, "the text does not show whether it is the first step", write)
         if is_constant(given[0], False):
@@ -206,7 +205,7 @@ def _built(plan: PortPlan, function: FunctionNode, call: ast.Call, model: str) -
     first = inside[0].args[0]
     parameter = next((one for one in function.args.args if one.arg == first.id), None)
     if parameter is not None:
-        given = given_for(function, parameter, call.args, call)
+        given = given_for(function, parameter, call)
         return f"{model}({plan.src(given[0])})" if len(given) == 1 else ""
     known = plan.case.lookup(first.id, plan.case.scope(first)) is plan.case.lookup(first.id, plan.case.scope(call))
     return f"{model}({first.id})" if known else ""

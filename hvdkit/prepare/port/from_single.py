@@ -6,8 +6,7 @@ import ast
 import re
 
 from hvdkit.prepare.check import find
-from hvdkit.prepare.check.call_arguments import arguments
-from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method, receiver
+from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single_tensorflow, keras_2

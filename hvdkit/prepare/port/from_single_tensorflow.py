@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from hvdkit.prepare.check.call_arguments import arguments
-from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method, receiver
+from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.edits import around, to, with_argument, without
 from hvdkit.prepare.port.plan import PortPlan, Unsure
@@ -98,7 +97,7 @@ def _tapes(plan: PortPlan) -> None:
         found = [one for one in case.calls(update.gradients, through=True) if method(one) == "gradient"]
         outer = [one for one in found if not any(one in case.calls(arg, through=True) for other in found
                                                  if other is not one for arg in other.args)]  # fmt: skip
-        tapes = {tape for one in outer for tape in case.made_by(receiver(one), (_TAPE,))}
+        tapes = {tape for one in outer for tape in case.made_by((_TAPE,), receiver(one))}
         trained = [one.args[1] for one in outer if len(one.args) > 1 and isinstance(one.args[1], ast.Attribute)]
         models = {ast.unparse(one.value) for one in trained if "trainable" in one.attr}
         makers = [one for one in case.optimizers if one.node in case.calls(update.optimizer)]

@@ -6,7 +6,7 @@ import ast
 import re
 
 from hvdkit.prepare.check import removed
-from hvdkit.prepare.check.facts import argument, has_stars, is_constant, method
+from hvdkit.prepare.check.calls import argument, has_stars, is_constant, method
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port.edits import to, without
 from hvdkit.prepare.port.plan import PortPlan, Unsure

@@ -10,7 +10,7 @@ from typing import cast
 
 import libcst as cst
 
-from hvdkit.prepare.check.facts import method
+from hvdkit.prepare.check.calls import method
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.program import FunctionNode
 from hvdkit.prepare.check.steps import JudgedCase

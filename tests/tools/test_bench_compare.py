@@ -128,7 +128,7 @@ def test_a_limit_is_a_ratio(capsys):
     write("a.json", {1: 4.0})
     write("b2.json", {1: 4.0})
     assert compared("--fail-below", "-1") == 2
-    assert "ratio above 0" in capsys.readouterr().err
+    assert "number above 0" in capsys.readouterr().err
 
 
 # The intervals

@@ -322,7 +322,7 @@ def test_a_limit_is_a_ratio(capsys):
     write("a.json", {40: 0.1})
     write("b.json", {40: 0.1})
     assert compared("--fail-below", "0") == 2
-    assert "ratio above 0" in capsys.readouterr().err
+    assert "number above 0" in capsys.readouterr().err
 
 
 # Collectives of a step that overlap

@@ -32,7 +32,7 @@ _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Profile:
+class TorchProfile:
     """A trace of torch.profiler; nothing of it is lost.
 
     Attributes:
@@ -122,7 +122,7 @@ def merge(timeline: str | Path, trace: str | Path, output: str | Path, *, offset
     return overlap
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> TorchProfile:
     """A trace that ``torch.profiler.profile.export_chrome_trace`` wrote, as it is or compressed with gzip.
 
     The whole file is held in memory, about twice its size.
@@ -159,7 +159,7 @@ def read_profile(path: Path) -> Profile:
         ) from error
     recorded = columns.source != Source.HOROVOD
     sets = Sets(columns)
-    return Profile(
+    return TorchProfile(
         path,
         _base(entries, columns),
         entries,
@@ -190,7 +190,7 @@ def _base(entries: dict[str, msgspec.Raw], columns: TraceColumns) -> int:
     return 0
 
 
-def _shift(recording: Recording, profile: Profile) -> float:
+def _shift(recording: Recording, profile: TorchProfile) -> float:
     """Microseconds to add to a time of the timeline to have it on the axis of the trace."""
     start = recording.start_time_since_epoch
     if start is None:
@@ -201,7 +201,7 @@ def _shift(recording: Recording, profile: Profile) -> float:
     return (start * 1000 - profile.base) / 1000
 
 
-def _require_common_time(recording: Recording, profile: Profile, first: float, last: float) -> None:
+def _require_common_time(recording: Recording, profile: TorchProfile, first: float, last: float) -> None:
     if first < profile.until and profile.since < last:
         return
     apart = max(first - profile.until, profile.since - last) / 1e6
@@ -212,14 +212,14 @@ def _require_common_time(recording: Recording, profile: Profile, first: float, l
     )
 
 
-def _clock(profile: Profile, time: float) -> str:
+def _clock(profile: TorchProfile, time: float) -> str:
     try:
         return datetime.fromtimestamp(profile.base / 1e9 + time / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     except (OverflowError, ValueError, OSError):
         return "an impossible date"
 
 
-def _overlap(exchange: Floats, profile: Profile, since: float, until: float) -> Overlap:
+def _overlap(exchange: Floats, profile: TorchProfile, since: float, until: float) -> Overlap:
     """Milliseconds of communication, of computation and of both, between two times in microseconds."""
     communicating, computing = (
         inside(one, since, until) for one in (union(exchange[:, 0], exchange[:, 1]), profile.computing)
@@ -237,7 +237,7 @@ def _overlap(exchange: Floats, profile: Profile, since: float, until: float) -> 
     )
 
 
-def _texts(recording: Recording, profile: Profile, shift: float) -> Iterator[bytes]:
+def _texts(recording: Recording, profile: TorchProfile, shift: float) -> Iterator[bytes]:
     """The merged file, in pieces."""
     yield b'{"traceEvents": [\n'
     for number, text in enumerate(profile.events):

@@ -34,7 +34,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 _SESSIONS = tempfile.TemporaryDirectory(prefix="hvdkit-tests-", ignore_cleanup_errors=True)
 os.environ[SESSIONS] = _SESSIONS.name
 
-ON_RANKS = re.compile(r"[\[-](torch|tensorflow|keras(-torch|-jax)?)-\d+-(gloo|mpi)\b")
+ON_RANKS = re.compile(r"[\[-](torch|tensorflow|keras(-torch|-jax)?|arrays)-\d+-(gloo|mpi)\b")
 """The name of a test on ranks that stay alive (parallel/ranks.py)."""
 
 

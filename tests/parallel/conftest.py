@@ -22,15 +22,14 @@ def ranks_command() -> Callable[[int, str], tuple[list[str], dict[str, str]]]:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
-    """Run ``function`` of a program file beside the tests on n ranks; returns each rank's JSON result, by rank.
+    """Run a function of a test's file on n ranks, each a process that a launcher starts; returns their JSON results.
 
     With ``fails=True`` the job must fail, and what it wrote to stderr is returned. ``warm`` names the framework that
-    the ranks have imported before they begin (``ranks.FRAMEWORKS``); over Gloo they are then forked without a launcher.
+    the ranks have imported before they begin (``ranks.FRAMEWORKS``).
     """
 
     def run(
-        program: str,
-        function: str,
+        function: Callable[..., Any],
         n: int,
         *,
         controller: str = "mpi",
@@ -38,16 +37,9 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
         warm: str = "",
         **arguments: Any,
     ) -> list[Any]:
-        if warm and controller == "gloo" and not fails:
-            started = real.ranks_of(real.Kind(warm, n, "gloo", True))
-            try:
-                found = started.run(str(HERE / program), function, arguments, tmp_path)
-            finally:
-                started.end()
-            return [json.loads(json.dumps(pickle.loads(one))) for one in found]  # noqa: S301
-        out = tmp_path / f"{function}-{n}-{len(list(tmp_path.iterdir()))}"
+        out = tmp_path / f"{function.__name__}-{n}-{len(list(tmp_path.iterdir()))}"
         out.mkdir()
-        words = [str(HERE / program), function, str(out), json.dumps(arguments)]
+        words = [inspect.getfile(function), function.__name__, str(out), json.dumps(arguments)]
         source = real.warm(warm) if warm else None
         python = source.stub("rank_main") if source else [sys.executable, str(HERE / "rank_main.py")]
         environment = source.environment if source else rank_environment()

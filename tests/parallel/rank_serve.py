@@ -26,6 +26,7 @@ from weakref import WeakSet
 import numpy as np
 
 LONGEST_VALUE = 200
+MPI = "hvdkit.arrays.mpi"  # holds a communicator to the end of the process
 RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 
 
@@ -101,7 +102,7 @@ class Job:
         if self._world is None:
             return
         horovods = [sys.modules[name] for name in ("horovod.torch", "horovod.tensorflow") if name in sys.modules]
-        if not any(hvd.is_initialized() for hvd in horovods):
+        if horovods and not any(hvd.is_initialized() for hvd in horovods):
             raise RuntimeError("the test has shut Horovod down; a test that does so says fresh=True")
         hk = self._give_hk()
         again = hk.init()
@@ -133,15 +134,15 @@ def told(error: BaseException) -> str:
 class Fresh:
     """Puts back what a test may leave behind, so that the next one finds a process that has just begun.
 
-    Of hvdkit: what was empty, or None, when it was imported. Of Horovod nothing: whoever ends it
-    needs ranks of its own.
+    Of hvdkit: what was empty, or None, when it was imported. Of Horovod and MPI nothing: whoever ends these needs ranks
+    of its own.
     """
 
     def __init__(self, adapter: str) -> None:
         self._adapter = adapter
         self._environment, self._path = dict(os.environ), list(sys.path)
         self._empty: list[tuple[ModuleType, str]] = []
-        self._x64 = jax.config.jax_enable_x64 if (jax := sys.modules.get("jax")) else None
+        self._x64 = jax.config.jax_enable_x64 if (jax := sys.modules.get("jax")) else False
 
     def adapter(self) -> ModuleType:
         """hvdkit's adapter, which is imported by the first who asks: some tests are about a process without."""
@@ -198,7 +199,7 @@ class Fresh:
 
 def states() -> Iterator[tuple[ModuleType, str, Any]]:
     """The variables of hvdkit's modules that hold what happened: "_name", a container or None."""
-    for module in [one for name, one in sys.modules.items() if name.startswith("hvdkit.")]:
+    for module in [one for name, one in sys.modules.items() if name.startswith("hvdkit.") and name != MPI]:
         for name, value in vars(module).items():
             private = name.startswith("_") and not name.startswith("__")
             if private and (value is None or isinstance(value, list | set | dict | WeakSet)):

@@ -78,6 +78,7 @@ FRAMEWORKS = {
         ("pytest", "jax", "keras", "tensorflow", "torch", "horovod.torch", *DIGITS),
         (("KERAS_BACKEND", "jax"), ("XLA_FLAGS", COMPILE_FAST)),
     ),
+    "arrays": Framework("arrays", ("mpi4py", "ml_dtypes"), ("pytest", "ml_dtypes", "mpi4py")),
 }
 KERAS = ("keras", "keras-torch", "keras-jax")
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import missing, warm
 
+from hvdkit.steps import step_files, step_times
+
 pytestmark = pytest.mark.parallel
 
 REPOSITORY = Path(__file__).parents[2]
@@ -98,10 +100,53 @@ def test_ctrl_c_ends_the_ranks_and_keeps_the_file(tmp_path, environment):
     assert json.loads((tmp_path / "r.json").read_text())["jobs"] == []
 
 
-@pytest.mark.skipif(bool(missing("keras")), reason="needs TensorFlow, Keras and Horovod")
+def recorded(directory, rank):
+    (own,) = [times for times in step_files.read(Path(directory)) if times.rank == rank]
+    assert all(step.asked <= step.given <= step.ended for step in own.steps)
+    return len(own.steps), [step.ready is not None and step.ready - step.given for step in own.steps]
+
+
+def train_tensorflow(directory):
+    os.environ[step_times.VARIABLE] = directory
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as hk
+
+    world = hk.init()
+    variable = tf.Variable([1.0])
+
+    @tf.function
+    def gradient():
+        with hk.distribute(tf.GradientTape()) as tape:
+            loss = 2 * variable
+        return tape.gradient(loss, [variable])[0]
+
+    for take in (gradient, gradient.python_function):
+        for _ in hk.record_steps([1, 2, 3]):
+            time.sleep(0.3 * world.rank)
+            take().numpy()
+    return recorded(directory, world.rank)
+
+
+def train_keras(directory):
+    os.environ[step_times.VARIABLE] = directory
+    import keras
+    import numpy as np
+
+    import hvdkit.keras as hk
+
+    world = hk.init()
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(hk.distribute(keras.optimizers.SGD(0.01)), "mse")
+    late = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_, **__: time.sleep(0.3 * world.rank))
+    data = np.ones((6, 4), "float32"), np.ones((6, 1), "float32")
+    model.fit(*data, batch_size=2, epochs=2, verbose=0, callbacks=[hk.BroadcastState(), hk.RecordSteps(), late])
+    return recorded(directory, world.rank)
+
+
 @pytest.mark.parametrize("framework", ["tensorflow", "keras"])
-def test_the_adapters_record_every_step_and_when_the_gradients_were_there(run_ranks, tmp_path, framework):
-    found = run_ranks("programs_bench.py", framework, 2, warm=framework, directory=str(tmp_path))
+def test_the_adapters_record_every_step_and_when_the_gradients_were_there(run_job, tmp_path, framework):
+    found = run_job(framework, globals()[f"train_{framework}"], directory=str(tmp_path))
     assert [count for count, _ in found] == [6, 6]
     assert all(worked >= 0.3 for worked in found[1][1]), "rank 1 worked longer"
     assert sorted(found[0][1])[2] < 0.3, "rank 0 was ready and waited, but for what was built first"

@@ -1,10 +1,16 @@
 """resnet9.py and the course: on two ranks they compute what one process computes on the two-fold batch."""
 
+import contextlib
+import copy
 import importlib.util
+import io
 import re
+import sys
+from unittest import mock
 
 import numpy as np
 import pytest
+from example_runs import EXAMPLES, example, one_process_group
 from tutorials_page import LAUNCH, arguments
 
 MISSING = [name for name in ("torch", "horovod", "sklearn") if importlib.util.find_spec(name) is None]
@@ -12,7 +18,6 @@ pytestmark = [
     pytest.mark.parallel,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
-PROGRAM = "programs_course.py"
 
 
 def numbers(pattern: str, lines: list[str]) -> list[float]:
@@ -49,6 +54,134 @@ ON_ONE = {
 }
 
 
+def examples(runs):
+    """Several, by a name for each, one after the other in one process: to import PyTorch takes longest."""
+    return {name: example(script, flags) for name, (script, flags) in runs.items()}
+
+
+def course(runs, own):
+    """Examples, and mlp.py's agreement check and own_ddp.py's classes in cases that no flag brings about."""
+    with one_process_group():
+        return {"own": own_ddp(own), "check": agreement_check(), **examples(runs)}
+
+
+def module_of(name):
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def message_of(call, *arguments):
+    try:
+        call(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def agreement_check():
+    """What mlp.py's check says of ranks that are alike, and of ranks that differ in one weight."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    check = module_of("mlp").check_parameter_closeness
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    alike = message_of(check, model)
+    with torch.no_grad():
+        model[1].weight[1, 2] += 1e-7 * dist.get_rank()
+    return {"alike": alike, "unlike": message_of(check, model)}
+
+
+def own_ddp(flags):
+    """own_ddp.py; then what its classes do with gradients in unusual cases, and its verdict on wrong weights."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Branches(nn.Module):
+        """Four layers, of which one takes part only when asked to."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 40), nn.Linear(40, 40)
+            self.sometimes, self.last = nn.Linear(40, 40), nn.Linear(40, 3)
+
+        def forward(self, x, all_of_it=True):
+            x = self.second(self.first(x).relu()).relu()
+            return self.last(self.sometimes(x) if all_of_it else x)
+
+    result = example("own_ddp.py", flags)
+    own = module_of("own_ddp")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    model = Branches()
+    wrapped = own.MyDP(model, bucket_mb=0.002)
+    plain = copy.deepcopy(model)
+    for parameter in plain.parameters():
+        parameter.grad = None
+    result["buckets"] = [[parameter.numel() for parameter in bucket.parameters] for bucket in wrapped.buckets]
+    result["first weights"] = [round(value, 5) for value in model.first.bias.tolist()]
+
+    def difference():
+        """The largest between MyDP's gradients and the mean of the ranks' own."""
+        worst = 0.0
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            mean = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad.clone()
+            dist.all_reduce(mean)
+            worst = max(worst, (mine.grad - mean / size).abs().max().item())
+        return worst
+
+    x = torch.randn(5, 6)  # of this rank
+    result["differences"] = differences = {}
+    for case in ("plain", "again, accumulated", "zero_grad after the forward pass", "gradients set to zero"):
+        if case == "gradients set to zero":
+            model.zero_grad(set_to_none=False)
+            plain.zero_grad(set_to_none=False)
+        output = wrapped(x)
+        if case == "zero_grad after the forward pass":
+            model.zero_grad()
+            plain.zero_grad()
+        output.square().sum().backward()
+        plain(x).square().sum().backward()
+        differences[case] = difference()
+    model.zero_grad()
+    plain.zero_grad()
+    for each in (wrapped, plain):
+        each(x, False).square().sum().backward()
+    differences["a parameter takes no part"] = difference()
+    result["in the buffer"] = all(
+        parameter.grad is view
+        for bucket in wrapped.buckets
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+    )
+
+    with mock.patch.object(torch.cuda, "synchronize") as wait:
+        own.wait_for(torch.device("cuda"))
+        own.wait_for(torch.device("cpu"))
+    result["waits"] = [call.args[0].type for call in wait.call_args_list]
+    with mock.patch.object(own, "wait_for") as wait:
+        own.step(model, torch.optim.SGD(model.parameters(), lr=0.0), x, torch.zeros(5, dtype=torch.long))
+    result["waits"] += [call.args[0].type for call in wait.call_args_list]
+    frozen = nn.Linear(6, 3)
+    frozen.bias.requires_grad_(False)
+    own.NaiveDP(frozen)(x).sum().backward()  # a frozen parameter has no gradient to hook
+
+    right, wrong = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        wrong.last.bias[0] += 2e-5 * rank
+    for name, other in (("right", right), ("wrong", wrong)):
+        trained = {"buckets": (None, other, None), "DDP": (None, right, None), "Horovod": (None, right, None)}
+        with contextlib.redirect_stdout(io.StringIO()):
+            times = {key: [0.1] for key in trained}
+            result[name] = message_of(own.report, mock.Mock(is_root=rank == 0), trained, times)
+    return result
+
+
 @pytest.fixture(scope="module")
 def kept():
     """What the ranks printed, so that the tests share two jobs."""
@@ -61,7 +194,7 @@ def alone(run_ranks, kept, tmp_path):
         write_cifar(tmp_path / "files" / "cifar-10-batches-bin")
         ON_ONE["files"][1][3] = str(tmp_path / "files")
         runs = ON_ONE | {str(place): mistake[:2] for place, mistake in enumerate(MISTAKES)}
-        (kept["alone"],) = run_ranks(PROGRAM, "examples", 1, runs=runs)
+        (kept["alone"],) = run_ranks(examples, 1, runs=runs)
     return kept["alone"]
 
 
@@ -80,7 +213,7 @@ def both(run_ranks, kept, monkeypatch):
     if "both" not in kept:
         # The words of docs/tutorials.md, up to "python", start both; what follows are the scripts' own.
         monkeypatch.setitem(run_ranks.__globals__, "launcher_argv", lambda *_: LAUNCH)
-        kept["both"] = run_ranks(PROGRAM, "course", 2, runs=ON_TWO, own=OWN)
+        kept["both"] = run_ranks(course, 2, runs=ON_TWO, own=OWN)
     return kept["both"]
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import venv
 from pathlib import Path
@@ -29,6 +30,61 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
+def train():
+    import torch
+    from torch import nn
+
+    import hvdkit.torch as hk
+
+    world = hk.init()
+    torch.manual_seed(world.rank)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    optimizer = hk.distribute(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    hk.broadcast_state(model, optimizer)
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(x, (x.sum(dim=1) > 0).long())
+    loss_of = hk.weighted_loss(nn.CrossEntropyLoss())
+    loader = hk.shard(data, world, 4, remainder="exact")
+    for _ in range(2):
+        for inputs, targets, weights in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets, weights).backward()
+            optimizer.step()
+    hk.check_agreement(model, optimizer, world, loader=loader)
+    values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
+    return {"weights": values, "hosts": world.cross_size, "local": world.local_size}
+
+
+def go_on(marker, ranks, directory=""):
+    """Train far longer than a test may take; ``marker`` appears when it has begun.
+
+    Before that, ``train`` where there is a directory for what each rank ended with.
+
+    Horovod is started when all have come: Gloo's limit, which a test makes short, holds for the start as well.
+    """
+    import torch
+
+    import hvdkit.torch as hk
+
+    with tempfile.NamedTemporaryFile(dir=Path(marker).parent, prefix="came-", delete=False):
+        deadline = time.monotonic() + 120
+        while len(list(Path(marker).parent.glob("came-*"))) < ranks and time.monotonic() < deadline:
+            time.sleep(0.1)
+    world = hk.init()
+    if directory:
+        Path(directory, f"rank-{world.rank}.json").write_text(json.dumps(train()))
+    model = torch.nn.Linear(6, 2)
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    hk.broadcast_state(model, optimizer)
+    for step in range(30_000):
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+        if step == 5 and world.is_root:
+            Path(marker).touch()
+        time.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
     machines = namespaces.Hosts(tmp_path_factory.mktemp("bin"))
@@ -49,13 +105,13 @@ def local():
 
 
 @pytest.fixture
-def compare(run_ranks, local, tmp_path):
+def compare(run_job, local, tmp_path):
     """Compares what ranks on four hosts ended with to what as many end with on one host."""
 
     def to_one_host():
         ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(namespaces.HOSTS)]
         if not local:
-            local["ranks"] = run_ranks("programs_hosts.py", "train", namespaces.HOSTS, warm="torch", controller="gloo")
+            local["ranks"] = run_job("torch", train, namespaces.HOSTS)
         assert [rank["hosts"] for rank in ranks] == [namespaces.HOSTS] * namespaces.HOSTS
         assert [rank["hosts"] for rank in local["ranks"]] == [1] * namespaces.HOSTS
         for rank in ranks:
@@ -67,14 +123,14 @@ def compare(run_ranks, local, tmp_path):
 
 @pytest.fixture
 def rank_of(ranks_command, tmp_path):
-    """The command that runs a function of programs_hosts.py on one rank, and its environment.
+    """The command that runs a function of this file on one rank, and its environment.
 
     Each rank is a fork of a process that has imported PyTorch; it is on the host where it is started.
     """
     _, environment = ranks_command(1, "mpi")
 
     def build(function, **arguments):
-        words = [HERE / "programs_hosts.py", function, tmp_path, json.dumps(arguments)]
+        words = [__file__, function.__name__, tmp_path, json.dumps(arguments)]
         return warm("torch").stub("rank_main", *map(str, words)), environment
 
     return build
@@ -100,7 +156,7 @@ def launch(hosts):
 
 
 def test_over_gloo_as_under_srun(hosts, rank_of, compare):
-    command, environment = rank_of("train")
+    command, environment = rank_of(train)
     job = {"SLURM_JOB_ID": "900", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
     job["SLURM_STEP_NODELIST"] = ",".join(hosts.names)
     ranks = [
@@ -120,7 +176,7 @@ def test_over_gloo_as_under_srun(hosts, rank_of, compare):
 
 def test_the_launcher_command_of_an_mpi_job_reaches_its_workers_by_the_operators_host_file(hosts, rank_of, tmp_path):
     """As in the launcher pod of the Kubeflow MPI Operator, where no rank runs."""
-    command, environment = rank_of("train")
+    command, environment = rank_of(train)
     written = kubernetes.write(BatchJob(2, 1, "00:10:00", tuple(command)), "image", (), "/root/.ssh")
     pods = yaml.safe_load(written)["spec"]["mpiReplicaSpecs"]
     hvdkit, *words = pods["Launcher"]["template"]["spec"]["containers"][0]["command"]
@@ -218,7 +274,7 @@ def test_a_link_that_is_cut_in_mid_training_ends_the_job_and_the_host_is_named(
     """Over MPI, what ranks on four hosts train by hvdkit launch before that is what ranks on one host train."""
     begun = tmp_path / "begun"
     n, trains = (namespaces.HOSTS, {"directory": str(tmp_path)}) if launcher == "mpirun" else (3, {})
-    command, environment = rank_of("go_on", marker=str(begun), ranks=n, **trains)
+    command, environment = rank_of(go_on, marker=str(begun), ranks=n, **trains)
     limits = [word for name, value in LIMITS[launcher].items() for word in ("--env", f"{name}={value}")]
     job = launch(launcher, n, command, environment, *limits)
     deadline = time.monotonic() + 120

@@ -1,8 +1,12 @@
 """Timelines recorded here, by real ranks: what the reader says of them equals what the ranks did."""
 
 import json
+import os
+import signal
+import time
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from hvdkit.read.timeline import CycleMark, read, summarize
@@ -10,7 +14,80 @@ from hvdkit.read.timeline import CycleMark, read, summarize
 pytestmark = pytest.mark.parallel
 
 STEPS = 12
-PROGRAM = "programs_timeline.py"
+FEATURES, BATCH = 6, 4
+
+
+def record(file):
+    """Has to come before init, which starts the recording."""
+    os.environ.update(HOROVOD_TIMELINE=file, HOROVOD_TIMELINE_MARK_CYCLES="1")
+
+
+def torch_steps(file, steps, killed_after=None):
+    record(file)
+    import torch
+
+    import hvdkit.torch as hk
+
+    world = hk.init()
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3)).double()
+    optimizer = hk.distribute(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    hk.broadcast_state(model, optimizer)
+    start = time.perf_counter()
+    for step in range(steps):
+        if step == killed_after and world.is_root:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.ones(BATCH, FEATURES, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    # One bucket: its gradients, a number for each, and three that say what this rank needs.
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return ended(start, [8 * (sum(sizes) + len(sizes) + 3)])
+
+
+def tensorflow_steps(file, steps):
+    record(file)
+    import tensorflow as tf
+
+    import hvdkit.tensorflow as hk
+
+    hk.init()
+    kernel, bias = tf.Variable(tf.ones((FEATURES, 50))), tf.Variable(tf.zeros(50))
+    start = time.perf_counter()
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(tf.ones((BATCH, FEATURES)) @ kernel + bias))
+        tape = hk.distribute(tape)
+        for variable, gradient in zip([kernel, bias], tape.gradient(loss, [kernel, bias]), strict=True):
+            variable.assign_sub(0.01 * gradient)
+
+    for _ in range(steps):
+        step()
+    return ended(start, [FEATURES * 50 * 4, 50 * 4])
+
+
+def keras_steps(file, steps):
+    record(file)
+    import keras
+
+    import hvdkit.keras as hk
+
+    hk.init()
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((FEATURES,)), keras.layers.Dense(50, activation="tanh"), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(hk.distribute(keras.optimizers.SGD(0.01)), "mse")
+    start = time.perf_counter()
+    x, y = np.ones((BATCH * steps, FEATURES), "float32"), np.ones((BATCH * steps, 3), "float32")
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return ended(start, [int(np.prod(weight.shape)) * 4 for weight in model.trainable_weights])
+
+
+def ended(start, sizes):
+    wall = time.perf_counter() - start
+    time.sleep(0.3)  # the writer of the timeline is a thread of its own
+    return {"gradients": sorted(sizes), "wall": wall}
 
 
 def reduced(path):
@@ -30,13 +107,12 @@ def reduced(path):
 
 
 @pytest.mark.parametrize(
-    ("function", "controller"),
-    [("torch_steps", "mpi"), ("torch_steps", "gloo"), ("tensorflow_steps", "mpi"), ("keras_steps", "gloo")],
+    ("framework", "controller"), [("torch", "mpi"), ("torch", "gloo"), ("tensorflow", "mpi"), ("keras", "gloo")]
 )
-def test_steps_and_bytes_are_those_of_the_model(function, controller, run_ranks, tmp_path):
+def test_steps_and_bytes_are_those_of_the_model(framework, controller, run_job, tmp_path):
     path = tmp_path / "timeline.json"
-    framework = function.partition("_")[0]
-    ranks = run_ranks(PROGRAM, function, 2, warm=framework, controller=controller, file=str(path), steps=STEPS)
+    function = globals()[f"{framework}_steps"]
+    ranks = run_job(framework, function, mpi=controller == "mpi", file=str(path), steps=STEPS)
     summary = summarize(path)
     gradients = ranks[0]["gradients"]
     assert summary.steps.count == STEPS
@@ -59,7 +135,7 @@ def test_steps_and_bytes_are_those_of_the_model(function, controller, run_ranks,
 
 def test_a_job_whose_writer_was_killed(run_ranks, tmp_path):
     path = tmp_path / "timeline.json"
-    run_ranks(PROGRAM, "torch_steps", 2, warm="torch", fails=True, file=str(path), steps=400, killed_after=200)
+    run_ranks(torch_steps, 2, warm="torch", fails=True, file=str(path), steps=400, killed_after=200)
     summary = summarize(path)
     assert 1 < summary.steps.count <= 200
     assert summary.steps.bytes == (6 * 50 + 50 + 50 * 3 + 3 + 4 + 3) * 8

@@ -53,7 +53,7 @@ def topology() -> dict[str, Any]:
 @pytest.mark.skipif(bool(missing("torch")), reason="needs torch and horovod (`make test` installs all)")
 def test_topology_under_each_launcher(run_ranks, controller, launcher):
     one_host = {"size": 3, "local_size": 3, "cross_rank": 0, "cross_size": 1, "launcher": launcher}
-    for rank, world in enumerate(run_ranks(__file__, "topology", 3, controller=controller, warm="torch")):
+    for rank, world in enumerate(run_ranks(topology, 3, controller=controller, warm="torch")):
         assert world == {"rank": rank, "local_rank": rank, **one_host}
 
 

@@ -249,7 +249,10 @@ class Stopwatch:
         self._say(f"Img/sec per {device}: {mean:.1f} +-{spread:.1f}")
         self._say(f"Total img/sec on {size} {device}(s): {size * mean:.1f} +-{size * spread:.1f}")
         if self._settings.as_json and self._world.is_root:
-            found = Speed(self._settings, device, size, *self._sizes, mean, spread, size * mean, tuple(self.speeds))
+            found = Speed(
+                self._settings, device, size, *self._sizes, img_per_second=mean, spread=spread,
+                total_img_per_second=size * mean, iterations=tuple(self.speeds),
+            )  # fmt: skip
             _write(json_files.encode(found).rstrip())
 
     def _say(self, line: str) -> None:

@@ -181,5 +181,8 @@ def test_what_takes_many_arguments_takes_them_by_name(trees):
                 seen += 1
                 if len(set(names) - {"self", "cls"}) > MOST_POSITIONAL:
                     long.add(node.name)
+            elif isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL:
+                long.add(ast.unparse(node.func))
     assert seen > 1000
-    assert long == set()
+    # A list of layers; and what the reader of a timeline makes by the million, which names would slow down.
+    assert long == {"nn.Sequential", "Operation", "_ROW.pack"}

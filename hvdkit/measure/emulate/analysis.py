@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ _IN_SECONDS = {"slowest": "slowest_s", "skew": "skew_s", "transfer": "transfer_s
 class SizeRow(
     Part,
     frozen=True,
+    kw_only=True,
     rename={
         "nbytes": "size",
         "dtype": "type",
@@ -57,9 +59,9 @@ class SizeRow(
         wrong: elements that were not what they must be; None where they were not checked.
     """
 
-    nbytes: int | None
-    count: int | None
-    dtype: str | None
+    nbytes: int | None = None
+    count: int | None = None
+    dtype: str | None = None
     per_step: int
     slowest: Times
     skew: Times
@@ -198,17 +200,17 @@ def analyse(results: EmulateResults) -> EmulateSummary:
     ranks = _ranks(samples, rng)
     steps = of_steps(results, columns.slowest)
     return EmulateSummary(
-        results.asked,
-        factor,
-        len(set(columns.trial.tolist())),
-        rows,
-        overall,
-        spread.times(steps, rng) if len(steps) else None,
-        STEP_OVERLAPS if overlap(results) else STEP_IN_TURN,
-        ranks,
-        cdf(results).band,
-        outliers,
-        (*map(str, results.notes), *_notes(rows, overall, ranks, results)),
+        asked=results.asked,
+        factor=factor,
+        trials=len(set(columns.trial.tolist())),
+        rows=rows,
+        overall=overall,
+        step=spread.times(steps, rng) if len(steps) else None,
+        step_is=STEP_OVERLAPS if overlap(results) else STEP_IN_TURN,
+        ranks=ranks,
+        cdf_band=cdf(results).band,
+        outliers=outliers,
+        notes=(*map(str, results.notes), *_notes(rows, overall, ranks, results)),
     )
 
 
@@ -241,22 +243,23 @@ def _row(
     transfer = spread.times(columns.transfer[keep], rng)
     algbw = _rate(nbytes, transfer.p50)
     return SizeRow(
-        nbytes,
-        count,
-        dtype,
-        sum(one.nbytes == nbytes for one in results.plan.collectives),
-        spread.times(columns.slowest[keep], rng),
-        spread.times(columns.skew[keep], rng),
-        transfer,
-        algbw,
-        _scaled(algbw, factor),
-        *_checked(results.asked),
+        nbytes=nbytes,
+        count=count,
+        dtype=dtype,
+        per_step=sum(one.nbytes == nbytes for one in results.plan.collectives),
+        slowest=spread.times(columns.slowest[keep], rng),
+        skew=spread.times(columns.skew[keep], rng),
+        transfer=transfer,
+        algbw=algbw,
+        busbw=_scaled(algbw, factor),
+        **_checked(results.asked),
     )
 
 
-def _checked(asked: EmulateAsked) -> tuple[str, int | None]:
+def _checked(asked: EmulateAsked) -> dict[str, Any]:
     """nccl-tests' two other columns: the operation, and how many elements were wrong."""
-    return "sum" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none", 0 if asked.check else None
+    redop = "sum" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none"
+    return {"redop": redop, "wrong": 0 if asked.check else None}
 
 
 def _overall(results: EmulateResults, columns: _Columns, factor: float, rng: np.random.Generator) -> SizeRow:
@@ -268,9 +271,10 @@ def _overall(results: EmulateResults, columns: _Columns, factor: float, rng: np.
     slowest, skew, transfer = (
         spread.times(values, rng, independent) for values in (columns.slowest, columns.skew, columns.transfer)
     )
-    count = len(results.plan.collectives)
-    busbw = _scaled(algbw, factor)
-    return SizeRow(None, None, None, count, slowest, skew, transfer, algbw, busbw, *_checked(results.asked))
+    return SizeRow(
+        per_step=len(results.plan.collectives), slowest=slowest, skew=skew, transfer=transfer, algbw=algbw,
+        busbw=_scaled(algbw, factor), **_checked(results.asked),
+    )  # fmt: skip
 
 
 def _rate(nbytes: int, seconds: Estimate) -> Estimate | None:
@@ -334,16 +338,16 @@ def _outliers(results: EmulateResults, columns: _Columns) -> tuple[Outlier, ...]
 def _outlier(results: EmulateResults, sample: Sample, median: float) -> Outlier:
     late = len(sample.ranks_s) > 1 and sample.skew_s > sample.slowest_s / 2
     return Outlier(
-        sample.trial,
-        sample.index,
-        results.plan.collectives[sample.index].name,
-        sample.nbytes,
-        sample.slowest_s,
-        sample.skew_s,
-        sample.transfer_s,
-        sample.slowest_rank,
-        int(np.argmin(sample.ranks_s)) if late else None,
-        sample.slowest_s / median if median > 0 else None,
+        trial=sample.trial,
+        index=sample.index,
+        name=results.plan.collectives[sample.index].name,
+        nbytes=sample.nbytes,
+        slowest_s=sample.slowest_s,
+        skew_s=sample.skew_s,
+        transfer_s=sample.transfer_s,
+        slowest_rank=sample.slowest_rank,
+        latest_rank=int(np.argmin(sample.ranks_s)) if late else None,
+        times_median=sample.slowest_s / median if median > 0 else None,
     )
 
 

@@ -79,14 +79,16 @@ def _samples(trial: int, plan: ReplayPlan, ranks: Sequence[Written]) -> list[Sam
         skew, transfer = max(arrivals) - min(arrivals), max(ends) - max(arrivals)
         samples.append(
             Sample(
-                trial,
-                index,
-                collective.nbytes,
-                round(skew, _DIGITS),
-                round(max(0.0, transfer), _DIGITS),  # clocks of two machines may be wrong by more than it takes
-                own[slowest],
-                slowest,
-                tuple(own),
+                trial=trial,
+                index=index,
+                nbytes=collective.nbytes,
+                skew_s=round(skew, _DIGITS),
+                transfer_s=round(
+                    max(0.0, transfer), _DIGITS
+                ),  # clocks of two machines may be wrong by more than it takes
+                slowest_s=own[slowest],
+                slowest_rank=slowest,
+                ranks_s=tuple(own),
             )
         )
     return samples

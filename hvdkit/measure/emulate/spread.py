@@ -53,14 +53,14 @@ def times(values: Floats, rng: np.random.Generator, independent: int | None = No
         for name, share in PERCENTILES.items()
     }
     return Times(
-        len(values),
-        float(values.mean()),
-        float(values.min()),
-        float(values.max()),
-        median(values, rng) if independent is None else Estimate(float(np.median(values))),
-        found["p90"],
-        found["p99"],
-        found["p99.9"],
+        count=len(values),
+        mean=float(values.mean()),
+        min=float(values.min()),
+        max=float(values.max()),
+        p50=median(values, rng) if independent is None else Estimate(float(np.median(values))),
+        p90=found["p90"],
+        p99=found["p99"],
+        p999=found["p99.9"],
     )
 
 

@@ -27,7 +27,14 @@ def of_model(factory: str, *, fp16_allreduce: bool, fusion_bytes: int, **questio
     """
     said = ask("hvdkit.measure.memory.process", factory, **question)
     how = _how(said, question["optimizer"], question["device"], question["batch"])
-    need = Need(said["parameters"], said["gradients"], said["states"], said["activations"], 0, 0, how, said["peak"])
+    need = Need(
+        parameters=said["parameters"],
+        gradients=said["gradients"],
+        states=said["states"],
+        activations=said["activations"],
+        how=how,
+        peak=said["peak"],
+    )
     return with_horovod(need, said["gradient_size"], fp16_allreduce, fusion_bytes), said
 
 

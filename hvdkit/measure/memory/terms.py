@@ -35,7 +35,7 @@ class Term:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
     """What a training needs on one rank.
 
@@ -51,8 +51,8 @@ class Need:
     gradients: int
     states: int
     activations: int | None
-    fusion_buffer: int
-    compression: int
+    fusion_buffer: int = 0
+    compression: int = 0
     how: dict[str, str]
     peak: int | None = None
 
@@ -154,7 +154,9 @@ def of_numbers(
         "activations": activations_how,
     }
     gradients = count * size
-    need = Need(gradients, gradients, count * kept * state_size, activations, 0, 0, how)
+    need = Need(
+        parameters=gradients, gradients=gradients, states=count * kept * state_size, activations=activations, how=how
+    )
     return with_horovod(need, size, fp16_allreduce, fusion_bytes)
 
 

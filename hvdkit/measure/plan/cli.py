@@ -114,7 +114,15 @@ def plan(
     measured = _read(fits)
     gradient_bytes = _replayed(measured) if parameters is None else parameters * ITEM_SIZES[dtype]
     training = model.PlannedTraining(
-        samples, batch_size, lr, epochs, rule, warmup_epochs, remainder, checkpoint_epochs, gradient_bytes
+        samples=samples,
+        batch_size=batch_size,
+        base_lr=lr,
+        epochs=epochs,
+        rule=rule,
+        warmup_epochs=warmup_epochs,
+        remainder=remainder,
+        checkpoint_epochs=checkpoint_epochs,
+        gradient_bytes=gradient_bytes,
     )
     predicted, unknown = _predict(measured, gradient_bytes, ranks)
     rows = [model.row(training, n, seconds) for n, seconds in zip(ranks, predicted, strict=True)]

@@ -97,14 +97,14 @@ def fit(
     moved = np.log([terms(cell, best.algorithm).moved for cell in cells])
     luck = rng.permutation((np.arange(DRAWS) + 0.5) / DRAWS)
     return Link(
-        best.algorithm,
-        best.knots,
-        best.best,
-        draws,
-        Misfit(moved, spread, luck),
-        tuple(map(bool, best.told)),
-        tuple(map(float, residuals)),
-        rivals,
+        algorithm=best.algorithm,
+        knots=best.knots,
+        best=best.best,
+        draws=draws,
+        misfit=Misfit(moved, spread, luck),
+        told=tuple(map(bool, best.told)),
+        residuals=tuple(map(float, residuals)),
+        rivals=rivals,
     )
 
 

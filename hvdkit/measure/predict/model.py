@@ -247,14 +247,14 @@ def fit(results: Sequence[EmulateResults], *, ppn: int | None = None, seed: int 
             "many ranks on a host. Measure with no more ranks than cores."
         )
     return CostModel(
-        links.get(HOST),
-        links.get(NETWORK),
-        holds,
-        formulas.RING if labels == {formulas.RING} else LIBRARY,
-        tuple(notes),
-        {level: max(cell.ranks for cell in found) for level, found in cells.items() if found},
-        max(measured),
-        cores,
+        host=links.get(HOST),
+        network=links.get(NETWORK),
+        ppn=holds,
+        algorithm=formulas.RING if labels == {formulas.RING} else LIBRARY,
+        notes=tuple(notes),
+        reach={level: max(cell.ranks for cell in found) for level, found in cells.items() if found},
+        packed=max(measured),
+        cores=cores,
     )
 
 

@@ -66,13 +66,13 @@ class PredictionRow:
 
     ranks: int
     hosts: int
-    buckets: int
-    communication: Estimate | None
-    exposed: Estimate | None
-    straggler: Estimate | None
-    step: Estimate | None
-    efficiency: Estimate | None
-    extrapolated: bool
+    buckets: int = 0
+    communication: Estimate | None = None
+    exposed: Estimate | None = None
+    straggler: Estimate | None = None
+    step: Estimate | None = None
+    efficiency: Estimate | None = None
+    extrapolated: bool = False
     refused: str | None = None
 
 
@@ -100,15 +100,19 @@ def _row(
     """The prediction for ``n`` ranks with its interval; without numbers where the model refuses so many."""
     refused = model.why_not(n)
     if refused is not None:
-        return PredictionRow(n, model.hosts(n), 0, None, None, None, None, None, False, refused)
+        return PredictionRow(n, model.hosts(n), refused=refused)
     best, draws = _exchanges(model, work, n, algorithm)
     wait, waits = delays.expected_s(n), delays.draws_s(n, _DRAWS, rng)
     busy = np.array([one.busy_s for one in draws])
     late = np.array([one.exposed_s for one in draws])
     row = PredictionRow(
-        n, model.hosts(n), len(best.buckets), estimated(best.busy_s, busy), None, estimated(wait, waits), None, None,
-        delays.extrapolates(n),
-    )  # fmt: skip
+        n,
+        model.hosts(n),
+        len(best.buckets),
+        communication=estimated(best.busy_s, busy),
+        straggler=estimated(wait, waits),
+        extrapolated=delays.extrapolates(n),
+    )
     if work.compute_s is None:
         return row
     compute = work.accumulate * work.compute_s

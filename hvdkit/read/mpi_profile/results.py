@@ -132,19 +132,19 @@ def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Sh
         shown: of the rank that routines, sizes and findings are about.
     """
     return ShownProfile(
-        profile.source,
-        profile.library,
-        profile.size,
-        tuple(profile.missing),
-        measures.spread(dict(profile.mpi_seconds)) if profile.mpi_seconds else None,
-        shown.rank.rank,
-        tuple(measures.routines(profile, shown)),
-        tuple(measures.sizes(profile, shown)),
-        Purposes(shown.certain, shown.horovod, **measures.purposes(shown)),
-        tuple(_rank(one) for one in traffic),
-        tuple(dearest_first(causes(profile, shown))),
-        tuple(findings.find(shown)),
-        tuple(notes(profile, shown)),
+        source=profile.source,
+        library=profile.library,
+        size=profile.size,
+        missing=tuple(profile.missing),
+        mpi_seconds=measures.spread(dict(profile.mpi_seconds)) if profile.mpi_seconds else None,
+        shown_rank=shown.rank.rank,
+        routines=tuple(measures.routines(profile, shown)),
+        sizes=tuple(measures.sizes(profile, shown)),
+        traffic=Purposes(shown.certain, shown.horovod, **measures.purposes(shown)),
+        ranks=tuple(_rank(one) for one in traffic),
+        causes=tuple(dearest_first(causes(profile, shown))),
+        findings=tuple(findings.find(shown)),
+        notes=tuple(notes(profile, shown)),
     )
 
 

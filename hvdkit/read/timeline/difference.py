@@ -222,8 +222,8 @@ def _changes(name: tuple[str, str], a: NDArray[np.float32], b: NDArray[np.float3
         once = float(np.nan_to_num(b[0, number]) - np.nan_to_num(a[0, number]))
         found.append(
             PhaseChange(
-                *name, phase, len(in_a), len(in_b), median_a, median_b, p95_a, p95_b,
-                ratio, _p_value(in_a, in_b), float(explains), once,
+                *name, phase, count_a=len(in_a), count_b=len(in_b), median_a=median_a, median_b=median_b, p95_a=p95_a,
+                p95_b=p95_b, ratio=ratio, p_value=_p_value(in_a, in_b), explains=float(explains), once=once,
             )
         )  # fmt: skip
     return found

@@ -105,10 +105,20 @@ def _change(
     a: NDArray[np.float64],
     b: NDArray[np.float64],
 ) -> OperatorChange:
+    """Of an operator or a part: ``calls`` and times in recordings A and B, ``a`` and ``b`` by step, (steps,)."""
     apart = bool(a.max() < b.min() or b.max() < a.min())
     mean_a, mean_b = float(a.mean()), float(b.mean())
     clear = apart and min(len(a), len(b)) >= ENOUGH
-    return OperatorChange(name, kind, calls[0], calls[1], mean_a, mean_b, mean_b - mean_a, clear)
+    return OperatorChange(
+        name=name,
+        kind=kind,
+        calls_a=calls[0],
+        calls_b=calls[1],
+        mean_a=mean_a,
+        mean_b=mean_b,
+        explains=mean_b - mean_a,
+        clear=clear,
+    )
 
 
 def _parts(a: RankTrace, b: RankTrace) -> tuple[OperatorChange, ...]:

@@ -160,15 +160,15 @@ def read_profile(path: Path) -> TorchProfile:
     recorded = columns.source != Source.HOROVOD
     sets = Sets(columns)
     return TorchProfile(
-        path,
-        _base(entries, columns),
-        entries,
-        texts,
-        float(columns.start[recorded].min()),
-        float(columns.end[recorded].max()),
-        sets.computation,
-        sets.computed_by,
-        max((int(pid) for pid in pids if isinstance(pid, int | float)), default=0),
+        path=path,
+        base=_base(entries, columns),
+        entries=entries,
+        events=texts,
+        since=float(columns.start[recorded].min()),
+        until=float(columns.end[recorded].max()),
+        computing=sets.computation,
+        computed_by=sets.computed_by,
+        largest_pid=max((int(pid) for pid in pids if isinstance(pid, int | float)), default=0),
     )
 
 

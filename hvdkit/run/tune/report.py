@@ -242,15 +242,15 @@ def _measured(search: Search, subject: TunedJob, *, interrupted: bool = False) -
         for setting, found in search.confirmed().items()
     )
     return MeasuredSettings(
-        subject.n,
-        tuple(subject.command),
-        subject.default,
-        subject.cores,
-        tuple(subject.notes),
-        search.measure,
-        subject.seed,
-        verdict(search, interrupted=interrupted),
-        confirmed,
+        ranks=subject.n,
+        command=tuple(subject.command),
+        default=subject.default,
+        cores=subject.cores,
+        notes=tuple(subject.notes),
+        measure=search.measure,
+        seed=subject.seed,
+        verdict=verdict(search, interrupted=interrupted),
+        confirmed=confirmed,
     )
 
 

@@ -139,7 +139,10 @@ def look(run: Run, path: str, now: float) -> Watched:
         checkpoint_step=run.checkpoint.step if run.checkpoint else None,
         checkpoint_time=run.checkpoint.time if run.checkpoint else None,
         reports=tuple(
-            WatchedReport(one.time, one.step, one.about, one.cause, one.rank, one.since, one.cost, one.text)
+            WatchedReport(
+                time=one.time, step=one.step, about=one.about, cause=one.cause, rank=one.rank, since=one.since,
+                cost_s=one.cost, text=one.text,
+            )
             for one in run.reports
         ),
     )  # fmt: skip

@@ -282,6 +282,26 @@ def test_a_set_of_words_has_the_same_order_on_every_rank(launch, launcher, given
     assert first == second and first.startswith(f"{given or 0} "), done.stderr.decode()
 
 
+PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+GIVEN = PAGES.read_text() if PAGES.exists() else "[never]"
+
+
+@pytest.mark.skipif("[madvise]" not in GIVEN, reason="this kernel gives huge pages always or never, whoever asks")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("given", "huge"), [(None, True), ("glibc.malloc.hugetlb=0", False)])
+def test_memory_comes_in_huge_pages_unless_the_user_says_otherwise(launch, launcher, given, huge):
+    launch.environment.pop("GLIBC_TUNABLES", None)
+    if given:
+        launch.environment["GLIBC_TUNABLES"] = given
+    script = launch.script("""
+block = bytearray(b"1") * (1 << 26)
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+print(int(next(line for line in lines if line.startswith("AnonHugePages")).split()[1]) >= len(block) // 2048)
+""")
+    done = launch.run("-n", "2", "--launcher", launcher, script)
+    assert sorted(done.stdout.decode().splitlines()) == [f"[{rank}] {huge}" for rank in range(2)], done.stderr.decode()
+
+
 @needs_mpi
 def test_python_is_the_one_hvdkit_runs_in_without_activation(launch):
     launch.environment["PATH"] = os.defpath

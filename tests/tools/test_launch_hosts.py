@@ -30,7 +30,7 @@ FACTS = LaunchFacts(
 )
 QUIET = {
     **{"PATH": "/usr/bin", "OMP_NUM_THREADS": "16", "HOME": "/home/me"},
-    **{"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"},
+    **{"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
 }
 TWO_HOSTS = {"hosts": (Host("h1", 4), Host("h2", 4)), "hosts_chosen": True}
 COMMAND = Command(("python", "train.py"), script=1)
@@ -50,7 +50,10 @@ ALIVE = {
 SHOWN_ALIVE = " ".join(["env", *(f"{name}={value}" for name, value in ALIVE.items())])
 MPIRUN = f"{SHOWN_ALIVE} /usr/bin/mpirun -n 8 --host h1:4,h2:4"
 YIELD = "--mca mpi_yield_when_idle 1"
-PASSED = "-x OMP_NUM_THREADS -x PATH -x PYTHONHASHSEED -x PYTHONUNBUFFERED -x HVDKIT_SECRET python train.py"
+PASSED = (
+    "-x GLIBC_TUNABLES -x OMP_NUM_THREADS -x PATH -x PYTHONHASHSEED -x PYTHONUNBUFFERED -x HVDKIT_SECRET "
+    "python train.py"
+)
 SRUN_ENDS = "--kill-on-bad-exit=1 --quit-on-interrupt --export=ALL python train.py"
 
 

@@ -84,7 +84,10 @@ def test_command_line_of_each_launcher(changes, expected):
     ],
 )
 def test_variables_of_each_launcher(facts, request_, variables):
-    common = {"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"}
+    common = {
+        **{"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"},
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    }
     job = build(request_, facts)
     assert job.added == {**common, **variables}
     assert job.environment == {**ENVIRON, **common, **variables}
@@ -108,6 +111,7 @@ def test_threads_are_an_even_share_unless_someone_chose(n, cores, threads, envir
 
 def test_what_the_user_has_set_is_neither_changed_nor_printed():
     environ = {**ENVIRON, "PYTHONUNBUFFERED": "x", "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "3"}
+    environ["GLIBC_TUNABLES"] = "glibc.malloc.check=1"
     assert build(environ=environ).added == {}
 
 
@@ -187,7 +191,7 @@ def test_command_line_can_be_pasted_into_a_shell():
     command = Command(("/venv/bin/python", "my train.py", "--name", "it's $HOME; ok"), script=1)
     line = show.command_line(build(replace(REQUEST, variables={"WORDS": "a b"}), command=command))
     assert line == (
-        "env OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 PYTHONHASHSEED=0 'WORDS=a b' "
+        "env OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 PYTHONHASHSEED=0 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 'WORDS=a b' "
         f"/venv/bin/mpirun -np 2 --bind-to none {YIELD} "
         "/venv/bin/python 'my train.py' --name 'it'\"'\"'s $HOME; ok'"
     )

@@ -48,7 +48,8 @@ ONE = "OMP_NUM_THREADS=1"
         (
             {"launcher": "mpirun", **TWO_HOSTS},
             f"{SHOWN_ALIVE} {ONE} /usr/bin/mpirun -n 2 --host h1:1,h2:1 --map-by ppr:1:node --bind-to none {YIELD} "
-            f"-x OMP_NUM_THREADS -x PATH -x PYTHONHASHSEED -x PYTHONUNBUFFERED -x HVDKIT_SECRET {WORKER} 2",
+            "-x OMP_NUM_THREADS -x GLIBC_TUNABLES -x PATH -x PYTHONHASHSEED -x PYTHONUNBUFFERED -x HVDKIT_SECRET "
+            f"{WORKER} 2",
         ),
         (
             {"launcher": "srun", "ppn": 2, "depth": 4, "gpus_per_node": 2},

@@ -73,7 +73,7 @@ class BucketLayout:
 
 
 class Members:
-    """Which parameters buckets were made of: what can change without a word.
+    """Which parameters buckets were made of, and of what kinds they were.
 
     Args:
         named: these.
@@ -81,24 +81,13 @@ class Members:
 
     def __init__(self, named: Named) -> None:
         self._parameters = [weakref.ref(one) for _, one in named]
-        self._kinds, self._seen = _kinds(named), _seen(named)
+        self._kinds = _kinds(named)
 
     def are(self, named: Named) -> bool:
-        """Whether these are the same, wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)."""
-        seen = _seen(named)
-        if seen == self._seen:
-            return True
+        """Whether these are the same."""
         held = [weak() for weak in self._parameters]  # another parameter may have the id of one that is gone
         same = len(held) == len(named) and all(old is one for old, (_, one) in zip(held, named, strict=True))
-        if same and _kinds(named) == self._kinds:
-            self._seen = seen
-            return True
-        return False
-
-
-def _seen(named: Named) -> list[tuple[int, torch.dtype, int]]:
-    """What takes little time to look at before each exchange."""
-    return [(id(one), one.dtype, one.data_ptr()) for _, one in named]
+        return same and _kinds(named) == self._kinds
 
 
 def _kinds(named: Named) -> list[tuple[Any, ...]]:

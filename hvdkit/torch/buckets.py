@@ -152,15 +152,17 @@ class Bucket:
         self._numbers = starts.pop()
         self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
         self._lie_in(_zeros(self._numbers + len(named) + len(Said()), *kind))
-        self._all_there = torch.ones_like(self._tail)
-        self._all_there[len(named) :] = 0
         self._begin()
 
     def _lie_in(self, flat: torch.Tensor) -> None:
         self._flat = flat
         self._views = [self._lying(place) for place in range(len(self._where))]
         self._addresses = [view.data_ptr() for view in self._views]
-        self._tail = flat[self._numbers :]
+        self._tail: Any = flat[self._numbers :]
+        self._all_there: Any = torch.ones_like(self._tail)
+        self._all_there[-len(Said()) :] = 0
+        if flat.device.type == "cpu" and flat.dtype in _REDUCED:  # a word costs a tenth through NumPy
+            self._tail, self._all_there = self._tail.numpy(), self._all_there.numpy()
         self._owners = self._count_owners(range(len(self._views)))
 
     def _lying(self, place: int) -> torch.Tensor:
@@ -212,9 +214,11 @@ class Bucket:
         self._there.add(key)
         return self.early and len(self._there) == len(self.holds)
 
-    def _take(self) -> None:
+    def _take(self, changed: bool) -> None:
         """Put all gradients into their places, with zeros for those that this rank does not have.
 
+        Args:
+            changed: parameters may be others than those that the bucket was made for.
         Raises:
             InvalidArgumentError: a gradient that cannot lie in a bucket.
         """
@@ -222,7 +226,7 @@ class Bucket:
         for place, view in enumerate(self._views):
             if view.data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
                 self._views[place] = view = self._lying(place)
-            parameter = self._fitting(place)
+            parameter = self._fitting(place) if changed else self._parameters[place]()
             gradient = None if parameter is None else parameter.grad
             if parameter is None or gradient is None:
                 self._absent.add(place)
@@ -256,8 +260,8 @@ class Bucket:
         """Begin to travel, if it has not yet."""
         if self._sent is not None:
             return
-        self._take()
-        self._tail.copy_(self._all_there)
+        self._take(bool(said.changed))
+        self._tail[:] = self._all_there
         for place, one in enumerate(said, start=-len(said)):
             if one:
                 self._tail[place] = one
@@ -280,11 +284,14 @@ class Bucket:
         """Wait; then every gradient that some rank had is the mean."""
         handle, carried = self._sent  # type: ignore[misc]
         synchronize(handle)
-        real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
-        if carried.data_ptr() != real.data_ptr():
-            real.copy_(carried)
-        said = carried[self._numbers :]
-        shares = (said[:, 0] if self._flat.is_complex() else said).tolist()
+        if carried is self._flat:
+            shares = self._tail.tolist()
+        else:
+            real = torch.view_as_real(self._flat) if self._flat.is_complex() else self._flat
+            if carried.data_ptr() != real.data_ptr():
+                real.copy_(carried)
+            said = carried[self._numbers :]
+            shares = (said[:, 0] if self._flat.is_complex() else said).tolist()
         for place in self._absent:
             if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
                 parameter.grad = self._views[place]

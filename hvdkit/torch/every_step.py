@@ -23,7 +23,7 @@ def look_at_steps() -> None:
 @eagerly
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-    exchanges = sorted(EXCHANGES, key=lambda one: one.number)
+    exchanges = list(EXCHANGES)
     if not any(one.steps_as(optimizer) for one in exchanges):
         parting.UNDISTRIBUTED.look(optimizer, lambda parameter: any(one.has(parameter) for one in exchanges))
     for one in exchanges:

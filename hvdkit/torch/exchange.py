@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,9 +26,26 @@ from hvdkit.torch.buckets import Travelling, Wire, in_buckets, obstacle_to, tota
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
-EXCHANGES: weakref.WeakSet[Exchange] = weakref.WeakSet()
-"""Those whose parameters are still in use."""
 _NUMBERS = itertools.count()
+
+
+class _Living:
+    """The exchanges whose parameters are still in use, in the order of their numbers.
+
+    Each step asks for them, of which a WeakSet makes microseconds.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[weakref.ref[Exchange]] = []
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter([one for held in self._held if (one := held()) is not None])
+
+    def add(self, exchange: Exchange) -> None:
+        self._held = [weakref.ref(one) for one in (*self, exchange)]
+
+
+EXCHANGES = _Living()
 
 
 def named_of(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -85,6 +103,8 @@ class Exchange:
         self._options, self._layout, self._ranks = options, layout, ranks
         self._wire = Wire(ranks, options.compression, options.gradient_predivide_factor)
         self._members: dict[int, _Member] = {}
+        self._followed: list[weakref.ref[Parameter]] = []
+        self._seen: list[Any] = []
         self._suspended = 0
         self._passes = 0
         self._twice: set[int] = set()
@@ -114,11 +134,15 @@ class Exchange:
         The newest ``distribute`` of a parameter is the one that averages it.
         """
         optimizer = self.optimizer()
-        self._take_on([] if optimizer is None else parameters_of(optimizer))
+        held = [] if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
+        if len(held) != len(self._followed) or not all(map(operator.is_, held, [weak() for weak in self._followed])):
+            self._take_on(held)
+            self._followed = list(map(weakref.ref, held))
 
     def _take_on(self, parameters: Iterable[Parameter]) -> None:
         """Average the gradients of those parameters that are new, and can have one, in this exchange's name space."""
-        new = [one for one in parameters if not self.has(one) and (one.is_floating_point() or one.is_complex())]
+        found = {id(one): one for one in parameters if not self.has(one)}
+        new = [one for one in found.values() if one.is_floating_point() or one.is_complex()]
         if not new:
             return
         model = self._model()
@@ -137,6 +161,7 @@ class Exchange:
             hooks = self._hooks_on(one)
             self._members[id(one)] = _Member(weakref.ref(one), name, order, id(one) in sparse, hooks)
         self._members = dict(sorted(self._members.items(), key=lambda member: member[1].order))
+        self._seen = []
 
     def has(self, parameter: Parameter) -> bool:
         """Whether it averages this parameter's gradient."""
@@ -163,6 +188,7 @@ class Exchange:
         if self.has(parameter):
             for hook in self._members.pop(id(parameter)).hooks:
                 hook.remove()
+            self._seen = []
 
     def _training(self) -> list[tuple[str, Parameter]]:
         """What trains now, with names, in the order of the model."""
@@ -182,8 +208,16 @@ class Exchange:
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
         self._fired: set[int] = set()
-        changed = self._agreed is None or not self._agreed.members.are(self._training())
-        self._said = Said(changed, late, self._parting.noted is not None)
+        self._said = Said(self._has_changed(), late, self._parting.noted is not None)
+
+    def _has_changed(self) -> bool:
+        """Whether there are no buckets for what trains now; most often told by what takes little time to look at."""
+        living = [one for member in self._members.values() if (one := member.parameter()) is not None]
+        seen = [(id(one), one.requires_grad, one.dtype, one.shape, one.data_ptr()) for one in living]
+        if self._agreed is None or (seen != self._seen and not self._agreed.members.are(self._training())):
+            return True
+        self._seen = seen  # wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)
+        return False
 
     def _among_others(self) -> bool:
         return bool(self._ranks.included() and self._ranks.size() > 1)
@@ -249,7 +283,12 @@ class Exchange:
 
     def _heard(self) -> Said:
         """Wait for all buckets; what the ranks say in them."""
-        return Said(*map(max, zip(Said(), *(bucket.arrive() for bucket in self._buckets()), strict=True)))
+        heard = Said()
+        for bucket in self._buckets():
+            said = bucket.arrive()
+            if any(said):
+                heard = Said(*map(max, heard, said))
+        return heard
 
     def _compare(self, agreed: _Agreed) -> None:
         named = parting.own(self._training(), self.optimizer())
@@ -273,6 +312,7 @@ class Exchange:
             bucket.name = f"gradients.{number}.{bucket.name}"
         bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
         self._agreed, self._parting = _Agreed(Members(named), number, buckets, bucket_of), Parting()
+        self._seen = []
         self._said = self._said._replace(noted=0.0)
 
     def _buckets(self) -> list[Travelling]:

@@ -144,9 +144,11 @@ class ByHand:
     @eagerly
     def _ask(self, parameter: Parameter | None) -> None:
         self._asked += 1
-        counts = self._counts()
-        if self._asked < 2 or not self._looks or parameter is None or counts is None or not (counts() and can_look()):
+        if self._asked < 2 or not self._looks:
             return  # the first is the one of a backward
+        counts = self._counts()
+        if parameter is None or counts is None or not (counts() and can_look()):
+            return
         self._looks -= 1
         facts = facts_of([parameter])
         self._moved += self._facts is not None and not np.array_equal(facts, self._facts)

@@ -860,7 +860,7 @@ def test_a_model_that_is_no_longer_used_is_freed(hk, world):
 
     from hvdkit.torch import exchange as inside
 
-    before, kept = len(inside.EXCHANGES), []
+    before, kept = len(list(inside.EXCHANGES)), []
     for op in ("average", "sum"):
         model = net()
         optimizer = hk.distribute(adam(model), model, op=op)
@@ -875,7 +875,7 @@ def test_a_model_that_is_no_longer_used_is_freed(hk, world):
         del model, optimizer
     gc.collect()
     assert [one() for one in kept] == [None] * len(kept)
-    assert len(inside.EXCHANGES) == before
+    assert len(list(inside.EXCHANGES)) == before
 
 
 @on_ranks("torch", n=2)

@@ -179,6 +179,40 @@ def two_models_in_one_backward(distribute, data):
     return [one, other]
 
 
+def an_optimizer_of_some_parameters_of_another(distribute, data):
+    """The second one's are averaged once, and both step on them."""
+    model = net()
+    whole = distribute(momentum(model.parameters(), lr=0.02), model)
+    head = distribute(momentum(model[2].parameters(), lr=0.02), model)
+    for x, y in data:
+        whole.zero_grad()
+        loss_of(model, x, y).backward()
+        whole.step()
+        head.step()
+    return [model]
+
+
+def replacing_a_layer(distribute, data):
+    """The new layer's tensors may lie where the old ones lay."""
+    import torch
+
+    model = net()
+    optimizer = distribute(momentum(model.parameters(), lr=0.02), model)
+    for step, (x, y) in enumerate(data):
+        if step == 2:
+            optimizer.zero_grad()
+            optimizer.state.clear()
+            optimizer.param_groups[0]["params"] = []
+            model[2] = torch.nn.Identity()
+            torch.manual_seed(1)
+            model[2] = torch.nn.Linear(5, 1).double()
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return [model]
+
+
 def two_optimizers_on_one_model(distribute, data):
     import torch
 
@@ -600,6 +634,8 @@ PROGRAMS = [
     gan,
     two_models_in_one_backward,
     two_optimizers_on_one_model,
+    an_optimizer_of_some_parameters_of_another,
+    replacing_a_layer,
     unfreezing,
     adding_a_group,
     layers_that_no_step_uses,

@@ -80,8 +80,14 @@ class Members:
     """
 
     def __init__(self, named: Named) -> None:
+        self._names = [name for name, _ in named]
         self._parameters = [weakref.ref(one) for _, one in named]
         self._kinds, self._seen = _kinds(named), _seen(named)
+
+    def living(self) -> list[tuple[str, Parameter]]:
+        """Those that are still in use, with their names."""
+        pairs = zip(self._names, (weak() for weak in self._parameters), strict=True)
+        return [(name, one) for name, one in pairs if one is not None]
 
     def are(self, named: Named) -> bool:
         """Whether these are the same, wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)."""

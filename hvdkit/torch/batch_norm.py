@@ -30,12 +30,19 @@ def sync_batch_norm(model: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The same model.
     Raises:
-        InvalidArgumentError: no BatchNorm in the model.
+        InvalidArgumentError: no BatchNorm in the model, or one whose forward does more, which would be lost.
     """
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     if not found:
         raise InvalidArgumentError(f"sync_batch_norm: {type(model).__name__} has no BatchNorm.")
-    for module in found:
+    for name, module in found.items():
+        own = getattr(module.forward, "__func__", None)
+        if own not in (_BatchNorm.forward, *(one.forward for one in _SYNCHRONIZED)):
+            raise InvalidArgumentError(
+                f"sync_batch_norm: {name or 'the model'} ({type(module).__name__}) has a forward of its own, which "
+                "would be lost; make what it does beside BatchNorm (an activation, dropout) a module of its own."
+            )
+    for module in found.values():
         if not isinstance(module, SyncBatchNorm):
             module.__class__ = SyncBatchNorm
             cast(SyncBatchNorm, module).name = f"hvdkit.batch_norm.{next(_numbers)}"
@@ -84,6 +91,9 @@ class SyncBatchNorm(_BatchNorm):
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+_SYNCHRONIZED: tuple[type[_BatchNorm], ...] = (SyncBatchNorm, torch.nn.SyncBatchNorm, hvd.SyncBatchNorm)
 
 
 def local_statistics(model: torch.nn.Module) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which gradients travel together; used by ``buckets``."""
+"""Which gradients can travel, which travel together, and how they lie there; used by ``buckets``."""
 
 from __future__ import annotations
 
@@ -80,8 +80,14 @@ class Members:
     """
 
     def __init__(self, named: Named) -> None:
+        self._names = [name for name, _ in named]
         self._parameters = [weakref.ref(one) for _, one in named]
         self._kinds = _kinds(named)
+
+    def living(self) -> list[tuple[str, Parameter]]:
+        """Those that are still in use, with their names."""
+        pairs = zip(self._names, (weak() for weak in self._parameters), strict=True)
+        return [(name, one) for name, one in pairs if one is not None]
 
     def are(self, named: Named) -> bool:
         """Whether these are the same."""
@@ -110,3 +116,34 @@ class Said(NamedTuple):
     changed: float = 0.0
     late: float = 0.0
     noted: float = 0.0
+
+
+def obstacle_to(parameter: Parameter) -> str | None:
+    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
+    if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
+        why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
+    elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
+        why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
+        fix = "distribute takes plain dense parameters, whole on every rank"
+    elif getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:  # since PyTorch 2.10
+        why = f"its grad_dtype is {parameter.grad_dtype}, and its own is {parameter.dtype}"
+        fix = "leave grad_dtype as it is; parameters in float32 and torch.autocast have gradients in float32"
+    elif parameter.device.type not in ("cpu", "cuda"):
+        why = f"it is on {parameter.device}"
+        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
+    else:
+        return None
+    return f"{why}; {fix}."
+
+
+def strides(parameter: Parameter) -> tuple[int, ...]:
+    """The parameter's own where they leave no gaps (channels_last), as autograd does it; else those of its shape."""
+    if parameter.numel() and _is_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of the axes."""
+    steps = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    return all(stride == math.prod(length for _, length in steps[:number]) for number, (stride, _) in enumerate(steps))

@@ -8,6 +8,7 @@ every rank, at the cost of no collective of their own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import mmap
@@ -22,12 +23,13 @@ from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range o
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
-from hvdkit.torch.bucket_layout import BucketLayout, Named, Parameter, Said
+from hvdkit.torch.bucket_layout import BucketLayout, Named, Parameter, Said, strides
 
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 _HUGE_PAGE = 2**21
 _REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
+_New = tuple[int, Parameter, torch.Tensor]  # a place, whose it is, and its gradient
 _NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
 
 
@@ -100,19 +102,17 @@ def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
-def obstacle_to(parameter: Parameter) -> str | None:
-    """Why the parameter's gradient cannot travel, and what to do; None if it can."""
-    if torch.nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
-        why, fix = "it has no data yet", "run one batch through the model, or materialize it, before distribute"
-    elif parameter.layout != torch.strided or hasattr(parameter, "to_local"):  # a DTensor
-        why = f"it is a {'DTensor' if hasattr(parameter, 'to_local') else parameter.layout}"
-        fix = "distribute takes plain dense parameters, whole on every rank"
-    elif parameter.device.type not in ("cpu", "cuda"):
-        why = f"it is on {parameter.device}"
-        fix = "Horovod reduces on CPUs and on CUDA or ROCm GPUs: move the model there"
-    else:
-        return None
-    return f"{why}; {fix}."
+def _owners(new: Iterable[_New]) -> list[tuple[int, int]]:
+    """How many hold each gradient, and its memory."""
+    storages = ((one, one.untyped_storage()) for _, _, one in new)
+    return [(sys.getrefcount(one), torch._C._storage_Use_Count(storage._cdata)) for one, storage in storages]
+
+
+@functools.cache
+def _owners_of_a_fresh_one() -> tuple[int, int]:
+    probe = torch.nn.Parameter(torch.zeros(1))
+    probe.grad = torch.zeros(1)
+    return _owners([(0, probe, probe.grad)])[0]
 
 
 class Travelling(Protocol):
@@ -150,7 +150,7 @@ class Bucket:
         kind = (named[0][1].dtype, named[0][1].device) if named else (torch.float32, torch.device("cpu"))
         starts = list(itertools.accumulate((one.numel() for _, one in named), initial=0))
         self._numbers = starts.pop()
-        self._where = [(one.shape, _strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
+        self._where = [(one.shape, strides(one), start) for (_, one), start in zip(named, starts, strict=True)]
         self._lie_in(_zeros(self._numbers + len(named) + len(Said()), *kind))
         self._begin()
 
@@ -191,6 +191,7 @@ class Bucket:
         """As before the first gradient of a backward."""
         self._there: set[int] = set()
         self._absent: set[int] = set()
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient in other memory, and its place here
         self._sent: tuple[int, torch.Tensor] | None = None
 
     def abandon(self) -> None:
@@ -222,7 +223,24 @@ class Bucket:
         Raises:
             InvalidArgumentError: a gradient that cannot lie in a bucket.
         """
-        new: list[tuple[int, Parameter, torch.Tensor]] = []
+        new = self._elsewhere(changed)
+        self._leave_to_holders([place for place, _, _ in new] + [*self._absent])
+        for place in self._absent:
+            self._views[place].zero_()
+        if new:
+            torch._foreach_copy_([self._views[place] for place, _, _ in new], [one for _, _, one in new])
+        # What was there before this backward, and has another holder, is the program's own memory and has to stay.
+        grown = [one for one in new if one[2]._version]
+        kept = {one[0] for one, owners in zip(grown, _owners(grown), strict=True) if owners != _owners_of_a_fresh_one()}
+        for place, parameter, gradient in new:
+            if place in kept:
+                self._kept.append((gradient, self._views[place]))
+            else:
+                parameter.grad = self._views[place]
+
+    def _elsewhere(self, changed: bool) -> list[_New]:
+        """The gradients that do not lie in the bucket yet; notes which are absent."""
+        new: list[_New] = []
         for place, view in enumerate(self._views):
             if view.data_ptr() != self._addresses[place]:  # ``.grad.data`` was assigned to
                 self._views[place] = view = self._lying(place)
@@ -232,14 +250,7 @@ class Bucket:
                 self._absent.add(place)
             elif gradient is not view:
                 new.append((place, parameter, self._dense(self._names[place], gradient)))
-        del view
-        self._leave_to_holders([place for place, _, _ in new] + [*self._absent])
-        for place in self._absent:
-            self._views[place].zero_()
-        if new:
-            torch._foreach_copy_([self._views[place] for place, _, _ in new], [one for _, _, one in new])
-        for place, parameter, _ in new:
-            parameter.grad = self._views[place]
+        return new
 
     def _dense(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.requires_grad:
@@ -295,6 +306,8 @@ class Bucket:
         for place in self._absent:
             if shares[place] > 0 and (parameter := self._fitting(place)) is not None:
                 parameter.grad = self._views[place]
+        for gradient, view in self._kept:
+            gradient.copy_(view)
         self._begin()
         return Said(*shares[-len(Said()) :])
 
@@ -388,16 +401,3 @@ def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Tra
     made: list[Travelling] = [SparseGradient(*one) for one in travel_alone]
     made += [Bucket(members, layout.sparse_as_dense) for members in layout.split(dense)]
     return made if any(isinstance(one, Bucket) for one in made) else [*made, Bucket([], layout.sparse_as_dense)]
-
-
-def _strides(parameter: Parameter) -> tuple[int, ...]:
-    """The parameter's own where they leave no gaps (channels_last), as autograd does it; else those of its shape."""
-    if parameter.numel() and _is_dense(parameter):
-        return parameter.stride()
-    return torch.empty(parameter.shape, device="meta").stride()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of the axes."""
-    steps = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
-    return all(stride == math.prod(length for _, length in steps[:number]) for number, (stride, _) in enumerate(steps))

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hvdkit.torch import parting
 from hvdkit.torch.backward import eagerly
-from hvdkit.torch.exchange import EXCHANGES, Exchange
+from hvdkit.torch.exchange import Exchange, exchanges
 
 
 @functools.cache
@@ -23,26 +23,26 @@ def look_at_steps() -> None:
 @eagerly
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
-    exchanges = list(EXCHANGES)
-    if not any(one.steps_as(optimizer) for one in exchanges):
-        parting.UNDISTRIBUTED.look(optimizer, lambda parameter: any(one.has(parameter) for one in exchanges))
-    for one in exchanges:
+    found = exchanges()
+    if not any(one.steps_as(optimizer) for one in found):
+        parting.UNDISTRIBUTED.look(optimizer, lambda parameter: any(one.has(parameter) for one in found))
+    for one in found:
         one.note(optimizer)
     if len(args) > 1 and callable(args[1]):
-        args = (args[0], _averaging(exchanges, optimizer, args[1]), *args[2:])
+        args = (args[0], _averaging(found, optimizer, args[1]), *args[2:])
     elif callable(kwargs.get("closure")):
-        kwargs = {**kwargs, "closure": _averaging(exchanges, optimizer, kwargs["closure"])}
+        kwargs = {**kwargs, "closure": _averaging(found, optimizer, kwargs["closure"])}
     else:
-        for one in exchanges:
+        for one in found:
             one.step_by(optimizer)
     return args, kwargs
 
 
-def _averaging(exchanges: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    return next((one.averaging(closure) for one in exchanges if one.steps_as(optimizer)), closure)
+def _averaging(found: list[Exchange], optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    return next((one.averaging(closure) for one in found if one.steps_as(optimizer)), closure)
 
 
 @eagerly
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
-    for one in EXCHANGES:
+    for one in exchanges():
         one.stepped(optimizer)

@@ -21,31 +21,20 @@ from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.parting import Parting
 from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
-from hvdkit.torch.bucket_layout import BucketLayout, Members, Parameter, Said
-from hvdkit.torch.buckets import Travelling, Wire, in_buckets, obstacle_to, total_norm
+from hvdkit.torch.bucket_layout import BucketLayout, Members, Parameter, Said, obstacle_to
+from hvdkit.torch.buckets import Travelling, Wire, in_buckets, total_norm
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 
 _NUMBERS = itertools.count()
 
 
-class _Living:
-    """The exchanges whose parameters are still in use, in the order of their numbers.
-
-    Each step asks for them, of which a WeakSet makes microseconds.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[weakref.ref[Exchange]] = []
-
-    def __iter__(self) -> Iterator[Exchange]:
-        return iter([one for held in self._held if (one := held()) is not None])
-
-    def add(self, exchange: Exchange) -> None:
-        self._held = [weakref.ref(one) for one in (*self, exchange)]
+_HELD: list[weakref.ref[Exchange]] = []
 
 
-EXCHANGES = _Living()
+def exchanges() -> list[Exchange]:
+    """Those whose parameters are still in use, in the order of their numbers; a WeakSet makes microseconds of it."""
+    return [one for held in _HELD if (one := held()) is not None]
 
 
 def named_of(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -113,9 +102,10 @@ class Exchange:
         self._averaged = False
         self._parting = Parting()
         self._by_hand = parting.ByHand(self._among_others)
+        self._within = parting.Within()
         self.follow_groups()
         # What no optimizer has counts where the norm of the model's gradients is taken.
-        others = (one for one in model.parameters() if not any(other.has(one) for other in EXCHANGES))
+        others = (one for one in model.parameters() if not any(other.has(one) for other in exchanges()))
         self._take_on(one for one in others if obstacle_to(one) is None)
         added = optimizer.add_param_group
 
@@ -124,7 +114,7 @@ class Exchange:
             self.follow_groups()
 
         optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-        EXCHANGES.add(self)
+        _HELD[:] = map(weakref.ref, [*exchanges(), self])
 
     # Which parameters ----------------------------------------------------------------------------------------------
 
@@ -156,7 +146,7 @@ class Exchange:
             obstacle = obstacle_to(one)
             if obstacle is not None:
                 raise InvalidArgumentError(f"the gradient of {name} cannot travel: {obstacle}")
-            for other in EXCHANGES:
+            for other in exchanges():
                 other.release(one)
             hooks = self._hooks_on(one)
             self._members[id(one)] = _Member(weakref.ref(one), name, order, id(one) in sparse, hooks)
@@ -204,9 +194,12 @@ class Exchange:
         if self.active and not late:
             parting.UNDISTRIBUTED.exchanged()
             COPIES.tell()
+            self._within.begin(lambda: parting.own(self._training(), self.optimizer()))
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
+        if self.exchanging:
+            self._local = []  # a gradient that is held here looks like the program's own
         self._fired: set[int] = set()
         self._said = Said(self._has_changed(), late, self._parting.noted is not None)
 
@@ -235,7 +228,9 @@ class Exchange:
         others = len(parameter._post_accumulate_grad_hooks) > 1  # the program's, which may still change this gradient
         if others or self._agreed is None or self._said.changed:
             return
-        bucket = self._agreed.bucket_of[key]
+        bucket = self._agreed.bucket_of.get(key)
+        if bucket is None:  # frozen since forward: autograd calls its hooks, and adds nothing
+            return
         if key in self._twice:
             bucket.early = False
         if bucket.reach(parameter):
@@ -262,18 +257,20 @@ class Exchange:
         Raises:
             AgreementError: the ranks train different parameters, or with other options, or some of them called no
                 backward; on every rank.
+            InvalidArgumentError: the parameters moved while backward computed.
         """
+        self._within.end()
         if not self.exchanging:
             return
         heard = self._heard()
+        if heard.noted and self._agreed is not None:  # also where they train others from now on
+            self._compare(self._agreed)
         if heard.changed or self._agreed is None:
             self._agree()
             # What was averaged already averages to itself.
             for bucket in self._buckets():
                 bucket.leave(self._wire, self._said._replace(changed=0.0))
             heard = self._heard()
-        if heard.noted and self._agreed is not None:
-            self._compare(self._agreed)
         self._parting.exchanged()
         if 0 < heard.late < 1 - 0.5 / self._ranks.size():
             raise AgreementError(
@@ -291,7 +288,7 @@ class Exchange:
         return heard
 
     def _compare(self, agreed: _Agreed) -> None:
-        named = parting.own(self._training(), self.optimizer())
+        named = parting.own(agreed.members.living(), self.optimizer())
         names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
         call = f"parameters.{agreed.number}"
         self._parting.compare(TorchRanks(self._ranks), names, roundings, call)
@@ -311,8 +308,9 @@ class Exchange:
         for bucket in buckets:
             bucket.name = f"gradients.{number}.{bucket.name}"
         bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
-        self._agreed, self._parting = _Agreed(Members(named), number, buckets, bucket_of), Parting()
-        self._seen = []
+        if self._agreed is None:
+            self._parting = Parting()
+        self._agreed, self._seen = _Agreed(Members(named), number, buckets, bucket_of), []
         self._said = self._said._replace(noted=0.0)
 
     def _buckets(self) -> list[Travelling]:
@@ -390,8 +388,10 @@ class Exchange:
 
     def note(self, optimizer: Any) -> None:
         """Look at the parameters before a step of its own, when it is time to."""
-        if self._parting.wants_note() and self.steps_as(optimizer) and parting.can_look():
-            self._parting.noted = parting.facts_of(one for _, one in parting.own(self._training(), optimizer))
+        agreed = self._agreed
+        if agreed and self._parting.wants_note() and self.steps_as(optimizer) and parting.can_look():
+            named = parting.own(agreed.members.living(), self.optimizer())
+            self._parting.noted = parting.facts_of(one for _, one in named)
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""

@@ -12,7 +12,7 @@ import torch
 
 from hvdkit.steps import device_memory, monitor, step_marks
 from hvdkit.steps.topology import Topology
-from hvdkit.torch.exchange import EXCHANGES
+from hvdkit.torch.exchange import exchanges
 from hvdkit.torch.state import RANKS
 
 
@@ -32,7 +32,7 @@ class Monitor(monitor.Monitor):
         return value.clone()
 
     def _parameters(self) -> Mapping[str, str]:
-        return {name: name for one in EXCHANGES for name in one.names()}
+        return {name: name for one in exchanges() for name in one.names()}
 
     def _device_bytes(self) -> float:
         return device_memory.of_torch()

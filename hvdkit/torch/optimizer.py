@@ -20,7 +20,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.bucket_layout import BucketLayout, Named
 from hvdkit.torch.every_step import look_at_steps
-from hvdkit.torch.exchange import EXCHANGES, Exchange, named_of
+from hvdkit.torch.exchange import Exchange, exchanges, named_of
 from hvdkit.torch.state import DISTRIBUTED, parameters_of
 
 
@@ -39,7 +39,7 @@ def distributed(
                 f"{type(given).__name__}."
             )
     if type(optimizer).__module__ == hvd.DistributedOptimizer.__module__ or any(
-        one.optimizer() is optimizer for one in EXCHANGES
+        one.optimizer() is optimizer for one in exchanges()
     ):
         raise InvalidArgumentError(
             "this optimizer is distributed already; call distribute once, its gradients are averaged."
@@ -87,7 +87,7 @@ def unsynchronized(model: torch.nn.Module) -> Iterator[None]:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"no_sync takes the model, got {type(model).__name__}.")
     parameters = list(model.parameters())
-    found = [one for one in EXCHANGES if any(map(one.has, parameters))]
+    found = [one for one in exchanges() if any(map(one.has, parameters))]
     if not found:
         raise InvalidArgumentError("no_sync takes a model whose optimizer distribute has got; this one has none.")
     with contextlib.ExitStack() as stack:
@@ -98,5 +98,5 @@ def unsynchronized(model: torch.nn.Module) -> Iterator[None]:
 
 def forget_agreements() -> None:
     """Horovod has started anew with other ranks, or some have joined: agree and count anew."""
-    for one in EXCHANGES:
+    for one in exchanges():
         one.forget_agreement()

@@ -7,10 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.parting import is_due
 from hvdkit.torch.backward import eagerly
 from hvdkit.torch.bucket_layout import Named, Parameter
 from hvdkit.torch.state import parameters_of
@@ -19,6 +22,8 @@ _PART = 1 << 22
 """Numbers that are looked at together: PyTorch copies them to float64."""
 _MOVES, _LOOKS = 3, 50
 """How often what nobody averages has moved when that is told; how often one looks: inner loops need not move it."""
+_ALONE = 100
+"""Steps of an optimizer after which it is no inner loop, though nothing has been averaged in between."""
 
 
 def facts_of(parameters: Iterable[torch.Tensor]) -> npt.NDArray[np.float64]:
@@ -88,12 +93,13 @@ def _clips(hook: Any) -> bool:
 class Undistributed:
     """Warns of an optimizer that steps, beside distributed ones, with gradients that nobody averages.
 
-    Inner loops may have such an optimizer: it steps between two exchanges, and is then another one.
+    Inner loops may have such an optimizer: it steps some times between two exchanges, and is then another one.
     """
 
     def __init__(self) -> None:
         self._exchanges = 0
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]]
+        self._seen = weakref.WeakKeyDictionary()
 
     def exchanged(self) -> None:
         """A backward has reached what a distributed optimizer trains."""
@@ -101,14 +107,18 @@ class Undistributed:
 
     def look(self, optimizer: torch.optim.Optimizer, averaged: Callable[[Parameter], bool]) -> None:
         """An optimizer that was not distributed is about to step; ``averaged``: whether a parameter's gradient is."""
-        last, times = self._seen.get(optimizer, (0, 0))
-        if last == self._exchanges or times == _MOVES or type(optimizer).__module__.startswith("horovod."):
+        last, times, alone = self._seen.get(optimizer, (0, 0, 0))
+        if times == _MOVES or type(optimizer).__module__.startswith("horovod."):
+            return
+        if last == self._exchanges and alone + 1 < _ALONE:
+            self._seen[optimizer] = last, times, alone + 1
             return
         own = sum(one.grad is not None and not averaged(one) for one in parameters_of(optimizer))
-        if not own:
+        if not own or (last == self._exchanges and not (hvd.is_initialized() and hvd.size() > 1)):
             return
-        self._seen[optimizer] = self._exchanges, times + 1
-        if times + 1 == _MOVES:
+        times = _MOVES if last == self._exchanges else times + 1
+        self._seen[optimizer] = self._exchanges, times, 0
+        if times == _MOVES:
             warnings.warn(
                 f"an optimizer ({type(optimizer).__name__}) that distribute has not got steps beside one that it has: "
                 f"{own} of its parameters have this rank's own gradients, and the ranks train apart. Distribute it, "
@@ -118,6 +128,38 @@ class Undistributed:
 
 
 UNDISTRIBUTED = Undistributed()
+
+
+class Within:
+    """Refuses parameters that move while backward computes: a hook steps by hand, with this rank's own gradients."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._watched: list[weakref.ref[Parameter]] = []
+        self._facts = facts_of([])
+
+    def begin(self, trained: Callable[[], Named]) -> None:
+        """A backward has reached the parameters that ``trained`` gives."""
+        self._count += 1
+        self._watched = [weakref.ref(one) for _, one in trained()] if is_due(self._count) and can_look() else []
+        if self._watched:
+            self._facts = self._look()
+
+    def end(self) -> None:
+        """It has ended.
+
+        Raises:
+            InvalidArgumentError: they are not what they were.
+        """
+        if self._watched and not np.array_equal(self._look(), self._facts, equal_nan=True):
+            raise InvalidArgumentError(
+                "parameters moved within backward(), where gradients are this rank's own and the mean is not there "
+                "yet: a hook changes them; step after backward()."
+            )
+        self._watched = []
+
+    def _look(self) -> npt.NDArray[np.float64]:
+        return facts_of(one for weak in self._watched if (one := weak()) is not None)
 
 
 class ByHand:

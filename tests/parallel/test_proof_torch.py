@@ -135,6 +135,13 @@ def test_batch_norm_statistics(hk, world, everyone):
     hk.check_agreement(synchronised, None, world)
     assert "Linear has no BatchNorm" in message(lambda: hk.sync_batch_norm(nn.Linear(2, 2)))
 
+    class Activated(nn.BatchNorm2d):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x).relu()
+
+    assert "0 (Activated) has a forward of its own" in message(lambda: hk.sync_batch_norm(nn.Sequential(Activated(2))))
+    assert type(hk.sync_batch_norm(synchronised)[0]).__name__ == "SyncBatchNorm"
+
 
 class Augmented:
     """Random numbers that a DataLoader worker draws for a sample."""

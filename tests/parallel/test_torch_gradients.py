@@ -454,6 +454,21 @@ def embeddings_made_dense(distribute, data):
     return embeddings(distribute, data, **({} if distribute is plain else {"sparse_as_dense": True}))
 
 
+def tables_alone(distribute, data):
+    """As word2vec: no gradient is dense."""
+    import torch
+
+    torch.manual_seed(0)
+    tables = torch.nn.ModuleList([torch.nn.Embedding(30, 4, sparse=True).double() for _ in range(2)])
+    optimizer = distribute(torch.optim.SparseAdam(list(tables.parameters()), lr=0.1), tables)
+    for x, _ in data:
+        optimizer.zero_grad()
+        word, context = ((x[:, at] * 7).long() % 30 for at in (0, 1))
+        torch.nn.functional.softplus((tables[0](word) * tables[1](context)).sum(1)).mean().backward()
+        optimizer.step()
+    return [tables]
+
+
 def rotations(distribute, data):
     """Complex parameters beside real ones."""
     import torch
@@ -549,6 +564,54 @@ def gradients_that_are_detached_in_place(distribute, data):
                 one.grad.detach_()
                 one.grad.zero_()
         loss_of(model, x, y).backward()
+        optimizer.step()
+    return [model]
+
+
+def gradients_in_one_flat_buffer(distribute, data):
+    """The program's own, which it zeroes and clips at once."""
+    import torch
+
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    sizes = [one.numel() for one in model.parameters()]
+    flat = torch.zeros(sum(sizes), dtype=torch.float64)
+    for one, part in zip(model.parameters(), flat.split(sizes), strict=True):
+        one.grad = part.view_as(one)
+    for x, y in data:
+        flat.zero_()
+        loss_of(model, x, y).backward()
+        flat *= (0.1 / flat.norm()).clamp(max=1)
+        optimizer.step()
+    return [model]
+
+
+def gradients_that_the_program_makes_and_holds(distribute, data):
+    import torch
+
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    gradients = [one.grad for one in model.parameters()]
+    for x, y in data:
+        torch._foreach_zero_(gradients)
+        loss_of(model, x, y).backward()
+        torch._foreach_mul_(gradients, 0.5)
+        optimizer.step()
+    return [model]
+
+
+def freezing_between_forward_and_backward(distribute, data):
+    """Autograd then adds no gradient, and still calls the hooks."""
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    for step, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        loss = loss_of(model, x, y)
+        model[0].requires_grad_(step == 0)
+        loss.backward()
         optimizer.step()
     return [model]
 
@@ -652,12 +715,16 @@ PROGRAMS = [
     moving_to_another_type,
     embeddings,
     embeddings_made_dense,
+    tables_alone,
     rotations,
     images,
     training_a_head,
     gradients_that_are_kept,
     gradients_that_are_assigned,
     gradients_that_are_detached_in_place,
+    gradients_in_one_flat_buffer,
+    gradients_that_the_program_makes_and_holds,
+    freezing_between_forward_and_backward,
     hooks_on_what_adds_up,
     a_large_layer,
     sharpness,
@@ -835,14 +902,21 @@ def test_a_step_with_clipped_gradients_of_one_rank_is_refused(hk, world):
             pass
 
 
-@pytest.mark.parametrize("whose", ["the distributed optimizer", "one for each parameter"])
+def step_by_hand(parameter: Any) -> None:
+    """As LOMO does it: no optimizer steps, and the gradient is freed."""
+    parameter.data.add_(parameter.grad, alpha=-0.1)
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("whose", ["the distributed optimizer", "one for each parameter", "by hand"])
 @on_ranks("torch", n=2)
 def test_a_step_within_backward_is_refused(hk, world, whose):
     model = net()
     optimizer = hk.distribute(adam(model), model)
     for one in model.parameters():
         stepping = momentum([one]) if whose == "one for each parameter" else optimizer
-        one.register_post_accumulate_grad_hook(lambda _, stepping=stepping: stepping.step())
+        hook = step_by_hand if whose == "by hand" else lambda _, stepping=stepping: stepping.step()
+        one.register_post_accumulate_grad_hook(hook)
     with pytest.raises(hvdkit.InvalidArgumentError, match="step after backward"):
         loss_of(model, *next(batches(world))).backward()
 
@@ -896,7 +970,7 @@ def test_a_model_that_is_no_longer_used_is_freed(hk, world):
 
     from hvdkit.torch import exchange as inside
 
-    before, kept = len(list(inside.EXCHANGES)), []
+    before, kept = len(inside.exchanges()), []
     for op in ("average", "sum"):
         model = net()
         optimizer = hk.distribute(adam(model), model, op=op)
@@ -911,7 +985,7 @@ def test_a_model_that_is_no_longer_used_is_freed(hk, world):
         del model, optimizer
     gc.collect()
     assert [one() for one in kept] == [None] * len(kept)
-    assert len(list(inside.EXCHANGES)) == before
+    assert len(inside.exchanges()) == before
 
 
 @on_ranks("torch", n=2)
@@ -1085,7 +1159,12 @@ def test_what_cannot_travel_is_refused_when_it_is_distributed(hk, world):
     import torch
 
     lazy, nowhere = torch.nn.LazyLinear(3), torch.nn.Linear(2, 2, device="meta")
-    for model, message in ((lazy, "it has no data yet"), (nowhere, "it has no data yet")):
+    wider = net().bfloat16()
+    refused = [(lazy, "it has no data yet"), (nowhere, "it has no data yet")]
+    if hasattr(wider[0].weight, "grad_dtype"):  # since PyTorch 2.10
+        wider[0].weight.grad_dtype = torch.float32
+        refused.append((wider, "its grad_dtype is torch.float32, and its own is torch.bfloat16"))
+    for model, message in refused:
         with pytest.raises(hvdkit.InvalidArgumentError, match=message):
             hk.distribute(torch.optim.SGD(model.parameters(), 0.1), model)
     with pytest.raises(hvdkit.InvalidArgumentError, match="as optimizer it got Linear"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 from hvdkit.common.json_files import Part
 
@@ -11,27 +10,13 @@ LEVELS = ("error", "warning", "info")
 """error: training would not work; warning: it works badly or in some uses not; info: good to know."""
 
 
-class Finding(NamedTuple):
-    """What a check says is wrong, why that matters, and what to do.
-
-    Attributes:
-        level: one of LEVELS.
-        what, why, fix: a sentence or two each; ``fix`` names the command where there is one.
-    """
-
-    level: str
-    what: str
-    why: str
-    fix: str
-
-
 class Found(Part, frozen=True):
-    """A finding as JSON.
+    """What a check says is wrong, why that matters, and what to do.
 
     Attributes:
         check: the name of the check.
         level: "error", "warning" or "info".
-        what, why, fix: a sentence or two each.
+        what, why, fix: a sentence or two each; ``fix`` names the command where there is one.
     """
 
     check: str
@@ -41,10 +26,17 @@ class Found(Part, frozen=True):
     fix: str
 
 
-def worst_first(findings: Iterable[tuple[str, Finding]]) -> list[Found]:
-    """Findings with the names of their checks: errors, then warnings, then the rest."""
-    found = [Found(name, *finding) for name, finding in findings]
-    return sorted(found, key=lambda one: LEVELS.index(one.level))
+def _at(level: str) -> Callable[[str, str, str, str], Found]:
+    return lambda check, what, why, fix: Found(check, level, what, why, fix)
+
+
+error, warning, info = map(_at, LEVELS)
+"""A finding of this level, from its other fields."""
+
+
+def worst_first(findings: Iterable[Found]) -> list[Found]:
+    """Errors, then warnings, then the rest."""
+    return sorted(findings, key=lambda one: LEVELS.index(one.level))
 
 
 def has_errors(findings: Iterable[Found]) -> bool:

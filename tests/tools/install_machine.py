@@ -191,9 +191,9 @@ def write_source(file: Path, setup: str = SETUP) -> None:
 
 def main() -> int:
     from hvdkit import cli
-    from hvdkit.prepare.install import adjust, build, cache, environment, source
+    from hvdkit.prepare.install import adjust, build, cache, environment
 
-    source.HOROVOD_SHA256 = os.environ["STANDIN_SUM"]  # type: ignore[misc]
+    build.HOROVOD_SHA256 = os.environ["STANDIN_SUM"]  # type: ignore[misc]
     build.BUILD_TOOLS = (os.environ["STANDIN_TOOLS"],)  # type: ignore[assignment, misc]
     adjust.applying = lambda target: ()
 

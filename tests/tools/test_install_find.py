@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.common import ask
-from hvdkit.prepare.install import find_gpu, find_mpi, find_toolchain
+from hvdkit.prepare.install import find_mpi, here
 from hvdkit.prepare.install.find_frameworks import find_tensorflow, find_torch
 
 
@@ -187,7 +187,7 @@ def compiler(path: Path, version: str, test: str = "exit 0") -> Path:
 
 def test_the_compiler_is_the_first_of_the_usual_names(tmp_path: Path) -> None:
     compiler(tmp_path / "g++", "g++ (Debian 12.2.0-14) 12.2.0")
-    found = find_toolchain.find_cxx({"PATH": str(tmp_path)})
+    found = here.find_cxx({"PATH": str(tmp_path)})
     assert found is not None
     assert found.command == (f"{tmp_path}/g++",)
     assert found.name == "GCC 12.2.0"
@@ -197,7 +197,7 @@ def test_the_compiler_is_the_first_of_the_usual_names(tmp_path: Path) -> None:
 def test_one_compiler_under_two_names_is_one_compiler(tmp_path: Path) -> None:
     compiler(tmp_path / "a/c++", "c++ (Debian 12.2.0-14) 12.2.0")
     compiler(tmp_path / "b/g++", "g++ (Debian 12.2.0-14) 12.2.0")
-    first, second = (find_toolchain.find_cxx({"PATH": f"{tmp_path}/{name}"}) for name in "ab")
+    first, second = (here.find_cxx({"PATH": f"{tmp_path}/{name}"}) for name in "ab")
     assert first is not None
     assert second is not None
     assert first.identity == second.identity
@@ -206,25 +206,25 @@ def test_one_compiler_under_two_names_is_one_compiler(tmp_path: Path) -> None:
 def test_cxx_may_name_a_compiler_with_arguments(tmp_path: Path) -> None:
     compiler(tmp_path / "g++", "g++ 12.2.0")
     compiler(tmp_path / "mine", "mine 1.0.0", test="exit 1")
-    found = find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"})
+    found = here.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"})
     assert found is not None
     assert found.command == (f"{tmp_path}/g++", "-m64")
-    assert find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": "not-there"}) is None
-    assert find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": 'g++ "open'}) is None
+    assert here.find_cxx({"PATH": str(tmp_path), "CXX": "not-there"}) is None
+    assert here.find_cxx({"PATH": str(tmp_path), "CXX": 'g++ "open'}) is None
 
 
 def test_a_compiler_that_cannot_do_cxx20_says_why(tmp_path: Path) -> None:
     compiler(
         tmp_path / "c++", "c++ (GCC) 8.5.0", test="echo '<stdin>:1:10: fatal error: bit: No such file' >&2; exit 1"
     )
-    found = find_toolchain.find_cxx({"PATH": str(tmp_path)})
+    found = here.find_cxx({"PATH": str(tmp_path)})
     assert found is not None
     assert "fatal error: bit" in found.problem
 
 
 def test_no_compiler_on_path(tmp_path: Path) -> None:
-    assert find_toolchain.find_cxx({"PATH": str(tmp_path)}) is None
-    assert find_toolchain.find_cc({"PATH": ""}) is None
+    assert here.find_cxx({"PATH": str(tmp_path)}) is None
+    assert here.find_cc({"PATH": ""}) is None
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_no_compiler_on_path(tmp_path: Path) -> None:
     ],
 )
 def test_vector_instructions_are_those_of_the_processor(cpuinfo: str, expected: tuple[str, ...]) -> None:
-    assert find_toolchain.arch_flags(cpuinfo) == expected
+    assert here.arch_flags(cpuinfo) == expected
 
 
 # --- frameworks ------------------------------------------------------------------------------------------------------
@@ -299,10 +299,10 @@ def nccl_in(home: Path, library: str) -> Path:
 
 def test_the_toolkit_is_the_one_that_cuda_home_names(tmp_path: Path) -> None:
     named, on_path = cuda_in(tmp_path / "named", "12.4"), cuda_in(tmp_path / "path")
-    found = find_gpu.find_cuda({"CUDA_HOME": str(named), "PATH": f"{on_path}/bin"}, [])
+    found = here.find_cuda({"CUDA_HOME": str(named), "PATH": f"{on_path}/bin"}, [])
     assert found is not None
     assert (found.home, found.version, found.nvtx) == (named, "12.4.88", False)
-    found = find_gpu.find_cuda({"CUDA_HOME": f"{tmp_path}/gone", "PATH": f"{on_path}/bin"}, [])
+    found = here.find_cuda({"CUDA_HOME": f"{tmp_path}/gone", "PATH": f"{on_path}/bin"}, [])
     assert found is not None
     assert found.home == on_path
 
@@ -310,17 +310,17 @@ def test_the_toolkit_is_the_one_that_cuda_home_names(tmp_path: Path) -> None:
 def test_a_toolkit_without_its_headers_is_none(tmp_path: Path) -> None:
     home = cuda_in(tmp_path / "cuda")
     (home / "include/cuda_runtime.h").unlink()
-    found = find_gpu.find_cuda({"CUDA_HOME": str(home), "PATH": ""}, [])
+    found = here.find_cuda({"CUDA_HOME": str(home), "PATH": ""}, [])
     assert found is None or found.home != home
 
 
 def test_nccl_is_found_in_pips_package_and_named_ones_come_first(tmp_path: Path) -> None:
     pips = nccl_in(tmp_path / "site-packages/nvidia/nccl", "libnccl.so.2")
-    found = find_gpu.find_nccl({}, tmp_path / "env", [tmp_path / "site-packages"], None)
+    found = here.find_nccl({}, tmp_path / "env", [tmp_path / "site-packages"], None)
     assert found is not None
     assert (found.library, found.version) == (pips / "lib/libnccl.so.2", "2.29.7")
     own = nccl_in(tmp_path / "own", "libnccl.so")
-    found = find_gpu.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
+    found = here.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
     assert found is not None
     assert found.library == own / "lib/libnccl.so"
 
@@ -328,5 +328,5 @@ def test_nccl_is_found_in_pips_package_and_named_ones_come_first(tmp_path: Path)
 def test_a_header_without_its_library_is_no_nccl(tmp_path: Path) -> None:
     home = nccl_in(tmp_path / "own", "libnccl.so")
     (home / "lib/libnccl.so").unlink()
-    found = find_gpu.find_nccl({"NCCL_HOME": str(home)}, tmp_path / "env", [], None)
+    found = here.find_nccl({"NCCL_HOME": str(home)}, tmp_path / "env", [], None)
     assert found is None or found.include != home / "include"

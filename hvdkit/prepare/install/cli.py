@@ -31,7 +31,7 @@ from hvdkit.prepare.install.requirements import (
     gpu_operations,
     parse_frameworks,
 )
-from hvdkit.prepare.install.shelf import Shelf
+from hvdkit.prepare.install.shelf import find, shelf
 
 DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 _CACHED = "from the cache"
@@ -97,9 +97,9 @@ def install(
         return 0
     with _reporting() as progress:
         if keep is not None:
-            _keep(facts, options, force, Shelf(keep), progress)
+            _keep(facts, options, force, keep, progress)
         else:
-            _install(facts, options, force, None if ready is None else Shelf(ready), progress)
+            _install(facts, options, force, ready, progress)
     return 0
 
 
@@ -134,9 +134,9 @@ def explanation(facts: BuildFacts, options: Options) -> str:
     return f"{head}{table}\n\n{_describe(plan, facts)}"
 
 
-def _install(facts: BuildFacts, options: Options, force: bool, ready: Shelf | None, progress: InstallProgress) -> None:
-    """Install a wheel: one of a shelf, one from the cache, or one that is built now."""
-    found, plan = (None, make_plan(facts, options)) if ready is None else ready.find(facts, options)
+def _install(facts: BuildFacts, options: Options, force: bool, ready: Path | None, progress: InstallProgress) -> None:
+    """Install a wheel: one of the directory ``ready``, one from the cache, or one that is built now."""
+    found, plan = (None, make_plan(facts, options)) if ready is None else find(ready, facts, options)
     cache = Cache(facts.cache_directory)
     for note in plan.notes:
         progress.say(f"Note: {note}")
@@ -162,14 +162,14 @@ def _waiting(progress: InstallProgress, doing: str) -> Callable[[str], None]:
     return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
 
 
-def _keep(facts: BuildFacts, options: Options, force: bool, shelf: Shelf, progress: InstallProgress) -> None:
+def _keep(facts: BuildFacts, options: Options, force: bool, place: Path, progress: InstallProgress) -> None:
     """Build a wheel, or take it from the cache, and leave it for others."""
     plan = make_plan(facts, options)
     cache = Cache(facts.cache_directory)
     with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
         wheel, _ = _wheel(plan, facts, cache, force, progress, cache.new_log(plan.key))
-        kept = shelf.put(wheel, plan)
-    click.echo(f"{_title(plan)}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {shelf.directory}")
+        kept = shelf(place).put(plan.key, wheel, plan.key_fields)
+    click.echo(f"{_title(plan)}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {place}")
 
 
 def _wheel(

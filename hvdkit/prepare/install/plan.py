@@ -27,47 +27,21 @@ from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 from hvdkit.prepare.install.requirements import Options
 
 KEYED_VARIABLES = (
-    "CC",
-    "CXX",
-    "CFLAGS",
-    "CXXFLAGS",
-    "LDFLAGS",
-    "CUDAFLAGS",
-    "AR",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "LIBRARY_PATH",
-    "CRAY_CPU_TARGET",
-    "OMPI_CPPFLAGS",
-    "OMPI_CXXFLAGS",
-    "OMPI_LDFLAGS",
-    "OMPI_LIBS",
-)
+    "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "AR", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH", "CRAY_CPU_TARGET", "OMPI_CPPFLAGS", "OMPI_CXXFLAGS", "OMPI_LDFLAGS", "OMPI_LIBS",
+)  # fmt: skip
 """Environment variables that choose or change compilers and MPI wrappers: they stay, and are part of the key."""
 
 # Anything else that would change the binary behind the key's back is taken out of the build's environment, as are
 # settings of programs whose output is read here.
 _DROPPED_PREFIXES = ("HOROVOD_", "CMAKE_", "CCL_", "SETUPTOOLS_", "NINJA_", "CLICOLOR")
 _DROPPED_VARIABLES = (
-    "CUDACXX",
-    "CUDAHOSTCXX",
-    "CUDA_HOME",
-    "CUDA_PATH",
-    "DIST_EXTRA_CONFIG",
-    "MAKEFLAGS",
-    "MPI_HOME",
-    "PYTHONSAFEPATH",
+    "CUDACXX", "CUDAHOSTCXX", "CUDA_HOME", "CUDA_PATH", "DIST_EXTRA_CONFIG", "MAKEFLAGS", "MPI_HOME", "PYTHONSAFEPATH",
     "VERBOSE",
-)
+)  # fmt: skip
 _BUILD_VARIABLES = (
-    "HOROVOD_WITH",
-    "HOROVOD_GPU",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_BUILD_ARCH",
-    "HOROVOD_CMAKE",
-    "CMAKE_",
-)
+    "HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU_OPERATIONS", "HOROVOD_BUILD_ARCH", "HOROVOD_CMAKE", "CMAKE_",
+)  # fmt: skip
 
 _SWITCHES = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
 
@@ -136,7 +110,7 @@ def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
         mpi=used.mpi,
         adjustments=patches,
         settings=settings,
-        path_first=_path_first(used),
+        path_first=tuple(place for place in (used.mpi and used.mpi.bin, used.cuda and used.cuda.home / "bin") if place),
         run_paths=run_paths,
         nccl_link=used.nccl.library if used.nccl and used.nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
@@ -277,11 +251,6 @@ def _cuda_settings(cuda: CudaFacts, gpu: str, environ: Mapping[str, str]) -> dic
     if environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
         settings["HOROVOD_BUILD_CUDA_CC_LIST"] = environ["HOROVOD_BUILD_CUDA_CC_LIST"]
     return settings
-
-
-def _path_first(used: BuildFacts) -> tuple[Path, ...]:
-    directories = [used.mpi.bin] if used.mpi else []
-    return (*directories, used.cuda.home / "bin") if used.cuda else tuple(directories)
 
 
 def _run_paths(used: BuildFacts) -> dict[str, tuple[str, ...]]:

@@ -58,7 +58,8 @@ class InstallProgress:
         if parsed is None:
             return
         percent, file = parsed
-        text = f"  compiling {share_text(percent / 100):>4}  {_clock_time(self.seconds)}  {file}"
+        minutes, seconds = divmod(int(self.seconds), 60)
+        text = f"  compiling {share_text(percent / 100):>4}  {minutes}:{seconds:02d}  {file}"
         if self._terminal:
             width = shutil.get_terminal_size().columns
             self._stream.write(f"\r\x1b[2K{text[: width - 1]}")
@@ -74,7 +75,3 @@ class InstallProgress:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()
             self._unfinished = False
-
-
-def _clock_time(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

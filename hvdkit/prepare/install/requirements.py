@@ -113,7 +113,7 @@ def chosen_frameworks(facts: BuildFacts, options: Options) -> tuple[FrameworkFac
         if name not in found:
             raise InstallError(
                 f"{TITLES[name]} was asked for and is not installed in {facts.python.prefix}: 'pip install {name}' "
-                f"first, or choose with --frameworks{_others(found)}."
+                f"first, or choose with {' '.join(['--frameworks', *found][:2])}."
             )
         if not found[name].version:
             raise InstallError(
@@ -245,7 +245,3 @@ def _compiler(
         f"No {language} compiler was found on PATH (looked for {names}): 'apt-get install {package}' "
         f"('dnf install {'gcc-c++' if package == 'g++' else package}'), or load your site's compiler module."
     )
-
-
-def _others(found: Iterable[str]) -> str:
-    return "".join(f" {name}" for name in list(found)[:1])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from hvdkit.prepare.doctor.finding import Found, error, warning, worst_first
 from hvdkit.prepare.preflight.report import PACKAGES, Place, RankReport
@@ -16,6 +16,7 @@ CLOCK_SKEW_S = 1.0
 _MUST_BE_EQUAL = ("Python", *PACKAGES)
 
 Reports = Sequence[RankReport]
+Key = TypeVar("Key", bound=Hashable)
 
 
 def examine(reports: Reports) -> list[Found]:
@@ -110,20 +111,18 @@ def _missing(reports: Reports) -> Iterator[Found]:
         )
 
 
-def _by_host(reports: Reports) -> dict[str, list[RankReport]]:
-    hosts: dict[str, list[RankReport]] = {}
-    for report in reports:
-        hosts.setdefault(report.host, []).append(report)
-    return hosts
+def _grouped(reports: Reports, keys: Iterable[Key]) -> dict[Key, list[RankReport]]:
+    groups: dict[Key, list[RankReport]] = {}
+    for key, report in zip(keys, reports, strict=True):
+        groups.setdefault(key, []).append(report)
+    return groups
 
 
 def _devices(reports: Reports) -> Iterator[Found]:
     """Ranks that share a GPU, have none of their own, or see none where others do."""
-    for host, here in _by_host(reports).items():
-        used = Counter(report.device for report in here if report.device is not None)
-        for device, count in used.items():
-            if count > 1:
-                sharing = [report for report in here if report.device == device]
+    for host, here in _grouped(reports, (report.host for report in reports)).items():
+        for device, sharing in _grouped(here, (report.device for report in here)).items():
+            if device is not None and len(sharing) > 1:
                 yield error(
                     "gpus",
                     f"{_ranks(sharing)} on {host} would use the same GPU, {device}.",
@@ -153,9 +152,7 @@ def _devices(reports: Reports) -> Iterator[Found]:
 def _versions(reports: Reports) -> Iterator[Found]:
     """Packages that some ranks lack, or have in another version."""
     for name in _MUST_BE_EQUAL:
-        by_version: dict[str | None, list[RankReport]] = {}
-        for report in reports:
-            by_version.setdefault(report.versions.get(name), []).append(report)
+        by_version = _grouped(reports, (report.versions.get(name) for report in reports))
         if len(by_version) == 1:
             continue
         absent = by_version.pop(None, [])
@@ -177,7 +174,7 @@ def _versions(reports: Reports) -> Iterator[Found]:
 
 
 def _cores(reports: Reports) -> Iterator[Found]:
-    for host, here in _by_host(reports).items():
+    for host, here in _grouped(reports, (report.host for report in reports)).items():
         usable = {core for report in here for core in report.cores}
         threads = sum(report.threads for report in here)
         if len(here) > len(usable):
@@ -197,7 +194,7 @@ def _cores(reports: Reports) -> Iterator[Found]:
 
 
 def _disk(reports: Reports) -> Iterator[Found]:
-    for host, here in _by_host(reports).items():
+    for host, here in _grouped(reports, (report.host for report in reports)).items():
         least: dict[str, int] = {}
         for report in here:
             for directory, free in report.free_bytes.items():

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from textwrap import TextWrapper, fill
+from textwrap import fill
 
 import click
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import count_text
 from hvdkit.prepare.check.rules import BrokenRule, examine
 from hvdkit.prepare.check.source import Script, too_deep
 from hvdkit.prepare.check.steps import STEPS, JudgedCase
 from hvdkit.prepare.check.verdict import Verdict
+from hvdkit.prepare.doctor.finding import explanation
 
 LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
 _COLOURS = {"done": "green", "missing": "red", "undecided": "yellow", "not needed": None}
@@ -128,9 +130,9 @@ def _lines(checked: Checked, width: int) -> list[str]:
         return [*lines, f"  {others if checked.others else nothing}"]
     lines += [_step(number, verdict, width) for number, verdict in enumerate(checked.verdicts)]
     for finding in checked.findings:
-        lines += ["", *_finding(checked.path, finding, width)]
-    count = len(checked.findings)
-    return [*lines, "", f"{count or 'No'} finding{'' if count == 1 else 's'}."]
+        place = click.style(f"{checked.path}:{finding.line}", bold=True)
+        lines += ["", f"{place} [{finding.rule}]", *explanation(finding, width, hanging=8, end=".")]
+    return [*lines, "", f"{count_text(len(checked.findings), 'finding') if checked.findings else 'No findings'}."]
 
 
 def _step(index: int, verdict: Verdict, width: int) -> str:
@@ -142,10 +144,3 @@ def _step(index: int, verdict: Verdict, width: int) -> str:
     indent = " " * (longest + 18)
     text = fill(said, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
     return (start + text.removeprefix(indent)).rstrip()
-
-
-def _finding(path: str, finding: BrokenRule, width: int) -> list[str]:
-    wrapper = TextWrapper(width, "  ", " " * 8, break_long_words=False, break_on_hyphens=False)
-    said = (("what", finding.what), ("why", finding.why), ("fix", finding.fix))
-    place = click.style(f"{path}:{finding.line}", bold=True)
-    return [f"{place} [{finding.rule}]", *(wrapper.fill(f"{label}: {text}.") for label, text in said)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from textwrap import TextWrapper
+from typing import Any
 
 from hvdkit.common.json_files import Part
 
@@ -37,6 +39,19 @@ error, warning, info = map(_at, LEVELS)
 def worst_first(findings: Iterable[Found]) -> list[Found]:
     """Errors, then warnings, then the rest."""
     return sorted(findings, key=lambda one: LEVELS.index(one.level))
+
+
+def explanation(finding: Any, width: int, hanging: int = 4, end: str = "") -> list[str]:
+    """What, why and fix of a finding, in lines of at most ``width`` columns where words allow.
+
+    Args:
+        finding: with these three texts.
+        width: in columns.
+        hanging: columns in front of a further line.
+        end: what follows each text.
+    """
+    wrapper = TextWrapper(width, "  ", " " * hanging, break_long_words=False, break_on_hyphens=False)
+    return [wrapper.fill(f"{label}: {getattr(finding, label)}{end}") for label in ("what", "why", "fix")]
 
 
 def has_errors(findings: Iterable[Found]) -> bool:

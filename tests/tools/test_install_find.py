@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.common import ask
-from hvdkit.prepare.install import find_mpi, here
+from hvdkit.prepare.install import here
 from hvdkit.prepare.install.find_frameworks import find_tensorflow, find_torch
 
 
@@ -65,7 +65,7 @@ def test_an_mpi_is_named_by_what_its_wrapper_says(
     tmp_path: Path, mpicc: str, others: dict[str, str], expected: tuple[str, str]
 ) -> None:
     mpi_in(tmp_path / "bin", mpicc, **others)
-    found, _ = find_mpi.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
     assert found is not None
     assert (found.implementation, found.version) == expected
     assert found.bin == tmp_path / "bin"
@@ -74,7 +74,7 @@ def test_an_mpi_is_named_by_what_its_wrapper_says(
 
 def test_a_cray_mpich_is_found_where_its_module_says(tmp_path: Path) -> None:
     mpi_in(tmp_path / "cray/bin", MPICH)
-    found, _ = find_mpi.find_mpi({"PATH": "/nowhere", "CRAY_MPICH_DIR": f"{tmp_path}/cray"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": "/nowhere", "CRAY_MPICH_DIR": f"{tmp_path}/cray"}, tmp_path / "env")
     assert found is not None
     assert found.implementation == "Cray MPICH"
 
@@ -82,7 +82,7 @@ def test_a_cray_mpich_is_found_where_its_module_says(tmp_path: Path) -> None:
 def test_the_first_mpicc_on_path_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
     mpi_in(tmp_path / "site/bin", MPICH)
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/site/bin:/nowhere"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/site/bin:/nowhere"}, tmp_path / "env")
     assert found is not None
     assert found.implementation == "MPICH"
     (note,) = others
@@ -91,7 +91,7 @@ def test_the_first_mpicc_on_path_is_taken_and_the_others_are_named(tmp_path: Pat
 
 def test_the_mpi_of_the_environment_is_found_without_activating_it(tmp_path: Path) -> None:
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
-    found, _ = find_mpi.find_mpi({"PATH": "/nowhere"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": "/nowhere"}, tmp_path / "env")
     assert found is not None
     assert found.bin == tmp_path / "env/bin"
 
@@ -99,7 +99,7 @@ def test_the_mpi_of_the_environment_is_found_without_activating_it(tmp_path: Pat
 def test_an_environment_under_another_name_on_path_is_the_environment(tmp_path: Path) -> None:
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
     (tmp_path / "link").symlink_to(tmp_path / "env")
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/link/bin"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/link/bin"}, tmp_path / "env")
     assert found is not None
     assert found.bin == tmp_path / "env/bin"
     assert others == ()
@@ -108,7 +108,7 @@ def test_an_environment_under_another_name_on_path_is_the_environment(tmp_path: 
 def test_a_wrapper_that_does_not_run_is_passed_over_and_named(tmp_path: Path) -> None:
     mpi_in(tmp_path / "broken", "exit 127")
     mpi_in(tmp_path / "good", OPEN_MPI)
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/broken:{tmp_path}/good"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/broken:{tmp_path}/good"}, tmp_path / "env")
     assert found is not None
     assert found.bin == tmp_path / "good"
     assert others == (f"{tmp_path}/broken/mpicc: it does not run",)
@@ -147,7 +147,7 @@ def test_a_wrapper_that_does_not_end_is_passed_over_with_all_that_it_started(
     if "sleep" in mpicc:
         monkeypatch.setattr(ask.threading, "Timer", Patience)
     mpi_in(tmp_path / "broken", f"echo asked >> {tmp_path}/asked; {mpicc.format(note=note)}")
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/broken"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/broken"}, tmp_path / "env")
     assert found is None
     assert others == (f"{tmp_path}/broken/mpicc: it does not run",)
     while runs(int(note.read_text())):  # killed, and not gone yet
@@ -157,9 +157,9 @@ def test_a_wrapper_that_does_not_end_is_passed_over_with_all_that_it_started(
 
 
 def test_no_mpi_and_one_without_its_cxx_wrapper(tmp_path: Path) -> None:
-    assert find_mpi.find_mpi({"PATH": "/nowhere"}, tmp_path) == (None, ())
+    assert here.find_mpi({"PATH": "/nowhere"}, tmp_path) == (None, ())
     program(tmp_path / "bin/mpicc", OPEN_MPI)
-    found, _ = find_mpi.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
     assert found is not None
     assert found.cxx is None
 
@@ -169,9 +169,9 @@ def test_no_mpi_and_one_without_its_cxx_wrapper(tmp_path: Path) -> None:
 )
 def test_open_mpi_says_whether_it_takes_gpu_memory(tmp_path: Path, says: str, expected: bool | None) -> None:
     mpi_in(tmp_path, OPEN_MPI, ompi_info=f"echo 'mca:mpi:base:param:mpi_built_with_cuda_support:value:{says}'")
-    found, _ = find_mpi.find_mpi({"PATH": str(tmp_path)}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": str(tmp_path)}, tmp_path / "env")
     assert found is not None
-    assert find_mpi.ask_gpu_aware(found) is expected
+    assert here.ask_gpu_aware(found) is expected
 
 
 # --- compilers -------------------------------------------------------------------------------------------------------

@@ -365,9 +365,9 @@ def test_a_new_build_that_cannot_be_imported_is_taken_out_and_forgotten(
     cached = kept.put("key", wheel_file, {})
     monkeypatch.setattr(environment, "install", lambda *arguments: half_an_install(installed))
     monkeypatch.setattr(environment, "check_import", fails)
-    plan, facts = SimpleNamespace(key="key"), SimpleNamespace(python=installed, environ={})
+    plan = SimpleNamespace(key="key", facts=SimpleNamespace(python=installed))
     before = tree(installed.prefix)
     with pytest.raises(InstallError, match="cannot be imported"):
-        cli._put_in_place(cached, plan, facts, kept, True, InstallProgress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
+        cli._put_in_place(cached, plan, kept, True, InstallProgress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
     assert tree(installed.prefix) == before
     assert kept.get("key") is None

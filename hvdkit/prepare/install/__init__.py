@@ -3,7 +3,7 @@
 ::
 
     cli
-     ├── here          what is on this machine: facts, also from find_frameworks and find_mpi
+     ├── here          what is on this machine: facts, also from find_frameworks
      ├── plan          facts and options in; settings, run paths and cache key out; or, from requirements,
      │                 one sentence that says what is missing
      ├── cache         one wheel for each key: locked, whole, verified

@@ -65,7 +65,7 @@ class Workshop:
         run(argv, what=f"pip {arguments[0]}", environ=environ, cwd=self.directory, log=self.log)
 
 
-def build_wheel(plan: BuildPlan, facts: BuildFacts, cache: Cache, progress: InstallProgress, log: Path) -> Path:
+def build_wheel(plan: BuildPlan, cache: Cache, progress: InstallProgress, log: Path) -> Path:
     """Build the wheel of a plan and keep it in the cache; the caller holds the lock of its key.
 
     Returns:
@@ -73,10 +73,10 @@ def build_wheel(plan: BuildPlan, facts: BuildFacts, cache: Cache, progress: Inst
     Raises:
         InstallError: a step failed; nothing is left but the log.
     """
-    with build_directory(facts.build_directory) as directory:
-        shop = Workshop(directory, facts, log, progress, _environ(plan, facts, directory))
+    with build_directory(plan.facts.build_directory) as directory:
+        shop = Workshop(directory, plan.facts, log, progress, _environ(plan, directory))
         progress.say(f"Full output: {log}")
-        _check_frameworks(plan, shop)
+        _check_frameworks(shop)
         progress.say("Fetching the build tools")
         shop.pip(
             ["install", "--quiet", "--target", str(shop.tools), "--no-deps", "--only-binary", ":all:", *BUILD_TOOLS]
@@ -87,7 +87,7 @@ def build_wheel(plan: BuildPlan, facts: BuildFacts, cache: Cache, progress: Inst
         tree = unpack(fetch(cache.room("sources"), download, shop.pip), directory)
         adjust.apply(tree, plan.adjustments)
         progress.say(f"Adjusted the source ({len(plan.adjustments)} changes; 'hvdkit install --explain' lists them)")
-        compiled = _compile(plan, shop, tree)
+        compiled = _compile(shop, tree)
         return cache.put(plan.key, _finish(compiled, plan, shop), plan.key_fields)
 
 
@@ -133,12 +133,12 @@ def _remove_if_left(directory: Path) -> None:
         return
 
 
-def _environ(plan: BuildPlan, facts: BuildFacts, directory: Path) -> dict[str, str]:
+def _environ(plan: BuildPlan, directory: Path) -> dict[str, str]:
     """The environment of the compilation: tools of ``directory``, jobs that fit the memory, NCCL."""
-    environ = build_environ(plan, facts.environ)
+    environ = build_environ(plan, plan.facts.environ)
     tools = directory / "tools"
     memory = available_bytes(files.text_if_there(Path("/proc/meminfo")))
-    jobs = job_count(len(os.sched_getaffinity(0)), memory, facts.environ.get("MAX_JOBS"))
+    jobs = job_count(len(os.sched_getaffinity(0)), memory, plan.facts.environ.get("MAX_JOBS"))
     environ |= {
         "PATH": os.pathsep.join([str(tools / "cmake" / "data" / "bin"), str(tools / "bin"), environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(tools)] + [part for part in [environ.get("PYTHONPATH", "")] if part]),
@@ -166,9 +166,9 @@ def available_bytes(meminfo: str) -> int:
     return int(found.group(1)) * 1024 if found else JOB_BYTES
 
 
-def _check_frameworks(plan: BuildPlan, shop: Workshop) -> None:
+def _check_frameworks(shop: Workshop) -> None:
     """CMake asks each framework for its settings by importing it, so one that cannot be imported ends here."""
-    for framework in plan.frameworks:
+    for framework in shop.facts.frameworks:
         title = f"{TITLES[framework.name]} {framework.version}"
         shop.progress.say(f"Importing {title}")
         try:
@@ -180,9 +180,9 @@ def _check_frameworks(plan: BuildPlan, shop: Workshop) -> None:
             ) from error
 
 
-def _compile(plan: BuildPlan, shop: Workshop, tree: Path) -> Path:
+def _compile(shop: Workshop, tree: Path) -> Path:
     shop.progress.say(
-        f"Compiling for {' and '.join(TITLES[framework.name] for framework in plan.frameworks)}, "
+        f"Compiling for {' and '.join(TITLES[framework.name] for framework in shop.facts.frameworks)}, "
         f"{shop.environ['CMAKE_BUILD_PARALLEL_LEVEL']} at a time"
     )
     # The options stand before the command: so Horovod's setup.py takes this for no build action and does not want

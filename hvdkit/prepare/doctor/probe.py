@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +106,17 @@ def plan(inventory: Mapping[str, Any]) -> list[list[str]]:
         if name == "tensorflow" and "keras" in present:
             first.append("keras")  # last, for it imports TensorFlow too and is quick where that has been done
         processes.append(first)
-    processes += [["jax"]] if "jax" in present else []
-    processes += [["mpi4py", "mpi4py.run"]] if "mpi4py" in present else []
-    processes += [["horovod"]] if "horovod" in present else []
+    others = (["jax"], ["mpi4py", "mpi4py.run"], ["horovod"])
+    processes += [stages for stages in others if stages[0] in present]
     return [stages for stages in processes if stages]
 
 
+@dataclass(frozen=True)
 class _Assembly:
     """The outcomes of all stages, as facts."""
 
-    def __init__(self, inventory: Mapping[str, Any], outcomes: Mapping[str, Any]) -> None:
-        self.inventory = inventory
-        self.outcomes = outcomes
+    inventory: Mapping[str, Any]
+    outcomes: Mapping[str, Any]
 
     def value(self, stage: str) -> Mapping[str, Any]:
         outcome = self.outcomes.get(stage)

@@ -81,15 +81,13 @@ def _package(facts: DoctorFacts, package: Package) -> Component:
         return Component("untested", package.distribution_version, "TensorFlow's import fails")
     if package.name == "keras":
         return Component("working", package.version, f"on {facts.keras_backend}")
-    devices = facts.devices.get(package.name)
-    if devices is None:
-        return Component("working", package.version)
-    if devices.failure:
-        return Component("working", package.version, "its devices are unknown")
-    if devices.build is None:
-        return Component("working", package.version, "CPU build")
-    seen = f"{len(devices.gpus)} x {devices.gpus[0]}" if devices.gpus else "no GPU visible"
-    return Component("working", package.version, f"{devices.build}, {seen}")
+    detail, devices = "", facts.devices.get(package.name)
+    if devices and devices.failure:
+        detail = "its devices are unknown"
+    elif devices:
+        seen = f"{len(devices.gpus)} x {devices.gpus[0]}" if devices.gpus else "no GPU visible"
+        detail = f"{devices.build}, {seen}" if devices.build else "CPU build"
+    return Component("working", package.version, detail)
 
 
 def _horovod(facts: DoctorFacts) -> Component:
@@ -125,17 +123,15 @@ def _mpi4py(facts: DoctorFacts) -> Component:
     if not package.present:
         return Component("missing")
     if package.failure or facts.mpi4py_run:
-        return Component(
-            "broken", package.installed_version, "its import fails" if package.failure else "MPI_Init fails"
-        )
+        how = "its import fails" if package.failure else "MPI_Init fails"
+        return Component("broken", package.installed_version, how)
     return Component("working", package.version, f"on {facts.mpi4py_mpi}" if facts.mpi4py_mpi else "")
 
 
 def _mpirun(facts: DoctorFacts) -> Component:
     if not facts.mpi_launchers:
-        return Component(
-            "missing", None, f"launchers here: {', '.join(facts.host.schedulers)}" if facts.host.schedulers else ""
-        )
+        others = ", ".join(facts.host.schedulers)
+        return Component("missing", None, others and f"launchers here: {others}")
     launcher = facts.mpi_launchers[0]
     return Component("found", str(launcher), launcher.path + ("" if launcher.first_on_path else " (not on PATH)"))
 

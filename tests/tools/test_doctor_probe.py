@@ -17,8 +17,8 @@ import pytest
 
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
-from hvdkit.prepare.doctor.checks import examine
 from hvdkit.prepare.doctor.children import Children, without_host_name
+from hvdkit.prepare.doctor.cli import examine
 from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.finding import Found
 from hvdkit.prepare.doctor.probe import gather

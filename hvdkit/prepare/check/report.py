@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from textwrap import fill
 
 import click
@@ -21,24 +20,13 @@ LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP
 _COLOURS = {"done": "green", "missing": "red", "undecided": "yellow", "not needed": None}
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What is said of one script.
+class Checked(JudgedCase):
+    """One script, what is said of its steps, and its findings by line."""
 
-    Attributes:
-        library: "horovod", "hvdkit", "ddp" or "none".
-        modules: which of its modules are used.
-        others: other ways to distribute that are used and not checked.
-        verdicts: of the eight steps, in order.
-        findings: by line.
-    """
-
-    path: str
-    library: str
-    modules: Sequence[str]
-    others: Sequence[str]
-    verdicts: Sequence[Verdict]
-    findings: Sequence[BrokenRule]
+    def __init__(self, script: Script) -> None:
+        super().__init__(script.tree)
+        self.path = script.path
+        self.findings = examine(self)
 
 
 def check_script(script: Script) -> Checked:
@@ -48,9 +36,7 @@ def check_script(script: Script) -> Checked:
         InvalidArgumentError: its expressions are nested too deeply to be followed.
     """
     try:
-        case = JudgedCase(script.tree)
-        findings = examine(case)
-        return Checked(script.path, case.library, case.modules, case.others, case.verdicts, findings)
+        return Checked(script)
     except RecursionError as error:
         raise too_deep(script.path) from error
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from hvdkit.prepare.check import step_device, step_gradients
+from hvdkit.prepare.check import step_gradients, step_start
 from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, word
 from hvdkit.prepare.check.libraries import NUMBERS, RANKS, SAMPLERS, TOGETHER, Role, role
 from hvdkit.prepare.check.program import everything
@@ -116,7 +116,7 @@ def called_values(case: JudgedCase) -> Iterator[Event]:
 
 def before_init(case: JudgedCase) -> Iterator[Event]:
     """The first call that needs the library, where it comes before init."""
-    starts = step_device.starts(case)
+    starts = step_start.starts(case)
     if not starts or not starts[0].reached or "torch.distributed.rpc" in case.others:
         return
     root = case.name(starts[0].node).split(".")[0]
@@ -131,7 +131,7 @@ def before_init(case: JudgedCase) -> Iterator[Event]:
 
 def pinned_by_global_rank(case: JudgedCase) -> Iterator[ast.expr]:
     """The first line that takes the rank in the job for the number of a GPU."""
-    for chosen in sorted(step_device.device_choices(case), key=lambda one: one.lineno):
+    for chosen in sorted(step_start.device_choices(case), key=lambda one: one.lineno):
         reached = case.reach(chosen)
         sums = [one for one in reached if isinstance(one, ast.BinOp) and isinstance(one.op, _REDUCE_TO_LOCAL)]
         reckoned = any(not isinstance(one.left, (ast.Constant, ast.JoinedStr)) for one in sums)  # "cuda:%d" % rank

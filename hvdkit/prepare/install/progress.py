@@ -21,13 +21,9 @@ def parse_progress(line: str) -> tuple[int, str] | None:
     match = _NINJA.match(line)
     if match is None:
         return None
-    path = match["path"]
-    name = path.rpartition("/")[2]
-    if match["what"].startswith("Building"):
-        name = name.removesuffix(".o")
-        place = path.partition("/CMakeFiles/")[0]
-        return int(match["percent"]), f"{place}: {name}"
-    return int(match["percent"]), f"linking {name}"
+    place, name = match["path"].partition("/CMakeFiles/")[0], match["path"].rpartition("/")[2]
+    compiles = match["what"].startswith("Building")
+    return int(match["percent"]), f"{place}: {name.removesuffix('.o')}" if compiles else f"linking {name}"
 
 
 class InstallProgress:

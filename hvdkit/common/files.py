@@ -76,6 +76,14 @@ def text(path: Path, *, most: int = MOST_BYTES, encoding: str = "utf-8", errors:
     return content(path, most=most).decode(encoding, errors)
 
 
+def text_if_there(path: Path) -> str:
+    """The text of a small file of the system or of a package; "" where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def exists(path: Path) -> bool:
     """Whether something is at a path; False where nothing can be, such as for a name too long, which pathlib raises."""
     return _mode(path) != 0

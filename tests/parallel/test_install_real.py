@@ -59,7 +59,7 @@ def test_a_wheel_built_elsewhere_is_installed_from_the_cache_and_works(
     for package in plan.run_paths:
         code = (
             f"import horovod.{package} as hvd; hvd.init(); assert hvd.size() == 1; "
-            f"assert hvd.gloo_built() and hvd.mpi_built() == {plan.mpi is not None}; print(hvd.__file__)"
+            f"assert hvd.gloo_built() and hvd.mpi_built() == {plan.facts.mpi is not None}; print(hvd.__file__)"
         )
         environ = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         assert str(environment.site) in environment.run("-c", code, **environ)

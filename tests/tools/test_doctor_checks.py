@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hvdkit.common.mpi_names import identify, same_family
-from hvdkit.prepare.doctor.checks import examine
+from hvdkit.prepare.doctor.cli import examine
 from hvdkit.prepare.doctor.facts import (
     Build,
     Devices,

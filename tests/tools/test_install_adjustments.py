@@ -11,7 +11,7 @@ import pytest
 
 import hvdkit
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install import adjust, source
+from hvdkit.prepare.install import adjust, build
 from hvdkit.prepare.install.adjust import CONDITIONS, Patch, apply, applying, describe, digest, parse, patches
 from hvdkit.prepare.install.here import cache_directory
 from hvdkit.prepare.install.requirements import Options
@@ -22,7 +22,7 @@ TARGETS = [
     for frameworks in ({"torch"}, {"tensorflow"}, {"torch", "tensorflow"})
     for gpu, plain in itertools.product(("none", "nccl", "mpi"), (False, True))
 ]
-RELEASED = cache_directory() / "sources" / source.FILE_NAME
+RELEASED = cache_directory() / "sources" / build.SOURCE
 HUNK = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@")
 
 
@@ -71,9 +71,9 @@ def test_the_patches_of_every_build_apply_to_one_source(tmp_path: Path, target: 
         assert ("UNITY_BUILD ON" in text) == (framework in target.frameworks and target.gpu == "none")
 
 
-@pytest.mark.skipif(not source.is_released(RELEASED), reason="the cache has no source of Horovod: hvdkit install")
+@pytest.mark.skipif(not build.is_released(RELEASED), reason="the cache has no source of Horovod: hvdkit install")
 def test_every_hunk_is_where_it_says_in_the_released_source(tmp_path: Path) -> None:
-    tree = source.unpack(RELEASED, tmp_path)
+    tree = build.unpack(RELEASED, tmp_path)
     for one in patches():
         for (line, _, _, _), hunk in zip(HUNK.findall(one.diff), one.hunks, strict=True):
             lines = (tree / hunk.file).read_text().splitlines(keepends=True)[int(line) - 1 :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdkit.prepare.install.failure import LONGEST, first_error, is_out_of_memory
+from hvdkit.prepare.install.runner import LONGEST, first_error, is_out_of_memory
 
 NINJA_ERROR = """\
 [ 40%] Building CXX object horovod/torch/CMakeFiles/pytorch.dir/handle_manager.cc.o

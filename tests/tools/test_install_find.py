@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.common import ask
-from hvdkit.prepare.install import find_gpu, find_mpi, find_toolchain
+from hvdkit.prepare.install import here
 from hvdkit.prepare.install.find_frameworks import find_tensorflow, find_torch
 
 
@@ -65,7 +65,7 @@ def test_an_mpi_is_named_by_what_its_wrapper_says(
     tmp_path: Path, mpicc: str, others: dict[str, str], expected: tuple[str, str]
 ) -> None:
     mpi_in(tmp_path / "bin", mpicc, **others)
-    found, _ = find_mpi.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
     assert found is not None
     assert (found.implementation, found.version) == expected
     assert found.bin == tmp_path / "bin"
@@ -74,7 +74,7 @@ def test_an_mpi_is_named_by_what_its_wrapper_says(
 
 def test_a_cray_mpich_is_found_where_its_module_says(tmp_path: Path) -> None:
     mpi_in(tmp_path / "cray/bin", MPICH)
-    found, _ = find_mpi.find_mpi({"PATH": "/nowhere", "CRAY_MPICH_DIR": f"{tmp_path}/cray"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": "/nowhere", "CRAY_MPICH_DIR": f"{tmp_path}/cray"}, tmp_path / "env")
     assert found is not None
     assert found.implementation == "Cray MPICH"
 
@@ -82,7 +82,7 @@ def test_a_cray_mpich_is_found_where_its_module_says(tmp_path: Path) -> None:
 def test_the_first_mpicc_on_path_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
     mpi_in(tmp_path / "site/bin", MPICH)
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/site/bin:/nowhere"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/site/bin:/nowhere"}, tmp_path / "env")
     assert found is not None
     assert found.implementation == "MPICH"
     (note,) = others
@@ -91,7 +91,7 @@ def test_the_first_mpicc_on_path_is_taken_and_the_others_are_named(tmp_path: Pat
 
 def test_the_mpi_of_the_environment_is_found_without_activating_it(tmp_path: Path) -> None:
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
-    found, _ = find_mpi.find_mpi({"PATH": "/nowhere"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": "/nowhere"}, tmp_path / "env")
     assert found is not None
     assert found.bin == tmp_path / "env/bin"
 
@@ -99,7 +99,7 @@ def test_the_mpi_of_the_environment_is_found_without_activating_it(tmp_path: Pat
 def test_an_environment_under_another_name_on_path_is_the_environment(tmp_path: Path) -> None:
     mpi_in(tmp_path / "env/bin", OPEN_MPI)
     (tmp_path / "link").symlink_to(tmp_path / "env")
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/link/bin"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/link/bin"}, tmp_path / "env")
     assert found is not None
     assert found.bin == tmp_path / "env/bin"
     assert others == ()
@@ -108,7 +108,7 @@ def test_an_environment_under_another_name_on_path_is_the_environment(tmp_path: 
 def test_a_wrapper_that_does_not_run_is_passed_over_and_named(tmp_path: Path) -> None:
     mpi_in(tmp_path / "broken", "exit 127")
     mpi_in(tmp_path / "good", OPEN_MPI)
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/broken:{tmp_path}/good"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/broken:{tmp_path}/good"}, tmp_path / "env")
     assert found is not None
     assert found.bin == tmp_path / "good"
     assert others == (f"{tmp_path}/broken/mpicc: it does not run",)
@@ -147,7 +147,7 @@ def test_a_wrapper_that_does_not_end_is_passed_over_with_all_that_it_started(
     if "sleep" in mpicc:
         monkeypatch.setattr(ask.threading, "Timer", Patience)
     mpi_in(tmp_path / "broken", f"echo asked >> {tmp_path}/asked; {mpicc.format(note=note)}")
-    found, others = find_mpi.find_mpi({"PATH": f"{tmp_path}/broken"}, tmp_path / "env")
+    found, others = here.find_mpi({"PATH": f"{tmp_path}/broken"}, tmp_path / "env")
     assert found is None
     assert others == (f"{tmp_path}/broken/mpicc: it does not run",)
     while runs(int(note.read_text())):  # killed, and not gone yet
@@ -157,9 +157,9 @@ def test_a_wrapper_that_does_not_end_is_passed_over_with_all_that_it_started(
 
 
 def test_no_mpi_and_one_without_its_cxx_wrapper(tmp_path: Path) -> None:
-    assert find_mpi.find_mpi({"PATH": "/nowhere"}, tmp_path) == (None, ())
+    assert here.find_mpi({"PATH": "/nowhere"}, tmp_path) == (None, ())
     program(tmp_path / "bin/mpicc", OPEN_MPI)
-    found, _ = find_mpi.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": f"{tmp_path}/bin"}, tmp_path / "env")
     assert found is not None
     assert found.cxx is None
 
@@ -169,9 +169,9 @@ def test_no_mpi_and_one_without_its_cxx_wrapper(tmp_path: Path) -> None:
 )
 def test_open_mpi_says_whether_it_takes_gpu_memory(tmp_path: Path, says: str, expected: bool | None) -> None:
     mpi_in(tmp_path, OPEN_MPI, ompi_info=f"echo 'mca:mpi:base:param:mpi_built_with_cuda_support:value:{says}'")
-    found, _ = find_mpi.find_mpi({"PATH": str(tmp_path)}, tmp_path / "env")
+    found, _ = here.find_mpi({"PATH": str(tmp_path)}, tmp_path / "env")
     assert found is not None
-    assert find_mpi.ask_gpu_aware(found) is expected
+    assert here.ask_gpu_aware(found) is expected
 
 
 # --- compilers -------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def compiler(path: Path, version: str, test: str = "exit 0") -> Path:
 
 def test_the_compiler_is_the_first_of_the_usual_names(tmp_path: Path) -> None:
     compiler(tmp_path / "g++", "g++ (Debian 12.2.0-14) 12.2.0")
-    found = find_toolchain.find_cxx({"PATH": str(tmp_path)})
+    found = here.find_cxx({"PATH": str(tmp_path)})
     assert found is not None
     assert found.command == (f"{tmp_path}/g++",)
     assert found.name == "GCC 12.2.0"
@@ -197,7 +197,7 @@ def test_the_compiler_is_the_first_of_the_usual_names(tmp_path: Path) -> None:
 def test_one_compiler_under_two_names_is_one_compiler(tmp_path: Path) -> None:
     compiler(tmp_path / "a/c++", "c++ (Debian 12.2.0-14) 12.2.0")
     compiler(tmp_path / "b/g++", "g++ (Debian 12.2.0-14) 12.2.0")
-    first, second = (find_toolchain.find_cxx({"PATH": f"{tmp_path}/{name}"}) for name in "ab")
+    first, second = (here.find_cxx({"PATH": f"{tmp_path}/{name}"}) for name in "ab")
     assert first is not None
     assert second is not None
     assert first.identity == second.identity
@@ -206,25 +206,25 @@ def test_one_compiler_under_two_names_is_one_compiler(tmp_path: Path) -> None:
 def test_cxx_may_name_a_compiler_with_arguments(tmp_path: Path) -> None:
     compiler(tmp_path / "g++", "g++ 12.2.0")
     compiler(tmp_path / "mine", "mine 1.0.0", test="exit 1")
-    found = find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"})
+    found = here.find_cxx({"PATH": str(tmp_path), "CXX": "g++ -m64"})
     assert found is not None
     assert found.command == (f"{tmp_path}/g++", "-m64")
-    assert find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": "not-there"}) is None
-    assert find_toolchain.find_cxx({"PATH": str(tmp_path), "CXX": 'g++ "open'}) is None
+    assert here.find_cxx({"PATH": str(tmp_path), "CXX": "not-there"}) is None
+    assert here.find_cxx({"PATH": str(tmp_path), "CXX": 'g++ "open'}) is None
 
 
 def test_a_compiler_that_cannot_do_cxx20_says_why(tmp_path: Path) -> None:
     compiler(
         tmp_path / "c++", "c++ (GCC) 8.5.0", test="echo '<stdin>:1:10: fatal error: bit: No such file' >&2; exit 1"
     )
-    found = find_toolchain.find_cxx({"PATH": str(tmp_path)})
+    found = here.find_cxx({"PATH": str(tmp_path)})
     assert found is not None
     assert "fatal error: bit" in found.problem
 
 
 def test_no_compiler_on_path(tmp_path: Path) -> None:
-    assert find_toolchain.find_cxx({"PATH": str(tmp_path)}) is None
-    assert find_toolchain.find_cc({"PATH": ""}) is None
+    assert here.find_cxx({"PATH": str(tmp_path)}) is None
+    assert here.find_cc({"PATH": ""}) is None
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_no_compiler_on_path(tmp_path: Path) -> None:
     ],
 )
 def test_vector_instructions_are_those_of_the_processor(cpuinfo: str, expected: tuple[str, ...]) -> None:
-    assert find_toolchain.arch_flags(cpuinfo) == expected
+    assert here.arch_flags(cpuinfo) == expected
 
 
 # --- frameworks ------------------------------------------------------------------------------------------------------
@@ -299,10 +299,10 @@ def nccl_in(home: Path, library: str) -> Path:
 
 def test_the_toolkit_is_the_one_that_cuda_home_names(tmp_path: Path) -> None:
     named, on_path = cuda_in(tmp_path / "named", "12.4"), cuda_in(tmp_path / "path")
-    found = find_gpu.find_cuda({"CUDA_HOME": str(named), "PATH": f"{on_path}/bin"}, [])
+    found = here.find_cuda({"CUDA_HOME": str(named), "PATH": f"{on_path}/bin"}, [])
     assert found is not None
     assert (found.home, found.version, found.nvtx) == (named, "12.4.88", False)
-    found = find_gpu.find_cuda({"CUDA_HOME": f"{tmp_path}/gone", "PATH": f"{on_path}/bin"}, [])
+    found = here.find_cuda({"CUDA_HOME": f"{tmp_path}/gone", "PATH": f"{on_path}/bin"}, [])
     assert found is not None
     assert found.home == on_path
 
@@ -310,17 +310,17 @@ def test_the_toolkit_is_the_one_that_cuda_home_names(tmp_path: Path) -> None:
 def test_a_toolkit_without_its_headers_is_none(tmp_path: Path) -> None:
     home = cuda_in(tmp_path / "cuda")
     (home / "include/cuda_runtime.h").unlink()
-    found = find_gpu.find_cuda({"CUDA_HOME": str(home), "PATH": ""}, [])
+    found = here.find_cuda({"CUDA_HOME": str(home), "PATH": ""}, [])
     assert found is None or found.home != home
 
 
 def test_nccl_is_found_in_pips_package_and_named_ones_come_first(tmp_path: Path) -> None:
     pips = nccl_in(tmp_path / "site-packages/nvidia/nccl", "libnccl.so.2")
-    found = find_gpu.find_nccl({}, tmp_path / "env", [tmp_path / "site-packages"], None)
+    found = here.find_nccl({}, tmp_path / "env", [tmp_path / "site-packages"], None)
     assert found is not None
     assert (found.library, found.version) == (pips / "lib/libnccl.so.2", "2.29.7")
     own = nccl_in(tmp_path / "own", "libnccl.so")
-    found = find_gpu.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
+    found = here.find_nccl({"NCCL_HOME": str(own)}, tmp_path / "env", [tmp_path / "site-packages"], None)
     assert found is not None
     assert found.library == own / "lib/libnccl.so"
 
@@ -328,5 +328,5 @@ def test_nccl_is_found_in_pips_package_and_named_ones_come_first(tmp_path: Path)
 def test_a_header_without_its_library_is_no_nccl(tmp_path: Path) -> None:
     home = nccl_in(tmp_path / "own", "libnccl.so")
     (home / "lib/libnccl.so").unlink()
-    found = find_gpu.find_nccl({"NCCL_HOME": str(home)}, tmp_path / "env", [], None)
+    found = here.find_nccl({"NCCL_HOME": str(home)}, tmp_path / "env", [], None)
     assert found is None or found.include != home / "include"

@@ -338,7 +338,7 @@ def test_headers_are_not_asked_for_without_pytorch() -> None:
 
 
 def test_no_mpi_is_fine_when_none_is_wanted() -> None:
-    assert make_plan(replace(FACTS, mpi=None), Options(mpi=False)).mpi is None
+    assert make_plan(replace(FACTS, mpi=None), Options(mpi=False)).facts.mpi is None
 
 
 @pytest.mark.parametrize("version", [(3, 11, 0), (3, 12, 1), (3, 13, 0)])

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install import build, cli, environment, source, wheel
+from hvdkit.prepare.install import build, cli, environment
 from hvdkit.prepare.install.cache import Cache
 from hvdkit.prepare.install.facts import PythonFacts
 from hvdkit.prepare.install.progress import InstallProgress, parse_progress
@@ -139,24 +139,24 @@ def archive(path: Path, members: dict[str, str]) -> Path:
 
 
 def test_a_source_of_another_sum_is_not_the_released_one(tmp_path: Path) -> None:
-    fake = archive(tmp_path / source.FILE_NAME, {"horovod-0.28.1/setup.py": ""})
-    assert not source.is_released(fake)
-    assert not source.is_released(tmp_path / "gone")
+    fake = archive(tmp_path / build.SOURCE, {"horovod-0.28.1/setup.py": ""})
+    assert not build.is_released(fake)
+    assert not build.is_released(tmp_path / "gone")
 
 
 def test_a_damaged_kept_source_is_fetched_again_and_a_wrong_one_refused(tmp_path: Path) -> None:
     sources, work = tmp_path / "sources", tmp_path / "work"
     sources.mkdir()
     work.mkdir()
-    (sources / source.FILE_NAME).write_bytes(b"damaged")
+    (sources / build.SOURCE).write_bytes(b"damaged")
     calls: list[list[str]] = []
 
     def pip(arguments: list[str]) -> None:
         calls.append(arguments)
-        (work / source.FILE_NAME).write_bytes(b"wrong too")
+        (work / build.SOURCE).write_bytes(b"wrong too")
 
     with pytest.raises(InstallError, match="not the released one"):
-        source.fetch(sources, work, pip)
+        build.fetch(sources, work, pip)
     (arguments,) = calls
     assert "--require-hashes" in arguments
     assert "92a43f5a94c4" in (work / "requirements.txt").read_text()
@@ -168,7 +168,7 @@ def test_an_archive_with_a_member_outside_is_refused(tmp_path: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
         pytest.skip("this Python cannot filter archives; there the archive's SHA-256 alone is checked")
     with pytest.raises(InstallError, match="cannot be unpacked"):
-        source.unpack(bad, tmp_path / "into")
+        build.unpack(bad, tmp_path / "into")
     assert not (tmp_path / "evil").exists()
 
 
@@ -176,7 +176,7 @@ def test_an_archive_with_a_member_outside_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.tar.gz").write_bytes(content)
     with pytest.raises(InstallError, match="cannot be unpacked"):
-        source.unpack(tmp_path / "x.tar.gz", tmp_path)
+        build.unpack(tmp_path / "x.tar.gz", tmp_path)
 
 
 # --- run paths -------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_run_paths_are_made_to_move_with_the_environment(tmp_path: Path) -> None
         "$ORIGIN/own",
     ]
     extra = ("$ORIGIN/../../torch/lib", "$ORIGIN/../../nvidia/nccl/lib")
-    assert wheel.relocated(entries, "torch", python, work, extra) == [
+    assert build.relocated(entries, "torch", python, work, extra) == [
         "$ORIGIN/../../../..",
         "$ORIGIN/../../torch/lib",
         "/opt/openmpi/lib",
@@ -221,7 +221,7 @@ def test_a_run_path_through_a_link_into_the_environment_moves_too(tmp_path: Path
     real = tmp_path / "real"
     (real / "lib/python3.11/site-packages/horovod").mkdir(parents=True)
     (tmp_path / "env").symlink_to(real)
-    assert wheel.relocated([f"{real}/lib"], "torch", python_in(tmp_path / "env"), tmp_path / "build") == [
+    assert build.relocated([f"{real}/lib"], "torch", python_in(tmp_path / "env"), tmp_path / "build") == [
         "$ORIGIN/../../../.."
     ]
 
@@ -365,9 +365,9 @@ def test_a_new_build_that_cannot_be_imported_is_taken_out_and_forgotten(
     cached = kept.put("key", wheel_file, {})
     monkeypatch.setattr(environment, "install", lambda *arguments: half_an_install(installed))
     monkeypatch.setattr(environment, "check_import", fails)
-    plan, facts = SimpleNamespace(key="key"), SimpleNamespace(python=installed, environ={})
+    plan = SimpleNamespace(key="key", facts=SimpleNamespace(python=installed))
     before = tree(installed.prefix)
     with pytest.raises(InstallError, match="cannot be imported"):
-        cli._put_in_place(cached, plan, facts, kept, True, InstallProgress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
+        cli._put_in_place(cached, plan, kept, True, InstallProgress(io.StringIO()), tmp_path / "log")  # type: ignore[arg-type]
     assert tree(installed.prefix) == before
     assert kept.get("key") is None

@@ -306,14 +306,15 @@ def test_a_cache_whose_path_the_loader_would_split(tmp_path):
 
 def test_an_install_has_it_compiled_and_goes_on_where_that_fails(tmp_path):
     mpicc = fake_mpicc(tmp_path / "bin", COPIES.format(library=a_library(), log=tmp_path / "log"))
-    plan_, said = SimpleNamespace(mpi=SimpleNamespace(bin=mpicc.parent)), []
-    machine = SimpleNamespace(environ={"PATH": "/usr/bin:/bin"}, cache_directory=tmp_path / "cache")
-    install_cli._compile_mpi_recorder(plan_, machine, SimpleNamespace(say=said.append))
+    environ, said = {"PATH": "/usr/bin:/bin"}, []
+    mpi = SimpleNamespace(bin=mpicc.parent)
+    machine = SimpleNamespace(mpi=mpi, environ=environ, cache_directory=tmp_path / "cache")
+    install_cli._compile_mpi_recorder(machine, SimpleNamespace(say=said.append))
     assert len(list((tmp_path / "cache").rglob(mpi_recorder.NAME))) == 1
     fake_mpicc(tmp_path / "bin", "exit 1", version="9")
-    install_cli._compile_mpi_recorder(plan_, machine, SimpleNamespace(say=said.append))
+    install_cli._compile_mpi_recorder(machine, SimpleNamespace(say=said.append))
     assert said[-1].startswith("Note: The recorder of MPI calls cannot be compiled")
-    install_cli._compile_mpi_recorder(SimpleNamespace(mpi=None), machine, None)
+    install_cli._compile_mpi_recorder(SimpleNamespace(mpi=None), None)
 
 
 def test_a_dry_run_compiles_nothing(tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ its turn. Whatever the text does not settle is said to be undecided.
     case.py            what each rank trains on; with the layers below it, a script as steps and rules see it
     verdict.py         done, missing, not needed or undecided
     steps.py           the table of the eight steps; its rows are functions of step_*.py
-    rules.py           the table of rules: a script in, lines out; its rows are functions of find.py, uncalled.py,
-                       collectives.py, metrics.py and step_*.py
+    rules.py           the table of rules: a script in, lines out; its rows are functions of find.py, metrics.py,
+                       removed.py and step_*.py
     report.py          as text and as JSON
     cli.py             the command ``hvdkit check``
 """

@@ -6,6 +6,7 @@ import shutil
 
 import click
 
+from hvdkit.common.commands import JSON
 from hvdkit.prepare.check.report import as_json, as_text, check_script
 from hvdkit.prepare.check.source import read_script
 
@@ -14,7 +15,7 @@ _WIDEST = 110
 
 @click.command()
 @click.argument("scripts", nargs=-1, required=True, metavar="SCRIPT.py ...")
-@click.option("--json", "json_", is_flag=True, help="Print one JSON object, and nothing else, on standard output.")
+@JSON
 def check(scripts: tuple[str, ...], json_: bool) -> int:
     """Report which of the eight steps a training script does, and its mistakes.
 

@@ -139,9 +139,9 @@ class ScriptFacts(Flow):
             return False
         return any(self.name(call).startswith("hvdkit.") for call in self.having_made(node.value, Role.INIT))
 
-    def kinds(self, *nodes: ast.AST | None, through: bool = False) -> set[Role]:
+    def kinds(self, *nodes: ast.AST | None) -> set[Role]:
         """Ranks and sizes among what values come from."""
-        return {kind for one in self.reach(*nodes, through=through) if (kind := self.kind(one)) is not None}
+        return {kind for one in self.reach(*nodes) if (kind := self.kind(one)) is not None}
 
     def has_rank(self, *nodes: ast.AST | None, through: bool = False) -> bool:
         """Whether a value comes from a rank, or from something that is named like one."""

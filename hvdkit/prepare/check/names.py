@@ -25,18 +25,11 @@ KNOWN_PACKAGES = (_PACKAGES | sys.stdlib_module_names) - _ALSO_NAMES_OF_SCRIPTS
 """Packages whose functions do what their names say; whatever comes from another one may do any of the steps."""
 
 OTHER_DISTRIBUTORS = {
-    "accelerate": "Accelerate",
-    "bagua": "Bagua",
-    "byteps": "BytePS",
-    "colossalai": "Colossal-AI",
-    "composer": "Composer",
-    "deepspeed": "DeepSpeed",
-    "fairscale": "FairScale",
-    "lightning": "Lightning",
-    "pytorch_lightning": "Lightning",
-    "smdistributed": "SageMaker's data parallel library",
+    "accelerate": "Accelerate", "bagua": "Bagua", "byteps": "BytePS", "colossalai": "Colossal-AI",
+    "composer": "Composer", "deepspeed": "DeepSpeed", "fairscale": "FairScale", "lightning": "Lightning",
+    "pytorch_lightning": "Lightning", "smdistributed": "SageMaker's data parallel library",
     "transformers": "Transformers",
-}
+}  # fmt: skip
 """Packages that distribute a training in their own ways, which are not checked."""
 
 OTHER_WAYS = {

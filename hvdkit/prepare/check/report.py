@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from textwrap import TextWrapper, fill
+from textwrap import fill
 
 import click
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import count_text
 from hvdkit.prepare.check.rules import BrokenRule, examine
 from hvdkit.prepare.check.source import Script, too_deep
 from hvdkit.prepare.check.steps import STEPS, JudgedCase
 from hvdkit.prepare.check.verdict import Verdict
+from hvdkit.prepare.doctor.finding import explanation
 
 LIBRARIES = {"horovod": "plain Horovod", "hvdkit": "hvdkit", "ddp": "PyTorch DDP", "none": "none found"}
 _COLOURS = {"done": "green", "missing": "red", "undecided": "yellow", "not needed": None}
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What is said of one script.
+class Checked(JudgedCase):
+    """One script, what is said of its steps, and its findings by line."""
 
-    Attributes:
-        library: "horovod", "hvdkit", "ddp" or "none".
-        modules: which of its modules are used.
-        others: other ways to distribute that are used and not checked.
-        verdicts: of the eight steps, in order.
-        findings: by line.
-    """
-
-    path: str
-    library: str
-    modules: Sequence[str]
-    others: Sequence[str]
-    verdicts: Sequence[Verdict]
-    findings: Sequence[BrokenRule]
+    def __init__(self, script: Script) -> None:
+        super().__init__(script.tree)
+        self.path = script.path
+        self.findings = examine(self)
 
 
 def check_script(script: Script) -> Checked:
@@ -46,9 +36,7 @@ def check_script(script: Script) -> Checked:
         InvalidArgumentError: its expressions are nested too deeply to be followed.
     """
     try:
-        case = JudgedCase(script.tree)
-        findings = examine(case)
-        return Checked(script.path, case.library, case.modules, case.others, case.verdicts, findings)
+        return Checked(script)
     except RecursionError as error:
         raise too_deep(script.path) from error
 
@@ -128,9 +116,9 @@ def _lines(checked: Checked, width: int) -> list[str]:
         return [*lines, f"  {others if checked.others else nothing}"]
     lines += [_step(number, verdict, width) for number, verdict in enumerate(checked.verdicts)]
     for finding in checked.findings:
-        lines += ["", *_finding(checked.path, finding, width)]
-    count = len(checked.findings)
-    return [*lines, "", f"{count or 'No'} finding{'' if count == 1 else 's'}."]
+        place = click.style(f"{checked.path}:{finding.line}", bold=True)
+        lines += ["", f"{place} [{finding.rule}]", *explanation(finding, width, hanging=8, end=".")]
+    return [*lines, "", f"{count_text(len(checked.findings), 'finding') if checked.findings else 'No findings'}."]
 
 
 def _step(index: int, verdict: Verdict, width: int) -> str:
@@ -142,10 +130,3 @@ def _step(index: int, verdict: Verdict, width: int) -> str:
     indent = " " * (longest + 18)
     text = fill(said, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
     return (start + text.removeprefix(indent)).rstrip()
-
-
-def _finding(path: str, finding: BrokenRule, width: int) -> list[str]:
-    wrapper = TextWrapper(width, "  ", " " * 8, break_long_words=False, break_on_hyphens=False)
-    said = (("what", finding.what), ("why", finding.why), ("fix", finding.fix))
-    place = click.style(f"{path}:{finding.line}", bold=True)
-    return [f"{place} [{finding.rule}]", *(wrapper.fill(f"{label}: {text}.") for label, text in said)]

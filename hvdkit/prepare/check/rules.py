@@ -6,10 +6,9 @@ import ast
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hvdkit.prepare.check import collectives, find, metrics, removed, step_data, step_gradients, step_state
+from hvdkit.prepare.check import find, metrics, removed, step_data, step_gradients, step_state
 from hvdkit.prepare.check.steps import JudgedCase
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.check.uncalled import uncalled
 
 Place = Event | ast.expr | ast.keyword | int
 """Where a rule is broken: a call, an expression, or a line where the rule's words are enough."""
@@ -62,7 +61,7 @@ RULES = (
         "`{}` is used as a number, but it is a function that is not called",
         "a function never equals a number: the condition is the same on every rank, or the value is nonsense",
         "write `{}()`",
-        uncalled,
+        find.uncalled,
     ),
     Rule(
         "value-called",
@@ -305,7 +304,7 @@ RULES = (
         "`{}` is a call that all ranks make together, on a branch that only some take",
         "the ranks on the branch wait forever for the others",
         "call it on every rank and keep under the condition only what belongs to one, such as printing",
-        collectives.on_some_ranks,
+        find.on_some_ranks,
     ),
 )
 """The rules, in the order of the steps."""

@@ -6,6 +6,7 @@ import ast
 import io
 import tokenize
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,8 +83,6 @@ def _decoded(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        try:
+        with suppress(SyntaxError, UnicodeDecodeError, LookupError):  # no coding line, or a wrong one
             return content.decode(tokenize.detect_encoding(io.BytesIO(content).readline)[0])
-        except (SyntaxError, UnicodeDecodeError, LookupError):  # no coding line, or a wrong one
-            pass
         raise

@@ -60,13 +60,11 @@ def _only_optimizers(case: Case, sent: list[Event]) -> list[Event]:
 
 def _loaded_on_root(case: Case, sent: list[Event]) -> list[Event]:
     """Loads of an optimizer's state on one rank, where no broadcast sends it to the others."""
-    whole = [one for one in sent if not case.name(one.node).endswith("broadcast_parameters")]
-    found = []
-    for load in loads(case) if not whole else ():
-        made = case.calls(receiver(load.node))
-        of_optimizer = made and all(map(case.is_optimizer, made))
-        found += [load] if of_optimizer and load.reached and case.where(load) == "some ranks" else []
-    return found
+    if any(not case.name(one.node).endswith("broadcast_parameters") for one in sent):
+        return []
+    made = {load: case.calls(receiver(load.node)) for load in loads(case) if load.reached}
+    of_optimizers = [load for load, calls in made.items() if calls and all(map(case.is_optimizer, calls))]
+    return [load for load in of_optimizers if case.where(load) == "some ranks"]
 
 
 def _by_callback(case: Case, callbacks: list[Event]) -> Verdict:

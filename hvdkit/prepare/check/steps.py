@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdkit.prepare.check import step_data, step_device, step_gradients, step_rate, step_state
+from hvdkit.prepare.check import step_data, step_gradients, step_start, step_state
 from hvdkit.prepare.check.case import Case
 from hvdkit.prepare.check.libraries import Role
 from hvdkit.prepare.check.verdict import MISSING, Verdict, done, may_do_it, undecided
@@ -30,9 +30,9 @@ class StepRule:
 
 
 STEPS = (
-    StepRule(1, "initialise", step_device.init),
-    StepRule(2, "pin one GPU per process", step_device.pin),
-    StepRule(3, "scale the learning rate", step_rate.learning_rate, (Role.FIT,)),
+    StepRule(1, "initialise", step_start.init),
+    StepRule(2, "pin one GPU per process", step_start.pin),
+    StepRule(3, "scale the learning rate", step_start.learning_rate, (Role.FIT,)),
     StepRule(4, "distribute the optimizer", step_gradients.distribute, (Role.DISTRIBUTE, Role.FIT, Role.LOAD_MODEL)),
     StepRule(5, "broadcast the state", step_state.broadcast),
     StepRule(6, "checkpoint on one rank", step_state.checkpoint),

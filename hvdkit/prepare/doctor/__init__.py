@@ -7,8 +7,7 @@
     children.py   starts those processes with a time limit; a crash or a hang is an outcome
     probe.py      what each child shall try, and the facts put together
     host.py       facts that need no child: cores, accelerators, environment variables, ``mpirun``
-    checks.py     the table of checks: facts in, findings out; the rows are functions of
-                  check_frameworks.py, check_mpi.py and check_host.py
+    check_*.py    the checks: facts in, findings out
     report.py     facts and findings as text and as JSON
-    cli.py        the command ``hvdkit doctor``
+    cli.py        the command ``hvdkit doctor``, and the table of its checks
 """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from hvdkit.prepare.doctor.check_frameworks import import_fix, legacy_keras, missing_module, public
+from hvdkit.prepare.doctor.check_frameworks import import_fix, lacks_legacy_keras, missing_module, public
 from hvdkit.prepare.doctor.facts import FRAMEWORKS, DoctorFacts, Failure
-from hvdkit.prepare.doctor.finding import Finding
+from hvdkit.prepare.doctor.finding import Found, error, info, warning
 
 _REBUILD = "Build Horovod again for what is installed now: 'hvdkit install --force'."
 
@@ -25,42 +26,45 @@ _LOAD_FIXES = (
 """Pattern of a loader's message -> what to do; else Horovod is built again."""
 
 
-def horovod_missing(facts: DoctorFacts) -> Finding | None:
-    """No Horovod."""
-    if facts.horovod.present:
-        return None
-    return Finding(
-        "error",
-        f"Horovod is not installed in {facts.prefix}.",
-        "It does the communication between the processes; without it there is one process.",
-        "'hvdkit install' builds it for the frameworks that are installed here.",
-    )
-
-
-def horovod_import_fails(facts: DoctorFacts) -> Finding | None:
-    """Horovod's package cannot be imported, whatever the framework."""
+def installed(facts: DoctorFacts) -> Iterator[Found]:
+    """Whether there is a Horovod that can be imported, built for this Python."""
     failure = facts.horovod.failure
-    if failure is None:
-        return None
-    return Finding(
-        "error",
-        f"Horovod is installed and its import fails: {failure.message}.",
-        f"It was found at {facts.horovod.location}; nothing that uses Horovod can start.",
-        import_fix(facts, facts.horovod) if missing_module(failure) else _REBUILD,
-    )
+    if not facts.horovod.present:
+        yield error(
+            "horovod-missing",
+            f"Horovod is not installed in {facts.prefix}.",
+            "It does the communication between the processes; without it there is one process.",
+            "'hvdkit install' builds it for the frameworks that are installed here.",
+        )
+    if failure:
+        yield error(
+            "import-horovod",
+            f"Horovod is installed and its import fails: {failure.message}.",
+            f"It was found at {facts.horovod.location}; nothing that uses Horovod can start.",
+            import_fix(facts, facts.horovod) if missing_module(failure) else _REBUILD,
+        )
+    build = next((build for build in facts.builds if build.python not in (None, facts.python_tag)), None)
+    if build and not facts.loaded_extensions():
+        yield error(
+            "drift-python",
+            f"Drift: Horovod was built for Python {build.python}, and this is {facts.python_tag}.",
+            "Its extensions are compiled code for one version of Python.",
+            _REBUILD,
+        )
 
 
-def extension_missing(facts: DoctorFacts, name: str) -> Finding | None:
+def extension_missing(facts: DoctorFacts, name: str) -> Iterator[Found]:
     """A framework is installed and Horovod was built without it."""
     extension = facts.extensions.get(name)
     if extension is None or extension.file is not None or not facts.packages[name].present:
-        return None
+        return
     others = [other for other in FRAMEWORKS if other != name and facts.packages[other].present]
     usable = [other for other in others if facts.extensions[other].file is not None]
     reason = f"Horovod was built without {FRAMEWORKS[name]}."
     if extension.other_files:
         reason = f"Horovod was built for another Python: {', '.join(extension.other_files)}."
-    return Finding(
+    yield Found(
+        f"extension-missing-{name}",
         "warning" if usable else "error",
         f"{FRAMEWORKS[name]} is installed and Horovod has no extension for it.",
         f"{reason} 'import horovod.{name}' does not work.",
@@ -68,29 +72,25 @@ def extension_missing(facts: DoctorFacts, name: str) -> Finding | None:
     )
 
 
-def framework_gone(facts: DoctorFacts, name: str) -> Finding | None:
+def framework_gone(facts: DoctorFacts, name: str) -> Iterator[Found]:
     """Horovod was built for a framework that is not there any more."""
     extension = facts.extensions.get(name)
-    if extension is None or extension.file is None or facts.packages[name].present:
-        return None
-    return Finding(
-        "info",
-        f"Horovod was built with {FRAMEWORKS[name]}, which is not installed now.",
-        f"'import horovod.{name}' does not work.",
-        f"Install {FRAMEWORKS[name]} {_built_version(facts, name) or 'again'}, or leave it.".replace("  ", " "),
-    )
+    if extension and extension.file is not None and not facts.packages[name].present:
+        versions = (build.frameworks[name] for build in facts.builds if name in build.frameworks)
+        yield info(
+            f"framework-gone-{name}",
+            f"Horovod was built with {FRAMEWORKS[name]}, which is not installed now.",
+            f"'import horovod.{name}' does not work.",
+            f"Install {FRAMEWORKS[name]} {next(versions, 'again')}, or leave it.",
+        )
 
 
-def _built_version(facts: DoctorFacts, name: str) -> str | None:
-    return next((build.frameworks[name] for build in facts.builds if name in build.frameworks), None)
-
-
-def drift(facts: DoctorFacts, name: str) -> Finding | None:
+def drift(facts: DoctorFacts, name: str) -> Iterator[Found]:
     """A framework is not the one that Horovod was built for: another version, or another build of the version."""
     package, extension = facts.packages[name], facts.extensions.get(name)
     versions = drifted(facts, name)
     if versions is None or extension is None:
-        return None
+        return
     built, installed, source = versions
     display = FRAMEWORKS[name]
     failure = extension.failure or next((failure for failure in extension.runs.values() if failure), None)
@@ -103,7 +103,8 @@ def drift(facts: DoctorFacts, name: str) -> Finding | None:
             "Horovod's extension is compiled code for the other version. It loads and a small allreduce works, but "
             "nothing promises that the layout of tensors has not changed: wrong results and crashes are possible."
         )
-    return Finding(
+    yield Found(
+        f"drift-{name}",
         "error" if failure or package.failure else "warning",
         f"Drift: {display} {installed} is installed, and Horovod was built for {display} {built} ({source}).",
         why,
@@ -133,28 +134,24 @@ def _same_version(one: str, other: str) -> bool:
     return public(one) == public(other) and ("" in locals_ or locals_[0] == locals_[1])
 
 
-def extension_fails(facts: DoctorFacts, name: str) -> Finding | None:
+def extension_fails(facts: DoctorFacts, name: str) -> Iterator[Found]:
     """Horovod's extension cannot be loaded, although the versions agree or are unknown."""
     extension = facts.extensions.get(name)
-    if extension is None or extension.failure is None or drifted(facts, name):
-        return None
-    if name == "tensorflow" and legacy_keras(facts):
-        return None  # the cause is said there
-    return Finding(
-        "error",
-        f"Horovod's extension for {FRAMEWORKS[name]} does not load: {extension.failure.message}.",
-        _load_reason(extension.failure, name),
-        _load_fix(facts, extension.failure),
-    )
-
-
-def _load_reason(failure: Failure, name: str) -> str:
-    if re.search("undefined symbol", failure.message + failure.detail):
-        return (
-            f"Drift: Horovod was compiled against another {FRAMEWORKS[name]} than the one that is installed (ABI): "
-            "a function that it calls is not there any more."
+    failure = extension.failure if extension else None
+    said = drifted(facts, name) or (name == "tensorflow" and lacks_legacy_keras(facts))
+    if failure and not said:
+        why = f"'import horovod.{name}' stops the same way in every training script."
+        if "undefined symbol" in failure.message + failure.detail:
+            why = (
+                f"Drift: Horovod was compiled against another {FRAMEWORKS[name]} than the one that is installed (ABI): "
+                "a function that it calls is not there any more."
+            )
+        yield error(
+            f"extension-{name}",
+            f"Horovod's extension for {FRAMEWORKS[name]} does not load: {failure.message}.",
+            why,
+            _load_fix(facts, failure),
         )
-    return f"'import horovod.{name}' stops the same way in every training script."
 
 
 def _load_fix(facts: DoctorFacts, failure: Failure) -> str:
@@ -168,20 +165,21 @@ def _load_fix(facts: DoctorFacts, failure: Failure) -> str:
     return next((fix for pattern, fix in _LOAD_FIXES if re.search(pattern, text)), _REBUILD)
 
 
-def run_fails(facts: DoctorFacts, name: str, controller: str) -> Finding | None:
+def run_fails(facts: DoctorFacts, name: str) -> Iterator[Found]:
     """Horovod loads, and a job of one process does not work over a controller it was built with."""
     extension = facts.extensions.get(name)
-    failure = extension.runs.get(controller) if extension else None
-    if extension is None or failure is None or drifted(facts, name):
-        return None
-    explain, fix = _RUN_TEXTS[controller]
-    works_over_mpi = "MPI" in extension.runs and extension.runs["MPI"] is None
-    return Finding(
-        "warning" if controller == "Gloo" and works_over_mpi else "error",
-        f"Horovod for {FRAMEWORKS[name]} does not run over {controller}: {failure.message}.",
-        explain,
-        fix,
-    )
+    if extension is None or drifted(facts, name):
+        return
+    for controller, (explain, fix) in _RUN_TEXTS.items():
+        if failure := extension.runs.get(controller):
+            works_over_mpi = "MPI" in extension.runs and extension.runs["MPI"] is None
+            yield Found(
+                f"run-{name}-{controller.lower()}",
+                "warning" if controller == "Gloo" and works_over_mpi else "error",
+                f"Horovod for {FRAMEWORKS[name]} does not run over {controller}: {failure.message}.",
+                explain,
+                fix,
+            )
 
 
 _RUN_TEXTS = {
@@ -200,39 +198,20 @@ _RUN_TEXTS = {
 }
 
 
-def no_record(facts: DoctorFacts) -> Finding | None:
-    """Horovod was not built by hvdkit: less is known, and its source was not adjusted."""
-    if not facts.horovod.present or facts.build_error or any(build.by_hvdkit for build in facts.builds):
-        return None
-    return Finding(
-        "info",
-        "Horovod was not built by 'hvdkit install'.",
-        "What it was built with is known from the extensions alone, and hvdkit's corrections (the stall inspector "
-        "under Gloo among them) may be missing.",
-        "Nothing, if it works for you; 'hvdkit install --force' builds it here.",
-    )
-
-
-def record_unreadable(facts: DoctorFacts) -> Finding | None:
-    """hvdkit's record of the build is there and damaged."""
-    if facts.build_error is None:
-        return None
-    return Finding(
-        "warning",
-        facts.build_error,
-        "Without the record it is unknown which MPI and options Horovod was built with.",
-        _REBUILD,
-    )
-
-
-def python_drift(facts: DoctorFacts) -> Finding | None:
-    """Horovod was built for another Python than this one."""
-    build = next((build for build in facts.builds if build.python not in (None, facts.python_tag)), None)
-    if build is None or any(extension.loaded for extension in facts.extensions.values()):
-        return None
-    return Finding(
-        "error",
-        f"Drift: Horovod was built for Python {build.python}, and this is {facts.python_tag}.",
-        "Its extensions are compiled code for one version of Python.",
-        _REBUILD,
-    )
+def record(facts: DoctorFacts) -> Iterator[Found]:
+    """What hvdkit noted about the build: damaged, or not there, so that less is known and nothing was adjusted."""
+    if facts.build_error is not None:
+        yield warning(
+            "record-unreadable",
+            facts.build_error,
+            "Without the record it is unknown which MPI and options Horovod was built with.",
+            _REBUILD,
+        )
+    elif facts.horovod.present and not any(build.by_hvdkit for build in facts.builds):
+        yield info(
+            "no-record",
+            "Horovod was not built by 'hvdkit install'.",
+            "What it was built with is known from the extensions alone, and hvdkit's corrections (the stall inspector "
+            "under Gloo among them) may be missing.",
+            "Nothing, if it works for you; 'hvdkit install --force' builds it here.",
+        )

@@ -12,9 +12,8 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvdkit.common.signals import signal_name
 from hvdkit.errors import HvdkitError
@@ -26,14 +25,6 @@ _LAUNCHED = re.compile(
     r"|PMIX_|PMI_|PMI2_|PRTE_|MPI_LOCAL|HYDRA|HYDI_|PALS_|ALPS_|SLURM_(PROCID|LOCALID|STEP|TASK_PID|PMI|MPI)"
 )
 """Variables that make a process part of a job, or change Horovod's behaviour: a probe is a single plain process."""
-
-
-@dataclass(frozen=True)
-class StageOutcome:
-    """What one stage of ``inside.py`` wrote: a value or a failure."""
-
-    value: Any = None
-    failure: Failure | None = None
 
 
 class Children:
@@ -54,9 +45,9 @@ class Children:
         self._lock = threading.Lock()
         self._stopped = False
 
-    def run(self, stages: Sequence[str]) -> dict[str, StageOutcome]:
-        """Outcomes by stage; a stage that kills its process is a failure, and the others go on in a new one."""
-        outcomes: dict[str, StageOutcome] = {}
+    def run(self, stages: Sequence[str]) -> dict[str, Any]:
+        """What each stage found, or its Failure; where one kills its process, the others go on in a new one."""
+        outcomes: dict[str, Any] = {}
         remaining = list(stages)
         while remaining and not self._stopped:
             lines, end = self._one_child(remaining)
@@ -65,8 +56,8 @@ class Children:
                 break
             begun = [line["begin"] for line in lines if "begin" in line and line["begin"] not in outcomes]
             fatal = begun[-1] if begun else remaining[0]
-            outcomes[fatal] = StageOutcome(failure=end)
-            failed = {stage for stage, outcome in outcomes.items() if outcome.failure}
+            outcomes[fatal] = end
+            failed = {stage for stage, outcome in outcomes.items() if isinstance(outcome, Failure)}
             later = remaining[remaining.index(fatal) + 1 :]
             remaining = [stage for stage in later if inside.is_possible(stage, failed)]
         return outcomes
@@ -81,17 +72,14 @@ class Children:
 
     def _one_child(self, stages: Sequence[str]) -> tuple[list[dict[str, Any]], Failure | None]:
         """Lines that a child wrote, and its end when that was not the regular one."""
-        results, errors = os.memfd_create("hvdkit-results"), os.memfd_create("hvdkit-stderr")
-        try:
-            status = self._wait([str(results), str(int(self.seconds) + 10), *stages], results, errors)
-            text = _read_all(results).decode(errors="replace")
-            lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        files = (os.fdopen(os.memfd_create(f"hvdkit-{name}"), "rb") for name in ("results", "stderr"))
+        with next(files) as results, next(files) as errors:
+            numbers = results.fileno(), errors.fileno()
+            status = self._wait([str(numbers[0]), str(int(self.seconds) + 10), *stages], *numbers)
+            lines = [json.loads(line) for line in _all_of(results).splitlines(keepends=True) if line.endswith("\n")]
             finished = {line["stage"] for line in lines if "stage" in line}
             complete = status == 0 and all(line["begin"] in finished for line in lines if "begin" in line) and lines
-            return lines, None if complete else self._end(status, _read_all(errors).decode(errors="replace"))
-        finally:
-            os.close(results)
-            os.close(errors)
+            return lines, None if complete else self._end(status, _all_of(errors))
 
     def _wait(self, arguments: Sequence[str], results: int, errors: int) -> int | None:
         """Exit status of a child (negative: its signal), None when it took too long."""
@@ -137,17 +125,15 @@ class Children:
         return Failure("exit", f"the process ended with exit status {status}{last}", detail)
 
 
-def _outcome(line: Mapping[str, Any]) -> StageOutcome:
+def _outcome(line: Mapping[str, Any]) -> Any:
     if "failure" not in line:
-        return StageOutcome(value=line["value"])
-    fields = line["failure"]
-    return StageOutcome(
-        failure=Failure(fields["how"], without_host_name(fields["message"]), without_host_name(fields["detail"]))
-    )
+        return line["value"]
+    return Failure(**{name: without_host_name(text) for name, text in line["failure"].items()})
 
 
-def _read_all(descriptor: int) -> bytes:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+def _all_of(file: IO[bytes]) -> str:
+    file.seek(0)  # the child has moved it
+    return file.read().decode(errors="replace")
 
 
 def without_host_name(text: str) -> str:

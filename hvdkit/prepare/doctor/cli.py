@@ -1,20 +1,61 @@
-"""The command ``hvdkit doctor``."""
+"""The command ``hvdkit doctor``, and the table of its checks: facts in, findings out, worst first."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import click
 
 from hvdkit.common.commands import JSON, time_limit
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.prepare.doctor import children
-from hvdkit.prepare.doctor.checks import examine
-from hvdkit.prepare.doctor.finding import has_errors
+from hvdkit.prepare.doctor import check_frameworks, check_horovod, check_host, check_mpi, children
+from hvdkit.prepare.doctor.facts import FRAMEWORKS, DoctorFacts
+from hvdkit.prepare.doctor.finding import Found, has_errors, worst_first
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
 from hvdkit.prepare.doctor.report import as_json, as_text
 
 _WIDEST = 110
+Check = Callable[[DoctorFacts], Iterator[Found]]
+
+
+def _each(check: Callable[..., Iterator[Found]], *more: str) -> list[Check]:
+    """A check of each framework, and of these packages."""
+    return [partial(check, name=name) for name in (*FRAMEWORKS, *more)]
+
+
+CHECKS: tuple[Check, ...] = (
+    check_frameworks.something_to_train_with,
+    *_each(check_frameworks.import_fails, "keras", "jax"),
+    *_each(check_frameworks.two_versions, "keras"),
+    check_frameworks.keras,
+    check_horovod.installed,
+    *_each(check_horovod.extension_missing),
+    *_each(check_horovod.framework_gone),
+    *_each(check_horovod.drift),
+    *_each(check_horovod.extension_fails),
+    *_each(check_horovod.run_fails),
+    check_mpi.drift,
+    check_horovod.record,
+    check_frameworks.horovod_on_keras3,
+    check_mpi.mpi4py,
+    check_mpi.two_mpis,
+    check_mpi.mpirun,
+    *_each(check_host.gpus),
+    *_each(check_host.no_nccl),
+    check_host.cores,
+    check_host.machine,
+    check_host.fusion_threshold,
+    check_host.unbuilt_choices,
+    check_host.timeline,
+)
+"""The checks, in the order in which findings of one level are shown."""
+
+
+def examine(facts: DoctorFacts) -> list[Found]:
+    """What all checks find, errors first."""
+    return worst_first(finding for check in CHECKS for finding in check(facts))
 
 
 @click.command()

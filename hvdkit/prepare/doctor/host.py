@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.common.ask import version
+from hvdkit.common.files import text_if_there
 from hvdkit.common.mpi_names import identify
 from hvdkit.prepare.doctor.facts import DoctorHost, MpiLauncher
 
 _RELEVANT = (
-    "HOROVOD_",
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "KERAS_BACKEND",
-    "TF_USE_LEGACY_KERAS",
-)
+    "HOROVOD_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "KERAS_BACKEND", "TF_USE_LEGACY_KERAS",
+)  # fmt: skip
 """Beginnings of the names of variables that change a training; a report shows no others."""
 
 _SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
@@ -42,7 +38,7 @@ def look(environ: Mapping[str, str]) -> DoctorHost:
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
-        cpu_quota=cpu_quota(_text(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
+        cpu_quota=cpu_quota(text_if_there(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
         shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         gpus=gpus(Path("/")),
         compiler=next((found for name in compilers if (found := shutil.which(name, path=path))), None),
@@ -64,10 +60,11 @@ def cpu_quota(membership: str, root: Path) -> float | None:
     for line in membership.splitlines():
         hierarchy, controllers, group = line.split(":", 2)
         if hierarchy == "0":
-            limits += [_v2_limit(directory) for directory in _upwards(root, group)]
+            limits += [_limit(directory, "cpu.max") for directory in _upwards(root, group)]
         elif "cpu" in controllers.split(","):
             mounts = {root / controllers, root / "cpu"}
-            limits += [_v1_limit(directory) for mount in mounts for directory in _upwards(mount, group)]
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            limits += [_limit(directory, *names) for mount in mounts for directory in _upwards(mount, group)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -77,30 +74,21 @@ def _upwards(mount: Path, group: str) -> list[Path]:
     return [mount / below, *(mount / parent for parent in below.parents)]
 
 
-def _v2_limit(directory: Path) -> float | None:
-    quota, _, period = _text(directory / "cpu.max").strip().partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _v1_limit(directory: Path) -> float | None:
-    quota = _text(directory / "cpu.cfs_quota_us").strip()  # -1 without a limit
-    period = _text(directory / "cpu.cfs_period_us").strip()
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
+def _limit(directory: Path, *names: str) -> float | None:
+    """Quota by period, which stand in one file or in two; without a limit the quota is "max" or -1."""
+    words = " ".join(text_if_there(directory / name) for name in names).split()
+    return int(words[0]) / int(words[1]) if len(words) == 2 and all(map(str.isdigit, words)) else None
 
 
 def gpus(root: Path) -> tuple[str, ...]:
     """Accelerators that the NVIDIA and AMD drivers show, whether or not this process may use them."""
     nvidia = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-    names = [_field(_text(file), "Model") or "NVIDIA GPU" for file in nvidia]
+    models = [re.search(r"^\s*Model\s*:[ \t]*(\S.*)$", text_if_there(file), re.MULTILINE) for file in nvidia]
+    names = [model[1].strip() if model else "NVIDIA GPU" for model in models]
     amd = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
-    simd_counts = [_text(file).partition("simd_count ")[2].split("\n", 1)[0] for file in amd]
-    names += ["AMD GPU" for count in simd_counts if count.strip() not in ("", "0")]  # CPUs are nodes without SIMDs
+    # CPUs are nodes without SIMDs
+    names += ["AMD GPU" for file in amd if re.search(r"simd_count +[1-9]", text_if_there(file))]
     return tuple(names)
-
-
-def _field(text: str, name: str) -> str:
-    lines = (line.partition(":") for line in text.splitlines())
-    return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tuple[MpiLauncher, ...]:
@@ -112,11 +100,9 @@ def mpi_launchers(environ: Mapping[str, str], directories: Sequence[Path]) -> tu
     for candidate in (*typed, *own):
         if candidate:
             found.setdefault(candidate, candidate in typed)
-    return tuple(_launcher(candidate, first, environ) for candidate, first in found.items())
-
-
-def _launcher(path: str, first_on_path: bool, environ: Mapping[str, str]) -> MpiLauncher:
-    return MpiLauncher(path, first_on_path, *identify(version(Path(path), environ).text))
+    return tuple(
+        MpiLauncher(path, first, *identify(version(Path(path), environ).text)) for path, first in found.items()
+    )
 
 
 def timeline_problem(environ: Mapping[str, str]) -> str | None:
@@ -130,10 +116,3 @@ def timeline_problem(environ: Mapping[str, str]) -> str | None:
     if Path(value).is_dir():
         return "it is a directory"
     return None if os.access(directory, os.W_OK) else f"{directory} is not writable"
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

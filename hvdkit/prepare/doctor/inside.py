@@ -34,21 +34,15 @@ EXTENSION_FILES = {"torch": "mpi_lib_v2", "tensorflow": "mpi_lib"}
 DISTRIBUTIONS = {
     "torch": ("torch", "torch-nightly"),
     "tensorflow": (
-        "tensorflow",
-        "tensorflow-cpu",
-        "tensorflow-gpu",
-        "tensorflow-rocm",
-        "tensorflow-intel",
-        "intel-tensorflow",
-        "tf-nightly",
-        "tf-nightly-cpu",
+        "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-intel", "intel-tensorflow",
+        "tf-nightly", "tf-nightly-cpu",
     ),
     "keras": ("keras", "keras-nightly"),
     "tf_keras": ("tf_keras", "tf_keras-nightly"),
     "jax": ("jax",),
     "mpi4py": ("mpi4py",),
     "horovod": ("horovod",),
-}
+}  # fmt: skip
 """Import name -> names under which its package is distributed."""
 
 _FEATURES = {"MPI": "mpi", "Gloo": "gloo", "NCCL": "nccl", "CUDA": "cuda", "ROCm": "rocm", "CCL": "ccl", "DDL": "ddl"}

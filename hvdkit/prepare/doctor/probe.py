@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdkit.common.mpi_names import identify
 from hvdkit.errors import HvdkitError, InstallError
 from hvdkit.prepare.doctor import host, inside
-from hvdkit.prepare.doctor.children import Children, StageOutcome
+from hvdkit.prepare.doctor.children import Children
 from hvdkit.prepare.doctor.facts import (
     CONTROLLERS,
     FRAMEWORKS,
@@ -50,25 +51,25 @@ def gather(
     environ = dict(os.environ if environ is None else environ)
     children = Children(python, environ, seconds)
     inventory = Children(python, environ, max(seconds, DEFAULT_SECONDS)).run(["inventory"])["inventory"]
-    if inventory.failure:
-        raise HvdkitError(f"{python} cannot look at its packages ({inventory.failure.message}); does it run at all?")
-    builds, build_error = _builds(inventory.value["packages"]["horovod"]["location"])
-    seen = host.look(environ)
+    if isinstance(inventory, Failure):
+        raise HvdkitError(f"{python} cannot look at its packages ({inventory.message}); does it run at all?")
+    builds, build_error = _builds(inventory["packages"]["horovod"]["location"])
+    seen, prefix = host.look(environ), Path(inventory["prefix"])
+    # Where the MPI of this environment is, on PATH or not; a record's directory can be relative to the prefix.
+    own_mpis = [prefix / "bin", *(prefix / build.mpi_bin for build in builds if build.mpi_bin)]
     with ThreadPoolExecutor(max(2, seen.usable_cores)) as pool:
         try:
-            futures = [pool.submit(children.run, stages) for stages in plan(inventory.value)]
-            launchers = pool.submit(
-                host.mpi_launchers, environ, _own_mpi_directories(inventory.value["prefix"], builds)
-            )
-            outcomes = _merged(futures)
+            futures = [pool.submit(children.run, stages) for stages in plan(inventory)]
+            launchers = pool.submit(host.mpi_launchers, environ, own_mpis)
+            outcomes = {stage: outcome for future in futures for stage, outcome in future.result().items()}
         except BaseException:
             children.stop()
             raise
-    facts = _Assembly(inventory.value, outcomes)
+    facts = _Assembly(inventory, outcomes)
     return DoctorFacts(
-        python=inventory.value["python"],
-        python_tag=inventory.value["python_tag"],
-        prefix=inventory.value["prefix"],
+        python=inventory["python"],
+        python_tag=inventory["python_tag"],
+        prefix=inventory["prefix"],
         host=seen,
         packages={name: facts.package(name) for name in inside.DISTRIBUTIONS},
         tensorflow_keras=facts.value("tensorflow.keras").get("version"),
@@ -105,26 +106,25 @@ def plan(inventory: Mapping[str, Any]) -> list[list[str]]:
         if name == "tensorflow" and "keras" in present:
             first.append("keras")  # last, for it imports TensorFlow too and is quick where that has been done
         processes.append(first)
-    processes += [["jax"]] if "jax" in present else []
-    processes += [["mpi4py", "mpi4py.run"]] if "mpi4py" in present else []
-    processes += [["horovod"]] if "horovod" in present else []
+    others = (["jax"], ["mpi4py", "mpi4py.run"], ["horovod"])
+    processes += [stages for stages in others if stages[0] in present]
     return [stages for stages in processes if stages]
 
 
+@dataclass(frozen=True)
 class _Assembly:
     """The outcomes of all stages, as facts."""
 
-    def __init__(self, inventory: Mapping[str, Any], outcomes: Mapping[str, StageOutcome]) -> None:
-        self.inventory = inventory
-        self.outcomes = outcomes
+    inventory: Mapping[str, Any]
+    outcomes: Mapping[str, Any]
 
     def value(self, stage: str) -> Mapping[str, Any]:
         outcome = self.outcomes.get(stage)
-        return outcome.value if outcome and outcome.value else {}
+        return outcome if isinstance(outcome, Mapping) else {}
 
     def failure(self, stage: str) -> Failure | None:
         outcome = self.outcomes.get(stage)
-        return outcome.failure if outcome else None
+        return outcome if isinstance(outcome, Failure) else None
 
     def package(self, name: str) -> Package:
         found = self.inventory["packages"][name]
@@ -165,11 +165,6 @@ def _builds(horovod: str | None) -> tuple[tuple[Build, ...], str | None]:
     return tuple(build for build in builds if build), problem
 
 
-def _own_mpi_directories(prefix: str, builds: Sequence[Build]) -> list[Path]:
-    """Where the MPI of this environment is, on PATH or not; a record's directory can be relative to the prefix."""
-    return [Path(prefix) / "bin", *(Path(prefix) / build.mpi_bin for build in builds if build.mpi_bin)]
-
-
 def _from_record(record: BuildRecord) -> Build:
     versions = {"torch": record.torch, "tensorflow": record.tensorflow}
     return Build(
@@ -200,7 +195,3 @@ def _mpi_library(value: Mapping[str, str] | None) -> MpiLibrary | None:
         return None
     implementation, version = identify(value["text"])
     return MpiLibrary(value["path"], implementation, version)
-
-
-def _merged(futures: Sequence[Future[dict[str, StageOutcome]]]) -> dict[str, StageOutcome]:
-    return {stage: outcome for future in futures for stage, outcome in future.result().items()}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import fill
 
 import click
 
 import hvdkit
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document
-from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, DoctorFacts, Extension, Package
-from hvdkit.prepare.doctor.finding import LEVELS, Found, has_errors
+from hvdkit.common.units import count_text
+from hvdkit.prepare.doctor.facts import CONTROLLERS, FRAMEWORKS, PACKAGES, DoctorFacts, Package
+from hvdkit.prepare.doctor.finding import LEVELS, Found, explanation, has_errors
 
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan", "working": "green", "broken": "red"}
 _WORDS = ("error", "warning", "note")  # in the order of LEVELS
@@ -65,7 +65,8 @@ def components(facts: DoctorFacts) -> dict[str, Component]:
     table |= {name: _controller(facts, name) for name in CONTROLLERS}
     if facts.loaded_extensions():
         shown = [name for name in _OTHER_OPERATIONS if name == "NCCL" or facts.built_with(name)]
-        table |= {name: _operations(facts, name) for name in shown}
+        built_in, absent = Component("untested", None, "built in"), Component("not built")
+        table |= {name: built_in if facts.built_with(name) else absent for name in shown}
     table["mpi4py"] = _mpi4py(facts)
     table["mpirun"] = _mpirun(facts)
     return table
@@ -80,15 +81,13 @@ def _package(facts: DoctorFacts, package: Package) -> Component:
         return Component("untested", package.distribution_version, "TensorFlow's import fails")
     if package.name == "keras":
         return Component("working", package.version, f"on {facts.keras_backend}")
-    devices = facts.devices.get(package.name)
-    if devices is None:
-        return Component("working", package.version)
-    if devices.failure:
-        return Component("working", package.version, "its devices are unknown")
-    if devices.build is None:
-        return Component("working", package.version, "CPU build")
-    seen = f"{len(devices.gpus)} x {devices.gpus[0]}" if devices.gpus else "no GPU visible"
-    return Component("working", package.version, f"{devices.build}, {seen}")
+    detail, devices = "", facts.devices.get(package.name)
+    if devices and devices.failure:
+        detail = "its devices are unknown"
+    elif devices:
+        seen = f"{len(devices.gpus)} x {devices.gpus[0]}" if devices.gpus else "no GPU visible"
+        detail = f"{devices.build}, {seen}" if devices.build else "CPU build"
+    return Component("working", package.version, detail)
 
 
 def _horovod(facts: DoctorFacts) -> Component:
@@ -99,13 +98,9 @@ def _horovod(facts: DoctorFacts) -> Component:
     built = {name: extension for name, extension in facts.extensions.items() if extension.file}
     detail = f"built for {' and '.join(FRAMEWORKS[name] for name in built)}" if built else "built for no framework"
     tried = [extension for name, extension in built.items() if facts.packages[name].works]
-    if package.failure or not built or not all(_runs(extension) for extension in tried):
+    if package.failure or not built or not all(one.loaded and None in one.runs.values() for one in tried):
         return Component("broken", version, detail)
     return Component("working" if tried else "untested", version, detail)
-
-
-def _runs(extension: Extension) -> bool:
-    return extension.loaded and any(failure is None for failure in extension.runs.values())
 
 
 def _controller(facts: DoctorFacts, name: str) -> Component:
@@ -123,26 +118,20 @@ def _controller(facts: DoctorFacts, name: str) -> Component:
     return Component("working", version, f"an allreduce works in {' and '.join(FRAMEWORKS[name] for name in runs)}")
 
 
-def _operations(facts: DoctorFacts, name: str) -> Component:
-    return Component("untested", None, "built in") if facts.built_with(name) else Component("not built")
-
-
 def _mpi4py(facts: DoctorFacts) -> Component:
     package = facts.packages["mpi4py"]
     if not package.present:
         return Component("missing")
     if package.failure or facts.mpi4py_run:
-        return Component(
-            "broken", package.installed_version, "its import fails" if package.failure else "MPI_Init fails"
-        )
+        how = "its import fails" if package.failure else "MPI_Init fails"
+        return Component("broken", package.installed_version, how)
     return Component("working", package.version, f"on {facts.mpi4py_mpi}" if facts.mpi4py_mpi else "")
 
 
 def _mpirun(facts: DoctorFacts) -> Component:
     if not facts.mpi_launchers:
-        return Component(
-            "missing", None, f"launchers here: {', '.join(facts.host.schedulers)}" if facts.host.schedulers else ""
-        )
+        others = ", ".join(facts.host.schedulers)
+        return Component("missing", None, others and f"launchers here: {others}")
     launcher = facts.mpi_launchers[0]
     return Component("found", str(launcher), launcher.path + ("" if launcher.first_on_path else " (not on PATH)"))
 
@@ -155,7 +144,8 @@ def as_text(facts: DoctorFacts, findings: Sequence[Found], width: int) -> str:
     parts += [f"  GPUs      {', '.join(facts.host.gpus) or 'none'}"]
     parts += [f"  {name}={value}" for name, value in facts.environ.items()]
     for finding in findings:
-        parts += ["", *_finding(finding, width)]
+        head = f"{click.style(finding.level, fg=_COLOURS[finding.level], bold=True)} [{finding.check}]"
+        parts += ["", head, *explanation(finding, width)]
     return "\n".join([*parts, "", _summary(findings)])
 
 
@@ -175,25 +165,9 @@ def _cores(facts: DoctorFacts) -> str:
     return f"{host.cores}, of which this process may use {host.affinity}{quota}"
 
 
-def _finding(finding: Found, width: int) -> list[str]:
-    lines = [f"{click.style(finding.level, fg=_COLOURS[finding.level], bold=True)} [{finding.check}]"]
-    for label, text in (("what", finding.what), ("why", finding.why), ("fix", finding.fix)):
-        lines.append(
-            fill(
-                f"{label}: {text}",
-                width,
-                initial_indent="  ",
-                subsequent_indent=" " * 4,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
-    return lines
-
-
 def _summary(findings: Sequence[Found]) -> str:
     levels = [finding.level for finding in findings]
     counts = {level: levels.count(level) for level in LEVELS}
     verdict = "Training would not work" if counts["error"] else "Training works here"
-    words = [f"{count} {word}{'' if count == 1 else 's'}" for word, count in zip(_WORDS, counts.values(), strict=True)]
+    words = [count_text(count, word) for word, count in zip(_WORDS, counts.values(), strict=True)]
     return f"{verdict}: {', '.join(words)}."

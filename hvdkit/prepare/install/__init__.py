@@ -3,7 +3,7 @@
 ::
 
     cli
-     ├── here          what is on this machine: facts, from find_frameworks, find_mpi, find_toolchain, find_gpu
+     ├── here          what is on this machine: facts, also from find_frameworks
      ├── plan          facts and options in; settings, run paths and cache key out; or, from requirements,
      │                 one sentence that says what is missing
      ├── cache         one wheel for each key: locked, whole, verified

@@ -7,24 +7,29 @@ import fcntl
 import os
 import re
 import shutil
+import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.common import files, json_files
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install import adjust, source, wheel
-from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install import adjust
+from hvdkit.prepare.install.cache import Cache, sha256
 from hvdkit.prepare.install.environment import pip_command, pip_environ
-from hvdkit.prepare.install.facts import TITLES, BuildFacts
-from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_VERSION
-from hvdkit.prepare.install.plan import BuildPlan, build_environ
+from hvdkit.prepare.install.facts import TITLES, BuildFacts, PythonFacts
+from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
+from hvdkit.prepare.install.plan import BuildPlan, build_environ, run_path
 from hvdkit.prepare.install.progress import InstallProgress
+from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
 from hvdkit.prepare.install.runner import run
 
 JOB_BYTES = 3 << 30
 """Memory that the largest source file takes to compile, in bytes."""
 
+SOURCE = f"horovod-{HOROVOD_VERSION}.tar.gz"
+"""File of the released source."""
 _PREFIX = "hvdkit-build-"
 _OWNER = "owner.lock"
 
@@ -60,7 +65,7 @@ class Workshop:
         run(argv, what=f"pip {arguments[0]}", environ=environ, cwd=self.directory, log=self.log)
 
 
-def build_wheel(plan: BuildPlan, facts: BuildFacts, cache: Cache, progress: InstallProgress, log: Path) -> Path:
+def build_wheel(plan: BuildPlan, cache: Cache, progress: InstallProgress, log: Path) -> Path:
     """Build the wheel of a plan and keep it in the cache; the caller holds the lock of its key.
 
     Returns:
@@ -68,10 +73,10 @@ def build_wheel(plan: BuildPlan, facts: BuildFacts, cache: Cache, progress: Inst
     Raises:
         InstallError: a step failed; nothing is left but the log.
     """
-    with build_directory(facts.build_directory) as directory:
-        shop = Workshop(directory, facts, log, progress, _environ(plan, facts, directory))
+    with build_directory(plan.facts.build_directory) as directory:
+        shop = Workshop(directory, plan.facts, log, progress, _environ(plan, directory))
         progress.say(f"Full output: {log}")
-        _check_frameworks(plan, shop)
+        _check_frameworks(shop)
         progress.say("Fetching the build tools")
         shop.pip(
             ["install", "--quiet", "--target", str(shop.tools), "--no-deps", "--only-binary", ":all:", *BUILD_TOOLS]
@@ -79,13 +84,11 @@ def build_wheel(plan: BuildPlan, facts: BuildFacts, cache: Cache, progress: Inst
         progress.say(f"Fetching the source of Horovod {HOROVOD_VERSION}")
         download = directory / "download"
         download.mkdir()
-        tarball = source.fetch(cache.room("sources"), download, shop.pip)
-        tree = source.unpack(tarball, directory)
+        tree = unpack(fetch(cache.room("sources"), download, shop.pip), directory)
         adjust.apply(tree, plan.adjustments)
         progress.say(f"Adjusted the source ({len(plan.adjustments)} changes; 'hvdkit install --explain' lists them)")
-        compiled = _compile(plan, shop, tree)
-        finished = wheel.finish(compiled, plan, facts.python, directory, shop.tool)
-        return cache.put(plan.key, finished, plan.key_fields)
+        compiled = _compile(shop, tree)
+        return cache.put(plan.key, _finish(compiled, plan, shop), plan.key_fields)
 
 
 def job_count(cores: int, available_bytes: int, wanted: str | None) -> int:
@@ -130,12 +133,12 @@ def _remove_if_left(directory: Path) -> None:
         return
 
 
-def _environ(plan: BuildPlan, facts: BuildFacts, directory: Path) -> dict[str, str]:
+def _environ(plan: BuildPlan, directory: Path) -> dict[str, str]:
     """The environment of the compilation: tools of ``directory``, jobs that fit the memory, NCCL."""
-    environ = build_environ(plan, facts.environ)
+    environ = build_environ(plan, plan.facts.environ)
     tools = directory / "tools"
-    memory = available_bytes(Path("/proc/meminfo").read_text(encoding="utf-8"))
-    jobs = job_count(len(os.sched_getaffinity(0)), memory, facts.environ.get("MAX_JOBS"))
+    memory = available_bytes(files.text_if_there(Path("/proc/meminfo")))
+    jobs = job_count(len(os.sched_getaffinity(0)), memory, plan.facts.environ.get("MAX_JOBS"))
     environ |= {
         "PATH": os.pathsep.join([str(tools / "cmake" / "data" / "bin"), str(tools / "bin"), environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(tools)] + [part for part in [environ.get("PYTHONPATH", "")] if part]),
@@ -163,9 +166,9 @@ def available_bytes(meminfo: str) -> int:
     return int(found.group(1)) * 1024 if found else JOB_BYTES
 
 
-def _check_frameworks(plan: BuildPlan, shop: Workshop) -> None:
+def _check_frameworks(shop: Workshop) -> None:
     """CMake asks each framework for its settings by importing it, so one that cannot be imported ends here."""
-    for framework in plan.frameworks:
+    for framework in shop.facts.frameworks:
         title = f"{TITLES[framework.name]} {framework.version}"
         shop.progress.say(f"Importing {title}")
         try:
@@ -177,9 +180,9 @@ def _check_frameworks(plan: BuildPlan, shop: Workshop) -> None:
             ) from error
 
 
-def _compile(plan: BuildPlan, shop: Workshop, tree: Path) -> Path:
+def _compile(shop: Workshop, tree: Path) -> Path:
     shop.progress.say(
-        f"Compiling for {' and '.join(TITLES[framework.name] for framework in plan.frameworks)}, "
+        f"Compiling for {' and '.join(TITLES[framework.name] for framework in shop.facts.frameworks)}, "
         f"{shop.environ['CMAKE_BUILD_PARALLEL_LEVEL']} at a time"
     )
     # The options stand before the command: so Horovod's setup.py takes this for no build action and does not want
@@ -188,3 +191,120 @@ def _compile(plan: BuildPlan, shop: Workshop, tree: Path) -> Path:
     shop.python(setup, "Compiling Horovod", tree, shop.progress.compiling)
     shop.progress.clear()
     return next((shop.directory / "compiled").glob("*.whl"))
+
+
+# The source -----------------------------------------------------------------------------------------------------------
+
+
+def is_released(tarball: Path) -> bool:
+    """Whether a file is the released source distribution, byte for byte."""
+    return tarball.is_file() and sha256(tarball) == HOROVOD_SHA256
+
+
+def fetch(sources: Path, work: Path, pip: Callable[[list[str]], None]) -> Path:
+    """The source distribution, from ``sources`` when it is there, else through pip.
+
+    Args:
+        sources: where it is kept between builds.
+        work: an empty directory for the download.
+        pip: runs pip with the given arguments.
+    Raises:
+        InstallError: it cannot be had, or is not the released one.
+    """
+    kept = sources / SOURCE
+    if is_released(kept):
+        return kept
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n", encoding="utf-8")
+    where = ["--dest", str(work), "--requirement", str(requirements)]
+    pip(["download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes", *where])
+    fresh = work / SOURCE
+    if not is_released(fresh):
+        found = sha256(fresh) if fresh.is_file() else "no file"
+        raise InstallError(f"The downloaded {SOURCE} is not the released one: {found}, expected {HOROVOD_SHA256}.")
+    with files.complete_or_absent(kept) as file:
+        file.write(fresh.read_bytes())
+    return kept
+
+
+def unpack(tarball: Path, into: Path) -> Path:
+    """Unpack the source distribution below ``into`` and return its tree.
+
+    Raises:
+        InstallError: the archive is damaged, or has a member that would land elsewhere.
+    """
+    try:
+        with tarfile.open(tarball) as archive:
+            # Python 3.11.4 and later; before that the check of the archive's SHA-256 alone vouches for it.
+            safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            archive.extractall(into, **safely)  # type: ignore[arg-type]  # noqa: S202
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise InstallError(f"{tarball} cannot be unpacked: {error}.") from error
+    tree = into / f"horovod-{HOROVOD_VERSION}"
+    if not (tree / "setup.py").is_file():
+        raise InstallError(f"{tarball} has no horovod-{HOROVOD_VERSION}/setup.py, so it is not Horovod's source.")
+    return tree
+
+
+# The wheel ------------------------------------------------------------------------------------------------------------
+
+
+def _finish(wheel: Path, plan: BuildPlan, shop: Workshop) -> Path:
+    """Make a wheel relocatable and put the build record into it.
+
+    Args:
+        wheel: as setup.py made it.
+        plan: gives the run paths and the record.
+        shop: the build's; run paths below its directory are dropped.
+    Returns:
+        The finished wheel, in the build's directory.
+    Raises:
+        InstallError: the library of a framework is not in the wheel.
+    """
+    work, python = shop.directory, shop.facts.python
+    shop.tool(["wheel", "unpack", "--dest", str(work / "unpacked"), str(wheel)])
+    tree = work / "unpacked" / f"horovod-{HOROVOD_VERSION}"
+    for package, extra in plan.run_paths.items():
+        libraries = list((tree / "horovod" / package).glob("*.so"))
+        if not libraries:
+            raise InstallError(f"The build made no library for {package}, although it was asked for and succeeded.")
+        for library in libraries:
+            lines = shop.tool(["patchelf", "--print-rpath", str(library)])
+            entries = [entry for entry in "".join(lines).strip().split(os.pathsep) if entry]
+            moved = relocated(entries, package, python, work, extra)
+            shop.tool(["patchelf", "--set-rpath", os.pathsep.join(moved), str(library)])
+    (tree / "horovod" / RECORD_NAME).write_text(json_files.encode(plan.record), encoding="utf-8")
+    finished = work / "finished"
+    finished.mkdir()
+    shop.tool(["wheel", "pack", "--dest-dir", str(finished), str(tree)])
+    return next(finished.glob("*.whl"))
+
+
+def relocated(
+    entries: Iterable[str], package: str, python: PythonFacts, work: Path, extra: Iterable[str] = ()
+) -> list[str]:
+    """Run paths that work wherever the environment lies.
+
+    Args:
+        entries: as the linker wrote them.
+        package: "torch" or "tensorflow", whose library they belong to.
+        python: the environment it was built in; entries inside it become relative to the library.
+        work: the build's directory; entries inside it are dropped.
+        extra: further entries, kept as they are.
+    """
+    moved: list[str] = []
+    for entry in entries:
+        path = Path(entry)
+        if path.is_relative_to(work) or path.resolve().is_relative_to(work.resolve()):
+            continue
+        moved.append(entry if entry.startswith("$ORIGIN") else run_path(_as_named(path, python), package, python))
+    moved += [entry for entry in extra if entry not in moved]
+    return list(dict.fromkeys(moved))
+
+
+def _as_named(path: Path, python: PythonFacts) -> Path:
+    """A path inside the environment, by the environment's own name where the linker took it through a link."""
+    if path.is_relative_to(python.prefix):
+        return path
+    real, prefix = path.resolve(), python.prefix.resolve()
+    return python.prefix / real.relative_to(prefix) if real.is_relative_to(prefix) else path

@@ -98,9 +98,10 @@ class Cache:
             InstallError: it cannot be written there, such as for want of space.
         """
         entry = self.entry(key)
-        new = self.room(self.kind) / f".new-{key}"
-        shutil.rmtree(new, ignore_errors=True)
+        new = entry.with_name(f".new-{key}")
         try:
+            self.room(self.kind)
+            shutil.rmtree(new, ignore_errors=True)
             new.mkdir(0o755)
             shutil.copyfile(file, new / file.name)
             manifest = {"file": file.name, "sha256": sha256(file), "key": dict(fields)}

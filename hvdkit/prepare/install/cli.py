@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,16 +14,17 @@ from types import FrameType
 
 import click
 
+from hvdkit.common import files
 from hvdkit.common.commands import PATH
 from hvdkit.common.signals import handled
 from hvdkit.errors import HvdkitError, InstallError, InvalidArgumentError
 from hvdkit.prepare.install import adjust, environment
 from hvdkit.prepare.install.build import build_wheel
-from hvdkit.prepare.install.cache import Cache
+from hvdkit.prepare.install.cache import MANIFEST, Cache
 from hvdkit.prepare.install.facts import TITLES, BuildFacts
 from hvdkit.prepare.install.here import gather_facts
 from hvdkit.prepare.install.pins import HOROVOD_SHA256, HOROVOD_VERSION
-from hvdkit.prepare.install.plan import BuildPlan, make_plan
+from hvdkit.prepare.install.plan import BuildPlan, make_plan, plan_of_ready
 from hvdkit.prepare.install.progress import InstallProgress
 from hvdkit.prepare.install.requirements import (
     GPU_OPERATIONS,
@@ -31,10 +33,11 @@ from hvdkit.prepare.install.requirements import (
     gpu_operations,
     parse_frameworks,
 )
-from hvdkit.prepare.install.shelf import Shelf
 
 DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 _CACHED = "from the cache"
+_MANIFEST_BYTES = 1 << 20
+"""A manifest is much smaller."""
 
 
 @click.command()
@@ -97,9 +100,9 @@ def install(
         return 0
     with _reporting() as progress:
         if keep is not None:
-            _keep(facts, options, force, Shelf(keep), progress)
+            _keep(facts, options, force, keep, progress)
         else:
-            _install(facts, options, force, None if ready is None else Shelf(ready), progress)
+            _install(facts, options, force, ready, progress)
     return 0
 
 
@@ -131,12 +134,12 @@ def explanation(facts: BuildFacts, options: Options) -> str:
         plan = make_plan(facts, options)
     except InstallError as error:
         return f"{head}{table}\n\nPlan: none, because it cannot be built here yet. {error}"
-    return f"{head}{table}\n\n{_describe(plan, facts)}"
+    return f"{head}{table}\n\n{_describe(plan)}"
 
 
-def _install(facts: BuildFacts, options: Options, force: bool, ready: Shelf | None, progress: InstallProgress) -> None:
-    """Install a wheel: one of a shelf, one from the cache, or one that is built now."""
-    found, plan = (None, make_plan(facts, options)) if ready is None else ready.find(facts, options)
+def _install(facts: BuildFacts, options: Options, force: bool, ready: Path | None, progress: InstallProgress) -> None:
+    """Install a wheel: one of the directory ``ready``, one from the cache, or one that is built now."""
+    found, plan = (None, make_plan(facts, options)) if ready is None else _find(ready, facts, options)
     cache = Cache(facts.cache_directory)
     for note in plan.notes:
         progress.say(f"Note: {note}")
@@ -144,76 +147,114 @@ def _install(facts: BuildFacts, options: Options, force: bool, ready: Shelf | No
     place = hashlib.sha256(str(facts.python.site_packages).encode()).hexdigest()[:16]
     with cache.locked(f"environment-{place}", _waiting(progress, "installs into this environment")):
         if not force and environment.is_installed(plan):
-            click.echo(f"{_title(plan)} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
+            click.echo(f"Horovod {HOROVOD_VERSION} is already installed (key {plan.key[:12]}).\nNext: hvdkit doctor")
             return
         with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
             log = cache.new_log(plan.key)
             if found is None:
-                wheel, how = _wheel(plan, facts, cache, force, progress, log)
+                wheel, how = _wheel(plan, cache, force, progress, log)
             else:
                 wheel, how = found, f"from {found.parent}"
-            _put_in_place(wheel, plan, facts, cache, how != _CACHED, progress, log)
+            _put_in_place(wheel, plan, cache, how != _CACHED, progress, log)
     if found is None:
-        _compile_mpi_recorder(plan, facts, progress)
-    click.echo(_summary(plan, how, progress.seconds))
+        _compile_mpi_recorder(plan.facts, progress)
+    seconds = f"{progress.seconds:.1f} s"
+    click.echo(
+        f"Installed Horovod {HOROVOD_VERSION}, {how}, in {seconds}\n{_table(_contents(plan))}\nNext: hvdkit doctor"
+    )
 
 
 def _waiting(progress: InstallProgress, doing: str) -> Callable[[str], None]:
     return lambda holder: progress.say(f"Waiting for {holder}, which {doing}")
 
 
-def _keep(facts: BuildFacts, options: Options, force: bool, shelf: Shelf, progress: InstallProgress) -> None:
+def _keep(facts: BuildFacts, options: Options, force: bool, place: Path, progress: InstallProgress) -> None:
     """Build a wheel, or take it from the cache, and leave it for others."""
     plan = make_plan(facts, options)
     cache = Cache(facts.cache_directory)
     with cache.locked(plan.key, _waiting(progress, "builds the same wheel")):
-        wheel, _ = _wheel(plan, facts, cache, force, progress, cache.new_log(plan.key))
-        kept = shelf.put(wheel, plan)
-    click.echo(f"{_title(plan)}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {shelf.directory}")
+        wheel, _ = _wheel(plan, cache, force, progress, cache.new_log(plan.key))
+        kept = _shelf(place).put(plan.key, wheel, plan.key_fields)
+    click.echo(f"Horovod {HOROVOD_VERSION}: {kept}\n{_table(_contents(plan))}\nNext: hvdkit install --from {place}")
 
 
-def _wheel(
-    plan: BuildPlan, facts: BuildFacts, cache: Cache, force: bool, progress: InstallProgress, log: Path
-) -> tuple[Path, str]:
+def _shelf(directory: Path) -> Cache:
+    """Wheels for a whole site or an image: a directory that one person fills and others install from.
+
+    It holds ``<key>/horovod-0.28.1-...whl`` and beside it a manifest: what the wheel was built for and with, field by
+    field. The user named it: it may be another's, but not all the world's to write.
+    """
+    return Cache(directory.absolute(), ".", named=True)
+
+
+def _find(directory: Path, facts: BuildFacts, options: Options) -> tuple[Path, BuildPlan]:
+    """The wheel in a directory that fits here, and what it is.
+
+    Raises:
+        InstallError: there is none, or it is not what was put there.
+    """
+    misfits = []
+    for manifest in sorted(directory.glob(f"*/{MANIFEST}")):
+        key = manifest.parent.name
+        try:
+            fields = json.loads(files.content(manifest, most=_MANIFEST_BYTES))["key"]
+            plan = plan_of_ready(facts, options, key, fields)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            misfits.append(f"{key[:12]} cannot be read ({error})")
+            continue
+        if isinstance(plan, BuildPlan):
+            wheel = _shelf(directory).get(key)
+            if wheel is not None:
+                return wheel, plan
+        else:
+            misfits.append(f"{key[:12]} is for {plan}")
+    found = "; ".join(misfits) if misfits else "it has no wheel"
+    raise InstallError(
+        f"No wheel of Horovod in {directory} fits this environment: {found}. Make one in an environment like this "
+        f"with 'hvdkit install --wheel {directory}', or install what it was built for."
+    )
+
+
+def _wheel(plan: BuildPlan, cache: Cache, force: bool, progress: InstallProgress, log: Path) -> tuple[Path, str]:
     """The wheel of a plan, and how it was had. Hold the key's lock."""
     wheel = None if force else cache.whole(plan.key, progress.say)
     if wheel is not None:
         progress.say(f"From the cache: {wheel}")
         return wheel, _CACHED
-    return build_wheel(plan, facts, cache, progress, log), "compiled"
+    return build_wheel(plan, cache, progress, log), "compiled"
 
 
 def _put_in_place(
-    wheel: Path, plan: BuildPlan, facts: BuildFacts, cache: Cache, untried: bool, progress: InstallProgress, log: Path
+    wheel: Path, plan: BuildPlan, cache: Cache, untried: bool, progress: InstallProgress, log: Path
 ) -> None:
     """Install a wheel; one that was never imported where it is now is tried, and forgotten where that fails."""
-    progress.say(f"Installing into {facts.python.prefix}")
-    with environment.restored_on_failure(facts.python):
-        environment.install(wheel, plan, facts.python, facts.environ, log)
+    progress.say(f"Installing into {plan.facts.python.prefix}")
+    with environment.restored_on_failure(plan.facts.python):
+        environment.install(wheel, plan, log)
         if not untried:
             return
         try:
-            environment.check_import(plan, facts.python, facts.environ, log)
+            environment.check_import(plan, log)
         except InstallError:
             # What does not work where it was built is no use to anybody else.
             cache.drop(plan.key)
             raise
 
 
-def _compile_mpi_recorder(plan: BuildPlan, facts: BuildFacts, progress: InstallProgress) -> None:
+def _compile_mpi_recorder(facts: BuildFacts, progress: InstallProgress) -> None:
     """Have what `hvdkit launch --mpi-profile` preloads ready; compute nodes often lack a compiler."""
-    if plan.mpi is None:
+    if facts.mpi is None:
         return
     from hvdkit.prepare.install import mpi_recorder
 
     try:
-        mpi_recorder.ensure(plan.mpi.bin / "mpicc", facts.environ, facts.cache_directory, progress.say)
+        mpi_recorder.ensure(facts.mpi.bin / "mpicc", facts.environ, facts.cache_directory, progress.say)
     except HvdkitError as error:
         progress.say(f"Note: {error}")
 
 
-def _describe(plan: BuildPlan, facts: BuildFacts) -> str:
-    cache = Cache(facts.cache_directory)
+def _describe(plan: BuildPlan) -> str:
+    facts, cache = plan.facts, Cache(plan.facts.cache_directory)
     if environment.is_installed(plan):
         state = "installed here already"
     else:
@@ -231,24 +272,16 @@ def _describe(plan: BuildPlan, facts: BuildFacts) -> str:
     return f"Plan:\n{_table(rows)}\n{notes}  settings of the build:\n{settings}"
 
 
-def _summary(plan: BuildPlan, how: str, seconds: float) -> str:
-    return f"Installed {_title(plan)}, {how}, in {seconds:.1f} s\n{_table(_contents(plan))}\nNext: hvdkit doctor"
-
-
 def _contents(plan: BuildPlan) -> list[tuple[str, str]]:
-    frameworks = ", ".join(f"{TITLES[framework.name]} {framework.version}" for framework in plan.frameworks)
+    frameworks = ", ".join(f"{TITLES[framework.name]} {framework.version}" for framework in plan.facts.frameworks)
     controllers = "Gloo"
-    if plan.mpi is not None:
-        controllers = f"MPI ({plan.mpi.implementation} {plan.mpi.version}".rstrip() + f", {plan.mpi.bin}), Gloo"
+    if (mpi := plan.facts.mpi) is not None:
+        controllers = f"MPI ({mpi.implementation} {mpi.version}".rstrip() + f", {mpi.bin}), Gloo"
     return [("frameworks", frameworks), ("controllers", controllers), ("GPU", plan.options.gpu)]
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<12} {value}" for name, value in rows)
-
-
-def _title(plan: BuildPlan) -> str:
-    return f"Horovod {plan.record.horovod}"
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

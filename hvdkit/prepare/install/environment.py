@@ -66,13 +66,13 @@ def is_installed(plan: BuildPlan) -> bool:
     return all(_is_whole(directory, package) for package in plan.run_paths)
 
 
-def install(wheel: Path, plan: BuildPlan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
+def install(wheel: Path, plan: BuildPlan, log: Path) -> None:
     """Install the wheel and what it lacks at run time, in one pip install that touches nothing else.
 
     Raises:
         InstallError: pip failed; undo with ``restored_on_failure``.
     """
-    needs = missing_needs()
+    python, needs = plan.facts.python, missing_needs()
     # --no-deps: no framework can ever be pulled in or replaced. --force-reinstall: another build of the same version.
     arguments = ["install", "--no-deps", "--force-reinstall", "--no-warn-script-location"]
     if not needs:
@@ -80,7 +80,7 @@ def install(wheel: Path, plan: BuildPlan, python: PythonFacts, environ: Mapping[
     run(
         [*pip_command(python), *arguments, str(wheel), *needs],
         what="Installing the wheel",
-        environ=pip_environ(environ),
+        environ=pip_environ(plan.facts.environ),
         cwd=wheel.parent,
         log=log,
     )
@@ -89,21 +89,21 @@ def install(wheel: Path, plan: BuildPlan, python: PythonFacts, environ: Mapping[
         raise InstallError(f"pip installed the wheel and {python.site_packages} does not have it; the log is {log}")
 
 
-def check_import(plan: BuildPlan, python: PythonFacts, environ: Mapping[str, str], log: Path) -> None:
+def check_import(plan: BuildPlan, log: Path) -> None:
     """Import the installed Horovod in a process of its own and compare what it has with the plan.
 
     Raises:
         InstallError: it cannot be imported, or was built with other controllers than planned.
     """
     lines = run(
-        [str(python.executable), "-P", "-c", _CHECK % (tuple(plan.run_paths),)],
+        [str(plan.facts.python.executable), "-P", "-c", _CHECK % (tuple(plan.run_paths),)],
         what="Importing the new Horovod",
-        environ=environ,
+        environ=plan.facts.environ,
         cwd=Path(tempfile.gettempdir()),
         log=log,
     )
     found = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
-    expected = [plan.mpi is not None, True, plan.options.gpu == "nccl"]
+    expected = [plan.facts.mpi is not None, True, plan.options.gpu == "nccl"]
     for package, built in found.items():
         if built != expected:
             raise InstallError(
@@ -160,15 +160,7 @@ def _delete(entry: Path) -> None:
 def _is_whole(horovod: Path, package: str) -> bool:
     """Whether a framework's library is there with the size that was installed."""
     found = distribution("horovod")
-    files = (found.files if found else None) or ()
-    libraries = [
-        (Path(str(file.locate())), file.size)
-        for file in files
-        if file.name.endswith(".so") and file.parent.name == package
-    ]
-    return bool(libraries) and all(
-        library.parent.resolve() == (horovod / package).resolve()
-        and library.is_file()
-        and library.stat().st_size == size
-        for library, size in libraries
-    )
+    installed = (found.files if found else None) or ()
+    sizes = {file.name: file.size for file in installed if file.suffix == ".so" and file.parent.name == package}
+    libraries = {horovod / package / name: size for name, size in sizes.items()}
+    return bool(libraries) and all(path.is_file() and path.stat().st_size == size for path, size in libraries.items())

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FRAMEWORKS = ("torch", "tensorflow")
-"""Frameworks that Horovod is built for here, by the name of their package."""
-
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+"""Frameworks that Horovod is built for here, by the name of their package."""
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hvdkit.common.files import text_if_there
 from hvdkit.prepare.install.facts import FrameworkFacts
 
 TENSORFLOW_DISTRIBUTIONS = (
-    "tensorflow",
-    "tensorflow-cpu",
-    "tensorflow-gpu",
-    "tensorflow-rocm",
-    "tensorflow-cpu-aws",
-    "intel-tensorflow",
-    "tf-nightly",
-    "tf-nightly-cpu",
-)
+    "tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm", "tensorflow-cpu-aws", "intel-tensorflow",
+    "tf-nightly", "tf-nightly-cpu",
+)  # fmt: skip
 
 
 def find_frameworks() -> tuple[FrameworkFacts, ...]:
@@ -82,8 +77,8 @@ def distribution(name: str) -> importlib.metadata.Distribution | None:
 def literals(file: Path) -> dict[str, Any]:
     """The top-level ``name = literal`` assignments of a Python file; {} when it cannot be read."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(text_if_there(file))
+    except (SyntaxError, ValueError):
         return {}
     found: dict[str, Any] = {}
     for node in tree.body:
@@ -97,11 +92,7 @@ def literals(file: Path) -> dict[str, Any]:
 
 def _build_info(file: Path) -> dict[str, Any]:
     """TensorFlow's build facts, written as an OrderedDict of pairs in a Python file."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    pairs = re.search(r"OrderedDict\((\[.*?\])\)\s*$", text, re.DOTALL)
+    pairs = re.search(r"OrderedDict\((\[.*?\])\)\s*$", text_if_there(file), re.DOTALL)
     try:
         return dict(ast.literal_eval(pairs.group(1))) if pairs else {}
     except (SyntaxError, ValueError):
@@ -109,12 +100,9 @@ def _build_info(file: Path) -> dict[str, Any]:
 
 
 def _torch_cxx11_abi(location: Path) -> str:
-    try:
-        text = (location / "share" / "cmake" / "Torch" / "TorchConfig.cmake").read_text(encoding="utf-8")
-    except OSError:
-        return "unknown"
+    text = text_if_there(location / "share" / "cmake" / "Torch" / "TorchConfig.cmake")
     flag = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", text)
-    return flag.group(1) if flag else "default"
+    return flag.group(1) if flag else "default" if text else "unknown"
 
 
 def _tensorflow_distribution(location: Path) -> importlib.metadata.Distribution | None:

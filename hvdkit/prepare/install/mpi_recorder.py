@@ -24,9 +24,10 @@ import hvdkit
 from hvdkit.common.ask import ask
 from hvdkit.errors import LaunchError
 from hvdkit.prepare.install.cache import Cache, DamagedError
-from hvdkit.prepare.install.find_mpi import find_mpi, identify
+from hvdkit.prepare.install.here import find_mpi, identify
 
 NAME = "libhvdkit-mpi-profile.so"
+_KIND = "mpi_profile"
 _SOURCES = Path(__file__).parent / "interposer"
 _OPTIONS = ("-std=gnu11", "-O2", "-Wall", "-fPIC", "-shared", f'-DHVDKIT_VERSION="{hvdkit.__version__}"')
 _LIBRARIES = ("-ldl", "-lpthread")
@@ -62,7 +63,7 @@ def path_of(mpicc: Path, environ: Mapping[str, str], cache: Path) -> Path:
     text = "\0".join([*mpi, str(mpicc), platform.machine(), *_OPTIONS])
     for source in sources():
         text += source.read_text(encoding="utf-8")
-    library = _cache(cache).entry(hashlib.sha256(text.encode()).hexdigest()[:16]) / NAME
+    library = Cache(cache, _KIND).entry(hashlib.sha256(text.encode()).hexdigest()[:16]) / NAME
     if any(char in str(library) for char in " :\t\n"):
         raise LaunchError(
             f"The cache {cache} has a blank or a colon in its path, at which the loader splits LD_PRELOAD; set "
@@ -83,7 +84,7 @@ def ensure(mpicc: Path, environ: Mapping[str, str], cache: Path, say: Callable[[
         LaunchError: it cannot be compiled or loaded.
         InstallError: the cache has no locks, or others can write to it.
     """
-    kept = _cache(cache)
+    kept = Cache(cache, _KIND)
     key = path_of(mpicc, environ, cache).parent.name
     with contextlib.suppress(DamagedError):  # without the lock, so that a cache of root's that is only read will do
         if found := kept.get(key):
@@ -104,10 +105,6 @@ def ensure(mpicc: Path, environ: Mapping[str, str], cache: Path, say: Callable[[
 def sources() -> list[Path]:
     """The interposer's C files and their headers, in the order of their names."""
     return sorted(path for path in _SOURCES.iterdir() if path.suffix in (".c", ".h"))
-
-
-def _cache(directory: Path) -> Cache:
-    return Cache(directory, "mpi_profile")
 
 
 def _compile(mpicc: Path, environ: Mapping[str, str], cache: Cache, key: str) -> Path:

@@ -14,62 +14,27 @@ from typing import Any
 
 from hvdkit.prepare.install import adjust, requirements
 from hvdkit.prepare.install.adjust import Patch
-from hvdkit.prepare.install.facts import (
-    BuildFacts,
-    CompilerFacts,
-    CudaFacts,
-    FrameworkFacts,
-    MpiFacts,
-    PythonFacts,
-)
+from hvdkit.prepare.install.facts import TITLES, BuildFacts, CompilerFacts, CudaFacts, PythonFacts
 from hvdkit.prepare.install.pins import BUILD_TOOLS, HOROVOD_SHA256, HOROVOD_VERSION
 from hvdkit.prepare.install.record import BuildRecord, MpiRecord
 from hvdkit.prepare.install.requirements import Options
 
 KEYED_VARIABLES = (
-    "CC",
-    "CXX",
-    "CFLAGS",
-    "CXXFLAGS",
-    "LDFLAGS",
-    "CUDAFLAGS",
-    "AR",
-    "CPATH",
-    "C_INCLUDE_PATH",
-    "CPLUS_INCLUDE_PATH",
-    "LIBRARY_PATH",
-    "CRAY_CPU_TARGET",
-    "OMPI_CPPFLAGS",
-    "OMPI_CXXFLAGS",
-    "OMPI_LDFLAGS",
-    "OMPI_LIBS",
-)
+    "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDAFLAGS", "AR", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH", "CRAY_CPU_TARGET", "OMPI_CPPFLAGS", "OMPI_CXXFLAGS", "OMPI_LDFLAGS", "OMPI_LIBS",
+)  # fmt: skip
 """Environment variables that choose or change compilers and MPI wrappers: they stay, and are part of the key."""
 
 # Anything else that would change the binary behind the key's back is taken out of the build's environment, as are
 # settings of programs whose output is read here.
 _DROPPED_PREFIXES = ("HOROVOD_", "CMAKE_", "CCL_", "SETUPTOOLS_", "NINJA_", "CLICOLOR")
 _DROPPED_VARIABLES = (
-    "CUDACXX",
-    "CUDAHOSTCXX",
-    "CUDA_HOME",
-    "CUDA_PATH",
-    "DIST_EXTRA_CONFIG",
-    "MAKEFLAGS",
-    "MPI_HOME",
-    "PYTHONSAFEPATH",
+    "CUDACXX", "CUDAHOSTCXX", "CUDA_HOME", "CUDA_PATH", "DIST_EXTRA_CONFIG", "MAKEFLAGS", "MPI_HOME", "PYTHONSAFEPATH",
     "VERBOSE",
-)
+)  # fmt: skip
 _BUILD_VARIABLES = (
-    "HOROVOD_WITH",
-    "HOROVOD_GPU",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_BUILD_ARCH",
-    "HOROVOD_CMAKE",
-    "CMAKE_",
-)
-
-_SWITCHES = {"torch": "PYTORCH", "tensorflow": "TENSORFLOW"}
+    "HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU_OPERATIONS", "HOROVOD_BUILD_ARCH", "HOROVOD_CMAKE", "CMAKE_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,8 +43,7 @@ class BuildPlan:
 
     Attributes:
         options: what was asked for, with the names of the frameworks that were found.
-        frameworks: what it is built against.
-        mpi: None for Gloo alone.
+        facts: the machine, with what of it is used: ``mpi`` is None for Gloo alone.
         run_paths: for the library of each framework, where it looks for others besides what the linker notes.
         key_fields: everything that changes the binary.
         record: what is written into the wheel; holds the key.
@@ -91,8 +55,7 @@ class BuildPlan:
     """
 
     options: Options
-    frameworks: tuple[FrameworkFacts, ...]
-    mpi: MpiFacts | None
+    facts: BuildFacts
     run_paths: Mapping[str, tuple[str, ...]]
     key_fields: Mapping[str, Any]
     record: BuildRecord
@@ -116,10 +79,10 @@ def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
         InstallError: something is missing; one sentence with the command that fixes it.
     """
     used, options = _used(facts, options)
-    cxx, cc = requirements.check_toolchain(facts, used.frameworks)
-    requirements.check_mpi(facts, options)
-    requirements.check_gpu(facts, options, used.frameworks)
-    requirements.check_space(facts)
+    cxx, cc = requirements.check_toolchain(used)
+    requirements.check_mpi(used, options)
+    requirements.check_gpu(used, options)
+    requirements.check_space(used)
 
     patches = adjust.applying(options)
     settings = _settings(used, options, cxx, cc)
@@ -132,16 +95,15 @@ def make_plan(facts: BuildFacts, options: Options) -> BuildPlan:
     key = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return BuildPlan(
         options=options,
-        frameworks=used.frameworks,
-        mpi=used.mpi,
+        facts=used,
         adjustments=patches,
         settings=settings,
-        path_first=_path_first(used),
+        path_first=tuple(place for place in (used.mpi and used.mpi.bin, used.cuda and used.cuda.home / "bin") if place),
         run_paths=run_paths,
         nccl_link=used.nccl.library if used.nccl and used.nccl.library.name == "libnccl.so.2" else None,
         key_fields=fields,
         record=_record(used, options.gpu, cxx.name, patches, key),
-        notes=tuple(_notes(facts, options, used.frameworks)),
+        notes=tuple(_notes(used, options)),
     )
 
 
@@ -174,7 +136,7 @@ def plan_of_ready(facts: BuildFacts, options: Options, key: str, fields: Mapping
             )
     if different:
         return "; ".join(different)
-    return BuildPlan(options, used.frameworks, used.mpi, paths, fields, _record(used, options.gpu, "", (), key))
+    return BuildPlan(options, used, paths, fields, _record(used, options.gpu, "", (), key))
 
 
 def _used(facts: BuildFacts, options: Options) -> tuple[BuildFacts, Options]:
@@ -246,8 +208,8 @@ def _settings(used: BuildFacts, options: Options, cxx: CompilerFacts, cc: Compil
         "HOROVOD_WITHOUT_MXNET": "1",
         f"HOROVOD_{'WITH' if used.mpi else 'WITHOUT'}_MPI": "1",
     }
-    for name, switch in _SWITCHES.items():
-        settings[f"HOROVOD_{'WITH' if name in (options.frameworks or ()) else 'WITHOUT'}_{switch}"] = "1"
+    for name, title in TITLES.items():
+        settings[f"HOROVOD_{'WITH' if name in (options.frameworks or ()) else 'WITHOUT'}_{title.upper()}"] = "1"
     if used.system.arch_flags:
         settings["HOROVOD_BUILD_ARCH_FLAGS"] = " ".join(used.system.arch_flags)
     if used.mpi is not None:
@@ -277,11 +239,6 @@ def _cuda_settings(cuda: CudaFacts, gpu: str, environ: Mapping[str, str]) -> dic
     if environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
         settings["HOROVOD_BUILD_CUDA_CC_LIST"] = environ["HOROVOD_BUILD_CUDA_CC_LIST"]
     return settings
-
-
-def _path_first(used: BuildFacts) -> tuple[Path, ...]:
-    directories = [used.mpi.bin] if used.mpi else []
-    return (*directories, used.cuda.home / "bin") if used.cuda else tuple(directories)
 
 
 def _run_paths(used: BuildFacts) -> dict[str, tuple[str, ...]]:
@@ -347,11 +304,11 @@ def _record(used: BuildFacts, gpu: str, compiler: str, patches: Iterable[Patch],
     )
 
 
-def _notes(facts: BuildFacts, options: Options, frameworks: Iterable[FrameworkFacts]) -> Iterable[str]:
+def _notes(facts: BuildFacts, options: Options) -> Iterable[str]:
     ignored = sorted(name for name in facts.environ if name.startswith(_BUILD_VARIABLES))
     if ignored:
         yield f"Ignored from the environment, since hvdkit sets what the build is told: {', '.join(ignored)}."
-    for framework in frameworks:
+    for framework in facts.frameworks:
         if options.gpu == "none" and (framework.cuda is not None or framework.rocm is not None):
             yield (
                 f"{framework.name} {framework.version} is a GPU build; with --gpu none Horovod reduces CPU tensors "

@@ -21,13 +21,9 @@ def parse_progress(line: str) -> tuple[int, str] | None:
     match = _NINJA.match(line)
     if match is None:
         return None
-    path = match["path"]
-    name = path.rpartition("/")[2]
-    if match["what"].startswith("Building"):
-        name = name.removesuffix(".o")
-        place = path.partition("/CMakeFiles/")[0]
-        return int(match["percent"]), f"{place}: {name}"
-    return int(match["percent"]), f"linking {name}"
+    place, name = match["path"].partition("/CMakeFiles/")[0], match["path"].rpartition("/")[2]
+    compiles = match["what"].startswith("Building")
+    return int(match["percent"]), f"{place}: {name.removesuffix('.o')}" if compiles else f"linking {name}"
 
 
 class InstallProgress:
@@ -58,7 +54,8 @@ class InstallProgress:
         if parsed is None:
             return
         percent, file = parsed
-        text = f"  compiling {share_text(percent / 100):>4}  {_clock_time(self.seconds)}  {file}"
+        minutes, seconds = divmod(int(self.seconds), 60)
+        text = f"  compiling {share_text(percent / 100):>4}  {minutes}:{seconds:02d}  {file}"
         if self._terminal:
             width = shutil.get_terminal_size().columns
             self._stream.write(f"\r\x1b[2K{text[: width - 1]}")
@@ -74,7 +71,3 @@ class InstallProgress:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()
             self._unfinished = False
-
-
-def _clock_time(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hvdkit.errors import InstallError, InvalidArgumentError
-from hvdkit.prepare.install.facts import FRAMEWORKS, TITLES, BuildFacts, CompilerFacts, FrameworkFacts
+from hvdkit.prepare.install.facts import TITLES, BuildFacts, CompilerFacts, FrameworkFacts
 from hvdkit.prepare.install.pins import PYTHON_VERSIONS
 
 GPU_OPERATIONS = ("none", "nccl", "mpi")
@@ -38,11 +37,11 @@ def parse_frameworks(text: str) -> tuple[str, ...]:
         InvalidArgumentError: an empty list or a name that is not known.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in FRAMEWORKS]
+    unknown = [name for name in names if name not in TITLES]
     if unknown or not names:
         got = f"the unknown framework {unknown[0]!r}" if unknown else "no name"
-        raise InvalidArgumentError(f"--frameworks has {got}; expected one or both of {', '.join(FRAMEWORKS)}.")
-    return tuple(name for name in FRAMEWORKS if name in names)
+        raise InvalidArgumentError(f"--frameworks has {got}; expected one or both of {', '.join(TITLES)}.")
+    return tuple(name for name in TITLES if name in names)
 
 
 def check_options(options: Options) -> None:
@@ -61,7 +60,7 @@ def gpu_operations(facts: BuildFacts, options: Options) -> tuple[Options, str]:
     """The options with the GPU operations that can be built here in place of "auto", and a sentence that says why."""
     nccl = replace(options, gpu="nccl")
     try:
-        check_gpu(facts, nccl, chosen_frameworks(facts, options))
+        check_gpu(replace(facts, frameworks=chosen_frameworks(facts, options)), nccl)
     except InstallError as error:
         return replace(options, gpu="none"), f"--gpu auto is none here: {error}"
     return nccl, "--gpu auto is nccl here."
@@ -113,7 +112,7 @@ def chosen_frameworks(facts: BuildFacts, options: Options) -> tuple[FrameworkFac
         if name not in found:
             raise InstallError(
                 f"{TITLES[name]} was asked for and is not installed in {facts.python.prefix}: 'pip install {name}' "
-                f"first, or choose with --frameworks{_others(found)}."
+                f"first, or choose with {' '.join(['--frameworks', *found][:2])}."
             )
         if not found[name].version:
             raise InstallError(
@@ -123,7 +122,7 @@ def chosen_frameworks(facts: BuildFacts, options: Options) -> tuple[FrameworkFac
     return tuple(found[name] for name in wanted)
 
 
-def check_toolchain(facts: BuildFacts, frameworks: Iterable[FrameworkFacts]) -> tuple[CompilerFacts, CompilerFacts]:
+def check_toolchain(facts: BuildFacts) -> tuple[CompilerFacts, CompilerFacts]:
     """The C++ and the C compiler.
 
     Raises:
@@ -138,7 +137,7 @@ def check_toolchain(facts: BuildFacts, frameworks: Iterable[FrameworkFacts]) -> 
             "'CXX=g++-12 hvdkit install'."
         )
     python = facts.python
-    if not python.headers and any(framework.name == "torch" for framework in frameworks):
+    if not python.headers and any(framework.name == "torch" for framework in facts.frameworks):
         major, minor, _ = python.version
         raise InstallError(
             f"Python's headers are missing (no Python.h in {python.headers_directory}): "
@@ -168,7 +167,7 @@ def check_mpi(facts: BuildFacts, options: Options) -> None:
         )
 
 
-def check_gpu(facts: BuildFacts, options: Options, frameworks: Iterable[FrameworkFacts]) -> None:
+def check_gpu(facts: BuildFacts, options: Options) -> None:
     """CUDA in the frameworks and on the machine, and NCCL, for a GPU build.
 
     Raises:
@@ -177,7 +176,7 @@ def check_gpu(facts: BuildFacts, options: Options, frameworks: Iterable[Framewor
     if options.gpu == "none":
         return
     flag = f"--gpu {options.gpu}"
-    for framework in frameworks:
+    for framework in facts.frameworks:
         if framework.cuda is None:
             build = "a ROCm" if framework.rocm else "a CPU"
             raise InstallError(
@@ -189,7 +188,7 @@ def check_gpu(facts: BuildFacts, options: Options, frameworks: Iterable[Framewor
             f"{flag} needs the CUDA toolkit and no nvcc with its headers was found (looked at CUDA_HOME, PATH, "
             "/usr/local/cuda and pip's nvidia packages): load your site's CUDA module or set CUDA_HOME."
         )
-    for framework in frameworks:
+    for framework in facts.frameworks:
         if framework.cuda and framework.cuda.partition(".")[0] != facts.cuda.version.partition(".")[0]:
             raise InstallError(
                 f"{TITLES[framework.name]} was built with CUDA {framework.cuda} and the toolkit in {facts.cuda.home} "
@@ -245,7 +244,3 @@ def _compiler(
         f"No {language} compiler was found on PATH (looked for {names}): 'apt-get install {package}' "
         f"('dnf install {'gcc-c++' if package == 'g++' else package}'), or load your site's compiler module."
     )
-
-
-def _others(found: Iterable[str]) -> str:
-    return "".join(f" {name}" for name in list(found)[:1])

@@ -1,21 +1,41 @@
-"""Runs one step of a build: every line into the log, and no process left behind however it ends."""
+"""Runs one step of a build: every line into the log, its first error into the message, and no process left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, cast
 
+from hvdkit.common.files import text_if_there
 from hvdkit.errors import InstallError
-from hvdkit.prepare.install.failure import first_error, is_out_of_memory
 
 PATIENCE_SECONDS = 5.0
 """How long processes get to end by themselves before they are killed."""
+LONGEST = 400
+"""Characters of an error that are shown; the log has all of it."""
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_COMPILER = re.compile(
+    r"^(?:\S[^:\n]*:\d+(?::\d+)?: (?:fatal )?error: "  # GCC, Clang
+    r"|\S[^(\n]*\(\d+\): (?:fatal |catastrophic )?error(?: #\d+)?: "  # nvcc, Intel
+    r"|\S+: (?:fatal error|error|internal compiler error): "  # the driver: no such file, unknown option, killed
+    r"|nvcc fatal\s*: "
+    r"|virtual memory exhausted)"
+)
+_LINKER = re.compile(r"undefined reference to|undefined symbol|\bcannot find -l|ld: .*(?:error|cannot find|not found)")
+_DISK = re.compile(r"No space left on device|Disk quota exceeded")
+_CMAKE = re.compile(r"^CMake Error")
+_KILLED = re.compile(r"[Kk]illed|virtual memory exhausted|cannot allocate memory|out of memory", re.IGNORECASE)
+_NOT_FOUND_BY_SHELL = re.compile(r": (?:command )?not found$|: Permission denied$")
+_PIP = re.compile(r"^ERROR: ")
+_EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt))(?:: |$)")
 
 
 def run(
@@ -99,16 +119,10 @@ def end_session(process: subprocess.Popen[str]) -> None:
 def session_members(session: int) -> list[int]:
     """Process ids in a session, without those that have ended and only wait to be collected."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            text = (entry / "stat").read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    for entry in Path("/proc").glob("[0-9]*"):
         # After the name, which is in parentheses and may hold anything: state, parent, group, session.
-        state, _parent, _group, its_session = text.rpartition(")")[2].split()[:4]
-        if int(its_session) == session and state not in "ZX":
+        state, *_, its_session = text_if_there(entry / "stat").rpartition(")")[2].split()[:4] or ["X", "X"]
+        if its_session == str(session) and state not in "ZX":
             found.append(int(entry.name))
     return found
 
@@ -121,3 +135,42 @@ def _message(what: str, status: int, lines: Sequence[str], log: Path) -> str:
     if is_out_of_memory(error):
         fix = " (usually for want of memory: 'MAX_JOBS=1 hvdkit install' compiles one file at a time)"
     return f"{what} failed: {error}{fix}; the full log is {log}"
+
+
+# What went wrong first, among the thousands of lines around it -------------------------------------------------------
+
+
+def first_error(lines: Sequence[str]) -> str:
+    """The first error that a person can act on, on one line.
+
+    Errors of compiler, linker and CMake, in the order they appear; else pip's or Python's; else the last line.
+    """
+    clean = [_ANSI.sub("", line).rstrip() for line in lines]
+    for number, line in enumerate(clean):
+        if _CMAKE.match(line):
+            return _short(_cmake_error(clean[number : number + 80]))
+        if _COMPILER.match(line) or _LINKER.search(line) or _DISK.search(line):
+            return _short(line)
+    for pattern in (_NOT_FOUND_BY_SHELL, _PIP, _EXCEPTION):
+        for line in clean:
+            if pattern.search(line):
+                return _short(line)
+    last = [line for line in clean if line.strip()]
+    return _short(last[-1]) if last else "it ended without saying why"
+
+
+def is_out_of_memory(error: str) -> bool:
+    """Whether an error is that of a compiler that the system ended, which it does when memory runs out."""
+    return bool(_KILLED.search(error))
+
+
+def _cmake_error(block: Sequence[str]) -> str:
+    """CMake's own error with its text, or the compiler's when CMake only reports that one."""
+    body = [line.strip() for line in takewhile(lambda line: not line or line.startswith(" "), block[1:])]
+    compilers = next(filter(_COMPILER.match, body), None)
+    return compilers or " ".join([block[0], *filter(None, body)])
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"

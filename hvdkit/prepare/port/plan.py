@@ -251,14 +251,10 @@ class PortPlan:
         """The statement beside ``home`` in which the first training step after an event happens, through calls."""
         beside = self.block(home)
         below = [one for one in beside[beside.index(home) + 1 :] if self.text.line(one) is not None]
-        for step in self.case.steps:
-            if step.order <= event.order or not step.reached:
-                continue
-            outward = [one for node in (step.node, *step.stack) for one in (node, *self.case.ancestors(node))]
-            inside = [one for outer in outward for one in below if one is outer]
-            if inside:
-                return inside[0]
-        return None
+        steps = (one for one in self.case.steps if one.order > event.order and one.reached)
+        nodes = (node for step in steps for node in (step.node, *step.stack))
+        outward = (one for node in nodes for one in (node, *self.case.ancestors(node)))
+        return next((one for one in outward if isinstance(one, ast.stmt) and one in below), None)
 
     def distribute(self, home: ast.Assign, event: Event, model: str, more: str = "") -> None:
         """Steps 4 and 5 of a PyTorch optimizer: below the statement that makes it, and above the first step."""

@@ -10,6 +10,7 @@ from textwrap import fill
 
 import libcst as cst
 
+from hvdkit.common.units import count_text
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.verdict import UNDECIDED
@@ -59,8 +60,7 @@ class Ported:
             lines += ["", f"line {one.line}: {one.why}.", _filled(f"write: {one.write}")]
         if self.notes:
             lines += ["", *(_filled(f"note: {one}.") for one in self.notes)]
-        count = len(self.left)
-        places = f"{count} place{'' if count == 1 else 's'}" if count else "Nothing is left"
+        places = count_text(len(self.left), "place") if self.left else "Nothing is left"
         return "\n".join([*lines, "", f"{places} to write by hand."])
 
 

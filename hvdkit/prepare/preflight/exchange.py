@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hvdkit.prepare.preflight.report import Place, RankReport
 from hvdkit.steps.mpi_library import loaded_mpi
-
-_FRAMEWORKS = ("torch", "tensorflow")
-
 
 Gather = Callable[[str], list[str]]
 
@@ -30,28 +29,33 @@ def meet(own: RankReport) -> list[RankReport]:
     for gather, place in ((over_horovod, own.horovod), (over_mpi, own.mpi)):
         if gather is not None and (place.size == own.size or (place.size or 1) > 1):
             gather("")  # the ranks meet here, so that their clocks are read at the same time
-            mine = replace(own, clock=time.time())
-            reports = [RankReport.from_json(text) for text in gather(mine.as_json())]
-            return sorted(reports, key=lambda report: report.rank)
+            return _by_rank(gather(_text(replace(own, clock=time.time()))))
     return [replace(own, clock=time.time())]
 
 
 def write(directory: Path, own: RankReport) -> None:
     """Leave this rank's report for ``read``, complete or not at all."""
     file = directory / f"rank-{own.rank}.json"
-    file.with_suffix(".part").write_text(own.as_json(), encoding="utf-8")
+    file.with_suffix(".part").write_text(_text(own), encoding="utf-8")
     file.with_suffix(".part").rename(file)
 
 
 def read(directory: Path) -> list[RankReport]:
     """The reports that ranks have left, by rank."""
-    reports = [RankReport.from_json(file.read_text(encoding="utf-8")) for file in directory.glob("rank-*.json")]
-    return sorted(reports, key=lambda report: report.rank)
+    return _by_rank(file.read_text(encoding="utf-8") for file in directory.glob("rank-*.json"))
+
+
+def _text(report: RankReport) -> str:
+    return msgspec.json.encode(report).decode()
+
+
+def _by_rank(texts: Iterable[str]) -> list[RankReport]:
+    return sorted((msgspec.json.decode(text, type=RankReport) for text in texts), key=lambda report: report.rank)
 
 
 def _ask_horovod(own: RankReport) -> tuple[RankReport, Gather | None]:
     errors = []
-    for name in _FRAMEWORKS:
+    for name in ("torch", "tensorflow"):
         try:
             hvd: Any = importlib.import_module(f"horovod.{name}")
             hvd.init()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -15,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-import msgspec
-
+from hvdkit.common.ask import ask
 from hvdkit.errors import LauncherError
+from hvdkit.prepare.install.find_frameworks import distribution
 from hvdkit.steps import launchers
 from hvdkit.steps.device import cpu_threads_here
 
@@ -95,54 +93,34 @@ class RankReport:
             return None
         return self.devices[self.local_rank]
 
-    def as_json(self) -> str:
-        """For ``from_json`` on another rank."""
-        return msgspec.json.encode(self).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> RankReport:
-        """What ``as_json`` gave."""
-        return msgspec.json.decode(text, type=cls)
-
 
 def look(environ: Mapping[str, str]) -> RankReport:
     """This process before it has met the others."""
-    launched, launcher, local_rank = Place(), "none", None
+    found, launched = None, Place()
     try:
-        found = launchers.detect(environ)
-        if found is not None:
-            launched, launcher = Place(found.rank, found.size), found.launcher
-            local_rank = found.local_rank
+        if found := launchers.detect(environ):
+            launched = Place(found.rank, found.size)
     except LauncherError as error:
         launched = Place(error=str(error))
     given = environ.get("OMP_NUM_THREADS", "")
-    local_size = found.local_size if launched.size is not None and found is not None else None
+    local_size = found.local_size if found else None
     return RankReport(
         host=socket.gethostname(),
         pid=os.getpid(),
-        launcher=launcher,
+        launcher=found.launcher if found else "none",
         launched=launched,
-        local_rank=local_rank,
+        local_rank=found.local_rank if found else None,
         cores=tuple(sorted(os.sched_getaffinity(0))),
         threads=int(given) if given.isdecimal() and int(given) else cpu_threads_here(local_size or 1),
         devices=_devices(environ),
         versions=_versions(),
-        free_bytes={str(path): shutil.disk_usage(path).free for path in _directories()},
+        free_bytes={path: shutil.disk_usage(path).free for path in (str(Path.cwd()), tempfile.gettempdir())},
     )
 
 
-def _directories() -> list[Path]:
-    return list(dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))))
-
-
 def _versions() -> dict[str, str]:
-    versions = {"Python": platform.python_version(), "executable": sys.executable}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: package.version for name in PACKAGES if (package := distribution(name))}
+    return {"Python": platform.python_version(), "executable": sys.executable, **found}
 
 
 def _devices(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -153,13 +131,8 @@ def _devices(environ: Mapping[str, str]) -> tuple[str, ...]:
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return ()
-    try:
-        listed = subprocess.run(
-            [program, "--query-gpu=uuid", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=_NVIDIA_SECONDS, check=True,
-        ).stdout.split()  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return ()
+    answer = ask([program, "--query-gpu=uuid", "--format=csv,noheader"], seconds=_NVIDIA_SECONDS)
+    listed = [word for word in answer.text.split() if word.startswith("GPU-")] if answer.ok else []
     return visible(listed, environ.get("CUDA_VISIBLE_DEVICES"))
 
 

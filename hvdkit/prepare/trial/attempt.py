@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import hvdkit
+from hvdkit.common.units import count_text
 from hvdkit.errors import DataError
 from hvdkit.steps import trial
 from hvdkit.steps.trial import TrialRecording, WantedTrial
@@ -189,7 +190,7 @@ def _compare(ours: TrialRecording, theirs: TrialRecording) -> tuple[str, bool | 
 def _steps(steps: Sequence[dict[str, Any]]) -> str:
     rates = [step["rate"] for step in steps]
     span = dict.fromkeys(f"{one:g}" for one in (min(rates, default=0.0), max(rates, default=0.0)))
-    return f"{len(steps)} step{'' if len(steps) == 1 else 's'} at a learning rate of {' to '.join(span)}"
+    return f"{count_text(len(steps), 'step')} at a learning rate of {' to '.join(span)}"
 
 
 def _distance(ours: TrialRecording, theirs: TrialRecording, at: int) -> float | None:

@@ -11,6 +11,16 @@
 #define BEGIN_COLLECTIVE(routine, blocking, bytes, op, type)                                                          \
     hvdkit_begin_collective(ROUTINE_##routine, blocking, bytes, op, type, comm, CALLER)
 
+/* A function that begins a call, passes it on and ends it: its name, what it calls; parameters; arguments */
+#define PASS_ON(name, passed_to, begin, parameters, arguments)                                                        \
+    int name(UNPACK parameters)                                                                                       \
+    {                                                                                                                 \
+        Call call = begin;                                                                                            \
+        int result = passed_to(UNPACK arguments);                                                                     \
+        hvdkit_end(&call);                                                                                            \
+        return result;                                                                                                \
+    }
+
 #define COUNT int
 #define OFFSET int
 #define NAME(routine) MPI_##routine
@@ -35,13 +45,7 @@
 /* Functions without a count: parameters; arguments */
 
 #define PLAIN(routine, parameters, arguments)                                                                         \
-    int MPI_##routine(UNPACK parameters)                                                                              \
-    {                                                                                                                 \
-        Call call = BEGIN(routine, 0, MPI_DATATYPE_NULL);                                                             \
-        int result = PMPI_##routine(UNPACK arguments);                                                                \
-        hvdkit_end(&call);                                                                                            \
-        return result;                                                                                                \
-    }
+    PASS_ON(MPI_##routine, PMPI_##routine, BEGIN(routine, 0, MPI_DATATYPE_NULL), parameters, arguments)
 
 PLAIN(Probe, (int from, int tag, MPI_Comm comm, MPI_Status *status), (from, tag, comm, status))
 PLAIN(Iprobe, (int from, int tag, MPI_Comm comm, int *flag, MPI_Status *status), (from, tag, comm, flag, status))
@@ -65,13 +69,8 @@ PLAIN(Startall, (int count, MPI_Request requests[]), (count, requests))
 PLAIN(Win_fence, (int assertion, MPI_Win window), (assertion, window))
 
 #define OVER_A_COMMUNICATOR(routine, blocking, parameters, arguments)                                                 \
-    int MPI_##routine(UNPACK parameters)                                                                              \
-    {                                                                                                                 \
-        Call call = BEGIN_COLLECTIVE(routine, blocking, 0, MPI_OP_NULL, MPI_DATATYPE_NULL);                           \
-        int result = PMPI_##routine(UNPACK arguments);                                                                \
-        hvdkit_end(&call);                                                                                            \
-        return result;                                                                                                \
-    }
+    PASS_ON(MPI_##routine, PMPI_##routine,                                                                            \
+            BEGIN_COLLECTIVE(routine, blocking, 0, MPI_OP_NULL, MPI_DATATYPE_NULL), parameters, arguments)
 
 OVER_A_COMMUNICATOR(Barrier, 1, (MPI_Comm comm), (comm))
 OVER_A_COMMUNICATOR(Ibarrier, 0, (MPI_Comm comm, MPI_Request *request), (comm, request))

@@ -21,24 +21,19 @@ static uint64_t LOCAL(total_of_types)(const COUNT counts[], MPI_Comm comm, const
 
 /* Point to point */
 
+#define TRANSFER(routine, bytes, type, parameters, arguments)                                                         \
+    PASS_ON(NAME(routine), PNAME(routine), BEGIN(routine, bytes, type), parameters, arguments)
+
 #define SEND(routine)                                                                                                 \
-    int NAME(routine)(const void *buffer, COUNT count, MPI_Datatype type, int to, int tag, MPI_Comm comm)             \
-    {                                                                                                                 \
-        Call call = BEGIN(routine, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type);                        \
-        int status = PNAME(routine)(buffer, count, type, to, tag, comm);                                              \
-        hvdkit_end(&call);                                                                                            \
-        return status;                                                                                                \
-    }
+    TRANSFER(routine, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type,                                      \
+             (const void *buffer, COUNT count, MPI_Datatype type, int to, int tag, MPI_Comm comm),                    \
+             (buffer, count, type, to, tag, comm))
 
 #define SEND_LATER(routine)                                                                                           \
-    int NAME(routine)(const void *buffer, COUNT count, MPI_Datatype type, int to, int tag, MPI_Comm comm,             \
-                      MPI_Request *request)                                                                           \
-    {                                                                                                                 \
-        Call call = BEGIN(routine, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type);                        \
-        int status = PNAME(routine)(buffer, count, type, to, tag, comm, request);                                     \
-        hvdkit_end(&call);                                                                                            \
-        return status;                                                                                                \
-    }
+    TRANSFER(routine, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type,                                      \
+             (const void *buffer, COUNT count, MPI_Datatype type, int to, int tag, MPI_Comm comm,                     \
+              MPI_Request *request),                                                                                  \
+             (buffer, count, type, to, tag, comm, request))
 
 SEND(Send)
 SEND(Bsend)
@@ -57,124 +52,75 @@ static uint64_t LOCAL(received)(const MPI_Status *status, MPI_Datatype type)
     return hvdkit_bytes(count, type);
 }
 
-int NAME(Recv)(void *buffer, COUNT count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Status *status)
-{
-    MPI_Status own;
-    MPI_Status *seen = status == MPI_STATUS_IGNORE ? &own : status;
-    Call call = BEGIN(Recv, 0, type);
-    int result = PNAME(Recv)(buffer, count, type, from, tag, comm, seen);
-    if (result == MPI_SUCCESS) call.bytes = LOCAL(received)(seen, type);
-    hvdkit_end(&call);
-    return result;
-}
+#define RECEIVE(routine, parameters, arguments)                                                                       \
+    int NAME(routine)(UNPACK parameters, MPI_Status * status)                                                         \
+    {                                                                                                                 \
+        MPI_Status own;                                                                                               \
+        MPI_Status *seen = status == MPI_STATUS_IGNORE ? &own : status;                                               \
+        Call call = BEGIN(routine, 0, type);                                                                          \
+        int result = PNAME(routine)(UNPACK arguments, seen);                                                          \
+        if (result == MPI_SUCCESS) call.bytes = LOCAL(received)(seen, type);                                          \
+        hvdkit_end(&call);                                                                                            \
+        return result;                                                                                                \
+    }
 
-int NAME(Mrecv)(void *buffer, COUNT count, MPI_Datatype type, MPI_Message *message, MPI_Status *status)
-{
-    MPI_Status own;
-    MPI_Status *seen = status == MPI_STATUS_IGNORE ? &own : status;
-    Call call = BEGIN(Mrecv, 0, type);
-    int result = PNAME(Mrecv)(buffer, count, type, message, seen);
-    if (result == MPI_SUCCESS) call.bytes = LOCAL(received)(seen, type);
-    hvdkit_end(&call);
-    return result;
-}
+RECEIVE(Recv, (void *buffer, COUNT count, MPI_Datatype type, int from, int tag, MPI_Comm comm),
+        (buffer, count, type, from, tag, comm))
+RECEIVE(Mrecv, (void *buffer, COUNT count, MPI_Datatype type, MPI_Message *message), (buffer, count, type, message))
 
 /* How much comes is not known before the request completes: here bytes are the room that there is. */
-int NAME(Irecv)(void *buffer, COUNT count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request *request)
-{
-    Call call = BEGIN(Irecv, from == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type);
-    int status = PNAME(Irecv)(buffer, count, type, from, tag, comm, request);
-    hvdkit_end(&call);
-    return status;
-}
+TRANSFER(Irecv, from == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type,
+         (void *buffer, COUNT count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request *request),
+         (buffer, count, type, from, tag, comm, request))
 
-int NAME(Imrecv)(void *buffer, COUNT count, MPI_Datatype type, MPI_Message *message, MPI_Request *request)
-{
-    Call call = BEGIN(Imrecv, hvdkit_bytes(count, type), type);
-    int status = PNAME(Imrecv)(buffer, count, type, message, request);
-    hvdkit_end(&call);
-    return status;
-}
+TRANSFER(Imrecv, hvdkit_bytes(count, type), type,
+         (void *buffer, COUNT count, MPI_Datatype type, MPI_Message *message, MPI_Request *request),
+         (buffer, count, type, message, request))
 
-int NAME(Sendrecv)(const void *send, COUNT send_count, MPI_Datatype send_type, int to, int send_tag, void *receive,
-                   COUNT receive_count, MPI_Datatype receive_type, int from, int receive_tag, MPI_Comm comm,
-                   MPI_Status *status)
-{
-    Call call = BEGIN(Sendrecv, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(send_count, send_type), send_type);
-    int result = PNAME(Sendrecv)(send, send_count, send_type, to, send_tag, receive, receive_count, receive_type, from,
-                                 receive_tag, comm, status);
-    hvdkit_end(&call);
-    return result;
-}
+TRANSFER(Sendrecv, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(send_count, send_type), send_type,
+         (const void *send, COUNT send_count, MPI_Datatype send_type, int to, int send_tag, void *receive,
+          COUNT receive_count, MPI_Datatype receive_type, int from, int receive_tag, MPI_Comm comm, MPI_Status *status),
+         (send, send_count, send_type, to, send_tag, receive, receive_count, receive_type, from, receive_tag, comm,
+          status))
 
-int NAME(Sendrecv_replace)(void *buffer, COUNT count, MPI_Datatype type, int to, int send_tag, int from,
-                           int receive_tag, MPI_Comm comm, MPI_Status *status)
-{
-    Call call = BEGIN(Sendrecv_replace, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type);
-    int result = PNAME(Sendrecv_replace)(buffer, count, type, to, send_tag, from, receive_tag, comm, status);
-    hvdkit_end(&call);
-    return result;
-}
+TRANSFER(Sendrecv_replace, to == MPI_PROC_NULL ? 0 : hvdkit_bytes(count, type), type,
+         (void *buffer, COUNT count, MPI_Datatype type, int to, int send_tag, int from, int receive_tag, MPI_Comm comm,
+          MPI_Status *status),
+         (buffer, count, type, to, send_tag, from, receive_tag, comm, status))
 
-int NAME(Put)(const void *own, COUNT own_count, MPI_Datatype own_type, int target, MPI_Aint at, COUNT count,
-              MPI_Datatype type, MPI_Win window)
-{
-    Call call = BEGIN(Put, hvdkit_bytes(own_count, own_type), own_type);
-    int status = PNAME(Put)(own, own_count, own_type, target, at, count, type, window);
-    hvdkit_end(&call);
-    return status;
-}
+TRANSFER(Put, hvdkit_bytes(own_count, own_type), own_type,
+         (const void *own, COUNT own_count, MPI_Datatype own_type, int target, MPI_Aint at, COUNT count,
+          MPI_Datatype type, MPI_Win window),
+         (own, own_count, own_type, target, at, count, type, window))
 
-int NAME(Get)(void *own, COUNT own_count, MPI_Datatype own_type, int target, MPI_Aint at, COUNT count,
-              MPI_Datatype type, MPI_Win window)
-{
-    Call call = BEGIN(Get, hvdkit_bytes(own_count, own_type), own_type);
-    int status = PNAME(Get)(own, own_count, own_type, target, at, count, type, window);
-    hvdkit_end(&call);
-    return status;
-}
+TRANSFER(Get, hvdkit_bytes(own_count, own_type), own_type,
+         (void *own, COUNT own_count, MPI_Datatype own_type, int target, MPI_Aint at, COUNT count, MPI_Datatype type,
+          MPI_Win window),
+         (own, own_count, own_type, target, at, count, type, window))
 
-int NAME(Accumulate)(const void *own, COUNT own_count, MPI_Datatype own_type, int target, MPI_Aint at, COUNT count,
-                     MPI_Datatype type, MPI_Op op, MPI_Win window)
-{
-    Call call = BEGIN(Accumulate, hvdkit_bytes(own_count, own_type), own_type);
-    int status = PNAME(Accumulate)(own, own_count, own_type, target, at, count, type, op, window);
-    hvdkit_end(&call);
-    return status;
-}
+TRANSFER(Accumulate, hvdkit_bytes(own_count, own_type), own_type,
+         (const void *own, COUNT own_count, MPI_Datatype own_type, int target, MPI_Aint at, COUNT count,
+          MPI_Datatype type, MPI_Op op, MPI_Win window),
+         (own, own_count, own_type, target, at, count, type, op, window))
 
 /* Collectives, blocking and non-blocking: bytes, operation, type; parameters; arguments */
 
 #define COLLECTIVE(routine, i_routine, bytes, op, type, parameters, arguments)                                        \
-    int NAME(routine)(UNPACK parameters)                                                                              \
-    {                                                                                                                 \
-        Call call = BEGIN_COLLECTIVE(routine, 1, bytes, op, type);                                                    \
-        int status = PNAME(routine)(UNPACK arguments);                                                                \
-        hvdkit_end(&call);                                                                                            \
-        return status;                                                                                                \
-    }                                                                                                                 \
-    int NAME(i_routine)(UNPACK parameters, MPI_Request * request)                                                     \
-    {                                                                                                                 \
-        Call call = BEGIN_COLLECTIVE(i_routine, 0, bytes, op, type);                                                  \
-        int status = PNAME(i_routine)(UNPACK arguments, request);                                                     \
-        hvdkit_end(&call);                                                                                            \
-        return status;                                                                                                \
-    }
+    PASS_ON(NAME(routine), PNAME(routine), BEGIN_COLLECTIVE(routine, 1, bytes, op, type), parameters, arguments)      \
+    PASS_ON(NAME(i_routine), PNAME(i_routine), BEGIN_COLLECTIVE(i_routine, 0, bytes, op, type),                       \
+            (UNPACK parameters, MPI_Request * request), (UNPACK arguments, request))
 
 COLLECTIVE(Bcast, Ibcast, hvdkit_bytes(count, type), MPI_OP_NULL, type,
            (void *buffer, COUNT count, MPI_Datatype type, int root, MPI_Comm comm), (buffer, count, type, root, comm))
 
-COLLECTIVE(Allreduce, Iallreduce, hvdkit_bytes(count, type), op, type,
-           (const void *send, void *receive, COUNT count, MPI_Datatype type, MPI_Op op, MPI_Comm comm),
-           (send, receive, count, type, op, comm))
+#define REDUCTION(routine, i_routine, bytes)                                                                          \
+    COLLECTIVE(routine, i_routine, bytes, op, type,                                                                   \
+               (const void *send, void *receive, COUNT count, MPI_Datatype type, MPI_Op op, MPI_Comm comm),           \
+               (send, receive, count, type, op, comm))
 
-COLLECTIVE(Scan, Iscan, hvdkit_bytes(count, type), op, type,
-           (const void *send, void *receive, COUNT count, MPI_Datatype type, MPI_Op op, MPI_Comm comm),
-           (send, receive, count, type, op, comm))
-
-COLLECTIVE(Exscan, Iexscan, hvdkit_bytes(count, type), op, type,
-           (const void *send, void *receive, COUNT count, MPI_Datatype type, MPI_Op op, MPI_Comm comm),
-           (send, receive, count, type, op, comm))
+REDUCTION(Allreduce, Iallreduce, hvdkit_bytes(count, type))
+REDUCTION(Scan, Iscan, hvdkit_bytes(count, type))
+REDUCTION(Exscan, Iexscan, hvdkit_bytes(count, type))
 
 COLLECTIVE(Reduce, Ireduce, hvdkit_bytes(count, type), op, type,
            (const void *send, void *receive, COUNT count, MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm),
@@ -184,9 +130,7 @@ COLLECTIVE(Reduce_scatter, Ireduce_scatter, LOCAL(total)(counts, comm, type), op
            (const void *send, void *receive, const COUNT counts[], MPI_Datatype type, MPI_Op op, MPI_Comm comm),
            (send, receive, counts, type, op, comm))
 
-COLLECTIVE(Reduce_scatter_block, Ireduce_scatter_block, hvdkit_bytes((int64_t)count * hvdkit_peers(comm), type), op,
-           type, (const void *send, void *receive, COUNT count, MPI_Datatype type, MPI_Op op, MPI_Comm comm),
-           (send, receive, count, type, op, comm))
+REDUCTION(Reduce_scatter_block, Ireduce_scatter_block, hvdkit_bytes((int64_t)count * hvdkit_peers(comm), type))
 
 /* With MPI_IN_PLACE what this rank hands in lies in the receive buffer, and the other parameters say nothing. */
 #define ITS_TYPE (send == MPI_IN_PLACE ? receive_type : send_type)
@@ -258,5 +202,8 @@ COLLECTIVE(Alltoallw, Ialltoallw,
 
 #undef ITS_TYPE
 #undef COLLECTIVE
+#undef REDUCTION
 #undef SEND
 #undef SEND_LATER
+#undef RECEIVE
+#undef TRANSFER

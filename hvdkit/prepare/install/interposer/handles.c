@@ -13,27 +13,23 @@
     X(MPI_CHAR) X(MPI_SIGNED_CHAR) X(MPI_UNSIGNED_CHAR) X(MPI_SHORT) X(MPI_UNSIGNED_SHORT) X(MPI_UNSIGNED)            \
     X(MPI_LONG) X(MPI_UNSIGNED_LONG) X(MPI_UNSIGNED_LONG_LONG) X(MPI_LONG_DOUBLE) X(MPI_PACKED)
 
-int hvdkit_op(MPI_Op op)
-{
-    int index = 0;
 #define X(handle)                                                                                                     \
     index++;                                                                                                          \
-    if (op == handle) return index;
+    if (wanted == handle) return index;
+int hvdkit_op(MPI_Op wanted)
+{
+    int index = 0;
     OPS(X)
-#undef X
     return 0;
 }
 
-int hvdkit_type(MPI_Datatype type)
+int hvdkit_type(MPI_Datatype wanted)
 {
     int index = 0;
-#define X(handle)                                                                                                     \
-    index++;                                                                                                          \
-    if (type == handle) return index;
     TYPES(X)
-#undef X
     return 0;
 }
+#undef X
 
 #define X(handle) #handle,
 const char *hvdkit_op_name(int op)

@@ -17,7 +17,7 @@ from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import device_memory, monitor, step_times
+from hvdkit.steps import monitor, step_times, torch_tensors
 from hvdkit.steps.topology import Topology
 
 
@@ -47,8 +47,11 @@ class Monitor(monitor.Monitor, Callback):
         return {str(place): weight.path for place, weight in enumerate(weights)}
 
     def _device_bytes(self) -> float:
-        by_backend = {"tensorflow": device_memory.of_tensorflow, "torch": device_memory.of_torch}
-        return by_backend.get(keras.backend.backend(), lambda: math.nan)()
+        if keras.backend.backend() == "tensorflow":
+            from hvdkit.tensorflow.monitor import device_bytes
+
+            return device_bytes()
+        return torch_tensors.device_bytes() if keras.backend.backend() == "torch" else math.nan
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""

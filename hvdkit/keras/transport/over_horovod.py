@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.keras import digests as keras_digests
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.steps import starting, step_times
+from hvdkit.steps import starting, step_times, torch_tensors
 from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.streams import Total
@@ -98,9 +97,9 @@ class OverTensorflow(HorovodTransport):
         return tf_streams.total(self.hvd, name)
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
-        import tensorflow as tf
+        from hvdkit.tensorflow import agreement
 
-        return keras_digests.of_tensorflow([tf.convert_to_tensor(variable.value) for variable in variables])
+        return agreement.digests(variables)
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import tensorflow as tf
@@ -146,7 +145,7 @@ class OverTorch(HorovodTransport):
         return add_up
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
-        return keras_digests.of_torch([variable.value.detach() for variable in variables])
+        return torch_tensors.digests([variable.value.detach() for variable in variables])
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import torch

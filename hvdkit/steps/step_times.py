@@ -230,10 +230,15 @@ def recorder() -> Recorder | None:
 
 
 def record_steps(batches: Iterable[_T]) -> Iterable[_T]:
-    """The inside of an adapter's ``record_steps``: ``batches`` themselves when nothing is to be recorded.
+    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
+
+    The time in the loader is recorded apart from that of the step. In the step it is recorded when the gradients were
+    there and the wait for other ranks began: in PyTorch the end of the first backward, in ``hvdkit.arrays`` the last
+    call or ``start`` of a ``Reduce``. Does nothing, and returns ``batches`` themselves, unless HVDKIT_STEP_TIMES names
+    a directory to write to. On a GPU, times are those of the host.
 
     Args:
-        batches: any iterable of batches.
+        batches: any iterable, such as the loader of ``shard``.
     """
     for one in MONITORS:
         if one.automatic:

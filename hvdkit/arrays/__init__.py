@@ -231,9 +231,9 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
         InvalidArgumentError: a value that is neither, or a total count of 0.
         AgreementError: the ranks give different names, or another rank failed; raised on every rank.
     """
-    comm = mpi.everyone()
-    pairs = mpi.together(comm, lambda: averages.sums_and_counts(metrics))
-    return averages.average(mpi.ranks(comm), pairs, world.size)
+    ranks = mpi.ranks()
+    pairs = ranks.together(lambda: averages.sums_and_counts(metrics))
+    return averages.average(ranks, pairs, world.size)
 
 
 def fit(

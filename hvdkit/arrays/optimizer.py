@@ -269,7 +269,7 @@ class Reduce:
         """The sum of all ranks' weights, from the head that was exchanged; None where they all count the same."""
         failed, weight, weighted = self._head[[_FAILED, _WEIGHT, _WEIGHTED]].real.tolist()
         if failed:
-            mpi.raise_together(self._comm, self._failure)
+            mpi.ranks(self._comm).raise_together(self._failure)
         if weighted == 0:
             return None
         if weighted < self._size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdkit.errors import LauncherError, TopologyMismatchError
@@ -30,7 +30,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         LauncherError: the launcher's environment is incomplete, or this is a worker that a rank started.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
-    require_no_worker(environ)
+    _require_no_worker(environ)
     launched = launchers.detect(environ)
     stalls.hand_in_stacks_when_asked()
     if launched is not None and bootstrap.is_needed(horovod, launched, environ):
@@ -39,7 +39,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         # Else collectives go through an MPI that this Horovod has not started, and that ends the process.
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
     horovod.init()
-    mark_rank()
+    os.environ[_RANK_PROCESS] = str(os.getpid())  # for workers that this process starts
     world = of(horovod, launched.launcher if launched else "none")
     if launched is None:
         if world.size == 1:
@@ -51,7 +51,31 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
     return confirm(world, launched.rank, launched.size, launched.launcher, library)
 
 
-def require_no_worker(environ: Mapping[str, str]) -> None:
+class Mpi4py:
+    """What ``start`` asks of Horovod, answered by mpi4py.
+
+    Args:
+        library: gives ``mpi4py.MPI``, and starts MPI when it is called for the first time.
+    """
+
+    mpi_built = mpi_enabled = staticmethod(lambda: True)
+    gloo_built = staticmethod(lambda: False)
+
+    def __init__(self, library: Callable[[], Any]) -> None:
+        self._library = library
+
+    def init(self) -> None:
+        """Start MPI, and find the ranks that share this host, and those of this place on all hosts."""
+        mpi = self._library()
+        everyone = mpi.COMM_WORLD
+        host = everyone.Split_type(mpi.COMM_TYPE_SHARED)
+        across = everyone.Split(host.Get_rank(), everyone.Get_rank())
+        self.rank, self.size = everyone.Get_rank, everyone.Get_size
+        self.local_rank, self.local_size = host.Get_rank, host.Get_size
+        self.cross_rank, self.cross_size = across.Get_rank, across.Get_size
+
+
+def _require_no_worker(environ: Mapping[str, str]) -> None:
     """Raise LauncherError in a process that imports a rank's script again, as multiprocessing's spawn has it.
 
     With the rank's environment it would be that rank to MPI a second time, which ends the first by a crash.
@@ -64,11 +88,6 @@ def require_no_worker(environ: Mapping[str, str]) -> None:
             'spawns imports the script again. Put init() and what follows below `if __name__ == "__main__":`, or '
             'start workers by fork (DataLoader: multiprocessing_context="fork").'
         )
-
-
-def mark_rank() -> None:
-    """Have workers that this process starts know that it is a rank."""
-    os.environ[_RANK_PROCESS] = str(os.getpid())
 
 
 def say_alone() -> None:

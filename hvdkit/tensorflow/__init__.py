@@ -34,7 +34,7 @@ except ImportError as error:
     ) from error
 
 from hvdkit.common import tf_streams as streams
-from hvdkit.tensorflow import data, device, parting, state
+from hvdkit.tensorflow import data, device, marks, parting, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -181,7 +181,7 @@ def distribute(
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
-        averaging.mark_gradients()
+        marks.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members)

@@ -18,10 +18,10 @@ import tensorflow as tf
 from horovod.common.elastic import State
 from horovod.common.exceptions import HorovodInternalError
 
+from hvdkit.common.tf_variables import native
 from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.tensorflow import parting
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.names import native
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
 from hvdkit.tensorflow.state import RANKS, broadcast_variables, by_name, model_variables, optimizer_variables
 

@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.common.tf_variables import beside_keras
+from hvdkit.common.tf_variables import beside_keras, canonical_name, native
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.tensorflow import seeds
-from hvdkit.tensorflow.names import canonical_name, native
 
 RANKS = OverHorovod(hvd, tf.constant)
 

@@ -17,7 +17,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import starting, step_times, torch_tensors
 from hvdkit.steps.collectives import OverHorovod, Words
-from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
@@ -104,10 +104,10 @@ class OverTensorflow(HorovodTransport):
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import tensorflow as tf
 
-        from hvdkit.tensorflow import optimizer
+        from hvdkit.tensorflow import marks, optimizer
 
         among = self.hvd.global_process_set if process_set is None else process_set
-        optimizer.mark_gradients()
+        marks.mark()
         reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
 
         def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -181,7 +181,7 @@ class OverTorch(HorovodTransport):
             look_at(gradients)
             if is_alone(ranks, self.hvd.size()):
                 return told(gradients)
-            torch_clips.refuse(gradients)
+            refuse_clipped(gradients)
             reduced = self.combined(gradients, variables, name(), options, process_set)
             step_times.arrived()
             return told(reduced)

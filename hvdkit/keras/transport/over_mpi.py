@@ -19,7 +19,7 @@ from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
 from hvdkit.steps import agreement, starting, step_times
 from hvdkit.steps.collectives import ASIDE_S, OverMpi, Words, end_the_job_with_the_process
-from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
@@ -61,7 +61,7 @@ class HostBuffers(Transport):
         def reduce(gradients: list[Any]) -> list[Any]:
             if is_alone(ranks, self.size()):
                 return gradients
-            jax_clips.refuse(gradients)
+            refuse_clipped(gradients, is_clipped=jax_clips.is_clipped)
             groups = by_sent_type([str(gradient.dtype) for gradient in gradients], options)
             flats = [
                 jnp.concatenate([jnp.ravel(gradients[position]).astype(sent_as) for position in positions])

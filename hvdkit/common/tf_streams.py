@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 
 from hvdkit.common.tf_functions import Flattened, Mapped, Shuffled, traced
 from hvdkit.common.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
@@ -37,7 +38,7 @@ Weigh = Callable[[Any, Any], Any]
 Totals = Callable[[str], Total]
 
 
-class ShardedFiles(tf.data.Dataset):  # type: ignore[misc]
+class ShardedFiles(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
     """This rank's file names; ``shard`` finds it behind whatever was built on it. Made by ``shard_files``."""
 
     def __init__(self, paths: Iterable[Any], world: Topology) -> None:
@@ -48,16 +49,8 @@ class ShardedFiles(tf.data.Dataset):  # type: ignore[misc]
                 f"({len(set(names))} different); with fewer, shard the samples: leave shard_files out."
             )
         self.mark = zlib.crc32("\n".join(names).encode()) or 1
-        self._names = tf.data.Dataset.from_tensor_slices(names[world.rank :: world.size])
-        super().__init__(self._names._variant_tensor)
-
-    def _inputs(self) -> list[Any]:
-        return [self._names]
-
-    @property
-    def element_spec(self) -> Any:
-        """The type of a name."""
-        return self._names.element_spec
+        mine = tf.data.Dataset.from_tensor_slices(names[world.rank :: world.size])
+        super().__init__(mine, mine._variant_tensor)
 
 
 def arrays_or_stream(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 
 from hvdkit.common.tf_samples import CountedIterator, untuned
 from hvdkit.errors import InvalidArgumentError
@@ -51,7 +52,7 @@ class Epochs:
         return (*parts, weights) if isinstance(parts, tuple) else (parts, weights)
 
 
-class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
+class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
     """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.tensorflow.shard``.
 
     A ``tf.data.Dataset``: it can be iterated eagerly and inside ``tf.function``, given to ``model.fit`` and mapped.
@@ -74,16 +75,8 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
     def _set_length(self) -> None:
         """Be a data set of as many batches as an epoch has."""
         whole = tf.data.experimental.assert_cardinality(len(self.share))
-        self._pipeline = self._batches.apply(whole).with_options(self._settings)
-        super().__init__(self._pipeline._variant_tensor)
-
-    def _inputs(self) -> list[Any]:
-        return [self._pipeline]
-
-    @property
-    def element_spec(self) -> Any:
-        """The type of a batch."""
-        return self._pipeline.element_spec
+        pipeline = self._batches.apply(whole).with_options(self._settings)
+        super().__init__(pipeline, pipeline._variant_tensor)
 
     def __len__(self) -> int:
         return self.share.steps_left(self._epochs.next.samples)

@@ -158,18 +158,6 @@ def average(values: Mapping[str, Any], size: int) -> dict[str, float]:
     return metrics.average(TRANSPORT if size > 1 else None, values, size)
 
 
-def require_same_names(values: Iterable[str]) -> None:
-    """Raise AgreementError on every rank unless all give the same names of metrics."""
-    names = {name: (0.0, 0.0) for name in sorted(values)}
-    metrics.require_same_names(TRANSPORT.gather(metrics.names_table(names), "hvdkit.metric_names"), names)
-
-
-def same_names(values: Iterable[str]) -> bool:
-    """Whether all ranks give the same names, the same answer on every rank; a collective."""
-    table = metrics.names_table(dict.fromkeys(sorted(values), (0.0, 0.0)))
-    return agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.metric_names"))
-
-
 def write_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> None:
     """Write optimizers' variables as an npz file: a single one's in their order, those of several by name.
 

@@ -11,6 +11,8 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
 from hvdkit.keras.data import as_arrays
 from hvdkit.keras.trainer.metrics import States
+from hvdkit.keras.transport import TRANSPORT
+from hvdkit.steps import metrics
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
@@ -49,7 +51,7 @@ def evaluate(model: Any, dataset: Any, world: Topology, batch_size: int) -> dict
         model.reset_metrics()
     if world.size == 1:
         return {name: _plain(value) for name, value in own.items()}
-    state.require_same_names(own)
+    metrics.require_same_names(TRANSPORT, own)
     states = States(model)
     together = states.summed_results()
     states.assign(states.values)

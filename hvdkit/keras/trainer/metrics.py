@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hvdkit.keras import state
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
+from hvdkit.steps import agreement, metrics
 from hvdkit.steps.topology import Topology
 
 
@@ -77,7 +78,7 @@ class AverageMetrics(Callback):
 
     def _on_all_ranks(self, names: list[str]) -> bool:
         """Whether these logs can be averaged; a collective."""
-        state.require_same_names(names)
+        metrics.require_same_names(TRANSPORT, names)
         return True
 
 
@@ -87,7 +88,8 @@ class AverageOfFit(AverageMetrics):
     """
 
     def _on_all_ranks(self, names: list[str]) -> bool:
-        return state.same_names(names)
+        table = agreement.digest_table(dict.fromkeys(sorted(names), ()))
+        return agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.metric_names"))
 
 
 class States:

@@ -17,7 +17,7 @@ import numpy as np
 from hvdkit.arrays import mpi
 from hvdkit.arrays.exchange.buffers import HostBuffer
 from hvdkit.arrays.exchange.layout import Layout
-from hvdkit.arrays.exchange.quiet import quiet
+from hvdkit.arrays.exchange.shared import quiet
 from hvdkit.arrays.farewell import waits
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import step_times
@@ -292,9 +292,6 @@ class Reduce:
             ]
         )
 
-    def _let_go(self) -> None:
-        self._pending = None
-
 
 class Pending:
     """Gradients on their way to and from the other ranks. Made by ``Reduce.start``."""
@@ -324,7 +321,7 @@ class Pending:
                 while self._next():
                     waits(self._request.Wait)()
             self._waits = False  # not before: who was interrupted may wait again
-            self._reduce._let_go()
+            self._reduce._pending = None
             if self._failure is None:
                 self._result = self._reduce._results()
         if self._failure is not None:

@@ -41,11 +41,9 @@ from hvdkit.keras.schedule import LearningRateSchedule, Warmup
 from hvdkit.keras.seeds import seed_everything
 from hvdkit.keras.trainer import callbacks as keras_callbacks
 from hvdkit.keras.trainer import guard
-from hvdkit.keras.trainer.callbacks import BroadcastState
+from hvdkit.keras.trainer.callbacks import BroadcastState, RecordSteps, RecordTimeline
 from hvdkit.keras.trainer.evaluate import evaluate
 from hvdkit.keras.trainer.metrics import AverageMetrics
-from hvdkit.keras.trainer.step_times import RecordSteps
-from hvdkit.keras.trainer.timeline import RecordTimeline
 
 __all__ = [
     "AverageMetrics",

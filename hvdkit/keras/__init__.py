@@ -14,6 +14,7 @@ from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.monitor import begin_if_asked
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -36,7 +37,7 @@ from hvdkit.keras import optimizer as averaging
 from hvdkit.keras.agreement import CheckAgreement, check_agreement
 from hvdkit.keras.checkpoint import Checkpoint, Checkpoints
 from hvdkit.keras.elastic import ElasticCommit, ElasticState, run_elastic
-from hvdkit.keras.monitor import Monitor, begin_if_asked
+from hvdkit.keras.monitor import Monitor
 from hvdkit.keras.schedule import LearningRateSchedule, Warmup
 from hvdkit.keras.seeds import seed_everything
 from hvdkit.keras.trainer import callbacks as keras_callbacks
@@ -98,7 +99,7 @@ def init() -> Topology:
     """
     world = state.start()
     guard.install()
-    begin_if_asked(world)
+    begin_if_asked(Monitor, world)
     return world
 
 

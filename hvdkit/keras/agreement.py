@@ -114,8 +114,8 @@ def compare(
     values = [*TRANSPORT.digests(variables), *map(agreement.digest, numbers.values())]
 
     def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
-        own = state.values_of(variables[position : position + 1]) or [numbers[names[position]]]
-        return names[position], own[0]
+        name = names[position]
+        return name, state.value_of(variables[position]) if position < len(variables) else numbers[name]
 
     agreement.require_same_values(TRANSPORT, rows, values, value_at, fixes, ranks)
 

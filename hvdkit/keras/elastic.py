@@ -56,7 +56,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         self._begin(transport.hvd, transport, loader=given, schedule=schedule, rule=rule, values=values)
 
     def _copy(self) -> Any:
-        return [np.array(value) for value in keras_state.values_of(self._variables())]
+        return [np.array(keras_state.value_of(one)) for one in self._variables()]
 
     def _put_back(self, copied: Any) -> None:
         for variable, value in zip(self._variables(), copied, strict=True):

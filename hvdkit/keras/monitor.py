@@ -98,8 +98,3 @@ def automatic() -> list[Monitor]:
     """The callback of ``hvdkit launch --monitor``, where a ``fit`` has none of its own."""
     found = monitor.automatic()
     return [] if not isinstance(found, Monitor) or found._iterating else [found]
-
-
-def begin_if_asked(world: Topology) -> None:
-    """Make it."""
-    monitor.begin_if_asked(Monitor, world)

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,6 @@ def model_variables(model: Any) -> list[Any]:
     return list(model.weights)
 
 
-def beside_keras(model: Any) -> list[Any]:
-    """Variables of TensorFlow that the model's layers hold, which Keras does not count among its weights."""
-    if keras.backend.backend() != "tensorflow":
-        return []
-    from hvdkit.common import tf_variables  # loads TensorFlow
-
-    return tf_variables.beside_keras(model)
-
-
 def is_built(model: Any) -> bool:
     """Whether a model has its weights. One without ``call`` is never built itself: there the layers say it."""
     return bool(model.built or (model.weights and not unbuilt_layers(model)))
@@ -102,11 +93,6 @@ def make_slots_of(root: int, optimizers: Mapping[str, Any], model: Any) -> None:
     if len(optimizers) > 1:
         mine = trained_variables(optimizers, model.weights)
         make_slots(optimizers, model.weights, TRANSPORT.gather(mine, "hvdkit.trained")[root])
-
-
-def values_of(variables: Iterable[Any]) -> list[npt.NDArray[Any]]:
-    """Values on the host, in the variables' own types and shapes."""
-    return list(map(value_of, variables))
 
 
 def value_of(variable: Any) -> npt.NDArray[Any]:
@@ -148,7 +134,7 @@ def average_statistics(variables: Sequence[Any]) -> None:
     differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0)
     for variable in (variables[position] for position in np.flatnonzero(differs).tolist()):
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype)):
-            (mine,) = values_of([variable])
+            mine = value_of(variable)
             total = TRANSPORT.sum(mine.astype(np.float64), "hvdkit.statistics")
             variable.assign((total / world().size).astype(mine.dtype))
 
@@ -164,7 +150,7 @@ def write_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> N
     Raises:
         OSError: it could not be written.
     """
-    values = values_of(optimizer_variables(optimizers, model))
+    values = map(value_of, optimizer_variables(optimizers, model))
     # NumPy's file format does not know bfloat16 and its like (kind V); float32 holds them exactly.
     plain = [value.astype(np.float32) if value.dtype.kind == "V" else value for value in values]
     if list(optimizers) == ["optimizer"]:

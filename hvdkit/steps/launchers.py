@@ -174,7 +174,9 @@ def _read(row: Launcher, environ: Mapping[str, str]) -> Launched:
             f"{row.name}: rank must be in 0 .. size-1, got {row.rank[0]}={rank} with a size of {size}; "
             "variables of two jobs are mixed in this environment."
         )
-    local_rank, local_size = _number(row, row.local_rank, environ), _local_size(row, environ)
+    local_rank = _number(row, row.local_rank, environ)
+    counted = None if row.local_size_of is None else row.local_size_of(environ)
+    local_size = _number(row, row.local_size, environ) if counted is None else counted
     if local_size is not None and not (local_rank or 0) < local_size <= (local_size if size is None else size):
         local_size = None  # that of an outer job: Horovod or MPI must say it
     return Launched(row.name, rank, size, local_rank, local_size)
@@ -185,11 +187,6 @@ def _incomplete(row: Launcher, found: str, missing: tuple[str, ...]) -> Launcher
         f"{row.name} started this process ({found} is set) but {' or '.join(missing)} is not set, so its rank is "
         f"unknown; pass the launcher's whole environment on, or unset {found} (launchers known: {', '.join(KNOWN)})."
     )
-
-
-def _local_size(row: Launcher, environ: Mapping[str, str]) -> int | None:
-    counted = None if row.local_size_of is None else row.local_size_of(environ)
-    return _number(row, row.local_size, environ) if counted is None else counted
 
 
 def _number(row: Launcher, names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:

@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hvdkit.steps import launchers
 from hvdkit.steps.step_files import MARK, VERSION
@@ -27,16 +27,6 @@ _SETTLED = 5
 _KEPT, _KEPT_S = 512, (2.0, 60.0)
 """Steps, and the least and most seconds, that are kept in memory, so that a job that is killed leaves most of them."""
 _T = TypeVar("_T")
-
-
-class Listener(Protocol):
-    """Who wants to know of the steps."""
-
-    def asked(self) -> None: ...
-    def given(self, batch: Any = None) -> None: ...
-    def ready(self) -> None: ...
-    def arrived(self) -> None: ...
-    def finished(self) -> None: ...
 
 
 class Recorder:
@@ -177,7 +167,7 @@ class Recorder:
 class RecordedSteps(Generic[_T]):
     """An iterable whose every turn of the loop is recorded as a step; has a length where the batches have one."""
 
-    def __init__(self, batches: Iterable[_T], recorder: Listener) -> None:
+    def __init__(self, batches: Iterable[_T], recorder: Any) -> None:
         self._batches = batches
         self._recorder = recorder
 

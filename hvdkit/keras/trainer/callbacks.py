@@ -126,7 +126,10 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
         state.make_slots_of(root, optimizers, model)
     variables += state.optimizer_variables(optimizers, model)
     if world.size > 1:
-        variables += state.beside_keras(model)
+        if keras.backend.backend() == "tensorflow":
+            from hvdkit.common import tf_variables  # loads TensorFlow
+
+            variables += tf_variables.beside_keras(model)
         state.require_same_layout(variables, optimizers)
         state.broadcast(variables, root)
     seeds.move_to_own_stream(model)

@@ -107,7 +107,7 @@ class States:
         self._variables = [variable for metric in model.metrics for variable in metric.variables]
         own = {id(variable) for metric in model.metrics for variable in _additive(metric)}
         self._is_additive = [id(variable) in own for variable in self._variables]
-        self.values = state.values_of(self._variables)
+        self.values = list(map(state.value_of, self._variables))
         self._trackers = [metric for metric in model.metrics if metric.name == "loss" and hasattr(metric, "count")]
         self.samples, self.samples_of_all = self._counted(), 0.0
         self.are_additive = all(self._is_additive)

@@ -202,7 +202,7 @@ class OverTorch(HorovodTransport):
                 reduced[position] = gradient.to_dense()
         taking = [position for position, one in enumerate(reduced) if one is not None]
         has = [float(gradients[position] is not None) for position in taking]
-        groups = by_sent_type([_dtype_name(reduced[position]) for position in taking], options)
+        groups = by_sent_type([str(reduced[position].dtype).removeprefix("torch.") for position in taking], options)
         counts: Any = None
         for sent_as, numbers in groups.items():
             positions = [taking[number] for number in numbers]
@@ -237,10 +237,6 @@ def is_alone(ranks: Ranks, size: int) -> bool:
     if ranks is None:
         return size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
     return len(ranks) == 1
-
-
-def _dtype_name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def by_sent_type(types: Sequence[str], options: GradientOptions) -> dict[str, list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,8 +118,3 @@ def cuda_query() -> int | None:
         return int(ctypes.CDLL(None).MPIX_Query_cuda_support())
     except (AttributeError, OSError):
         return None
-
-
-def host_name() -> str:
-    """The name of this host, to tell the GPUs of hosts apart."""
-    return os.uname().nodename

@@ -189,7 +189,10 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
-            _raise_in_function()
+            raise InvalidArgumentError(
+                "this stream is iterated in tf.function, where the steps that were taken cannot be counted; loop over "
+                "it outside and call the tf.function for each batch."
+            )
         exchange, start = self._begin_pass()
         number = self._place.passes
         steps = self._passes[number] = StepsOfPass(
@@ -283,10 +286,3 @@ def _options() -> Any:
     # Rewriting the pipeline takes 40 ms at the beginning of each pass.
     options.experimental_optimization.apply_default_optimizations = False
     return options
-
-
-def _raise_in_function() -> None:
-    raise InvalidArgumentError(
-        "this stream is iterated in tf.function, where the steps that were taken cannot be counted; loop over it "
-        "outside and call the tf.function for each batch."
-    )

@@ -45,6 +45,7 @@ from hvdkit.keras.trainer import guard
 from hvdkit.keras.trainer.callbacks import BroadcastState, RecordSteps, RecordTimeline
 from hvdkit.keras.trainer.evaluate import evaluate
 from hvdkit.keras.trainer.metrics import AverageMetrics
+from hvdkit.keras.transport import TRANSPORT
 
 __all__ = [
     "AverageMetrics",
@@ -254,7 +255,8 @@ def shard(
     """
     if keras_data.is_tf_data(dataset):
         options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
-        dataset, stream = keras_data.arrays_or_stream(dataset, world, **options)
+        reach = TRANSPORT, TRANSPORT.total, keras_data.with_weights
+        dataset, stream = keras_data.streams().arrays_or_stream(dataset, world, *reach, **options)
         if stream is not None:
             return stream
     arrays = keras_data.as_arrays(dataset)

@@ -44,7 +44,8 @@ def check_agreement(
     loaders = require_sharded(loader).share.facts(loader.epoch) if loader is not None else {}
     variables = state.model_variables(model)
     if not statistics:
-        local = {id(variable) for variable in _statistics(model)}
+        # What is never trained; a frozen layer's weights are not among it.
+        local = {id(one) for layer in model._flatten_layers() for one in layer._non_trainable_variables}
         variables = [variable for variable in variables if id(variable) not in local]
     seeds = keras_seeds.CURRENT.facts()
     fixes = {**dict.fromkeys(loaders, agreement.ITERATE_ALIKE), **dict.fromkeys(seeds, agreement.SEED_ALIKE)}
@@ -118,8 +119,3 @@ def compare(
         return name, state.value_of(variables[position]) if position < len(variables) else numbers[name]
 
     agreement.require_same_values(TRANSPORT, rows, values, value_at, fixes, ranks)
-
-
-def _statistics(model: Any) -> list[Any]:
-    """What layers keep that is never trained; a frozen layer's weights are not among it."""
-    return [variable for layer in model._flatten_layers() for variable in layer._non_trainable_variables]

@@ -13,7 +13,6 @@ import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
 from hvdkit.steps.streams import StreamInEpochs
 
@@ -334,11 +333,6 @@ def streams() -> Any:
         raise MissingFrameworkError(
             "a tf.data.Dataset needs TensorFlow, which cannot be imported; run `pip install tensorflow`."
         ) from error
-
-
-def arrays_or_stream(dataset: Any, world: Any, **options: Any) -> tuple[Any, Any]:
-    """As of ``hvdkit.common.tf_streams``, with Keras' weights."""
-    return streams().arrays_or_stream(dataset, world, TRANSPORT, TRANSPORT.total, with_weights, **options)  # type: ignore[no-any-return]
 
 
 def with_weights(parts: Any, weights: Any) -> Any:

@@ -265,7 +265,8 @@ def say_ready(gradients: Sequence[Any], names: Sequence[str]) -> None:
     SHOWN.update((key, f"parameter {key}" if key.isdecimal() else key.partition(" ")[0]) for key in keys)
     norms = []
     if step_times.MONITORS:
-        norms = [tf.stack([tf.cast(tf.nn.l2_loss(_wide(one)), tf.float64) for one in values])]
+        wide = [one if one.dtype in (tf.float32, tf.float64) else tf.cast(one, tf.float32) for one in values]
+        norms = [tf.stack([tf.cast(tf.nn.l2_loss(one), tf.float64) for one in wide])]
 
     def say(*found: Any) -> None:
         step_times.ready()
@@ -277,10 +278,6 @@ def say_ready(gradients: Sequence[Any], names: Sequence[str]) -> None:
         return
     with tf.control_dependencies(values):
         tf.numpy_function(say, norms, [], name="hvdkit_ready")
-
-
-def _wide(tensor: Any) -> Any:
-    return tensor if tensor.dtype in (tf.float32, tf.float64) else tf.cast(tensor, tf.float32)
 
 
 def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:

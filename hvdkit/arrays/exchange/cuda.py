@@ -40,7 +40,7 @@ def machine(comm: Any) -> plan.Machine:
     nccl = importlib.util.find_spec("cupy.cuda.nccl") is not None and bool(getattr(cp.cuda, "nccl", None))
     bus = cp.cuda.runtime.deviceGetPCIBusId(cp.cuda.runtime.getDevice())
     aware = plan.is_cuda_aware(mpi.cuda_query(), os.environ)
-    found = comm.allgather((bool(nccl and cp.cuda.nccl.available), aware, f"{mpi.host_name()} {bus}"))
+    found = comm.allgather((bool(nccl and cp.cuda.nccl.available), aware, f"{os.uname().nodename} {bus}"))
     return plan.Machine(
         nccl=all(one[0] for one in found),
         cuda_aware=all(one[1] for one in found),

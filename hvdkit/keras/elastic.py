@@ -63,7 +63,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
             variable.assign(value)
 
     def _broadcast(self, root: int) -> None:
-        keras_state.broadcast(self._variables(), root)
+        TRANSPORT.broadcast_variables(self._variables(), keras_state.value_of, root)
 
     def _scale_rates(self, factor: float) -> None:
         optimizers = meant_by(self.optimizer, self.model)

@@ -48,6 +48,8 @@ class _Rate(Callback, ABC):
 
     def multiply(self, multiplier: float) -> None:
         """Set the rates to the full ones times ``multiplier``."""
+        if self._model is not None:
+            _ = self.model  # on jax this brings the variables up to date
         for (name, optimizer), full in zip(_rated(self._known), self._full, strict=True):
             try:
                 optimizer.learning_rate = full * multiplier
@@ -165,9 +167,9 @@ class Warmup(_Rate):
         """Set the rate while the warmup lasts, at its end, and beyond it only by ``after``."""
         length = learning_rate.warmup_steps(self._epochs, self.steps())
         if self._after is not None and completed >= length:
-            self._sync_and_multiply(self._after(completed - length))
+            self.multiply(self._after(completed - length))
         elif completed <= length:
-            self._sync_and_multiply(learning_rate.warmup_multiplier(completed, length, self._factor))
+            self.multiply(learning_rate.warmup_multiplier(completed, length, self._factor))
 
     def follow(self, world: Topology, steps_per_epoch: int) -> None:
         """Become the schedule of another number of ranks; ``go_to`` then sets the rates."""
@@ -179,11 +181,6 @@ class Warmup(_Rate):
         """Set the rate to that after ``steps`` steps, where it is still the warmup's."""
         if self._known and (self._steps or (self.params or {}).get("steps")):
             self.after_steps(steps)
-
-    def _sync_and_multiply(self, multiplier: float) -> None:
-        if self._model is not None:
-            _ = self.model  # on jax this brings the variables up to date
-        self.multiply(multiplier)
 
 
 class LearningRateSchedule(_Rate):
@@ -236,5 +233,4 @@ class LearningRateSchedule(_Rate):
     def _apply(self, epoch: float) -> None:
         if epoch < self._start or (self._end is not None and epoch >= self._end):
             return
-        _ = self.model  # on jax this brings the variables up to date
         self.multiply(self._multiplier(epoch) if callable(self._multiplier) else self._multiplier)

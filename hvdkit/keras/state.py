@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import distributed_rows, make_slots, require_keras_3, shown, trained_variables
+from hvdkit.common.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics
@@ -88,13 +88,6 @@ def optimizer_variables(optimizers: Mapping[str, Any], model: Any) -> list[Any]:
     return [variable for optimizer in optimizers.values() for variable in optimizer.variables]
 
 
-def make_slots_of(root: int, optimizers: Mapping[str, Any], model: Any) -> None:
-    """Have several optimizers keep slots for what the root's train, as far as they have none; a collective."""
-    if len(optimizers) > 1:
-        mine = trained_variables(optimizers, model.weights)
-        make_slots(optimizers, model.weights, TRANSPORT.gather(mine, "hvdkit.trained")[root])
-
-
 def value_of(variable: Any) -> npt.NDArray[Any]:
     """A value on the host, in the variable's own type and shape."""
     return np.asarray(keras.ops.convert_to_numpy(variable), order="C")
@@ -109,20 +102,6 @@ def layout(variable: Any) -> str:
     """Path without automatic numbers, type and shape: equal on ranks that have built other layers before."""
     path = re.sub(r"_\d+(?=[/_]|$)", "", getattr(variable, "path", None) or variable.name.removesuffix(":0"))
     return f"{path} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
-
-
-def require_same_layout(variables: Sequence[Any], optimizers: Mapping[str, Any]) -> None:
-    """Raise AgreementError on every rank unless the variables have the same paths, types and shapes; a collective.
-
-    Args:
-        optimizers: by name; distributed on all ranks or on none.
-    """
-    agreement.require_same_rows(TRANSPORT, [*map(layout, variables), *distributed_rows(optimizers)])
-
-
-def broadcast(variables: Sequence[Any], source: int) -> None:
-    """Give every rank the root's values, as bytes: exact for every dtype."""
-    TRANSPORT.broadcast_variables(variables, value_of, source)
 
 
 def average_statistics(variables: Sequence[Any]) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import keras
 
-from hvdkit.common.keras_optimizer import require_keras_3
+from hvdkit.common.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import seeds, state
 from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.keras.transport.over_horovod import HorovodTransport
+from hvdkit.steps import agreement
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.step_times import Recorder, recorder
 
@@ -122,14 +123,15 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {world.size - 1}, got {root}.")
     variables = state.model_variables(model)
     optimizers = meant_by(optimizer, model)
-    if world.size > 1:
-        state.make_slots_of(root, optimizers, model)
+    if world.size > 1 and len(optimizers) > 1:
+        mine = trained_variables(optimizers, model.weights)
+        make_slots(optimizers, model.weights, TRANSPORT.gather(mine, "hvdkit.trained")[root])
     variables += state.optimizer_variables(optimizers, model)
     if world.size > 1:
         if keras.backend.backend() == "tensorflow":
             from hvdkit.common import tf_variables  # loads TensorFlow
 
             variables += tf_variables.beside_keras(model)
-        state.require_same_layout(variables, optimizers)
-        state.broadcast(variables, root)
+        agreement.require_same_rows(TRANSPORT, [*map(state.layout, variables), *distributed_rows(optimizers)])
+        TRANSPORT.broadcast_variables(variables, state.value_of, root)
     seeds.move_to_own_stream(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 from hvdkit.steps.streams import StreamInEpochs
 
 
@@ -365,12 +366,4 @@ def trained_on(model: Any) -> Any:
     return _TRAINED.get(model)
 
 
-def require_sharded(loader: Any) -> Any:
-    """The data of ``shard``.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
-    if not isinstance(loader, SHARDED):
-        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
-    return loader
+require_sharded = functools.partial(require_loader, kinds=SHARDED)

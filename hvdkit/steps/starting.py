@@ -48,7 +48,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
     if environ.get("HOROVOD_ELASTIC") == "1":  # the ranks may have changed since this process was started
         return world
     library = (loaded_mpi() or "MPI") if horovod.mpi_enabled() else "Gloo"
-    return confirm(world, launched.rank, launched.size, launched.launcher, library)
+    return _confirm(world, launched.rank, launched.size, launched.launcher, library)
 
 
 class Mpi4py:
@@ -111,27 +111,15 @@ def of(horovod: Any, launcher: str) -> Topology:
     )
 
 
-def confirm(horovod: Topology, rank: int, size: int | None, launcher: str, horovod_mpi: str) -> Topology:
-    """Horovod's topology, confirmed against what the launcher said of rank and size.
-
-    Args:
-        horovod: what Horovod says after its ``init``.
-        rank: rank by the launcher's environment.
-        size: number of processes by the launcher's environment, None where it does not say.
-        launcher: the launcher's name.
-        horovod_mpi: the library that Horovod communicates through, for the message ("Open MPI 5.0.11", "Gloo").
-    Returns:
-        ``horovod``, unchanged.
-    Raises:
-        TopologyMismatchError: rank or size differ; the message says which MPI is the likely cause.
-    """
+def _confirm(horovod: Topology, rank: int, size: int | None, launcher: str, library: str) -> Topology:
+    """Horovod's topology, over ``library``, unless the launcher said another rank, or size where it says one."""
     if horovod.rank == rank and size in (None, horovod.size):
         return horovod
     started = f"rank {rank}" if size is None else f"rank {rank} of {size}"
-    seen = f"{launcher} started {started}, but Horovod (over {horovod_mpi}) sees rank {horovod.rank} of {horovod.size}"
+    seen = f"{launcher} started {started}, but Horovod (over {library}) sees rank {horovod.rank} of {horovod.size}"
     if horovod.size == 1:
         raise TopologyMismatchError(
-            f"{seen}: every process would train alone. {launcher} does not belong to the {horovod_mpi} that Horovod "
+            f"{seen}: every process would train alone. {launcher} does not belong to the {library} that Horovod "
             "was built with; start the job with `hvdkit launch` or that library's own mpirun, or rebuild with "
             "`hvdkit install --force` after loading the launcher's MPI (`hvdkit doctor` shows both)."
         )

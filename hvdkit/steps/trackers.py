@@ -43,9 +43,6 @@ class Tracker(Protocol):
         ...
 
 
-_LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "prometheus": None, "progress": None}
-
-
 def require_known(name: str) -> None:
     """Refuse a name on every rank, though the root alone makes a tracker of it.
 
@@ -53,12 +50,11 @@ def require_known(name: str) -> None:
         InvalidArgumentError: there is no tracker of this name.
         MissingFrameworkError: its library is not installed.
     """
-    if name not in _LIBRARIES:
-        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(_LIBRARIES)}.")
-    library = _LIBRARIES[name]
-    if library is not None and importlib.util.find_spec(library) is None:
+    if name not in _KINDS:
+        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(_KINDS)}.")
+    if name not in _OWN and importlib.util.find_spec(name) is None:
         raise MissingFrameworkError(
-            f"the tracker {name!r} needs {library}, which is not installed; pip install 'hvdkit[{name}]'."
+            f"the tracker {name!r} needs {name}, which is not installed; pip install 'hvdkit[{name}]'."
         )
 
 
@@ -73,13 +69,9 @@ def tracker(name: str, directory: str | os.PathLike[str]) -> Tracker:
         MissingFrameworkError: its library is not installed.
     """
     require_known(name)
-    kinds: dict[str, Callable[[Path], Tracker]] = {
-        "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "prometheus": Prometheus,
-        "progress": lambda _: Progress(),
-    }  # fmt: skip
     path = Path(directory).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    return kinds[name](path)
+    return _KINDS[name](path)
 
 
 def _import(module: str, extra: str) -> Any:
@@ -290,3 +282,11 @@ class Prometheus:
 
 def _escaped(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+_KINDS: dict[str, Callable[[Path], Tracker]] = {
+    "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "prometheus": Prometheus,
+    "progress": lambda _: Progress(),
+}  # fmt: skip
+_OWN = ("prometheus", "progress")
+"""Those that need no library, which the others have their names of."""

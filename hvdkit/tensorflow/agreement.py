@@ -61,10 +61,8 @@ def check_agreement(
         variables += list(one.variables)
         _collect_numbers(numbers, name, one.get_config())
     fixes: dict[str, str] = {}
-    for facts, fix in (
-        (_loader_facts(loader), agreement.ITERATE_ALIKE),
-        (seeds.facts(), agreement.SEED_ALIKE),
-    ):
+    loaders = {} if loader is None else require_sharded(loader).share.facts(loader.epoch)
+    for facts, fix in ((loaders, agreement.ITERATE_ALIKE), (seeds.facts(), agreement.SEED_ALIKE)):
         numbers.update(facts)
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
@@ -178,10 +176,3 @@ def _words(tensor: Any) -> Any:
 def _salts() -> Any:
     with tf.init_scope():  # one tensor for all functions
         return tf.constant(agreement.salts(_CHUNK))
-
-
-def _loader_facts(loader: Any) -> dict[str, float]:
-    if loader is None:
-        return {}
-    facts: dict[str, float] = require_sharded(loader).share.facts(loader.epoch)
-    return facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from tensorflow.python.data.ops import dataset_ops
 
 from hvdkit.common.tf_samples import CountedIterator, untuned
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 from hvdkit.tensorflow import rows
 
 
@@ -135,15 +136,5 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
         self._epochs.counted = True
 
 
-def require_sharded(loader: Any) -> Any:
-    """The data set of ``shard``, also as a stream.
-
-    Raises:
-        InvalidArgumentError: something else, or what ``.map()`` and the like made of it.
-    """
-    if not isinstance(loader, InEpochs):
-        raise InvalidArgumentError(
-            f"loader must be what shard returned, got {type(loader).__name__}; of arrays, .map and the like belong "
-            "before shard, which then gets the tf.data.Dataset."
-        )
-    return loader
+_INSTEAD = "; of arrays, .map and the like belong before shard, which then gets the tf.data.Dataset"
+require_sharded = functools.partial(require_loader, kinds=(InEpochs,), instead=_INSTEAD)

@@ -23,7 +23,7 @@ from hvdkit.steps import random_state
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.seeds import integer, seed_python
-from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, stream_weights
+from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader, stream_weights
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
 
@@ -370,14 +370,5 @@ class ShardedStream:
             )
 
 
-def require_sharded(loader: Any) -> ShardedLoader:
-    """The loader of ``shard``.
-
-    Raises:
-        InvalidArgumentError: something else; a stream of unknown length has no position.
-    """
-    if not isinstance(loader, ShardedLoader):
-        raise InvalidArgumentError(
-            f"loader must be what shard made of a map-style data set, got {type(loader).__name__}."
-        )
-    return loader
+_MADE = "what shard made of a map-style data set"  # a stream of unknown length has no position
+require_sharded = functools.partial(require_loader, kinds=(ShardedLoader,), made=_MADE)

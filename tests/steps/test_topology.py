@@ -53,7 +53,7 @@ def test_topology_is_immutable_and_checked():
 
 def test_agreeing_launcher_is_confirmed():
     world = Topology(1, 4)
-    assert starting.confirm(world, 1, 4, "srun", "Open MPI v5") is world
+    assert starting._confirm(world, 1, 4, "srun", "Open MPI v5") is world
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_agreeing_launcher_is_confirmed():
 )
 def test_disagreement_names_both_sides(seen, told, explains):
     with pytest.raises(TopologyMismatchError, match=explains) as raised:
-        starting.confirm(seen, *told, "srun", "Open MPI v5.0.11")
+        starting._confirm(seen, *told, "srun", "Open MPI v5.0.11")
     assert f"srun started rank {told[0]} of {told[1]}" in str(raised.value)
     assert f"(over Open MPI v5.0.11) sees rank {seen.rank} of {seen.size}" in str(raised.value)
 
 
 def test_what_a_launcher_does_not_say_comes_from_horovod():
     world = Topology(3, 8, 1, 2, 1, 4, "aprun")
-    assert starting.confirm(world, 3, None, "aprun", "MPICH") is world
+    assert starting._confirm(world, 3, None, "aprun", "MPICH") is world
     with pytest.raises(TopologyMismatchError, match=r"aprun started rank 3, but Horovod .* sees rank 0 of 1"):
-        starting.confirm(Topology(0, 1), 3, None, "aprun", "MPICH")
+        starting._confirm(Topology(0, 1), 3, None, "aprun", "MPICH")
 
 
 class OneProcess:

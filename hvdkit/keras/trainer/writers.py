@@ -66,15 +66,13 @@ class Effects(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
-        for checkpoint, best in zip(self._checkpoints, self._of_root(self._best), strict=False):
+        mine = [None if one.best is None else state.number(one.best) for one in self._checkpoints]
+        for checkpoint, best in zip(self._checkpoints, self._of_root(lambda: mine), strict=False):
             checkpoint.best = best
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
         self._of_root(lambda: None)
-
-    def _best(self) -> list[Any]:
-        return [None if one.best is None else state.number(one.best) for one in self._checkpoints]
 
     def _of_root(self, facts: Callable[[], Any]) -> Any:
         def action() -> Any:

@@ -128,7 +128,7 @@ def _rated(optimizer: Any) -> list[tuple[str, Any]]:
     return [(name, one) for name, outer in named for one in getattr(outer, "optimizers", [outer])]
 
 
-class Warmup(_Rate):
+class Warmup(learning_rate.WarmupBase, _Rate):
     """Gradual warmup from the base learning rate to the scaled one, step by step (step 3).
 
     After k completed steps the rate is the scaled one times ``warmup_multiplier(k, ...)``; ``fit`` logs it as
@@ -157,24 +157,18 @@ class Warmup(_Rate):
         after: Callable[[int], float] | None = None,
     ) -> None:
         super().__init__(steps_per_epoch)
-        self._rule = rule
-        self._factor = learning_rate.scale_factor(world.size, rule)
-        self._epochs = epochs
-        self._after = after
-        learning_rate.warmup_steps(epochs, steps_per_epoch if steps_per_epoch is not None else 1)
+        self._begin(world, 1 if steps_per_epoch is None else steps_per_epoch, epochs, rule, after)
 
     def after_steps(self, completed: int) -> None:
         """Set the rate while the warmup lasts, at its end, and beyond it only by ``after``."""
-        length = learning_rate.warmup_steps(self._epochs, self.steps())
-        if self._after is not None and completed >= length:
-            self.multiply(self._after(completed - length))
-        elif completed <= length:
-            self.multiply(learning_rate.warmup_multiplier(completed, length, self._factor))
+        self._length = learning_rate.warmup_steps(self._epochs, self.steps())
+        if self._after is not None or completed <= self._length:
+            self.multiply(self._multiplier(completed))
 
     def follow(self, world: Topology, steps_per_epoch: int) -> None:
         """Become the schedule of another number of ranks; ``go_to`` then sets the rates."""
-        before, self._factor = self._factor, learning_rate.scale_factor(world.size, self._rule)
-        self._full = [full * self._factor / before for full in self._full]
+        raised = self._set_size(world, steps_per_epoch)
+        self._full = [full * raised for full in self._full]
         self._steps = steps_per_epoch if self._steps is not None else None
 
     def go_to(self, steps: int) -> None:

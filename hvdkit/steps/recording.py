@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hvdkit.errors import DataError, InvalidArgumentError
@@ -85,9 +84,7 @@ class TimelineSteps:
         elif self.done == self.steps.start:
             self._start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop to record, also after an error; the file is complete up to here."""
         if self.recording:
             self._stop()

@@ -113,7 +113,7 @@ class RecordTimeline(Callback):
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
         """Called by Keras."""
-        self._recording.__exit__(None, None, None)
+        self._recording.__exit__(None)
 
 
 def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:

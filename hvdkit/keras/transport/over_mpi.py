@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import Reduce, of_present
+from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
@@ -58,27 +58,27 @@ class HostBuffers(Transport):
                 for number, buffer in enumerate(buffers)
             ]
 
-        def reduce(gradients: list[Any]) -> list[Any]:
-            if is_alone(ranks, self.size()):
+        def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:  # noqa: ARG001
+            present = [gradient for gradient in gradients if gradient is not None]
+            if not present or is_alone(ranks, self.size()):
                 return gradients
-            refuse_clipped(gradients, is_clipped=jax_clips.is_clipped)
-            groups = by_sent_type([str(gradient.dtype) for gradient in gradients], options)
+            refuse_clipped(present, is_clipped=jax_clips.is_clipped)
+            groups = by_sent_type([str(gradient.dtype) for gradient in present], options)
             flats = [
-                jnp.concatenate([jnp.ravel(gradients[position]).astype(sent_as) for position in positions])
+                jnp.concatenate([jnp.ravel(present[position]).astype(sent_as) for position in positions])
                 for sent_as, positions in groups.items()
             ]
             shapes = [jax.ShapeDtypeStruct(flat.shape, flat.dtype) for flat in flats]
             # ordered: every rank combines step after step, and the compiler may neither drop nor repeat one.
             received = io_callback(on_host, shapes, *flats, ordered=True)
-            reduced = list(gradients)
             for flat, positions in zip(received, groups.values(), strict=True):
-                ends = np.cumsum([gradients[position].size for position in positions])
+                ends = np.cumsum([present[position].size for position in positions])
                 for position, part in zip(positions, jnp.split(flat, ends[:-1]), strict=True):
-                    mine = gradients[position]
-                    reduced[position] = part.reshape(mine.shape).astype(mine.dtype)
-            return reduced
+                    present[position] = part.reshape(present[position].shape).astype(present[position].dtype)
+            reduced = iter(present)
+            return [None if gradient is None else next(reduced) for gradient in gradients]
 
-        return of_present(reduce), ranks
+        return reduce, ranks
 
 
 class HostBuffersOverTorch(HostBuffers, OverTorch):

@@ -108,13 +108,3 @@ def threads_may_call() -> bool:
     """Whether several threads may call MPI at once (MPI_THREAD_MULTIPLE)."""
     mpi = library()
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
-
-
-def cuda_query() -> int | None:
-    """What the loaded library's ``MPIX_Query_cuda_support`` answers; None where it has none."""
-    import ctypes
-
-    try:
-        return int(ctypes.CDLL(None).MPIX_Query_cuda_support())
-    except (AttributeError, OSError):
-        return None

@@ -58,7 +58,7 @@ class ElasticBase(ABC):
         self._horovod, self._ranks, self._rule = horovod, ranks, rule
         self.loader, self.schedule, self.world = loader, schedule, loader.share.world
         self._names = tuple(values)
-        self._set_values(values)
+        vars(self).update(values)
         self._commits = 0
         self.save()
         self._commits = 0  # nothing is trained yet: a rank that has committed knows more
@@ -129,7 +129,7 @@ class ElasticBase(ABC):
         copied, position, values = self._committed
         self._put_back(copied)
         self.loader.load_state(position)
-        self._set_values(copy.deepcopy(values))
+        vars(self).update(copy.deepcopy(values))
 
     def sync(self) -> None:
         """Called by Horovod when the ranks have met: all take the state of the one that has committed most."""
@@ -142,7 +142,7 @@ class ElasticBase(ABC):
             everything = self._horovod.broadcast_object(mine, root_rank=root, name="hvdkit.elastic.values")
         position, values, self._commits, steps = everything
         self.loader.load_state(position)
-        self._set_values(values)
+        vars(self).update(values)
         if self._commits:  # before, it begins where each monitor says
             step_times.go_to(steps, self.loader.epoch)
         self._follow_size(self._horovod.size())  # a rank that joins has got rates that follow the new number already
@@ -157,10 +157,6 @@ class ElasticBase(ABC):
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
-
-    def _set_values(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
 
     def _follow_size(self, before: int) -> None:
         """Adapt loader, schedule and learning rates, which are those of ``before`` ranks."""

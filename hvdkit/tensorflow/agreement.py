@@ -151,11 +151,8 @@ def digests_on_device(tensors: list[Any]) -> Any:
 
 def _digest(tensor: Any) -> Any:
     words = _words(tensor)
-    length = words.shape[0]
-    sums = []
-    for start in range(0, length, _CHUNK):
-        part = tf.cast(words[start : start + _CHUNK], tf.int64)
-        sums.append(tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], _shift)))
+    parts = (tf.cast(words[start : start + _CHUNK], tf.int64) for start in range(0, words.shape[0], _CHUNK))
+    sums = (tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], _shift)) for part in parts)
     return tf.convert_to_tensor(agreement.join_chunks(sums), dtype=tf.int64)
 
 

@@ -80,7 +80,6 @@ class CheckAgreement(Callback):
         self._last_batch = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         data = trained_on(self.model)
         self._last_batch = (data.steps_done if data is not None else 0) - 1
 

@@ -202,11 +202,9 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             yield self._contents(batch)
 
     def on_epoch_begin(self) -> None:
-        """Called by Keras."""
         self._training = True
 
     def on_epoch_end(self) -> None:
-        """Called by Keras."""
         self._training = False
 
     def tf_dataset(self) -> Any:

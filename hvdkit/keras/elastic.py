@@ -110,7 +110,6 @@ class ElasticCommit(Callback):
         self._last_batch = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         loader: ShardedData = self._state.loader
         if trained_on(self.model) is not loader or self.params["steps"] != len(loader):
             raise InvalidArgumentError(
@@ -127,7 +126,6 @@ class ElasticCommit(Callback):
             self._state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._state.commit()
 
 

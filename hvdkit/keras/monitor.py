@@ -54,14 +54,12 @@ class Monitor(monitor.Monitor, Callback):
         return torch_tensors.device_bytes() if keras.backend.backend() == "torch" else math.nan
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._epochs = epochs if self._epochs is None else self._epochs
         if self._steps is None and steps and epochs:
             self._steps = steps * epochs
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         data = trained_on(self.model)
         self.epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
         self._samples = float(data.share.batch_size) if hasattr(data, "share") else 0.0
@@ -70,7 +68,6 @@ class Monitor(monitor.Monitor, Callback):
         self.asked()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self.given()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -83,7 +80,6 @@ class Monitor(monitor.Monitor, Callback):
         self.asked(steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self.finished()
 
 

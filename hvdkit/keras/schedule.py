@@ -88,13 +88,11 @@ class _Rate(Callback, ABC):
         return int(steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._epoch = epoch
         data = trained_on(self.model)
         self.after_steps(epoch * self.steps() + (data.steps_done if data is not None else 0))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self.after_steps(self._epoch * self.steps() + batch + 1)
 
     @abstractmethod
@@ -102,7 +100,6 @@ class _Rate(Callback, ABC):
         """Set the rate, if it is this callback's turn after so many steps."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         _ = self.model  # on jax this brings the variables up to date
         for name, optimizer in self._known.items():
             now = rates(optimizer)
@@ -209,14 +206,12 @@ class LearningRateSchedule(_Rate):
         self._staircase = staircase
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Called by Keras."""
         if self._staircase:
             self._apply(epoch)
         else:
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Called by Keras."""
         if not self._staircase:
             super().on_train_batch_end(batch, logs)
 

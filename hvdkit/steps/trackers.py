@@ -115,23 +115,19 @@ class TensorBoard:
         self._write(file_version="brain.Event:2")
 
     def begin(self, step: int, _steps: int | None = None) -> None:
-        """See ``Tracker``."""
         self._step = step
         started = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=step + 1, session_log=started)  # TensorBoard forgets what earlier files hold from here on
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         self._step = step
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=one) for name, one in values.items()]
         self._write(step=step, summary=self._summaries.Summary(value=scalars))
 
     def report(self, text: str) -> None:
-        """See ``Tracker``."""
         self._write(step=self._step, summary=self._text("reports", text))
 
     def close(self) -> None:
-        """See ``Tracker``."""
         self._writer.close()
 
     def _write(self, **fields: Any) -> None:
@@ -170,13 +166,11 @@ class MLflow:
         """See ``Tracker``."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         now = time.time_ns() // 10**6
         metrics = [self._metric(name, one, now, step) for name, one in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def report(self, text: str) -> None:
-        """See ``Tracker``."""
         before = self._client.get_run(self._run).data.tags.get(self._NOTE, "")
         self._client.set_tag(self._run, self._NOTE, f"{before}- {text}\n")
 
@@ -185,7 +179,6 @@ class MLflow:
         self._status = "FAILED"
 
     def close(self) -> None:
-        """See ``Tracker``."""
         self._client.set_terminated(self._run, self._status)
 
 
@@ -211,11 +204,9 @@ class WandB:
         """See ``Tracker``."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         self._run.log(dict(values), step=step)
 
     def report(self, text: str) -> None:
-        """See ``Tracker``."""
         self._run.alert("hvdkit", text)
 
     def fail(self) -> None:
@@ -223,7 +214,6 @@ class WandB:
         self._exit_code = 1
 
     def close(self) -> None:
-        """See ``Tracker``."""
         self._run.finish(self._exit_code)
 
 
@@ -242,17 +232,14 @@ class Prometheus:
         self._values: dict[str, float] = {}
 
     def begin(self, step: int, steps: int | None = None) -> None:
-        """See ``Tracker``."""
         self._step, self._steps, self._begun = step, steps or 0, True
         self._write()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         self._step, self._values = step, dict(values)
         self._write()
 
     def report(self, _text: str) -> None:
-        """See ``Tracker``."""
         self._reports += 1
         self._write()
 

@@ -19,10 +19,9 @@ from hvdkit.steps.step_times import Recorder, recorder
 
 
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that says so when it meets a model of Keras 2."""
+    """A callback, whose ``on_...`` are called by Keras, that says so when it meets a model of Keras 2."""
 
     def set_model(self, model: Any) -> None:
-        """Called by Keras."""
         require_keras_3(model, keras.Model, type(self).__name__)
         super().set_model(model)
 
@@ -42,7 +41,6 @@ class BroadcastState(Callback):
         self._root = root
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         broadcast_state(self.model, self.model.optimizer, self._root)
 
 
@@ -59,22 +57,18 @@ class RecordSteps(Callback):
         self._recorder: Recorder | None = recorder()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if self._recorder is not None:
             self._recorder.asked()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if self._recorder is not None:
             self._recorder.given()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if self._recorder is not None:
             self._recorder.asked()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if self._recorder is not None:
             self._recorder.finished()
 
@@ -104,15 +98,12 @@ class RecordTimeline(Callback):
         self._recording = TimelineSteps(TRANSPORT.hvd, path, steps, mark_cycles)
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._recording.__enter__()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._recording.step()
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._recording.__exit__(None)
 
 

@@ -40,11 +40,9 @@ class AverageMetrics(Callback):
         self._training: States | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._in_fit = True
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._in_fit = False
 
     def on_test_begin(self, logs: Any = None) -> None:  # noqa: ARG002
@@ -53,7 +51,6 @@ class AverageMetrics(Callback):
             self._training = States(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if logs is None or self._world.size == 1:
             return
         latest, before_validation, self._training = States(self.model), self._training, None

@@ -7,16 +7,16 @@ and numbers. An array is what NumPy can read: DLPack, the buffer protocol or ``_
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import step_times
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.shards import Shard
+from hvdkit.steps.step_times import record_steps
 from hvdkit.steps.topology import Topology
 
 try:
@@ -55,8 +55,6 @@ __all__ = [
     "steps_per_epoch",
     "warmup",
 ]
-
-_Batch = TypeVar("_Batch")
 
 
 # 1 ------------------------------------------------------------------------------------------------------------------
@@ -233,22 +231,9 @@ def average_metrics(metrics: Mapping[str, Any], world: Topology) -> dict[str, fl
         InvalidArgumentError: a value that is neither, or a total count of 0.
         AgreementError: the ranks give different names, or another rank failed; raised on every rank.
     """
-    comm = mpi.everyone()
-    pairs = mpi.together(comm, lambda: averages.sums_and_counts(metrics))
-    return averages.average(mpi.ranks(comm), pairs, world.size)
-
-
-def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
-    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
-
-    The time in the loader is recorded apart from that of the step, and in it when the gradients were there and the
-    wait for other ranks began (the last call or ``start`` of a ``Reduce``). Does nothing, and returns ``batches``
-    themselves, unless HVDKIT_STEP_TIMES names a directory to write to.
-
-    Args:
-        batches: any iterable, such as the loader of ``shard``.
-    """
-    return step_times.record_steps(batches)
+    ranks = mpi.ranks()
+    pairs = ranks.together(lambda: averages.sums_and_counts(metrics))
+    return averages.average(ranks, pairs, world.size)
 
 
 def fit(

@@ -29,7 +29,7 @@ def check_agreement(state: Any, world: Topology, *, loader: Any = None) -> None:
         InvalidArgumentError: a loader that is not from ``shard``.
     """
     comm = mpi.everyone()
-    found = mpi.together(comm, lambda: read(state))
+    found = mpi.ranks(comm).together(lambda: read(state))
     arrays: dict[str, Array] = {}
     for position, (path, _, array) in enumerate(found):
         if array is not None:  # {"a.b": x, "a": {"b": y}} has a path twice

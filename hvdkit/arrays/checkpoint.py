@@ -58,7 +58,7 @@ class Checkpoints(CheckpointsBase):
             InvalidArgumentError: a bad step or score, metadata that is not JSON, or a state that is not of arrays.
             CheckpointError: it could not be written, or another job writes into the directory; earlier ones are intact.
         """
-        found = mpi.together(mpi.everyone(), lambda: arrays_state.read(state))
+        found = self._ranks().together(lambda: arrays_state.read(state))
         return cast(Saved, self._save(found, None, step, loader, score, metadata))
 
     def restore(self, state: Any, *, loader: Any = None, which: str = "latest") -> tuple[Any, Saved | None]:
@@ -79,7 +79,7 @@ class Checkpoints(CheckpointsBase):
                 loader: a training that goes on) another job writes into the directory.
             InvalidArgumentError: a loader that is not hvdkit's, or an unknown ``which``.
         """
-        found = mpi.together(mpi.everyone(), lambda: arrays_state.read(state))
+        found = self._ranks().together(lambda: arrays_state.read(state))
         leaves = [leaf for _, leaf, _ in found]
         saved, randoms = self._load(found, None, which, loader)
         if saved is None:
@@ -98,7 +98,7 @@ class Checkpoints(CheckpointsBase):
         return {"hvdkit": __version__, "framework": "arrays", "seed": seeds.CURRENT.seed()}
 
     def _position(self, loader: Any) -> dict[str, Any]:
-        return cast("dict[str, Any]", mpi.together(mpi.everyone(), partial(super()._position, loader)))
+        return cast("dict[str, Any]", self._ranks().together(partial(super()._position, loader)))
 
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         return np.stack(self._ranks().gather(random_state.capture(), "hvdkit.random_states"))

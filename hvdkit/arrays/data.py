@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from hvdkit.arrays import tree
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import InEpochs, Position, Shard
+from hvdkit.steps.shards import InEpochs, Position, Shard, require_loader
 
 Array = npt.NDArray[Any]
 
@@ -62,12 +63,4 @@ class ShardedArrays(InEpochs):
             yield rows
 
 
-def require_sharded(loader: Any) -> ShardedArrays:
-    """The loader of ``shard``.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
-    if not isinstance(loader, ShardedArrays):
-        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
-    return loader
+require_sharded = functools.partial(require_loader, kinds=(ShardedArrays,))

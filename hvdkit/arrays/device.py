@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import MutableMapping
 
 from hvdkit.steps import device
 from hvdkit.steps.topology import Topology
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def visible_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
-
-    Args:
-        environ: the process environment.
-        driver: where the driver lists the GPUs of this host.
-    Source: CUDA C++ programming guide, environment variables: the list ends before the first invalid entry.
-    """
-    named = environ.get(_VISIBLE)
-    if named is None:
-        return [str(number) for number in range(len(list(driver.glob("*"))))]
-    names = [name.strip() for name in named.split(",")]
-    end = next((number for number, name in enumerate(names) if name in ("", "-1")), len(names))
-    return names[:end]
 
 
 def pin(world: Topology, kind: str, threads: int | None, environ: MutableMapping[str, str]) -> str:
     """See ``hvdkit.arrays.pin_device``."""
     device.require_wish(kind, threads)
-    gpus = visible_gpus(environ)
+    gpus = device.visible_gpus(environ)
     device.require_gpu(kind, len(gpus), "this process", "nvidia-smi")
     _set_threads(threads, world, environ)
     if not gpus or kind == "cpu":
         return "cpu"
     chosen = device.device_index(world.local_rank, len(gpus))
-    environ[_VISIBLE] = gpus[chosen]
+    environ["CUDA_VISIBLE_DEVICES"] = gpus[chosen]
     return "cuda:0"
 
 

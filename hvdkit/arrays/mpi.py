@@ -1,16 +1,14 @@
-"""mpi4py: who this process is, and what all ranks do together; the inside of ``hvdkit.arrays``."""
+"""mpi4py: who this process is, and between whom it communicates; the inside of ``hvdkit.arrays``."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdkit.arrays.farewell import Farewell, Marked
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError, TopologyMismatchError
 from hvdkit.steps import agreement, launchers, starting
 from hvdkit.steps.collectives import OverMpi, end_the_job_with_the_process
-from hvdkit.steps.root import stop_together
 from hvdkit.steps.topology import Topology
 
 _started: list[Any] = []  # the communicator of hvdkit's own calls, apart from those of the user's
@@ -32,53 +30,6 @@ def library() -> Any:
     return MPI
 
 
-class Places:
-    """What ``steps.starting.start`` asks of Horovod, answered by mpi4py."""
-
-    def init(self) -> None:
-        """Start MPI, and find the ranks that share this host."""
-        mpi = library()
-        self._all = mpi.COMM_WORLD
-        self._host = self._all.Split_type(mpi.COMM_TYPE_SHARED)
-        self._across = self._all.Split(self._host.Get_rank(), self._all.Get_rank())
-
-    def rank(self) -> int:
-        """This process among all."""
-        return int(self._all.Get_rank())
-
-    def size(self) -> int:
-        """The number of processes."""
-        return int(self._all.Get_size())
-
-    def local_rank(self) -> int:
-        """This process among those of its host."""
-        return int(self._host.Get_rank())
-
-    def local_size(self) -> int:
-        """The number of processes on this host."""
-        return int(self._host.Get_size())
-
-    def cross_rank(self) -> int:
-        """This host among those with a process of this local rank."""
-        return int(self._across.Get_rank())
-
-    def cross_size(self) -> int:
-        """The number of those hosts."""
-        return int(self._across.Get_size())
-
-    def mpi_built(self) -> bool:
-        """Always: there is nothing else."""
-        return True
-
-    def mpi_enabled(self) -> bool:
-        """Always."""
-        return True
-
-    def gloo_built(self) -> bool:
-        """Never."""
-        return False
-
-
 def start(environ: Mapping[str, str]) -> Topology:
     """Start MPI and say who this process is, confirmed against its launcher.
 
@@ -86,7 +37,7 @@ def start(environ: Mapping[str, str]) -> Topology:
         LauncherError, MissingFrameworkError: see ``hvdkit.arrays.init``.
     """
     try:
-        world = starting.start(Places(), environ)
+        world = starting.start(starting.Mpi4py(library), environ)
     except TopologyMismatchError:
         raise _mismatch(environ) from None
     if not _started:
@@ -135,27 +86,6 @@ def duplicate(comm: Any) -> Any:
     return Marked(comm.Dup())
 
 
-def together(comm: Any, action: Callable[[], Any]) -> Any:
-    """Do the same on every rank; an error on one of them is an error on all, so that none waits; a collective.
-
-    Raises:
-        AgreementError: the action failed on other ranks only; else what it raised here.
-    """
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    raise_together(comm, failure)
-    return result
-
-
-def raise_together(comm: Any, failure: Exception | None) -> None:
-    """Raise this rank's failure, or on the other ranks an AgreementError that tells of it; a collective."""
-    stop_together(comm.allgather(None if failure is None else f"{failure}"), failure)
-
-
 def ranks(comm: Any = None) -> OverMpi:
     """Between the ranks of a communicator, of all where there is none; see ``OverMpi``."""
     return OverMpi(everyone() if comm is None else comm, library())
@@ -178,18 +108,3 @@ def threads_may_call() -> bool:
     """Whether several threads may call MPI at once (MPI_THREAD_MULTIPLE)."""
     mpi = library()
     return bool(mpi.Query_thread() == mpi.THREAD_MULTIPLE)
-
-
-def cuda_query() -> int | None:
-    """What the loaded library's ``MPIX_Query_cuda_support`` answers; None where it has none."""
-    import ctypes
-
-    try:
-        return int(ctypes.CDLL(None).MPIX_Query_cuda_support())
-    except (AttributeError, OSError):
-        return None
-
-
-def host_name() -> str:
-    """The name of this host, to tell the GPUs of hosts apart."""
-    return os.uname().nodename

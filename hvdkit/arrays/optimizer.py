@@ -17,7 +17,7 @@ import numpy as np
 from hvdkit.arrays import mpi
 from hvdkit.arrays.exchange.buffers import HostBuffer
 from hvdkit.arrays.exchange.layout import Layout
-from hvdkit.arrays.exchange.quiet import quiet
+from hvdkit.arrays.exchange.shared import quiet
 from hvdkit.arrays.farewell import waits
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.steps import step_times
@@ -269,7 +269,7 @@ class Reduce:
         """The sum of all ranks' weights, from the head that was exchanged; None where they all count the same."""
         failed, weight, weighted = self._head[[_FAILED, _WEIGHT, _WEIGHTED]].real.tolist()
         if failed:
-            mpi.raise_together(self._comm, self._failure)
+            mpi.ranks(self._comm).raise_together(self._failure)
         if weighted == 0:
             return None
         if weighted < self._size:
@@ -291,9 +291,6 @@ class Reduce:
                 for (buffer, number), gone in zip(layout.places, absent, strict=True)
             ]
         )
-
-    def _let_go(self) -> None:
-        self._pending = None
 
 
 class Pending:
@@ -324,7 +321,7 @@ class Pending:
                 while self._next():
                     waits(self._request.Wait)()
             self._waits = False  # not before: who was interrupted may wait again
-            self._reduce._let_go()
+            self._reduce._pending = None
             if self._failure is None:
                 self._result = self._reduce._results()
         if self._failure is not None:

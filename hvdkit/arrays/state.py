@@ -57,7 +57,7 @@ def broadcast(state: Any, root: int) -> Any:
     comm = mpi.everyone()
     if not isinstance(root, int) or not 0 <= root < comm.Get_size():
         raise InvalidArgumentError(f"root must be a rank in 0 .. {comm.Get_size() - 1}, got {root!r}.")
-    found = mpi.together(comm, lambda: read(state))
+    found = mpi.ranks(comm).together(lambda: read(state))
     mpi.require_same_rows(comm, [row(path, array) for path, _, array in found])
     received: list[Array | None] = []
     for _, _, array in found:

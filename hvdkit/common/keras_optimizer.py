@@ -82,18 +82,6 @@ def distribute_optimizer(
     return optimizer
 
 
-def of_present(combine: Callable[[list[Any]], list[Any]]) -> Reduce:
-    """A ``Reduce`` that gives ``combine`` the gradients that are not None, and leaves the others."""
-
-    def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:  # noqa: ARG001
-        present = [position for position, gradient in enumerate(gradients) if gradient is not None]
-        reduced = combine([gradients[position] for position in present]) if present else []
-        results = dict(zip(present, reduced, strict=True))
-        return [results.get(position) for position in range(len(gradients))]
-
-    return reduce
-
-
 def is_distributed(optimizer: Any) -> bool:
     """Whether every gradient that this optimizer applies is combined over the ranks."""
     if hasattr(optimizer, "_hvdkit_distribution"):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.structured_function import StructuredFunctionWrapper
 
 _NO_SEED = 87654321  # TensorFlow's, where none is set
@@ -21,14 +22,13 @@ def traced(function: Callable[..., Any], spec: Any) -> StructuredFunctionWrapper
     return StructuredFunctionWrapper(function, "shard()", input_structure=spec, defun_kwargs=marks)
 
 
-class Shuffled(tf.data.Dataset):  # type: ignore[misc]
+class Shuffled(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
     """``source.shuffle(buffer, seed, reshuffle_each_iteration=False)``, which by itself reads TensorFlow's seed, too.
 
     That seed is each rank's own, and the order must be the same on all.
     """
 
     def __init__(self, source: tf.data.Dataset, buffer: int, seed: int) -> None:
-        self._source = source
         seeds = {"seed": tf.constant(_NO_SEED, tf.int64), "seed2": tf.constant(seed, tf.int64)}
         size = tf.constant(buffer, tf.int64)
         variant = tf.raw_ops.ShuffleDataset(
@@ -36,26 +36,19 @@ class Shuffled(tf.data.Dataset):  # type: ignore[misc]
             buffer_size=size,
             **seeds,
             reshuffle_each_iteration=False,
-            **self._flat_structure,
+            **source._flat_structure,
         )
-        super().__init__(variant)
-
-    @property
-    def element_spec(self) -> Any:
-        """As of the source."""
-        return self._source.element_spec
-
-    def _inputs(self) -> list[Any]:
-        return [self._source]
+        super().__init__(source, variant)
 
 
-class Mapped(tf.data.Dataset):  # type: ignore[misc]
+class Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
     """``source.map(function)``, one element after the other; StopIteration in a Python function ends it."""
 
     def __init__(self, source: tf.data.Dataset, function: StructuredFunctionWrapper) -> None:
-        self._source, self._function = source, function
+        self._function = function
         made = function.function
-        super().__init__(self._variant(source._variant_tensor, f=made, other_arguments=made.captured_inputs))
+        variant = self._variant(source._variant_tensor, f=made, other_arguments=made.captured_inputs)
+        super().__init__(source, variant)
 
     def _variant(self, source: tf.Tensor, **function: Any) -> tf.Tensor:
         return tf.raw_ops.MapDataset(
@@ -66,9 +59,6 @@ class Mapped(tf.data.Dataset):  # type: ignore[misc]
     def element_spec(self) -> Any:
         """As of what the function returns."""
         return self._function.output_structure
-
-    def _inputs(self) -> list[Any]:
-        return [self._source]
 
     def _functions(self) -> list[Any]:
         return [self._function]

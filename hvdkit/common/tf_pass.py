@@ -114,15 +114,13 @@ class StepsOfPass:
             if self._first is None:
                 self._first, self._first_rows = parts, len(indices)
             if not self._skipped:
-                return len(indices), self._mark or self._digest_before(int(indices[-1])), parts
+                last = int(indices[-1])
+                before = last - (last - self._before) % self._share.world.size  # a row has a sample for each rank
+                return len(indices), self._mark or self.digests[min(HEAD, before)], parts
             self._skipped -= 1
         if self._first is None and self._skipped:
             raise InvalidArgumentError("the data set to go on in has no samples now; give the one of the checkpoint.")
         return 0, 0, None
-
-    def _digest_before(self, index: int) -> int:
-        """Of the samples before the row that has this one: a row has one for each rank."""
-        return self.digests[min(HEAD, index - (index - self._before) % self._share.world.size)]
 
     def _padded(self, first: Any, parts: Any, size: int) -> Any:
         fill = np.arange(self._share.batch_size - size) % self._first_rows

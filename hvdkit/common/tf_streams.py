@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 
 from hvdkit.common.tf_functions import Flattened, Mapped, Shuffled, traced
 from hvdkit.common.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
@@ -37,7 +38,7 @@ Weigh = Callable[[Any, Any], Any]
 Totals = Callable[[str], Total]
 
 
-class ShardedFiles(tf.data.Dataset):  # type: ignore[misc]
+class ShardedFiles(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
     """This rank's file names; ``shard`` finds it behind whatever was built on it. Made by ``shard_files``."""
 
     def __init__(self, paths: Iterable[Any], world: Topology) -> None:
@@ -48,16 +49,8 @@ class ShardedFiles(tf.data.Dataset):  # type: ignore[misc]
                 f"({len(set(names))} different); with fewer, shard the samples: leave shard_files out."
             )
         self.mark = zlib.crc32("\n".join(names).encode()) or 1
-        self._names = tf.data.Dataset.from_tensor_slices(names[world.rank :: world.size])
-        super().__init__(self._names._variant_tensor)
-
-    def _inputs(self) -> list[Any]:
-        return [self._names]
-
-    @property
-    def element_spec(self) -> Any:
-        """The type of a name."""
-        return self._names.element_spec
+        mine = tf.data.Dataset.from_tensor_slices(names[world.rank :: world.size])
+        super().__init__(mine, mine._variant_tensor)
 
 
 def arrays_or_stream(
@@ -196,7 +189,10 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
-            _raise_in_function()
+            raise InvalidArgumentError(
+                "this stream is iterated in tf.function, where the steps that were taken cannot be counted; loop over "
+                "it outside and call the tf.function for each batch."
+            )
         exchange, start = self._begin_pass()
         number = self._place.passes
         steps = self._passes[number] = StepsOfPass(
@@ -290,10 +286,3 @@ def _options() -> Any:
     # Rewriting the pipeline takes 40 ms at the beginning of each pass.
     options.experimental_optimization.apply_default_optimizations = False
     return options
-
-
-def _raise_in_function() -> None:
-    raise InvalidArgumentError(
-        "this stream is iterated in tf.function, where the steps that were taken cannot be counted; loop over it "
-        "outside and call the tf.function for each batch."
-    )

@@ -14,6 +14,7 @@ from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.monitor import begin_if_asked
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -36,16 +37,14 @@ from hvdkit.keras import optimizer as averaging
 from hvdkit.keras.agreement import CheckAgreement, check_agreement
 from hvdkit.keras.checkpoint import Checkpoint, Checkpoints
 from hvdkit.keras.elastic import ElasticCommit, ElasticState, run_elastic
-from hvdkit.keras.monitor import Monitor, begin_if_asked
+from hvdkit.keras.monitor import Monitor
 from hvdkit.keras.schedule import LearningRateSchedule, Warmup
 from hvdkit.keras.seeds import seed_everything
 from hvdkit.keras.trainer import callbacks as keras_callbacks
 from hvdkit.keras.trainer import guard
-from hvdkit.keras.trainer.callbacks import BroadcastState
-from hvdkit.keras.trainer.evaluate import evaluate
-from hvdkit.keras.trainer.metrics import AverageMetrics
-from hvdkit.keras.trainer.step_times import RecordSteps
-from hvdkit.keras.trainer.timeline import RecordTimeline
+from hvdkit.keras.trainer.callbacks import BroadcastState, RecordSteps, RecordTimeline
+from hvdkit.keras.trainer.metrics import AverageMetrics, evaluate
+from hvdkit.keras.transport import TRANSPORT
 
 __all__ = [
     "AverageMetrics",
@@ -100,7 +99,7 @@ def init() -> Topology:
     """
     world = state.start()
     guard.install()
-    begin_if_asked(world)
+    begin_if_asked(Monitor, world)
     return world
 
 
@@ -255,7 +254,8 @@ def shard(
     """
     if keras_data.is_tf_data(dataset):
         options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
-        dataset, stream = keras_data.arrays_or_stream(dataset, world, **options)
+        reach = TRANSPORT, TRANSPORT.total, keras_data.with_weights
+        dataset, stream = keras_data.streams().arrays_or_stream(dataset, world, *reach, **options)
         if stream is not None:
             return stream
     arrays = keras_data.as_arrays(dataset)

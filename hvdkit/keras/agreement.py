@@ -44,7 +44,8 @@ def check_agreement(
     loaders = require_sharded(loader).share.facts(loader.epoch) if loader is not None else {}
     variables = state.model_variables(model)
     if not statistics:
-        local = {id(variable) for variable in _statistics(model)}
+        # What is never trained; a frozen layer's weights are not among it.
+        local = {id(one) for layer in model._flatten_layers() for one in layer._non_trainable_variables}
         variables = [variable for variable in variables if id(variable) not in local]
     seeds = keras_seeds.CURRENT.facts()
     fixes = {**dict.fromkeys(loaders, agreement.ITERATE_ALIKE), **dict.fromkeys(seeds, agreement.SEED_ALIKE)}
@@ -79,7 +80,6 @@ class CheckAgreement(Callback):
         self._last_batch = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         data = trained_on(self.model)
         self._last_batch = (data.steps_done if data is not None else 0) - 1
 
@@ -114,12 +114,7 @@ def compare(
     values = [*TRANSPORT.digests(variables), *map(agreement.digest, numbers.values())]
 
     def value_at(position: int) -> tuple[str, npt.NDArray[Any]]:
-        own = state.values_of(variables[position : position + 1]) or [numbers[names[position]]]
-        return names[position], own[0]
+        name = names[position]
+        return name, state.value_of(variables[position]) if position < len(variables) else numbers[name]
 
     agreement.require_same_values(TRANSPORT, rows, values, value_at, fixes, ranks)
-
-
-def _statistics(model: Any) -> list[Any]:
-    """What layers keep that is never trained; a frozen layer's weights are not among it."""
-    return [variable for layer in model._flatten_layers() for variable in layer._non_trainable_variables]

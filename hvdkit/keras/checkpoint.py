@@ -154,7 +154,6 @@ class Checkpoint(Callback):
         self.initial_epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         model, data = self.model, self._data()
         if self._every is not None and data is None:
             raise InvalidArgumentError(
@@ -171,11 +170,9 @@ class Checkpoint(Callback):
         self.model._initial_epoch = self.initial_epoch or None  # Keras' door for callbacks that resume
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self.model._initial_epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         data = self._data()
         self._epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
 
@@ -192,7 +189,6 @@ class Checkpoint(Callback):
             self._save(self._epoch, None)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Called by Keras."""
         self._save(epoch + 1, self._score(logs or {}))
 
     def _save(self, epoch: int, score: float | None) -> None:

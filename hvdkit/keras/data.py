@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +14,7 @@ import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
-from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 from hvdkit.steps.streams import StreamInEpochs
 
 
@@ -202,11 +202,9 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             yield self._contents(batch)
 
     def on_epoch_begin(self) -> None:
-        """Called by Keras."""
         self._training = True
 
     def on_epoch_end(self) -> None:
-        """Called by Keras."""
         self._training = False
 
     def tf_dataset(self) -> Any:
@@ -336,11 +334,6 @@ def streams() -> Any:
         ) from error
 
 
-def arrays_or_stream(dataset: Any, world: Any, **options: Any) -> tuple[Any, Any]:
-    """As of ``hvdkit.common.tf_streams``, with Keras' weights."""
-    return streams().arrays_or_stream(dataset, world, TRANSPORT, TRANSPORT.total, with_weights, **options)  # type: ignore[no-any-return]
-
-
 def with_weights(parts: Any, weights: Any) -> Any:
     """A stream's batch as ``(x, y, w)``, with what its samples counted anyway; ``(x, None, w)`` without y."""
     tf = sys.modules["tensorflow"]
@@ -371,12 +364,4 @@ def trained_on(model: Any) -> Any:
     return _TRAINED.get(model)
 
 
-def require_sharded(loader: Any) -> Any:
-    """The data of ``shard``.
-
-    Raises:
-        InvalidArgumentError: something else.
-    """
-    if not isinstance(loader, SHARDED):
-        raise InvalidArgumentError(f"loader must be what shard returned, got {type(loader).__name__}.")
-    return loader
+require_sharded = functools.partial(require_loader, kinds=SHARDED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import keras
 
@@ -50,7 +49,8 @@ def _pin_jax(world: Topology, kind: str, threads: int) -> str:
     if kind == "cpu":
         jax.config.update("jax_platforms", "cpu")
         return "cpu:0"
-    present = _cuda_gpus()
+    # Without starting JAX, which would take the memory of all of them.
+    present = len(device.visible_gpus(os.environ))
     if present:
         jax.config.update("jax_cuda_visible_devices", str(device.device_index(world.local_rank, present)))
     mine = jax.local_devices()
@@ -60,14 +60,6 @@ def _pin_jax(world: Topology, kind: str, threads: int) -> str:
     index = device.device_index(world.local_rank, len(mine))
     jax.config.update("jax_default_device", mine[index])
     return f"gpu:{index}"
-
-
-def _cuda_gpus() -> int:
-    """NVIDIA GPUs that this process may see, without starting JAX, which would take the memory of all of them."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _without_gpu(kind: str, backend: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,7 +18,7 @@ from hvdkit.keras.optimizer import meant_by
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.keras.transport.over_horovod import HorovodTransport
-from hvdkit.steps.elastic import ElasticBase
+from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
@@ -27,8 +26,6 @@ try:
     from horovod.common.elastic import State
 except ImportError:  # jax over mpi4py trains without Horovod, but not elastically
     State = object
-
-Result = TypeVar("Result")
 
 
 class ElasticState(ElasticBase, State):  # type: ignore[misc]
@@ -48,29 +45,25 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
             or another backend.
     """
 
+    _warmup = keras_schedule.Warmup
+
     def __init__(
         self, model: Any, optimizer: Any, *, loader: Any, schedule: Any = None, rule: str = "linear", **values: Any
     ) -> None:
-        if schedule is not None and not isinstance(schedule, keras_schedule.Warmup):
-            raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")
-        hvd = _transport().hvd
+        transport = _transport()
         self.model, self.optimizer = model, optimizer
-        self._begin(hvd, require_sharded(loader), schedule, rule, values)
-        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+        given = require_sharded(loader)
+        self._begin(transport.hvd, transport, loader=given, schedule=schedule, rule=rule, values=values)
 
     def _copy(self) -> Any:
-        return [np.array(value) for value in keras_state.values_of(self._variables())]
+        return [np.array(keras_state.value_of(one)) for one in self._variables()]
 
     def _put_back(self, copied: Any) -> None:
         for variable, value in zip(self._variables(), copied, strict=True):
             variable.assign(value)
 
-    def _gather_commits(self, own: int) -> list[int]:
-        commits = TRANSPORT.gather(np.array([[own]], dtype=np.int64), "hvdkit.elastic.commits")
-        return [int(one[0, 0]) for one in commits]
-
     def _broadcast(self, root: int) -> None:
-        keras_state.broadcast(self._variables(), root)
+        TRANSPORT.broadcast_variables(self._variables(), keras_state.value_of, root)
 
     def _scale_rates(self, factor: float) -> None:
         optimizers = meant_by(self.optimizer, self.model)
@@ -80,7 +73,16 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         return keras_state.follow(world)
 
     def _peer_errors(self) -> AbstractContextManager[None]:
-        return lost_ranks_as_horovod_says()
+        if keras.backend.backend() != "tensorflow":
+            return nullcontext()  # Horovod for PyTorch raises the right error itself
+        from hvdkit.tensorflow import elastic
+
+        return elastic.peers()
+
+    def _start_anew(self) -> None:
+        transport = _transport()
+        transport.shutdown()
+        transport.hvd.init()
 
     def _variables(self) -> list[Any]:
         model = keras_state.model_variables(self.model)
@@ -108,7 +110,6 @@ class ElasticCommit(Callback):
         self._last_batch = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         loader: ShardedData = self._state.loader
         if trained_on(self.model) is not loader or self.params["steps"] != len(loader):
             raise InvalidArgumentError(
@@ -125,7 +126,6 @@ class ElasticCommit(Callback):
             self._state.commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._state.commit()
 
 
@@ -147,45 +147,7 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
     Returns:
         What ``train`` returned.
     """
-    if os.environ.get("HOROVOD_ELASTIC") != "1":
-        state.sync()
-        return train(state)
-
-    from horovod.common.elastic import run_fn
-
-    def guarded(state: ElasticState) -> Result:
-        with lost_ranks_as_horovod_says():
-            return train(state)
-
-    result: Result = run_fn(guarded, _start_anew)(state)
-    return result
-
-
-def _start_anew() -> None:
-    transport = _transport()
-    transport.shutdown()
-    transport.hvd.init()
-
-
-@contextmanager
-def lost_ranks_as_horovod_says() -> Iterator[None]:
-    """Turn TensorFlow's errors for a collective that has lost a rank into the one that Horovod Elastic waits for."""
-    try:
-        yield
-    except Exception as error:
-        if _is_a_lost_rank(error):
-            from horovod.common.exceptions import HorovodInternalError
-
-            raise HorovodInternalError(str(error)) from error
-        raise
-
-
-def _is_a_lost_rank(error: Exception) -> bool:
-    if keras.backend.backend() != "tensorflow":
-        return False  # Horovod for PyTorch raises the right one itself
-    from hvdkit.tensorflow import elastic
-
-    return elastic.is_lost_rank(error)
+    return state._run(train)
 
 
 def _transport() -> HorovodTransport:

@@ -17,7 +17,7 @@ from hvdkit.keras.data import trained_on
 from hvdkit.keras.trainer import private
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import device_memory, monitor, step_times
+from hvdkit.steps import monitor, step_times, torch_tensors
 from hvdkit.steps.topology import Topology
 
 
@@ -47,18 +47,19 @@ class Monitor(monitor.Monitor, Callback):
         return {str(place): weight.path for place, weight in enumerate(weights)}
 
     def _device_bytes(self) -> float:
-        by_backend = {"tensorflow": device_memory.of_tensorflow, "torch": device_memory.of_torch}
-        return by_backend.get(keras.backend.backend(), lambda: math.nan)()
+        if keras.backend.backend() == "tensorflow":
+            from hvdkit.tensorflow.monitor import device_bytes
+
+            return device_bytes()
+        return torch_tensors.device_bytes() if keras.backend.backend() == "torch" else math.nan
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._epochs = epochs if self._epochs is None else self._epochs
         if self._steps is None and steps and epochs:
             self._steps = steps * epochs
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         data = trained_on(self.model)
         self.epoch, self._last_batch = epoch, (data.steps_done if data is not None else 0) - 1
         self._samples = float(data.share.batch_size) if hasattr(data, "share") else 0.0
@@ -67,7 +68,6 @@ class Monitor(monitor.Monitor, Callback):
         self.asked()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self.given()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -80,7 +80,6 @@ class Monitor(monitor.Monitor, Callback):
         self.asked(steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self.finished()
 
 
@@ -95,8 +94,3 @@ def automatic() -> list[Monitor]:
     """The callback of ``hvdkit launch --monitor``, where a ``fit`` has none of its own."""
     found = monitor.automatic()
     return [] if not isinstance(found, Monitor) or found._iterating else [found]
-
-
-def begin_if_asked(world: Topology) -> None:
-    """Make it."""
-    monitor.begin_if_asked(Monitor, world)

@@ -80,7 +80,9 @@ def backend_state() -> npt.NDArray[np.uint8]:
 
         state: npt.NDArray[np.uint8] = torch.get_rng_state().numpy()
         return state
-    generator = _tensorflow_generator()
+    generator = None
+    if keras.backend.backend() == "tensorflow":  # what the training has made already
+        generator = importlib.import_module("tensorflow.python.ops.stateful_random_ops").global_generator
     return np.empty(0, np.uint8) if generator is None else generator.state.numpy().view(np.uint8)
 
 
@@ -94,10 +96,3 @@ def set_backend_state(contents: npt.NDArray[np.uint8]) -> None:
         import tensorflow as tf
 
         tf.random.get_global_generator().state.assign(contents.view(np.int64))
-
-
-def _tensorflow_generator() -> Any:
-    """TensorFlow's global generator, where the training has made it already."""
-    if keras.backend.backend() != "tensorflow":
-        return None
-    return importlib.import_module("tensorflow.python.ops.stateful_random_ops").global_generator

@@ -48,6 +48,8 @@ class _Rate(Callback, ABC):
 
     def multiply(self, multiplier: float) -> None:
         """Set the rates to the full ones times ``multiplier``."""
+        if self._model is not None:
+            _ = self.model  # on jax this brings the variables up to date
         for (name, optimizer), full in zip(_rated(self._known), self._full, strict=True):
             try:
                 optimizer.learning_rate = full * multiplier
@@ -86,13 +88,11 @@ class _Rate(Callback, ABC):
         return int(steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._epoch = epoch
         data = trained_on(self.model)
         self.after_steps(epoch * self.steps() + (data.steps_done if data is not None else 0))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self.after_steps(self._epoch * self.steps() + batch + 1)
 
     @abstractmethod
@@ -100,7 +100,6 @@ class _Rate(Callback, ABC):
         """Set the rate, if it is this callback's turn after so many steps."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         _ = self.model  # on jax this brings the variables up to date
         for name, optimizer in self._known.items():
             now = rates(optimizer)
@@ -126,7 +125,7 @@ def _rated(optimizer: Any) -> list[tuple[str, Any]]:
     return [(name, one) for name, outer in named for one in getattr(outer, "optimizers", [outer])]
 
 
-class Warmup(_Rate):
+class Warmup(learning_rate.WarmupBase, _Rate):
     """Gradual warmup from the base learning rate to the scaled one, step by step (step 3).
 
     After k completed steps the rate is the scaled one times ``warmup_multiplier(k, ...)``; ``fit`` logs it as
@@ -155,35 +154,24 @@ class Warmup(_Rate):
         after: Callable[[int], float] | None = None,
     ) -> None:
         super().__init__(steps_per_epoch)
-        self._rule = rule
-        self._factor = learning_rate.scale_factor(world.size, rule)
-        self._epochs = epochs
-        self._after = after
-        learning_rate.warmup_steps(epochs, steps_per_epoch if steps_per_epoch is not None else 1)
+        self._begin(world, 1 if steps_per_epoch is None else steps_per_epoch, epochs, rule, after)
 
     def after_steps(self, completed: int) -> None:
         """Set the rate while the warmup lasts, at its end, and beyond it only by ``after``."""
-        length = learning_rate.warmup_steps(self._epochs, self.steps())
-        if self._after is not None and completed >= length:
-            self._sync_and_multiply(self._after(completed - length))
-        elif completed <= length:
-            self._sync_and_multiply(learning_rate.warmup_multiplier(completed, length, self._factor))
+        self._length = learning_rate.warmup_steps(self._epochs, self.steps())
+        if self._after is not None or completed <= self._length:
+            self.multiply(self._multiplier(completed))
 
     def follow(self, world: Topology, steps_per_epoch: int) -> None:
         """Become the schedule of another number of ranks; ``go_to`` then sets the rates."""
-        before, self._factor = self._factor, learning_rate.scale_factor(world.size, self._rule)
-        self._full = [full * self._factor / before for full in self._full]
+        raised = self._set_size(world, steps_per_epoch)
+        self._full = [full * raised for full in self._full]
         self._steps = steps_per_epoch if self._steps is not None else None
 
     def go_to(self, steps: int) -> None:
         """Set the rate to that after ``steps`` steps, where it is still the warmup's."""
         if self._known and (self._steps or (self.params or {}).get("steps")):
             self.after_steps(steps)
-
-    def _sync_and_multiply(self, multiplier: float) -> None:
-        if self._model is not None:
-            _ = self.model  # on jax this brings the variables up to date
-        self.multiply(multiplier)
 
 
 class LearningRateSchedule(_Rate):
@@ -218,14 +206,12 @@ class LearningRateSchedule(_Rate):
         self._staircase = staircase
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Called by Keras."""
         if self._staircase:
             self._apply(epoch)
         else:
             super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Called by Keras."""
         if not self._staircase:
             super().on_train_batch_end(batch, logs)
 
@@ -236,5 +222,4 @@ class LearningRateSchedule(_Rate):
     def _apply(self, epoch: float) -> None:
         if epoch < self._start or (self._end is not None and epoch >= self._end):
             return
-        _ = self.model  # on jax this brings the variables up to date
         self.multiply(self._multiplier(epoch) if callable(self._multiplier) else self._multiplier)

@@ -11,10 +11,7 @@ import numpy as np
 from hvdkit.steps.seeds import Current, Seeds, integer, seed_python
 from hvdkit.steps.topology import Topology
 
-_LAYERS, _RESUMED = (
-    2,
-    3,
-)  # branches of a rank's stream: what dropout and the like draw from, and what a resumed run does
+_LAYERS, _RESUMED = 2, 3  # branches of a rank's stream: for dropout and the like, and for a resumed run
 CURRENT = Current()
 _shared: list[bool] = []  # whether Keras still draws from the stream of all ranks
 _moved: WeakSet[Any] = WeakSet()  # models whose layers draw this rank's own numbers

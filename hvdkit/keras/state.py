@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import distributed_rows, make_slots, require_keras_3, shown, trained_variables
+from hvdkit.common.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics
@@ -68,15 +68,6 @@ def model_variables(model: Any) -> list[Any]:
     return list(model.weights)
 
 
-def beside_keras(model: Any) -> list[Any]:
-    """Variables of TensorFlow that the model's layers hold, which Keras does not count among its weights."""
-    if keras.backend.backend() != "tensorflow":
-        return []
-    from hvdkit.common import tf_variables  # loads TensorFlow
-
-    return tf_variables.beside_keras(model)
-
-
 def is_built(model: Any) -> bool:
     """Whether a model has its weights. One without ``call`` is never built itself: there the layers say it."""
     return bool(model.built or (model.weights and not unbuilt_layers(model)))
@@ -97,18 +88,6 @@ def optimizer_variables(optimizers: Mapping[str, Any], model: Any) -> list[Any]:
     return [variable for optimizer in optimizers.values() for variable in optimizer.variables]
 
 
-def make_slots_of(root: int, optimizers: Mapping[str, Any], model: Any) -> None:
-    """Have several optimizers keep slots for what the root's train, as far as they have none; a collective."""
-    if len(optimizers) > 1:
-        mine = trained_variables(optimizers, model.weights)
-        make_slots(optimizers, model.weights, TRANSPORT.gather(mine, "hvdkit.trained")[root])
-
-
-def values_of(variables: Iterable[Any]) -> list[npt.NDArray[Any]]:
-    """Values on the host, in the variables' own types and shapes."""
-    return list(map(value_of, variables))
-
-
 def value_of(variable: Any) -> npt.NDArray[Any]:
     """A value on the host, in the variable's own type and shape."""
     return np.asarray(keras.ops.convert_to_numpy(variable), order="C")
@@ -125,20 +104,6 @@ def layout(variable: Any) -> str:
     return f"{path} {keras.backend.standardize_dtype(variable.dtype)} {tuple(variable.shape)}"
 
 
-def require_same_layout(variables: Sequence[Any], optimizers: Mapping[str, Any]) -> None:
-    """Raise AgreementError on every rank unless the variables have the same paths, types and shapes; a collective.
-
-    Args:
-        optimizers: by name; distributed on all ranks or on none.
-    """
-    agreement.require_same_rows(TRANSPORT, [*map(layout, variables), *distributed_rows(optimizers)])
-
-
-def broadcast(variables: Sequence[Any], source: int) -> None:
-    """Give every rank the root's values, as bytes: exact for every dtype."""
-    TRANSPORT.broadcast_variables(variables, value_of, source)
-
-
 def average_statistics(variables: Sequence[Any]) -> None:
     """Set floating variables that differ between ranks to their mean over the ranks; a collective."""
     table = agreement.value_table(
@@ -148,7 +113,7 @@ def average_statistics(variables: Sequence[Any]) -> None:
     differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0)
     for variable in (variables[position] for position in np.flatnonzero(differs).tolist()):
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype)):
-            (mine,) = values_of([variable])
+            mine = value_of(variable)
             total = TRANSPORT.sum(mine.astype(np.float64), "hvdkit.statistics")
             variable.assign((total / world().size).astype(mine.dtype))
 
@@ -158,25 +123,13 @@ def average(values: Mapping[str, Any], size: int) -> dict[str, float]:
     return metrics.average(TRANSPORT if size > 1 else None, values, size)
 
 
-def require_same_names(values: Iterable[str]) -> None:
-    """Raise AgreementError on every rank unless all give the same names of metrics."""
-    names = {name: (0.0, 0.0) for name in sorted(values)}
-    metrics.require_same_names(TRANSPORT.gather(metrics.names_table(names), "hvdkit.metric_names"), names)
-
-
-def same_names(values: Iterable[str]) -> bool:
-    """Whether all ranks give the same names, the same answer on every rank; a collective."""
-    table = metrics.names_table(dict.fromkeys(sorted(values), (0.0, 0.0)))
-    return agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.metric_names"))
-
-
 def write_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> None:
     """Write optimizers' variables as an npz file: a single one's in their order, those of several by name.
 
     Raises:
         OSError: it could not be written.
     """
-    values = values_of(optimizer_variables(optimizers, model))
+    values = map(value_of, optimizer_variables(optimizers, model))
     # NumPy's file format does not know bfloat16 and its like (kind V); float32 holds them exactly.
     plain = [value.astype(np.float32) if value.dtype.kind == "V" else value for value in values]
     if list(optimizers) == ["optimizer"]:

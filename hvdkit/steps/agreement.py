@@ -26,6 +26,7 @@ CHUNK = 2**16  # words of a tensor that are mixed at once: they stay in a CPU's 
 BROADCAST = "broadcast before training, and average every gradient that is applied"
 ITERATE_ALIKE = "shard the same data set with the same arguments on every rank, and iterate alike"
 SEED_ALIKE = "call seed_everything with the same seed on every rank, and seed nothing after it"
+_MODELS, _SAME_MODEL = "hold different models", "build the same model"
 _CHUNKS = 0x1E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64  # as int64 holds them
 
@@ -178,9 +179,7 @@ def first_difference(tables: Sequence[Digests]) -> RanksDiffer | None:
     return None
 
 
-def require_same_rows(
-    ranks: Collectives, rows: Sequence[str], fault: str = "hold different models", fix: str = "build the same model"
-) -> None:
+def require_same_rows(ranks: Collectives, rows: Sequence[str], fault: str = _MODELS, fix: str = _SAME_MODEL) -> None:
     """Raise an AgreementError on every rank when the rows, "name type shape", differ between ranks; a collective.
 
     Args:
@@ -188,7 +187,7 @@ def require_same_rows(
     """
     difference = first_difference(ranks.gather(rows_table(rows), "hvdkit.layout"))
     if difference is not None:
-        raise layout_error(difference, rows, ranks.rank(), fault, fix)
+        raise _layout_error(difference, rows, ranks.rank(), fault, fix)
 
 
 def require_same_values(
@@ -220,46 +219,23 @@ def require_same_values(
         raise AgreementError("the ranks' digests differ, but not those of any tensor; this is an error of hvdkit.")
     difference = replace(found, groups=tuple(tuple(members[place] for place in group) for group in found.groups))
     if not difference.same_names:
-        raise layout_error(difference, rows, ranks.rank())
+        raise _layout_error(difference, rows, ranks.rank())
     name, value = value_at(difference.position)
     # Only a difference that all ranks have found, at the same place, can be measured together.
     largest = ranks.largest_difference(value) if among is None else math.nan
-    raise value_error(difference, name, largest, (fixes or {}).get(name, BROADCAST))
+    raise AgreementError(
+        f"the ranks disagree: {name} differs between {_sides(difference)}, by at most {largest:.3g}; "
+        f"{(fixes or {}).get(name, BROADCAST)}."
+    )
 
 
-def layout_error(
-    difference: RanksDiffer,
-    rows: Sequence[str],
-    rank: int,
-    fault: str = "hold different models",
-    fix: str = "build the same model",
+def _layout_error(
+    difference: RanksDiffer, rows: Sequence[str], rank: int, fault: str = _MODELS, fix: str = _SAME_MODEL
 ) -> AgreementError:
-    """The error for ranks that hold different models.
-
-    Args:
-        difference: where the names differ.
-        rows: this rank's "name type shape", in order.
-        rank: this rank.
-        fault, fix: what the ranks do wrong, and should do on every rank.
-    """
     mine = rows[difference.position] if difference.position < len(rows) else "nothing"
     return AgreementError(
         f"the ranks {fault}: rank {rank} has {mine} at position {difference.position}, which "
         f"differs between {_sides(difference)}; {fix} on every rank."
-    )
-
-
-def value_error(difference: RanksDiffer, name: str, largest: float, fix: str = BROADCAST) -> AgreementError:
-    """The error for ranks whose models are the same and whose values differ.
-
-    Args:
-        difference: where the values differ.
-        name: what differs there.
-        largest: the largest absolute difference between any rank and the root.
-        fix: what to do about it.
-    """
-    return AgreementError(
-        f"the ranks disagree: {name} differs between {_sides(difference)}, by at most {largest:.3g}; {fix}."
     )
 
 

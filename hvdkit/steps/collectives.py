@@ -68,10 +68,14 @@ class Collectives(ABC):
             result = action()
         except Exception as error:
             failure = error
+        self.raise_together(failure)
+        return result
+
+    def raise_together(self, failure: Exception | None) -> None:
+        """Raise this rank's failure, or on the other ranks an AgreementError that tells of it."""
         mine = bytearray(b"\0" if failure is None else f"\1{failure}".encode())  # never empty
         everyone = [row.tobytes() for row in self.gather(np.frombuffer(mine, np.uint8), "hvdkit.together")]
         stop_together([None if text == b"\0" else text[1:].decode() for text in everyone], failure)
-        return result
 
     def broadcast_arrays(self, arrays: Sequence[npt.NDArray[Any]], root: int) -> list[npt.NDArray[Any]]:
         """The root's values of arrays that have the same shapes and types on all ranks, sent as bytes: exact."""

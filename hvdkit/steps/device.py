@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
 
@@ -58,6 +60,22 @@ def device_index(local_rank: int, visible: int) -> int:
             f"most {visible} processes per host (--ppn), or bind one device to each process (CUDA_VISIBLE_DEVICES)."
         )
     return local_rank
+
+
+def visible_gpus(environ: Mapping[str, str], driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        environ: the process environment.
+        driver: where the driver lists the GPUs of this host.
+    Source: CUDA C++ programming guide, environment variables: the list ends before the first invalid entry.
+    """
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(number) for number in range(len(list(driver.glob("*"))))]
+    names = [name.strip() for name in named.split(",")]
+    end = next((number for number, name in enumerate(names) if name in ("", "-1")), len(names))
+    return names[:end]
 
 
 def cpu_threads(local_size: int, usable: int, installed: int) -> int:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import learning_rate, starting, step_times
+from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
+
+Result = TypeVar("Result")
 
 
 class ElasticBase(ABC):
@@ -25,29 +32,37 @@ class ElasticBase(ABC):
     loader: Any
     schedule: Any
     world: Topology
+    _warmup: Any
+    """The class of what ``warmup`` returns."""
 
-    def _begin(self, horovod: Any, loader: Any, schedule: Any, rule: str, values: dict[str, Any]) -> None:
+    def _begin(
+        self, horovod: Any, ranks: Collectives, *, loader: Any, schedule: Any, rule: str, values: dict[str, Any]
+    ) -> None:
         """Take the first commit.
 
         Args:
             horovod: Horovod's module for the framework.
+            ranks: all of the job, however many there are.
             rule: how learning rates follow the number of ranks.
             values: of the user's own, kept as attributes.
         Raises:
-            InvalidArgumentError: an unknown rule.
+            InvalidArgumentError: an unknown rule, or a schedule or stream that cannot follow the ranks.
         """
+        if schedule is not None and not isinstance(schedule, self._warmup):
+            raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")
         learning_rate.scale_factor(1, rule)
         if isinstance(loader, StreamInEpochs):
             raise InvalidArgumentError(
                 "a stream cannot follow ranks that come and go; give an elastic training arrays (shard((x, y), ...))."
             )
-        self._horovod, self._rule = horovod, rule
+        self._horovod, self._ranks, self._rule = horovod, ranks, rule
         self.loader, self.schedule, self.world = loader, schedule, loader.share.world
         self._names = tuple(values)
-        self._set_values(values)
+        vars(self).update(values)
         self._commits = 0
         self.save()
         self._commits = 0  # nothing is trained yet: a rank that has committed knows more
+        super().__init__(bcast_object=horovod.broadcast_object, get_rank=horovod.rank)  # type: ignore[call-arg]
 
     @abstractmethod
     def _copy(self) -> Any:
@@ -56,10 +71,6 @@ class ElasticBase(ABC):
     @abstractmethod
     def _put_back(self, copied: Any) -> None:
         """Make model and optimizer what ``_copy`` returned, which is kept."""
-
-    @abstractmethod
-    def _gather_commits(self, own: int) -> list[int]:
-        """Every rank's number of commits, by rank; a collective."""
 
     @abstractmethod
     def _broadcast(self, root: int) -> None:
@@ -76,6 +87,25 @@ class ElasticBase(ABC):
     def _peer_errors(self) -> AbstractContextManager[None]:
         """Where a lost rank's error becomes the one that Horovod Elastic waits for."""
         return nullcontext()
+
+    def _start_anew(self) -> None:
+        """Have Horovod find the ranks that there are now."""
+        self._horovod.shutdown()
+        self._horovod.init()
+
+    def _run(self, train: Callable[[Any], Result]) -> Result:
+        """The inside of an adapter's ``run_elastic``."""
+        if os.environ.get("HOROVOD_ELASTIC") != "1":
+            self.sync()
+            return train(self)
+        from horovod.common.elastic import run_fn
+
+        def attempt(state: Any) -> Result:
+            with self._peer_errors():
+                return train(state)
+
+        result: Result = run_fn(attempt, self._start_anew)(self)
+        return result
 
     def commit(self) -> None:
         """Keep the present state in the host's memory, and let ranks join that are waiting. In Keras' ``fit``:
@@ -99,19 +129,20 @@ class ElasticBase(ABC):
         copied, position, values = self._committed
         self._put_back(copied)
         self.loader.load_state(position)
-        self._set_values(copy.deepcopy(values))
+        vars(self).update(copy.deepcopy(values))
 
     def sync(self) -> None:
         """Called by Horovod when the ranks have met: all take the state of the one that has committed most."""
         with self._peer_errors():
-            commits = self._gather_commits(self._commits)
+            everyone = self._ranks.gather(np.array([self._commits], dtype=np.int64), "hvdkit.elastic.commits")
+            commits = np.concatenate(everyone).tolist()
             root = commits.index(max(commits))
             self._broadcast(root)
             mine = (self.loader.state(), self._values(), self._commits, self._steps)
             everything = self._horovod.broadcast_object(mine, root_rank=root, name="hvdkit.elastic.values")
         position, values, self._commits, steps = everything
         self.loader.load_state(position)
-        self._set_values(values)
+        vars(self).update(values)
         if self._commits:  # before, it begins where each monitor says
             step_times.go_to(steps, self.loader.epoch)
         self._follow_size(self._horovod.size())  # a rank that joins has got rates that follow the new number already
@@ -126,10 +157,6 @@ class ElasticBase(ABC):
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
-
-    def _set_values(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
 
     def _follow_size(self, before: int) -> None:
         """Adapt loader, schedule and learning rates, which are those of ``before`` ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from hvdkit.steps.numbers import whole
 
 OPS = ("average", "sum", "adasum")
 COMPRESSIONS = ("none", "fp16")
+CLIPPED = "_hvdkit_clipped"
+"""Attribute of a gradient that was clipped, and of the functions that mark what they clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +74,23 @@ class GradientOptions:
             )
 
 
-def clipped_too_early(place: str, shape: Any, also: str = "") -> InvalidArgumentError:
-    """What is raised where a rank has clipped its gradients before they are averaged.
+def refuse_clipped(
+    gradients: Sequence[Any],
+    also: str = "",
+    is_clipped: Callable[[Any], Any] = lambda gradient: getattr(gradient, CLIPPED, False),
+) -> None:
+    """Raise InvalidArgumentError where a rank has clipped gradients, by what it has, before they are averaged.
 
     Args:
-        place: which gradient of how many, "1 of 2".
-        shape: its shape.
+        gradients: those that are about to be averaged.
         also: another way to clip, for the message.
+        is_clipped: tells of one; default: by its attribute ``CLIPPED``.
     """
-    return InvalidArgumentError(
-        f"gradient {place}, of shape {shape}, was clipped before it is averaged, by what this rank has; one process "
-        f"clips that of all samples. Give the optimizer global_clipnorm=, clipnorm= or clipvalue={also} instead."
-    )
+    for number, gradient in enumerate(gradients, 1):
+        if is_clipped(gradient):
+            shape = tuple(gradient.shape) if isinstance(gradient.shape, tuple) else gradient.shape
+            raise InvalidArgumentError(
+                f"gradient {number} of {len(gradients)}, of shape {shape}, was clipped before it is averaged, by what "
+                "this rank has; one process clips that of all samples. Give the optimizer global_clipnorm=, clipnorm= "
+                f"or clipvalue={also} instead."
+            )

@@ -13,6 +13,8 @@ from pathlib import Path
 from hvdkit.errors import LauncherError
 
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
+_PART = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+"""What is between two commas that are not inside brackets."""
 _NODELISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _NODEFILES = ("PBS_NODEFILE", "COBALT_NODEFILE")
 
@@ -24,25 +26,10 @@ def expand(hostlist: str) -> list[str]:
         LauncherError: brackets that do not match, or a range that is none.
     Source: Slurm, scontrol(1), "show hostnames".
     """
-    hosts = []
-    for part in _split(hostlist):
-        hosts += _expand_one(part, hostlist)
-    return hosts
-
-
-def _split(hostlist: str) -> list[str]:
-    """Cut at the commas that are not inside brackets."""
-    parts, depth, current = [], 0, ""
-    for character in hostlist:
-        depth += (character == "[") - (character == "]")
-        if character == "," and depth == 0:
-            parts.append(current)
-            current = ""
-        else:
-            current += character
-    if depth:
+    if _PART.sub("", hostlist).strip(","):
         raise LauncherError(f"the host list {hostlist!r} has brackets that do not match.")
-    return [part.strip() for part in [*parts, current] if part.strip()]
+    parts = [part.strip() for part in _PART.findall(hostlist)]
+    return [host for part in parts if part for host in _expand_one(part, hostlist)]
 
 
 def _expand_one(part: str, hostlist: str) -> list[str]:

@@ -85,82 +85,32 @@ def _tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
+def _prefixed(name: str, prefix: str) -> Launcher:
+    """One that sets PREFIX_RANK, PREFIX_SIZE, PREFIX_LOCAL_RANK and PREFIX_LOCAL_SIZE, and is known by the first."""
+    rank, size, local_rank, local_size = ((f"{prefix}_{one}",) for one in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return Launcher(name, rank, rank, size, local_rank, local_size)
+
+
+_TORCHRUN = (("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_PALS = (("PALS_RANKID", "PMI_RANK"), ("PMI_SIZE",), ("PALS_LOCAL_RANKID",), ("PALS_LOCAL_SIZE",))
+_PMI = (("PMI_RANK",), ("PMI_SIZE",))
+
 LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher(
-        "horovodrun",
-        markers=("HOROVOD_RANK",),
-        rank=("HOROVOD_RANK",),
-        size=("HOROVOD_SIZE",),
-        local_rank=("HOROVOD_LOCAL_RANK",),
-        local_size=("HOROVOD_LOCAL_SIZE",),
-    ),
-    Launcher(
-        "torchrun",
-        markers=("TORCHELASTIC_RUN_ID",),
-        rank=("RANK",),
-        size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-    ),
-    Launcher(
-        "jsrun",
-        markers=("JSM_NAMESPACE_RANK",),
-        rank=("JSM_NAMESPACE_RANK",),
-        size=("JSM_NAMESPACE_SIZE",),
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
-    ),
-    Launcher(
-        "Open MPI",
-        markers=("OMPI_COMM_WORLD_RANK",),
-        rank=("OMPI_COMM_WORLD_RANK",),
-        size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    Launcher(
-        "MVAPICH2",
-        markers=("MV2_COMM_WORLD_RANK",),
-        rank=("MV2_COMM_WORLD_RANK",),
-        size=("MV2_COMM_WORLD_SIZE",),
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    *(
-        Launcher(
-            "PALS",
-            markers=markers,
-            rank=("PALS_RANKID", "PMI_RANK"),
-            size=("PMI_SIZE",),
-            local_rank=("PALS_LOCAL_RANKID",),
-            local_size=("PALS_LOCAL_SIZE",),
-        )
-        for markers in (("PALS_LOCAL_RANKID",), ("PALS_RANKID",), ("PALS_APID", "PMI_RANK"))  # versions differ
-    ),
-    Launcher(
-        "Flux",
-        markers=("FLUX_TASK_RANK",),
-        rank=("FLUX_TASK_RANK",),
-        size=("FLUX_JOB_SIZE",),
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-    ),
-    Launcher(  # and Intel MPI, which has the same Hydra
-        "MPICH",
-        markers=("PMI_RANK", "MPI_LOCALRANKID"),
-        rank=("PMI_RANK",),
-        size=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID",),
-        local_size=("MPI_LOCALNRANKS",),
-    ),
-    Launcher(
-        "aprun",
-        markers=("ALPS_APP_PE",),
-        rank=("ALPS_APP_PE",),
-        size=(),
-    ),
+    _prefixed("horovodrun", "HOROVOD"),
+    Launcher("torchrun", ("TORCHELASTIC_RUN_ID",), *_TORCHRUN),
+    _prefixed("jsrun", "JSM_NAMESPACE"),
+    _prefixed("Open MPI", "OMPI_COMM_WORLD"),
+    _prefixed("MVAPICH2", "MV2_COMM_WORLD"),
+    Launcher("PALS", ("PALS_LOCAL_RANKID",), *_PALS),  # its versions differ
+    Launcher("PALS", ("PALS_RANKID",), *_PALS),
+    Launcher("PALS", ("PALS_APID", "PMI_RANK"), *_PALS),
+    Launcher("Flux", ("FLUX_TASK_RANK",), ("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",)),
+    # and Intel MPI, which has the same Hydra
+    Launcher("MPICH", ("PMI_RANK", "MPI_LOCALRANKID"), *_PMI, ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
+    Launcher("aprun", ("ALPS_APP_PE",), ("ALPS_APP_PE",), ()),
     Launcher(
         "srun",
-        markers=("SLURM_PROCID",),
+        ("SLURM_PROCID",),
         rank=("SLURM_PROCID",),
         # SLURM_NTASKS is what the job asked for; a step of fewer tasks (srun -n 2) has its own count.
         size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -169,20 +119,10 @@ LAUNCHERS: tuple[Launcher, ...] = (
         proves=inside_srun,
         local_size_of=_tasks_on_this_node,
     ),
-    Launcher(  # other PMI launchers, and a Hydra that says nothing of the host
-        "MPICH",
-        markers=("PMI_RANK", "PMI_SIZE"),
-        rank=("PMI_RANK",),
-        size=("PMI_SIZE",),
-    ),
-    Launcher(  # launchers that speak torchrun's language without being torchrun
-        "torchrun",
-        markers=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        rank=("RANK",),
-        size=("WORLD_SIZE",),
-        local_rank=("LOCAL_RANK",),
-        local_size=("LOCAL_WORLD_SIZE",),
-    ),
+    # other PMI launchers, and a Hydra that says nothing of the host
+    Launcher("MPICH", ("PMI_RANK", "PMI_SIZE"), *_PMI),
+    # launchers that speak torchrun's language without being torchrun
+    Launcher("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), *_TORCHRUN),
 )
 
 
@@ -234,7 +174,9 @@ def _read(row: Launcher, environ: Mapping[str, str]) -> Launched:
             f"{row.name}: rank must be in 0 .. size-1, got {row.rank[0]}={rank} with a size of {size}; "
             "variables of two jobs are mixed in this environment."
         )
-    local_rank, local_size = _number(row, row.local_rank, environ), _local_size(row, environ)
+    local_rank = _number(row, row.local_rank, environ)
+    counted = None if row.local_size_of is None else row.local_size_of(environ)
+    local_size = _number(row, row.local_size, environ) if counted is None else counted
     if local_size is not None and not (local_rank or 0) < local_size <= (local_size if size is None else size):
         local_size = None  # that of an outer job: Horovod or MPI must say it
     return Launched(row.name, rank, size, local_rank, local_size)
@@ -245,11 +187,6 @@ def _incomplete(row: Launcher, found: str, missing: tuple[str, ...]) -> Launcher
         f"{row.name} started this process ({found} is set) but {' or '.join(missing)} is not set, so its rank is "
         f"unknown; pass the launcher's whole environment on, or unset {found} (launchers known: {', '.join(KNOWN)})."
     )
-
-
-def _local_size(row: Launcher, environ: Mapping[str, str]) -> int | None:
-    counted = None if row.local_size_of is None else row.local_size_of(environ)
-    return _number(row, row.local_size, environ) if counted is None else counted
 
 
 def _number(row: Launcher, names: tuple[str, ...], environ: Mapping[str, str]) -> int | None:

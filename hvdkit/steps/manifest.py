@@ -107,7 +107,10 @@ def _check_form(manifest: Any) -> None:
         and isinstance(manifest.get("metadata"), dict)
         and isinstance(manifest.get("files"), dict)
         and all(
-            isinstance(entry, dict) and {"sha256", "size"} <= entry.keys() and _inside(name)
+            isinstance(entry, dict)
+            and {"sha256", "size"} <= entry.keys()
+            and not Path(name).is_absolute()
+            and ".." not in Path(name).parts
             for name, entry in manifest["files"].items()
         )
     )
@@ -122,10 +125,6 @@ def _is_score(value: Any) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < _LARGEST_SCORE
     return value is None or (isinstance(value, float) and math.isfinite(value))
-
-
-def _inside(name: str) -> bool:
-    return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _files(directory: Path) -> Iterator[Path]:

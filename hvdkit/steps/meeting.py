@@ -203,7 +203,7 @@ class _Door:
                 you = visitor.connection.getpeername()[0]
                 visitor.connection.settimeout(max(_CONNECT_S, deadline - time.monotonic()))
                 answer = {"hosts": in_order, "address": own, "told": told, "you": you}
-                visitor.connection.sendall(_conversation(visitor).seal(_ROOT, answer))
+                visitor.connection.sendall(visitor.conversation.seal(_ROOT, answer))  # type: ignore[union-attr]
             except OSError as error:
                 raise LauncherError(
                     f"rank {rank} left before all ranks had met ({error}); look for its error."
@@ -295,12 +295,6 @@ class _Door:
             return ""
         kinds = ", ".join(f"{number} {why}" for why, number in sorted(self._dropped.items()))
         return f"; {count} other connection{'s' if count > 1 else ''} dropped: {kinds}"
-
-
-def _conversation(visitor: _Visitor) -> _Conversation:
-    if visitor.conversation is None:
-        raise ValueError("a visitor is inside that has said nothing")
-    return visitor.conversation
 
 
 def _listen(address: str, key: Key) -> socket.socket:

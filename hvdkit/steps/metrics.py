@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,18 +26,15 @@ def sums_and_counts(metrics: Mapping[str, Any]) -> Pairs:
     return {name: _sum_and_count(name, metrics[name]) for name in sorted(metrics)}
 
 
-def names_table(pairs: Pairs) -> agreement.Digests:
-    """The digest table of the names alone, for ``require_same_names`` on every rank."""
-    return agreement.digest_table({name: () for name in pairs})
-
-
-def require_same_names(tables: Sequence[agreement.Digests], pairs: Pairs) -> None:
-    """Raise an AgreementError when the ranks' ``names_table`` differ."""
+def require_same_names(ranks: Collectives, names: Iterable[str]) -> None:
+    """Raise an AgreementError on every rank unless all give the same names of metrics; a collective."""
+    mine = sorted(names)
+    tables = ranks.gather(agreement.digest_table(dict.fromkeys(mine, ())), "hvdkit.metric_names")
     difference = agreement.first_difference(tables)
     if difference is not None:
         raise AgreementError(
             f"the ranks average different metrics ({name_ranks(difference.groups[0])} against the rest); "
-            f"this rank gives {', '.join(pairs) or 'none'}; give the same names on every rank."
+            f"this rank gives {', '.join(mine) or 'none'}; give the same names on every rank."
         )
 
 
@@ -47,34 +44,24 @@ def average(ranks: Collectives | None, metrics: Mapping[str, Any], size: int) ->
     Args:
         ranks: None where this process is the only one.
         metrics: see ``sums_and_counts``.
-        size: see ``means``.
+        size: number of ranks, for the message.
+    Returns:
+        Sum of sums / sum of counts by name.
     Raises:
+        InvalidArgumentError: a bad value, or a total count of 0.
         AgreementError: the ranks give different names; on every rank.
     """
     pairs = sums_and_counts(metrics)
     totals = np.array(list(pairs.values()), dtype=np.float64).reshape(len(pairs), 2)
     if ranks is not None:
-        require_same_names(ranks.gather(names_table(pairs), "hvdkit.metric_names"), pairs)
+        require_same_names(ranks, pairs)
         totals = ranks.sum(totals, "hvdkit.metrics") if pairs else totals
-    return means(pairs, totals.tolist(), size)
-
-
-def means(pairs: Pairs, totals: Sequence[Sequence[float]], size: int) -> dict[str, float]:
-    """Sum of sums / sum of counts by name.
-
-    Args:
-        pairs: this rank's, for the names.
-        totals: (len(pairs), 2), the pairs added up over all ranks.
-        size: number of ranks, for the message.
-    Raises:
-        InvalidArgumentError: a total count of 0.
-    """
-    result = {}
-    for name, (total, count) in zip(pairs, totals, strict=True):
+    means = {}
+    for name, (total, count) in zip(pairs, totals.tolist(), strict=True):
         if count == 0:
             raise InvalidArgumentError(f"metric {name!r} has a total count of 0 over all {size} ranks.")
-        result[name] = total / count
-    return result
+        means[name] = total / count
+    return means
 
 
 def _sum_and_count(name: str, value: Any) -> tuple[float, float]:

@@ -5,26 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from hvdkit.errors import DataError, InvalidArgumentError
-
-
-class HorovodTimeline(Protocol):
-    """What is used of ``horovod.torch`` or ``horovod.tensorflow``."""
-
-    def rank(self) -> int:
-        """The rank of this process."""
-        ...
-
-    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> Any:
-        """Start to record."""
-        ...
-
-    def stop_timeline(self) -> Any:
-        """Stop to record."""
-        ...
 
 
 class TimelineSteps:
@@ -49,7 +32,7 @@ class TimelineSteps:
 
     def __init__(
         self,
-        horovod: HorovodTimeline,
+        horovod: Any,
         path: str | os.PathLike[str],
         steps: range | None = None,
         mark_cycles: bool = False,
@@ -101,9 +84,7 @@ class TimelineSteps:
         elif self.done == self.steps.start:
             self._start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop to record, also after an error; the file is complete up to here."""
         if self.recording:
             self._stop()

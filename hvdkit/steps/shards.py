@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import CheckpointError
+from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
@@ -242,6 +242,20 @@ class InEpochs:
 
     def _go_on_at(self, position: Position) -> None:
         self.position = self._next = position
+
+
+def require_loader(loader: Any, kinds: tuple[type, ...], made: str = "what shard returned", instead: str = "") -> Any:
+    """The loader of an adapter's ``shard``.
+
+    Args:
+        kinds: its classes.
+        made, instead: how they are called, and what to give in the place of others, for the message.
+    Raises:
+        InvalidArgumentError: something else.
+    """
+    if not isinstance(loader, kinds):
+        raise InvalidArgumentError(f"loader must be {made}, got {type(loader).__name__}{instead}.")
+    return loader
 
 
 def stream_weights(sizes: Sequence[int], batch_size: int, remainder: str) -> list[float] | None:

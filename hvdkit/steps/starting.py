@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdkit.errors import LauncherError, TopologyMismatchError
@@ -30,7 +30,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         LauncherError: the launcher's environment is incomplete, or this is a worker that a rank started.
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
-    require_no_worker(environ)
+    _require_no_worker(environ)
     launched = launchers.detect(environ)
     stalls.hand_in_stacks_when_asked()
     if launched is not None and bootstrap.is_needed(horovod, launched, environ):
@@ -39,7 +39,7 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
         # Else collectives go through an MPI that this Horovod has not started, and that ends the process.
         os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
     horovod.init()
-    mark_rank()
+    os.environ[_RANK_PROCESS] = str(os.getpid())  # for workers that this process starts
     world = of(horovod, launched.launcher if launched else "none")
     if launched is None:
         if world.size == 1:
@@ -48,10 +48,34 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
     if environ.get("HOROVOD_ELASTIC") == "1":  # the ranks may have changed since this process was started
         return world
     library = (loaded_mpi() or "MPI") if horovod.mpi_enabled() else "Gloo"
-    return confirm(world, launched.rank, launched.size, launched.launcher, library)
+    return _confirm(world, launched.rank, launched.size, launched.launcher, library)
 
 
-def require_no_worker(environ: Mapping[str, str]) -> None:
+class Mpi4py:
+    """What ``start`` asks of Horovod, answered by mpi4py.
+
+    Args:
+        library: gives ``mpi4py.MPI``, and starts MPI when it is called for the first time.
+    """
+
+    mpi_built = mpi_enabled = staticmethod(lambda: True)
+    gloo_built = staticmethod(lambda: False)
+
+    def __init__(self, library: Callable[[], Any]) -> None:
+        self._library = library
+
+    def init(self) -> None:
+        """Start MPI, and find the ranks that share this host, and those of this place on all hosts."""
+        mpi = self._library()
+        everyone = mpi.COMM_WORLD
+        host = everyone.Split_type(mpi.COMM_TYPE_SHARED)
+        across = everyone.Split(host.Get_rank(), everyone.Get_rank())
+        self.rank, self.size = everyone.Get_rank, everyone.Get_size
+        self.local_rank, self.local_size = host.Get_rank, host.Get_size
+        self.cross_rank, self.cross_size = across.Get_rank, across.Get_size
+
+
+def _require_no_worker(environ: Mapping[str, str]) -> None:
     """Raise LauncherError in a process that imports a rank's script again, as multiprocessing's spawn has it.
 
     With the rank's environment it would be that rank to MPI a second time, which ends the first by a crash.
@@ -64,11 +88,6 @@ def require_no_worker(environ: Mapping[str, str]) -> None:
             'spawns imports the script again. Put init() and what follows below `if __name__ == "__main__":`, or '
             'start workers by fork (DataLoader: multiprocessing_context="fork").'
         )
-
-
-def mark_rank() -> None:
-    """Have workers that this process starts know that it is a rank."""
-    os.environ[_RANK_PROCESS] = str(os.getpid())
 
 
 def say_alone() -> None:
@@ -92,27 +111,15 @@ def of(horovod: Any, launcher: str) -> Topology:
     )
 
 
-def confirm(horovod: Topology, rank: int, size: int | None, launcher: str, horovod_mpi: str) -> Topology:
-    """Horovod's topology, confirmed against what the launcher said of rank and size.
-
-    Args:
-        horovod: what Horovod says after its ``init``.
-        rank: rank by the launcher's environment.
-        size: number of processes by the launcher's environment, None where it does not say.
-        launcher: the launcher's name.
-        horovod_mpi: the library that Horovod communicates through, for the message ("Open MPI 5.0.11", "Gloo").
-    Returns:
-        ``horovod``, unchanged.
-    Raises:
-        TopologyMismatchError: rank or size differ; the message says which MPI is the likely cause.
-    """
+def _confirm(horovod: Topology, rank: int, size: int | None, launcher: str, library: str) -> Topology:
+    """Horovod's topology, over ``library``, unless the launcher said another rank, or size where it says one."""
     if horovod.rank == rank and size in (None, horovod.size):
         return horovod
     started = f"rank {rank}" if size is None else f"rank {rank} of {size}"
-    seen = f"{launcher} started {started}, but Horovod (over {horovod_mpi}) sees rank {horovod.rank} of {horovod.size}"
+    seen = f"{launcher} started {started}, but Horovod (over {library}) sees rank {horovod.rank} of {horovod.size}"
     if horovod.size == 1:
         raise TopologyMismatchError(
-            f"{seen}: every process would train alone. {launcher} does not belong to the {horovod_mpi} that Horovod "
+            f"{seen}: every process would train alone. {launcher} does not belong to the {library} that Horovod "
             "was built with; start the job with `hvdkit launch` or that library's own mpirun, or rebuild with "
             "`hvdkit install --force` after loading the launcher's MPI (`hvdkit doctor` shows both)."
         )

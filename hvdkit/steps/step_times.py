@@ -12,7 +12,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hvdkit.steps import launchers
 from hvdkit.steps.step_files import MARK, VERSION
@@ -27,16 +27,6 @@ _SETTLED = 5
 _KEPT, _KEPT_S = 512, (2.0, 60.0)
 """Steps, and the least and most seconds, that are kept in memory, so that a job that is killed leaves most of them."""
 _T = TypeVar("_T")
-
-
-class Listener(Protocol):
-    """Who wants to know of the steps."""
-
-    def asked(self) -> None: ...
-    def given(self, batch: Any = None) -> None: ...
-    def ready(self) -> None: ...
-    def arrived(self) -> None: ...
-    def finished(self) -> None: ...
 
 
 class Recorder:
@@ -177,7 +167,7 @@ class Recorder:
 class RecordedSteps(Generic[_T]):
     """An iterable whose every turn of the loop is recorded as a step; has a length where the batches have one."""
 
-    def __init__(self, batches: Iterable[_T], recorder: Listener) -> None:
+    def __init__(self, batches: Iterable[_T], recorder: Any) -> None:
         self._batches = batches
         self._recorder = recorder
 
@@ -230,10 +220,15 @@ def recorder() -> Recorder | None:
 
 
 def record_steps(batches: Iterable[_T]) -> Iterable[_T]:
-    """The inside of an adapter's ``record_steps``: ``batches`` themselves when nothing is to be recorded.
+    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
+
+    The time in the loader is recorded apart from that of the step. In the step it is recorded when the gradients were
+    there and the wait for other ranks began: in PyTorch the end of the first backward, in ``hvdkit.arrays`` the last
+    call or ``start`` of a ``Reduce``. Does nothing, and returns ``batches`` themselves, unless HVDKIT_STEP_TIMES names
+    a directory to write to. On a GPU, times are those of the host.
 
     Args:
-        batches: any iterable of batches.
+        batches: any iterable, such as the loader of ``shard``.
     """
     for one in MONITORS:
         if one.automatic:

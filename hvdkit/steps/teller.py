@@ -148,8 +148,9 @@ class Teller(threading.Thread):
         reports = _unhealthy(window, scores, facts)
         reports += scores.window(window.last, window.steps, float(facts["seconds"][0]), told)
         if self._outlets is not None:
-            if not same:
-                self._warn_of_names()
+            if not same and not self._warned:
+                self._warned = True
+                warnings.warn("the ranks log different names, and their means are left out; log alike.", stacklevel=1)
             self._write(self._outlets, window, facts, ranks)
             for report in reports:
                 self._outlets.report(report)
@@ -165,11 +166,6 @@ class Teller(threading.Thread):
         line |= {"samples_per_s": speed, "logs": self.logs, "ranks": summary(ranks), "grad_norm": norm}
         values = {**self.logs, "samples_per_s": speed, "grad_norm": norm, "step_s": float(ranks["step"].mean())}
         outlets.window(line, {name: one for name, one in values.items() if math.isfinite(one)})
-
-    def _warn_of_names(self) -> None:
-        if not self._warned:
-            warnings.warn("the ranks log different names, and their means are left out; log alike.", stacklevel=1)
-        self._warned = True
 
 
 def _unhealthy(window: Window, scores: Scores, facts: Mapping[str, Floats]) -> list[Report]:

@@ -43,9 +43,6 @@ class Tracker(Protocol):
         ...
 
 
-_LIBRARIES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "prometheus": None, "progress": None}
-
-
 def require_known(name: str) -> None:
     """Refuse a name on every rank, though the root alone makes a tracker of it.
 
@@ -53,12 +50,11 @@ def require_known(name: str) -> None:
         InvalidArgumentError: there is no tracker of this name.
         MissingFrameworkError: its library is not installed.
     """
-    if name not in _LIBRARIES:
-        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(_LIBRARIES)}.")
-    library = _LIBRARIES[name]
-    if library is not None and importlib.util.find_spec(library) is None:
+    if name not in _KINDS:
+        raise InvalidArgumentError(f"there is no tracker {name!r}; expected one of {', '.join(_KINDS)}.")
+    if name not in _OWN and importlib.util.find_spec(name) is None:
         raise MissingFrameworkError(
-            f"the tracker {name!r} needs {library}, which is not installed; pip install 'hvdkit[{name}]'."
+            f"the tracker {name!r} needs {name}, which is not installed; pip install 'hvdkit[{name}]'."
         )
 
 
@@ -73,13 +69,9 @@ def tracker(name: str, directory: str | os.PathLike[str]) -> Tracker:
         MissingFrameworkError: its library is not installed.
     """
     require_known(name)
-    kinds: dict[str, Callable[[Path], Tracker]] = {
-        "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "prometheus": Prometheus,
-        "progress": lambda _: Progress(),
-    }  # fmt: skip
     path = Path(directory).absolute()
     path.mkdir(parents=True, exist_ok=True)
-    return kinds[name](path)
+    return _KINDS[name](path)
 
 
 def _import(module: str, extra: str) -> Any:
@@ -123,23 +115,19 @@ class TensorBoard:
         self._write(file_version="brain.Event:2")
 
     def begin(self, step: int, _steps: int | None = None) -> None:
-        """See ``Tracker``."""
         self._step = step
         started = self._events.SessionLog(status=self._events.SessionLog.START)
         self._write(step=step + 1, session_log=started)  # TensorBoard forgets what earlier files hold from here on
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         self._step = step
         scalars = [self._summaries.Summary.Value(tag=name, simple_value=one) for name, one in values.items()]
         self._write(step=step, summary=self._summaries.Summary(value=scalars))
 
     def report(self, text: str) -> None:
-        """See ``Tracker``."""
         self._write(step=self._step, summary=self._text("reports", text))
 
     def close(self) -> None:
-        """See ``Tracker``."""
         self._writer.close()
 
     def _write(self, **fields: Any) -> None:
@@ -178,13 +166,11 @@ class MLflow:
         """See ``Tracker``."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         now = time.time_ns() // 10**6
         metrics = [self._metric(name, one, now, step) for name, one in values.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def report(self, text: str) -> None:
-        """See ``Tracker``."""
         before = self._client.get_run(self._run).data.tags.get(self._NOTE, "")
         self._client.set_tag(self._run, self._NOTE, f"{before}- {text}\n")
 
@@ -193,7 +179,6 @@ class MLflow:
         self._status = "FAILED"
 
     def close(self) -> None:
-        """See ``Tracker``."""
         self._client.set_terminated(self._run, self._status)
 
 
@@ -219,11 +204,9 @@ class WandB:
         """See ``Tracker``."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         self._run.log(dict(values), step=step)
 
     def report(self, text: str) -> None:
-        """See ``Tracker``."""
         self._run.alert("hvdkit", text)
 
     def fail(self) -> None:
@@ -231,7 +214,6 @@ class WandB:
         self._exit_code = 1
 
     def close(self) -> None:
-        """See ``Tracker``."""
         self._run.finish(self._exit_code)
 
 
@@ -250,17 +232,14 @@ class Prometheus:
         self._values: dict[str, float] = {}
 
     def begin(self, step: int, steps: int | None = None) -> None:
-        """See ``Tracker``."""
         self._step, self._steps, self._begun = step, steps or 0, True
         self._write()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``."""
         self._step, self._values = step, dict(values)
         self._write()
 
     def report(self, _text: str) -> None:
-        """See ``Tracker``."""
         self._reports += 1
         self._write()
 
@@ -290,3 +269,11 @@ class Prometheus:
 
 def _escaped(label: str) -> str:
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+_KINDS: dict[str, Callable[[Path], Tracker]] = {
+    "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB, "prometheus": Prometheus,
+    "progress": lambda _: Progress(),
+}  # fmt: skip
+_OWN = ("prometheus", "progress")
+"""Those that need no library, which the others have their names of."""

@@ -144,8 +144,11 @@ def keras_optimizers(module: ModuleType) -> None:
             if rate is not None and hasattr(self._learning_rate, "assign"):  # no schedule
                 self.learning_rate = rate
             if any(hasattr(one, "dense_shape") for one in grads):
+                import tensorflow as tf
+
                 trial.note("sparse")
-                grads = [_dense(one) for one in grads]
+                # As hvdkit reduces an embedding's rows: Keras' Adam squares each row before it adds them up.
+                grads = [tf.convert_to_tensor(one) if hasattr(one, "dense_shape") else one for one in grads]
             trial.begin(self, weights, _gradients(grads, weights))
             done = original(self, grads, trainable_variables)
             trial.end(self, [_values(one) for one in variables], float(_values(self.learning_rate)))
@@ -159,13 +162,6 @@ def keras_optimizers(module: ModuleType) -> None:
 def _values(tensor: Any) -> Any:
     """The numbers of a tensor or a variable."""
     return tensor.detach().cpu().float().numpy() if hasattr(tensor, "detach") else tensor.numpy()
-
-
-def _dense(gradient: Any) -> Any:
-    """An embedding's rows as a tensor, as hvdkit reduces them: Keras' Adam squares each row before it adds them up."""
-    import tensorflow as tf
-
-    return tf.convert_to_tensor(gradient) if hasattr(gradient, "dense_shape") else gradient
 
 
 def keras_epochs(module: ModuleType) -> None:

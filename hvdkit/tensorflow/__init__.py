@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import starting, step_times
+from hvdkit.steps import starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.monitor import begin_if_asked
 from hvdkit.steps.recording import TimelineSteps
 from hvdkit.steps.shards import Shard
+from hvdkit.steps.step_times import record_steps
 from hvdkit.steps.topology import Topology
 
 try:
@@ -33,7 +34,7 @@ except ImportError as error:
     ) from error
 
 from hvdkit.common import tf_streams as streams
-from hvdkit.tensorflow import data, device, parting, state
+from hvdkit.tensorflow import data, device, marks, parting, state
 from hvdkit.tensorflow import optimizer as averaging
 from hvdkit.tensorflow import schedule as rates
 from hvdkit.tensorflow.agreement import CheckAgreement, check_agreement
@@ -70,8 +71,6 @@ __all__ = [
     "warmup",
     "weighted_loss",
 ]
-
-_Batch = TypeVar("_Batch")
 
 
 # 1 ------------------------------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def distribute(
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
-        averaging.mark_gradients()
+        marks.mark()
         reduce = partial(averaging.look_and_reduce_once, reduction=reduction)
         members = process_set and process_set.ranks
         return keras_optimizer.distribute_optimizer(tape_or_optimizer, options, reduce, members)
@@ -319,18 +318,6 @@ def join(model: Any, optimizer: Any | None, world: Topology) -> int:
     parting.forget()
     broadcast_state(model, optimizer, root=last)
     return last
-
-
-def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
-    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(dataset)``.
-
-    The time in the data set is recorded apart from that of the step. Does nothing, and returns ``batches`` themselves,
-    unless HVDKIT_STEP_TIMES names a directory to write to. On a GPU, times are those of the host.
-
-    Args:
-        batches: any iterable, such as the data set of ``shard``.
-    """
-    return step_times.record_steps(batches)
 
 
 def record_timeline(

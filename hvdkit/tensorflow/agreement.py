@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from hvdkit.common.tf_variables import native
 from hvdkit.steps import agreement
 from hvdkit.steps.topology import Topology
 from hvdkit.tensorflow import seeds, state
 from hvdkit.tensorflow.batch_norm import local_statistics
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.names import native
 
 _CHUNK = 4 * agreement.CHUNK  # words mixed at once: on a GPU fewer operations count more than a CPU's cache
 _WORDS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
@@ -61,10 +61,8 @@ def check_agreement(
         variables += list(one.variables)
         _collect_numbers(numbers, name, one.get_config())
     fixes: dict[str, str] = {}
-    for facts, fix in (
-        (_loader_facts(loader), agreement.ITERATE_ALIKE),
-        (seeds.facts(), agreement.SEED_ALIKE),
-    ):
+    loaders = {} if loader is None else require_sharded(loader).share.facts(loader.epoch)
+    for facts, fix in ((loaders, agreement.ITERATE_ALIKE), (seeds.facts(), agreement.SEED_ALIKE)):
         numbers.update(facts)
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
@@ -153,11 +151,8 @@ def digests_on_device(tensors: list[Any]) -> Any:
 
 def _digest(tensor: Any) -> Any:
     words = _words(tensor)
-    length = words.shape[0]
-    sums = []
-    for start in range(0, length, _CHUNK):
-        part = tf.cast(words[start : start + _CHUNK], tf.int64)
-        sums.append(tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], _shift)))
+    parts = (tf.cast(words[start : start + _CHUNK], tf.int64) for start in range(0, words.shape[0], _CHUNK))
+    sums = (tf.reduce_sum(agreement.salted(part, _salts()[: part.shape[0]], _shift)) for part in parts)
     return tf.convert_to_tensor(agreement.join_chunks(sums), dtype=tf.int64)
 
 
@@ -178,10 +173,3 @@ def _words(tensor: Any) -> Any:
 def _salts() -> Any:
     with tf.init_scope():  # one tensor for all functions
         return tf.constant(agreement.salts(_CHUNK))
-
-
-def _loader_facts(loader: Any) -> dict[str, float]:
-    if loader is None:
-        return {}
-    facts: dict[str, float] = require_sharded(loader).share.facts(loader.epoch)
-    return facts

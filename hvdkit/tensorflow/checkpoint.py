@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import __version__
+from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.errors import CheckpointError
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.resume import ModelCheckpoints
 from hvdkit.tensorflow import random_state, seeds, state
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.names import canonical_name, native
 from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
 
 _TRAINED = "trained.npy"  # which variables each of several optimizers has slots for

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.data.ops import dataset_ops
 
 from hvdkit.common.tf_samples import CountedIterator, untuned
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import Batch, InEpochs, Position, Shard
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 from hvdkit.tensorflow import rows
 
 
@@ -51,7 +53,7 @@ class Epochs:
         return (*parts, weights) if isinstance(parts, tuple) else (parts, weights)
 
 
-class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
+class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
     """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.tensorflow.shard``.
 
     A ``tf.data.Dataset``: it can be iterated eagerly and inside ``tf.function``, given to ``model.fit`` and mapped.
@@ -74,16 +76,8 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
     def _set_length(self) -> None:
         """Be a data set of as many batches as an epoch has."""
         whole = tf.data.experimental.assert_cardinality(len(self.share))
-        self._pipeline = self._batches.apply(whole).with_options(self._settings)
-        super().__init__(self._pipeline._variant_tensor)
-
-    def _inputs(self) -> list[Any]:
-        return [self._pipeline]
-
-    @property
-    def element_spec(self) -> Any:
-        """The type of a batch."""
-        return self._pipeline.element_spec
+        pipeline = self._batches.apply(whole).with_options(self._settings)
+        super().__init__(pipeline, pipeline._variant_tensor)
 
     def __len__(self) -> int:
         return self.share.steps_left(self._epochs.next.samples)
@@ -142,15 +136,5 @@ class ShardedDataset(InEpochs, tf.data.Dataset):  # type: ignore[misc]
         self._epochs.counted = True
 
 
-def require_sharded(loader: Any) -> Any:
-    """The data set of ``shard``, also as a stream.
-
-    Raises:
-        InvalidArgumentError: something else, or what ``.map()`` and the like made of it.
-    """
-    if not isinstance(loader, InEpochs):
-        raise InvalidArgumentError(
-            f"loader must be what shard returned, got {type(loader).__name__}; of arrays, .map and the like belong "
-            "before shard, which then gets the tf.data.Dataset."
-        )
-    return loader
+_INSTEAD = "; of arrays, .map and the like belong before shard, which then gets the tf.data.Dataset"
+require_sharded = functools.partial(require_loader, kinds=(InEpochs,), instead=_INSTEAD)

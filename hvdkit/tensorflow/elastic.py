@@ -7,26 +7,24 @@ waits forever.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import State, run_fn
+from horovod.common.elastic import State
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdkit.steps.elastic import ElasticBase
+from hvdkit.common.tf_variables import native
+from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.tensorflow import parting
 from hvdkit.tensorflow.data import require_sharded
-from hvdkit.tensorflow.names import native
-from hvdkit.tensorflow.schedule import get_rate, has_own_rate, require_warmup, set_rate
-from hvdkit.tensorflow.state import broadcast_variables, by_name, model_variables, optimizer_variables
+from hvdkit.tensorflow.schedule import Warmup, get_rate, has_own_rate, set_rate
+from hvdkit.tensorflow.state import RANKS, broadcast_variables, by_name, model_variables, optimizer_variables
 
-Result = TypeVar("Result")
 _LOST = (tf.errors.UnknownError, tf.errors.InternalError, tf.errors.AbortedError, tf.errors.CancelledError)
 # An operation of Horovod by its type, by its name or by its text; not a file of Horovod in the stack of another one.
 _OF_HOROVOD = re.compile(r"Horovod(?!/)|node hvdkit\.")
@@ -48,6 +46,8 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         InvalidArgumentError: a loader or schedule that is not hvdkit's, an unknown rule, or not a Keras 3 optimizer.
     """
 
+    _warmup = Warmup
+
     def __init__(
         self,
         model: Any,
@@ -58,7 +58,6 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         rule: str = "linear",
         **values: Any,
     ) -> None:
-        require_warmup(schedule)
         self.model, self.optimizer = model, optimizer
         self._optimizers = by_name(optimizer)
         if len(self._optimizers) > 1:
@@ -66,8 +65,7 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
 
             require_slots(self._optimizers, "ElasticState")
         self._variables = [native(one) for one in (*model_variables(model), *optimizer_variables(optimizer, model))]
-        self._begin(hvd, require_sharded(loader), schedule, rule, values)
-        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+        self._begin(hvd, RANKS, loader=require_sharded(loader), schedule=schedule, rule=rule, values=values)
 
     def _copy(self) -> Any:
         return [np.array(variable.numpy()) for variable in self._variables]
@@ -75,12 +73,6 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
     def _put_back(self, copied: Any) -> None:
         for variable, value in zip(self._variables, copied, strict=True):
             variable.assign(value)
-
-    def _gather_commits(self, own: int) -> list[int]:
-        commits: list[int] = (
-            hvd.allgather(np.array([own], dtype=np.int64), name="hvdkit.elastic.commits").numpy().tolist()
-        )
-        return commits
 
     def _broadcast(self, root: int) -> None:
         broadcast_variables(self._variables, root)
@@ -90,29 +82,22 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
             set_rate(optimizer, get_rate(optimizer) * factor)
 
     def _peer_errors(self) -> AbstractContextManager[None]:
-        return _peers()
+        return peers()
 
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether this is TensorFlow's error for an operation of Horovod's that has lost a rank."""
-    return isinstance(error, _LOST) and _OF_HOROVOD.search(str(error.message)) is not None
+    def _start_anew(self) -> None:
+        super()._start_anew()
+        parting.forget()
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def peers() -> Iterator[None]:
     """Turn TensorFlow's error about a lost rank into the one for which Horovod Elastic waits."""
     try:
         yield
     except _LOST as error:
-        if not is_lost_rank(error):
+        if not _OF_HOROVOD.search(str(error.message)):
             raise
         raise HorovodInternalError(str(error.message)) from error
-
-
-def _start_anew() -> None:
-    hvd.shutdown()
-    hvd.init()
-    parting.forget()
 
 
 def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) -> Result:
@@ -142,13 +127,4 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
     Returns:
         What ``train`` returned.
     """
-
-    def attempt(state: ElasticState) -> Result:
-        with _peers():
-            return train(state)
-
-    if os.environ.get("HOROVOD_ELASTIC") != "1":
-        state.sync()
-        return train(state)
-    result: Result = run_fn(attempt, _start_anew)(state)
-    return result
+    return state._run(train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from hvdkit.steps import device_memory, monitor
+from hvdkit.steps import monitor
 from hvdkit.tensorflow.optimizer import SHOWN
 
 
@@ -33,7 +34,7 @@ class Monitor(monitor.Monitor):
         return SHOWN
 
     def _device_bytes(self) -> float:
-        return device_memory.of_tensorflow()
+        return device_bytes()
 
     def ready(self) -> None:
         """This rank's gradients are there; where nobody says when a batch is asked for, that is once in a step."""
@@ -41,6 +42,13 @@ class Monitor(monitor.Monitor):
             self.stepped()
         else:
             super().ready()
+
+
+def device_bytes() -> float:
+    """Memory of the first GPU that TensorFlow uses; NaN without one."""
+    if not tf.config.list_logical_devices("GPU"):
+        return math.nan
+    return float(tf.config.experimental.get_memory_info("GPU:0")["current"])
 
 
 def aside(words: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:

@@ -17,12 +17,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
+from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, step_times
-from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.numbers import whole
-from hvdkit.tensorflow import clips, sums
-from hvdkit.tensorflow.names import canonical_name, native
+from hvdkit.tensorflow import marks
 from hvdkit.tensorflow.parting import look
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
@@ -99,7 +99,7 @@ class DistributedTape:
             AgreementError: (eagerly; in ``tf.function`` an error of TensorFlow's) the ranks' variables differ.
         """
         if self._reduction.options.op == "average" and output_gradients is None:
-            sums.warn_of_target(target, self._reduction.process_set.size())
+            marks.warn_of_target(target, self._reduction.process_set.size())
         flat = tf.nest.flatten(sources)
         _require_variables(flat)
         # TensorFlow makes zeros for an unconnected tf.Variable, but not for a Keras 3 variable.
@@ -153,12 +153,6 @@ def _looked(variables: Sequence[Any], gradients: Sequence[Any], reduction: Reduc
     return [] if looked is None else [looked]
 
 
-def mark_gradients() -> None:
-    """Mark what is clipped, and what tapes take of several numbers; called where an optimizer is distributed."""
-    sums.mark()
-    clips.mark()
-
-
 def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: Reduction) -> list[Any]:
     """Reduce the gradients that an optimizer is about to apply.
 
@@ -166,9 +160,9 @@ def reduce_once(gradients: Sequence[Any], variables: Sequence[Any], reduction: R
         InvalidArgumentError: a distributed tape has reduced them already, one was clipped, or cannot be reduced.
     """
     if reduction.process_set.included() and reduction.process_set.size() > 1:
-        clips.refuse(gradients)
+        refuse_clipped(gradients, also=", or distribute the tape and clip what its gradient() returns,")
         if reduction.options.op == "average":
-            sums.warn_of_gradients(gradients, reduction.process_set.size())
+            marks.warn_of_gradients(gradients, reduction.process_set.size())
     if any(getattr(gradient, _DONE, False) for gradient in gradients):
         raise InvalidArgumentError(
             "a distributed tape has averaged these gradients already; distribute the tape or the optimizer, not both."
@@ -271,7 +265,8 @@ def say_ready(gradients: Sequence[Any], names: Sequence[str]) -> None:
     SHOWN.update((key, f"parameter {key}" if key.isdecimal() else key.partition(" ")[0]) for key in keys)
     norms = []
     if step_times.MONITORS:
-        norms = [tf.stack([tf.cast(tf.nn.l2_loss(_wide(one)), tf.float64) for one in values])]
+        wide = [one if one.dtype in (tf.float32, tf.float64) else tf.cast(one, tf.float32) for one in values]
+        norms = [tf.stack([tf.cast(tf.nn.l2_loss(one), tf.float64) for one in wide])]
 
     def say(*found: Any) -> None:
         step_times.ready()
@@ -283,10 +278,6 @@ def say_ready(gradients: Sequence[Any], names: Sequence[str]) -> None:
         return
     with tf.control_dependencies(values):
         tf.numpy_function(say, norms, [], name="hvdkit_ready")
-
-
-def _wide(tensor: Any) -> Any:
-    return tensor if tensor.dtype in (tf.float32, tf.float64) else tf.cast(tensor, tf.float32)
 
 
 def _reducible(gradient: Any, name: str, reduction: Reduction) -> Any:

@@ -34,7 +34,7 @@ def capture(layers: Sequence[Any]) -> States:
     parts = [
         np.pad(contents, (0, -len(contents) % 8)).view(np.int64),
         _eager_seeds(),
-        _padded(_global_generator()),
+        _padded(stateful_random_ops.global_generator),  # asked itself, TensorFlow would make one
         _padded(_keras_generator()),
         *(np.asarray(state).astype(np.int64) for state in layers),
     ]
@@ -58,7 +58,9 @@ def restore(states: States, layers: Sequence[Any]) -> None:
     if tensorflows[0]:
         tf.random.get_global_generator().state.assign(tensorflows[1:])
     if kerases[0]:
-        _make_keras_generator().assign(kerases[1:3])
+        from keras.src.random import seed_generator
+
+        seed_generator.global_seed_generator().state.assign(kerases[1:3])
     for state, numbers in zip(layers, own, strict=True):
         state.assign(numbers)
     # Last, since whoever made a generator above has drawn its seed from these.
@@ -86,29 +88,16 @@ def _eager_seeds() -> States:
     return np.array([version, *words], dtype=np.int64)
 
 
-def _global_generator() -> Any:
-    """The state of TensorFlow's global generator, where there is one; asking TensorFlow itself would make one."""
-    generator = stateful_random_ops.global_generator
-    return None if generator is None else generator.state
-
-
 def _keras_generator() -> Any:
-    """The state of what ``keras.random`` draws from without a seed, where there is one."""
+    """What ``keras.random`` draws from without a seed, where there is one."""
     if "keras" not in sys.modules:
         return None
     from keras.src.backend.common import global_state
     from keras.src.random import seed_generator
 
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    return None if generator is None else generator.state
+    return global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
 
 
-def _make_keras_generator() -> Any:
-    from keras.src.random import seed_generator
-
-    return seed_generator.global_seed_generator().state
-
-
-def _padded(state: Any) -> States:
-    words = [] if state is None else [1, *np.asarray(state).astype(np.int64)[: _GENERATOR - 1].tolist()]
+def _padded(generator: Any) -> States:
+    words = [] if generator is None else [1, *np.asarray(generator.state).astype(np.int64)[: _GENERATOR - 1].tolist()]
     return np.array([*words, *[0] * (_GENERATOR - len(words))], dtype=np.int64)

@@ -80,9 +80,3 @@ class Warmup(WarmupBase):
         """Set the rate to that after ``steps`` steps, whatever it is now and however many the optimizer has taken."""
         self._ahead = steps - self._counted()
         self.step()
-
-
-def require_warmup(schedule: Any) -> None:
-    """Raise InvalidArgumentError where ``schedule`` is neither from ``warmup`` nor None."""
-    if schedule is not None and not isinstance(schedule, Warmup):
-        raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")

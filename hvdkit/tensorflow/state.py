@@ -8,12 +8,11 @@ from typing import Any, NoReturn
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.common.tf_variables import beside_keras
+from hvdkit.common.tf_variables import beside_keras, canonical_name, native
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.tensorflow import seeds
-from hvdkit.tensorflow.names import canonical_name, native
 
 RANKS = OverHorovod(hvd, tf.constant)
 
@@ -100,12 +99,6 @@ def _raise_not_built(model: Any) -> NoReturn:
     )
 
 
-def require_keras_optimizer(optimizer: Any) -> None:
-    """Raise InvalidArgumentError where ``optimizer`` is not one of Keras 3."""
-    if not (hasattr(optimizer, "build") and hasattr(optimizer, "built") and hasattr(optimizer, "variables")):
-        raise InvalidArgumentError(f"optimizer must be a Keras 3 optimizer, got {type(optimizer).__name__}.")
-
-
 def by_name(optimizer: Any) -> dict[str, Any]:
     """A caller's optimizers by name: one, those of a mapping or a list, or none.
 
@@ -118,7 +111,8 @@ def by_name(optimizer: Any) -> dict[str, Any]:
 
     named = keras_optimizer.by_name(optimizer)
     for one in named.values():
-        require_keras_optimizer(one)
+        if not (hasattr(one, "build") and hasattr(one, "built") and hasattr(one, "variables")):
+            raise InvalidArgumentError(f"optimizer must be a Keras 3 optimizer, got {type(one).__name__}.")
     return named
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import starting, step_times
+from hvdkit.steps import starting
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.recording import TimelineSteps
+from hvdkit.steps.step_times import record_steps
 from hvdkit.steps.topology import Topology
 from hvdkit.steps.torch_profile import profile
 
@@ -81,8 +82,6 @@ __all__ = [
     "warmup",
     "weighted_loss",
 ]
-
-_Batch = TypeVar("_Batch")
 
 
 # 1 ------------------------------------------------------------------------------------------------------------------
@@ -316,19 +315,6 @@ def join(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, world:
     averaging.forget_agreements()
     broadcast_state(model, optimizer, root=last)
     return last
-
-
-def record_steps(batches: Iterable[_Batch]) -> Iterable[_Batch]:
-    """Have ``hvdkit bench`` see when every step begins and ends: ``for x, y in record_steps(loader)``.
-
-    The time in the loader is recorded apart from that of the step, and in it when the gradients were there and the
-    wait for other ranks began (the end of the first backward). Does nothing, and returns ``batches`` themselves,
-    unless HVDKIT_STEP_TIMES names a directory to write to. On a GPU, times are those of the host.
-
-    Args:
-        batches: any iterable, such as the loader of ``shard``.
-    """
-    return step_times.record_steps(batches)
 
 
 def record_timeline(

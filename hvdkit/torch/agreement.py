@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from typing import Any
 
@@ -10,15 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hvdkit.steps import agreement
+from hvdkit.steps import agreement, torch_tensors
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
 from hvdkit.torch.batch_norm import local_statistics
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.state import RANKS, layout, model_tensors
-
-_CHUNK_ON_A_GPU = 2**20  # words; few kernels count more than the cache there
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_agreement(
@@ -59,7 +55,7 @@ def check_agreement(
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
         rows = [layout(name, tensor) for name, tensor in tensors.items()]
-        digests = _digests(list(tensors.values()))
+        digests = torch_tensors.digests(list(tensors.values()))
         agreement.require_same_values(RANKS, rows, digests, lambda at: _on_host(*list(tensors.items())[at]), fixes)
     seeds.require_own_stream()
 
@@ -90,46 +86,6 @@ class CheckAgreement(agreement.EveryFewSteps):
             check_agreement(model, optimizer, world, loader=loader, statistics=statistics)
 
         super().__init__(check, every, on_disagreement)
-
-
-def _digests(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """A digest of each tensor's bits, int64 (len(tensors),); made on its device, fetched together."""
-    digests = [digest(tensor) for tensor in tensors]
-    result = np.zeros(len(tensors), dtype=np.int64)
-    for device in {digest.device for digest in digests}:
-        positions = [position for position, digest in enumerate(digests) if digest.device == device]
-        result[positions] = torch.stack([digests[position] for position in positions]).cpu().numpy()
-    return result
-
-
-def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A digest of a tensor's bits, int64 (), on its device."""
-    if tensor.device.type == "cpu":  # NumPy mixes faster there
-        return torch.from_numpy(agreement.array_digests([_words(tensor).numpy()]))[0]
-    return digest_on_device(tensor, _CHUNK_ON_A_GPU)
-
-
-def digest_on_device(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
-    """The same by PyTorch's operations, on ``chunk`` words at once; another number gives another digest."""
-    salts = _salts(chunk, tensor.device)
-    parts = _words(tensor).split(chunk)  # type: ignore[no-untyped-call]
-    sums = (agreement.salted(part.long(), salts[: len(part)]).sum() for part in parts)
-    return torch.as_tensor(agreement.join_chunks(sums), device=tensor.device)
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as integers: eight bytes in each where that comes out even."""
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = real.contiguous().reshape(-1)
-    size = flat.element_size()
-    if len(flat) == 0 or len(flat) * size % 8:
-        return flat.view(_WORDS[size])
-    return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
-
-
-@functools.cache
-def _salts(count: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(agreement.salts(count)).to(device)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

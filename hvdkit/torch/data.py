@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
 import warnings
@@ -22,7 +23,7 @@ from hvdkit.steps import random_state
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.seeds import integer, seed_python
-from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, stream_weights
+from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader, stream_weights
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
 
@@ -159,12 +160,6 @@ class EpochBatches(torch.utils.data.Sampler[list[int]]):
         return (batch.indices.tolist() for batch in self.plan())
 
 
-def with_weights(batches: Iterable[Any], plan: Iterable[Batch]) -> Iterator[Any]:
-    """Append to each batch its per-sample weights."""
-    for contents, batch in zip(batches, plan, strict=True):
-        yield with_weight(contents, batch.weight, len(batch.indices))
-
-
 def with_weight(contents: Any, weight: float, samples: int) -> Any:
     """A batch and its samples' weights, float64 (m,): a float32 cannot hold 6/5.
 
@@ -212,10 +207,12 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
         start = self._batches.position = self._next
         if self._given_generator is None:
             self.generator = seeds.workers_generator(start.epoch)
-        batches = super().__iter__()
+        batches: Iterable[Any] = super().__iter__()
         self._next = Position(start.epoch + 1)
-        weighted = with_weights(batches, self._batches.plan()) if self.share.remainder == "exact" else batches
-        return self._counted(weighted, start)
+        if self.share.remainder == "exact":
+            pairs = zip(batches, self._batches.plan(), strict=True)
+            batches = (with_weight(contents, batch.weight, len(batch.indices)) for contents, batch in pairs)
+        return self._counted(batches, start)
 
     def _counted(self, batches: Iterable[Any], start: Position) -> Iterator[Any]:
         for taken, contents in enumerate(batches, start=1):
@@ -223,14 +220,9 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
             yield contents
 
 
-class Counted:
+def _counted(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, Any]:
     """A ``collate_fn`` that also says of how many samples the batch is, whatever its form."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
-        return len(samples), self._collate(samples)
+    return len(samples), collate(samples)
 
 
 class _Sizes:
@@ -320,7 +312,7 @@ class ShardedStream:
             raise InvalidArgumentError(
                 f"remainder must be drop or exact for a data set of unknown length, got {remainder!r}."
             )
-        collate = Counted(options.pop("collate_fn", None) or torch.utils.data.default_collate)
+        collate = functools.partial(_counted, options.pop("collate_fn", None) or torch.utils.data.default_collate)
         # A worker's short last batch is no end of the stream: other workers still have batches.
         options["drop_last"] = remainder == "drop"
         self._loader = torch.utils.data.DataLoader(dataset, batch_size, collate_fn=collate, **options)
@@ -378,14 +370,5 @@ class ShardedStream:
             )
 
 
-def require_sharded(loader: Any) -> ShardedLoader:
-    """The loader of ``shard``.
-
-    Raises:
-        InvalidArgumentError: something else; a stream of unknown length has no position.
-    """
-    if not isinstance(loader, ShardedLoader):
-        raise InvalidArgumentError(
-            f"loader must be what shard made of a map-style data set, got {type(loader).__name__}."
-        )
-    return loader
+_MADE = "what shard made of a map-style data set"  # a stream of unknown length has no position
+require_sharded = functools.partial(require_loader, kinds=(ShardedLoader,), made=_MADE)

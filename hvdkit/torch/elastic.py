@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.common.elastic import State
-from horovod.torch import elastic
 
-from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.elastic import ElasticBase
+from hvdkit.steps.elastic import ElasticBase, Result
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.optimizer import forget_agreements
 from hvdkit.torch.schedule import Warmup
-from hvdkit.torch.state import HostCopies, load_optimizer, send
-
-Result = TypeVar("Result")
+from hvdkit.torch.state import RANKS, HostCopies, load_optimizer, send
 
 
 class ElasticState(ElasticBase, State):  # type: ignore[misc]
@@ -37,6 +32,8 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         InvalidArgumentError: a loader or schedule that is not hvdkit's, or an unknown rule.
     """
 
+    _warmup = Warmup
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -47,12 +44,9 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         rule: str = "linear",
         **values: Any,
     ) -> None:
-        if schedule is not None and not isinstance(schedule, Warmup):
-            raise InvalidArgumentError(f"schedule must be from warmup, got {type(schedule).__name__}.")
         self.model, self.optimizer = model, optimizer
         self._copies = HostCopies()
-        self._begin(hvd, require_sharded(loader), schedule, rule, values)
-        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+        self._begin(hvd, RANKS, loader=require_sharded(loader), schedule=schedule, rule=rule, values=values)
 
     def _copy(self) -> Any:
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -67,10 +61,6 @@ class ElasticState(ElasticBase, State):  # type: ignore[misc]
         """Called by Horovod after it has started anew."""
         forget_agreements()
         super().reset()
-
-    def _gather_commits(self, own: int) -> list[int]:
-        commits: list[int] = hvd.allgather(torch.tensor([own]), name="hvdkit.elastic.commits").tolist()
-        return commits
 
     def _broadcast(self, root: int) -> None:
         send(self.model, self.optimizer, root)
@@ -101,8 +91,4 @@ def run_elastic(train: Callable[[ElasticState], Result], state: ElasticState) ->
     Returns:
         What ``train`` returned.
     """
-    if os.environ.get("HOROVOD_ELASTIC") != "1":
-        state.sync()
-        return train(state)
-    result: Result = elastic.run(train)(state)
-    return result
+    return state._run(train)

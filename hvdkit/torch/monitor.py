@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hvdkit.steps import device_memory, monitor, step_marks
+from hvdkit.steps import monitor, step_marks, torch_tensors
 from hvdkit.steps.topology import Topology
 from hvdkit.torch.exchange import exchanges
 from hvdkit.torch.state import RANKS
@@ -35,7 +35,7 @@ class Monitor(monitor.Monitor):
         return {name: name for one in exchanges() for name in one.names()}
 
     def _device_bytes(self) -> float:
-        return device_memory.of_torch()
+        return torch_tensors.device_bytes()
 
 
 def begin_if_asked(world: Topology) -> None:

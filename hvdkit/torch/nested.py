@@ -130,8 +130,11 @@ class Placing:
         if id(theirs) not in self._placed:
             if id(mine) not in self._taken and _fits(mine, theirs):
                 target = mine
+            elif isinstance(theirs, torch.Tensor):
+                target = theirs
             else:
-                target = theirs if isinstance(theirs, torch.Tensor) else _empty(theirs, device)
+                there = device if device is not None and device.type == theirs.device_type else theirs.device_type
+                target = torch.empty(theirs.shape, dtype=theirs.dtype, device=there)
             self._taken.add(id(target))
             self._placed[id(theirs)] = theirs, target
         return self._placed[id(theirs)][1]
@@ -159,8 +162,3 @@ def _fits(mine: Any, theirs: torch.Tensor | _Slot) -> bool:
         return False
     device_type = theirs.device_type if isinstance(theirs, _Slot) else theirs.device.type
     return (tuple(mine.shape), mine.dtype, mine.device.type) == (tuple(theirs.shape), theirs.dtype, device_type)
-
-
-def _empty(slot: _Slot, device: torch.device | None) -> torch.Tensor:
-    there = device is not None and device.type == slot.device_type
-    return torch.empty(slot.shape, dtype=slot.dtype, device=device if there else slot.device_type)

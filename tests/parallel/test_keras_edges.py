@@ -608,7 +608,7 @@ def test_a_step_of_one_loss_for_each_sample_is_one_warning(hk, world, op, mean, 
     import keras
     import tensorflow as tf
 
-    from hvdkit.tensorflow import sums
+    from hvdkit.tensorflow import marks
 
     class Siamese(keras.Sequential):
         def train_step(self, data: Any) -> Any:
@@ -622,7 +622,7 @@ def test_a_step_of_one_loss_for_each_sample_is_one_warning(hk, world, op, mean, 
     keras.utils.set_random_seed(0)
     model = Siamese([keras.Input((FEATURES,)), keras.layers.Dense(3)])
     model.compile(hk.distribute(keras.optimizers.SGD(0.01), op=op))
-    sums.SAID.clear()
+    marks.SAID.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model.fit(hk.shard((X, np.eye(3, dtype="float32")[Y]), world, 4), epochs=2, verbose=0)

@@ -220,10 +220,10 @@ def test_a_fit_that_failed_leaves_no_step_and_logs_of_all_kinds_end_no_fit(hk, w
         data = np.zeros((8, FEATURES), "float32"), np.zeros((8, 1), "float32")
         model.fit(*data, batch_size=2, verbose=0, callbacks=list(callbacks))
 
-    from hvdkit.keras.monitor import begin_if_asked
+    from hvdkit.steps.monitor import begin_if_asked
 
     monkeypatch.setenv("HVDKIT_MONITOR", str(tmp_path / "run"))
-    begin_if_asked(world)
+    begin_if_asked(hk.Monitor, world)
     (monitor,) = step_times.MONITORS
     with pytest.raises(ZeroDivisionError):
         fit(Fails())

@@ -276,7 +276,7 @@ def test_digests_tell_every_type_and_shape_apart(hk):
     """A changed bit, and equal tensors that lie elsewhere in memory or on a device."""
     import torch
 
-    from hvdkit.torch import agreement as inside
+    from hvdkit.steps import torch_tensors as inside
 
     torch.manual_seed(0)
     types = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8]
@@ -284,15 +284,16 @@ def test_digests_tell_every_type_and_shape_apart(hk):
         for shape in ((), (0,), (1,), (7,), (3, 5), (70001,), (2, 70001)):
             tensor = (3 * torch.randn(shape)).to(dtype)
             changed = tensor.clone()
-            expected = inside.digest(tensor).item()
+            expected = inside.digests([tensor]).item()
             if changed.numel():
                 changed.reshape(-1)[changed.numel() // 2 :][:1].view(torch.uint8)[0] ^= 64
             moved = torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)])[1:].reshape(shape)
             plain = tensor.view(torch.int16) if dtype == torch.bfloat16 else tensor
             on_device = inside.digest_on_device(tensor, agreement.CHUNK).item()
             assert agreement.array_digests([plain.numpy()]).item() == on_device == expected, (dtype, shape)
-            assert (inside.digest(changed).item() != expected) == bool(changed.numel()), (dtype, shape)
-            assert inside.digest(moved).item() == expected, (dtype, shape)
+            assert (inside.digests([changed]).item() != expected) == bool(changed.numel()), (dtype, shape)
+            assert inside.digests([moved]).item() == expected, (dtype, shape)
     strided, flags = torch.randn(9, 4), torch.tensor([True, False, False, True])
-    assert inside.digest(strided[::2].T).item() == inside.digest(strided[::2].T.contiguous()).item()
-    assert inside.digest(flags).item() != inside.digest(~flags).item()
+    turned = strided[::2].T
+    assert inside.digests([turned, flags]).tolist() == inside.digests([turned.contiguous(), flags.clone()]).tolist()
+    assert inside.digests([flags]) != inside.digests([~flags])

@@ -127,7 +127,7 @@ def test_a_loss_for_each_sample_is_one_warning(hk, world, what, graph):
     import keras
     import tensorflow as tf
 
-    from hvdkit.tensorflow import sums
+    from hvdkit.tensorflow import marks
 
     weight = keras.Variable(np.ones((3, 1)), dtype="float32")
     optimizer = keras.optimizers.SGD(0.1)
@@ -143,7 +143,7 @@ def test_a_loss_for_each_sample_is_one_warning(hk, world, what, graph):
     step = tf.function(step) if graph else step
     counts = []
     for mean, weights in ((True, None), (False, tf.fill([4], 0.25)), (False, None), (False, None)):
-        sums.SAID.clear() if not counts else None
+        marks.SAID.clear() if not counts else None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             step(tf.ones((4, 3)), mean, weights)

@@ -3,7 +3,7 @@
 import pytest
 
 from hvdkit import InvalidArgumentError, LauncherError
-from hvdkit.steps.device import cpu_threads, device_index
+from hvdkit.steps.device import cpu_threads, device_index, visible_gpus
 
 
 def test_each_local_rank_has_its_own_device():
@@ -38,3 +38,18 @@ def test_no_ranks_or_no_cores_is_refused():
     for bad in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(InvalidArgumentError):
             cpu_threads(*bad)
+
+
+@pytest.mark.parametrize(
+    ("named", "visible"),
+    [("0,1", ["0", "1"]), ("3", ["3"]), ("", []), ("-1", []), ("2,-1,3", ["2"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"])],
+)
+def test_visible_gpus_are_those_that_cuda_would_see(named, visible):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": named}) == visible
+
+
+def test_without_the_variable_the_driver_is_asked(tmp_path):
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({}, tmp_path / "none") == []

@@ -7,14 +7,30 @@ import traceback
 import pytest
 
 from hvdkit import AgreementError, CheckpointError, InvalidArgumentError, RootError
-from hvdkit.steps.metrics import means, names_table, require_same_names, sums_and_counts
+from hvdkit.steps.agreement import digest_table
+from hvdkit.steps.metrics import average, require_same_names, sums_and_counts
 from hvdkit.steps.root import on_root
+
+
+class Others:
+    """What a rank gets that is told of the others' names, and adds up theirs."""
+
+    def __init__(self, *names, adding=(0.0, 0.0)):
+        self._names, self._adding = names, adding
+
+    def gather(self, rows, name):
+        return [rows, digest_table(dict.fromkeys(self._names, ()))]
+
+    def sum(self, values, name):
+        return values + self._adding
 
 
 def test_numbers_count_once_and_pairs_by_their_count():
     pairs = sums_and_counts({"loss": 2, "accuracy": (3, 10)})
     assert pairs == {"accuracy": (3.0, 10.0), "loss": (2.0, 1.0)}
-    assert means(pairs, [(6.0, 20.0), (5.0, 2.0)], 2) == {"accuracy": 0.3, "loss": 2.5}
+    others = Others("accuracy", "loss", adding=[(3.0, 10.0), (3.0, 1.0)])
+    assert average(others, {"loss": 2, "accuracy": (3, 10)}, 2) == {"accuracy": 0.3, "loss": 2.5}
+    assert average(None, {"loss": 2, "accuracy": (3, 10)}, 1) == {"accuracy": 0.3, "loss": 2.0}
 
 
 @pytest.mark.parametrize("value", ["high", None, (1, 2, 3), (1, -1), (1, float("nan"))])
@@ -25,14 +41,13 @@ def test_what_is_no_metric_is_named(value):
 
 def test_nothing_counted_is_an_error():
     with pytest.raises(InvalidArgumentError, match="total count of 0 over all 4 ranks"):
-        means({"accuracy": (0.0, 0.0)}, [(0.0, 0.0)], 4)
+        average(Others("accuracy"), {"accuracy": (0.0, 0.0)}, 4)
 
 
 def test_other_names_on_another_rank_are_an_error():
-    mine, theirs = sums_and_counts({"loss": 1}), sums_and_counts({"lost": 1})
-    require_same_names([names_table(mine)] * 2, mine)
+    require_same_names(Others("accuracy", "loss"), ["loss", "accuracy"])
     with pytest.raises(AgreementError, match=r"different metrics .*this rank gives loss"):
-        require_same_names([names_table(mine), names_table(theirs)], mine)
+        require_same_names(Others("lost"), ["loss"])
 
 
 def by_root_and_another(action):

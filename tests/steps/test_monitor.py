@@ -329,7 +329,7 @@ def test_a_tracker_that_the_root_cannot_make_is_a_warning(tmp_path, monkeypatch)
             raise ConnectionError("the server of the trackers is away")
 
     other = Tracker()
-    monkeypatch.setattr(trackers, "Prometheus", Refusing)
+    monkeypatch.setitem(trackers._KINDS, "prometheus", Refusing)
     with (
         pytest.warns(UserWarning, match="ConnectionError: the server of the trackers is away"),
         Monitor(tmp_path, WORLD, every=2, trackers=["prometheus", other]) as watching,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_topology_is_immutable_and_checked():
 
 def test_agreeing_launcher_is_confirmed():
     world = Topology(1, 4)
-    assert starting.confirm(world, 1, 4, "srun", "Open MPI v5") is world
+    assert starting._confirm(world, 1, 4, "srun", "Open MPI v5") is world
 
 
 @pytest.mark.parametrize(
@@ -65,16 +66,16 @@ def test_agreeing_launcher_is_confirmed():
 )
 def test_disagreement_names_both_sides(seen, told, explains):
     with pytest.raises(TopologyMismatchError, match=explains) as raised:
-        starting.confirm(seen, *told, "srun", "Open MPI v5.0.11")
+        starting._confirm(seen, *told, "srun", "Open MPI v5.0.11")
     assert f"srun started rank {told[0]} of {told[1]}" in str(raised.value)
     assert f"(over Open MPI v5.0.11) sees rank {seen.rank} of {seen.size}" in str(raised.value)
 
 
 def test_what_a_launcher_does_not_say_comes_from_horovod():
     world = Topology(3, 8, 1, 2, 1, 4, "aprun")
-    assert starting.confirm(world, 3, None, "aprun", "MPICH") is world
+    assert starting._confirm(world, 3, None, "aprun", "MPICH") is world
     with pytest.raises(TopologyMismatchError, match=r"aprun started rank 3, but Horovod .* sees rank 0 of 1"):
-        starting.confirm(Topology(0, 1), 3, None, "aprun", "MPICH")
+        starting._confirm(Topology(0, 1), 3, None, "aprun", "MPICH")
 
 
 class OneProcess:
@@ -82,6 +83,32 @@ class OneProcess:
 
     def __getattr__(self, name):
         return lambda: int(name.endswith("size"))
+
+
+class Communicator:
+    """Rank 3 of 4, two on each of two hosts; ``Split`` gives those of one place on all hosts."""
+
+    def __init__(self, rank, size):
+        self.Get_rank, self.Get_size = lambda: rank, lambda: size
+
+    def Split_type(self, kind):  # noqa: N802
+        assert kind == "one host"
+        return Communicator(1, 2)
+
+    def Split(self, color, key):  # noqa: N802
+        assert (color, key) == (1, 3)
+        return Communicator(1, 2)
+
+
+def test_mpi4py_answers_as_horovod_does(monkeypatch):
+    monkeypatch.setattr(starting, "loaded_mpi", lambda: "Open MPI v5")
+    mpi = SimpleNamespace(COMM_WORLD=Communicator(3, 4), COMM_TYPE_SHARED="one host")
+    environ = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert starting.start(starting.Mpi4py(lambda: mpi), environ) == Topology(3, 4, 1, 2, 1, 2, "Open MPI")
+    with pytest.raises(TopologyMismatchError, match=r"Open MPI started rank 3 of 4, but .* sees rank 0 of 1"):
+        mpi.COMM_WORLD.Get_rank, mpi.COMM_WORLD.Get_size = lambda: 0, lambda: 1
+        mpi.COMM_WORLD.Split = lambda color, key: Communicator(0, 1)
+        starting.start(starting.Mpi4py(lambda: mpi), environ)
 
 
 def test_a_process_without_a_launcher_says_that_it_is_alone(caplog):

@@ -41,7 +41,7 @@ def comm(monkeypatch):
 
         def allgather(self, value):
             seen.append(dict(farewell._waits))
-            return [value, None]
+            return [value, value]
 
     comm = farewell.Marked(Watched(Meeting(1), 0))
     comm.seen = seen
@@ -58,7 +58,7 @@ def test_who_waits_for_other_ranks_is_marked_and_each_wait_is_another(comm, way)
         "start": lambda: reduce.start(values).wait(),
         "minimum": lambda: mpi.ranks(comm).minimum(np.zeros(2, np.int64), "name"),
         "root": lambda: mpi.ranks(comm).on_root(lambda: busy.append(dict(farewell._waits))),
-        "together": lambda: mpi.together(comm, lambda: busy.append(dict(farewell._waits))),
+        "together": lambda: mpi.ranks(comm).together(lambda: busy.append(dict(farewell._waits))),
     }
     for _ in range(2):
         ways.get(way, lambda: reduce(values))()

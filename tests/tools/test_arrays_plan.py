@@ -84,21 +84,6 @@ def test_one_buffer_for_each_path_and_type():
 WORLD = Topology(rank=1, size=4, local_rank=1, local_size=2)
 
 
-@pytest.mark.parametrize(
-    ("named", "visible"),
-    [("0,1", ["0", "1"]), ("3", ["3"]), ("", []), ("-1", []), ("2,-1,3", ["2"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"])],
-)
-def test_visible_gpus_are_those_that_cuda_would_see(named, visible):
-    assert arrays_device.visible_gpus({"CUDA_VISIBLE_DEVICES": named}) == visible
-
-
-def test_without_the_variable_the_driver_is_asked(tmp_path):
-    for bus in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / bus).mkdir()
-    assert arrays_device.visible_gpus({}, tmp_path) == ["0", "1"]
-    assert arrays_device.visible_gpus({}, tmp_path / "none") == []
-
-
 def test_a_process_sees_its_own_gpu_alone():
     environ = {"CUDA_VISIBLE_DEVICES": "5,7", "OMP_NUM_THREADS": "1"}
     assert arrays_device.pin(WORLD, "auto", None, environ) == "cuda:0"

@@ -5,6 +5,7 @@ As little as possible happens here: which way is taken is decided, and tested wi
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
@@ -39,8 +40,9 @@ def machine(comm: Any) -> plan.Machine:
     cp = cupy()
     nccl = importlib.util.find_spec("cupy.cuda.nccl") is not None and bool(getattr(cp.cuda, "nccl", None))
     bus = cp.cuda.runtime.deviceGetPCIBusId(cp.cuda.runtime.getDevice())
-    aware = plan.is_cuda_aware(mpi.cuda_query(), os.environ)
-    found = comm.allgather((bool(nccl and cp.cuda.nccl.available), aware, f"{mpi.host_name()} {bus}"))
+    query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None)  # some libraries have none
+    aware = plan.is_cuda_aware(None if query is None else int(query()), os.environ)
+    found = comm.allgather((bool(nccl and cp.cuda.nccl.available), aware, f"{os.uname().nodename} {bus}"))
     return plan.Machine(
         nccl=all(one[0] for one in found),
         cuda_aware=all(one[1] for one in found),

@@ -43,7 +43,7 @@ class Layout:
     """
 
     def __init__(self, parameters: Any, options: GradientOptions, comm: Any, head: int, progress: str) -> None:
-        given, keys = mpi.together(comm, lambda: _read(parameters))
+        given, keys = mpi.ranks(comm).together(lambda: _read(parameters))
         self._slots = [slot for slot, leaf in enumerate(given) if leaf is not None]
         self._count = len(given)
         self._outline = arrays_tree.rebuild(parameters, iter(range(self._count)))

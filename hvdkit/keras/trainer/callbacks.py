@@ -1,22 +1,27 @@
-"""Callbacks for Keras' ``fit`` that keep and share its state; an inside of ``hvdkit.keras``."""
+"""Callbacks for Keras' ``fit`` that share its state, or record its steps; an inside of ``hvdkit.keras``."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import keras
 
-from hvdkit.common.keras_optimizer import require_keras_3
+from hvdkit.common.keras_optimizer import distributed_rows, make_slots, require_keras_3, trained_variables
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import seeds, state
 from hvdkit.keras.optimizer import meant_by
+from hvdkit.keras.transport import TRANSPORT
+from hvdkit.keras.transport.over_horovod import HorovodTransport
+from hvdkit.steps import agreement
+from hvdkit.steps.recording import TimelineSteps
+from hvdkit.steps.step_times import Recorder, recorder
 
 
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]
-    """A callback that says so when it meets a model of Keras 2."""
+    """A callback, whose ``on_...`` are called by Keras, that says so when it meets a model of Keras 2."""
 
     def set_model(self, model: Any) -> None:
-        """Called by Keras."""
         require_keras_3(model, keras.Model, type(self).__name__)
         super().set_model(model)
 
@@ -36,8 +41,70 @@ class BroadcastState(Callback):
         self._root = root
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         broadcast_state(self.model, self.model.optimizer, self._root)
+
+
+class RecordSteps(Callback):
+    """Has ``hvdkit bench`` see when every step of ``fit`` begins and ends; give it to every rank.
+
+    Does nothing unless HVDKIT_STEP_TIMES names a directory to write to. The time from one step's end to the next
+    one's begin counts as input; on the tensorflow backend the batch is taken inside of the step. With
+    ``steps_per_execution`` one execution counts as one step. On a GPU, times are those of the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recorder: Recorder | None = recorder()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        if self._recorder is not None:
+            self._recorder.asked()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        if self._recorder is not None:
+            self._recorder.given()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        if self._recorder is not None:
+            self._recorder.asked()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        if self._recorder is not None:
+            self._recorder.finished()
+
+
+class RecordTimeline(Callback):
+    """Records the timeline of some steps of ``fit``, on the tensorflow and torch backends; give it to every rank.
+
+    Horovod must run with HOROVOD_TIMELINE=DYNAMIC (``hvdkit launch --env HOROVOD_TIMELINE=DYNAMIC``).
+
+    Args:
+        path: of the file to write; rank 0 alone writes it, on its own host.
+        steps: batches counted from 0 over all epochs of one ``fit``, like range(100, 120); default: all. With
+            ``steps_per_execution`` one execution counts as one.
+        mark_cycles: also record the cycles of Horovod's background thread.
+    Raises:
+        InvalidArgumentError: steps that are not consecutive, or (from ``fit``) Horovod records no timeline.
+        DataError: (from ``fit``) the file's directory cannot be written, on rank 0.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], steps: range | None = None, *, mark_cycles: bool = False) -> None:
+        super().__init__()
+        if not isinstance(TRANSPORT, HorovodTransport):
+            raise InvalidArgumentError(
+                f"a timeline is recorded on the Keras backends tensorflow and torch, got {keras.backend.backend()}; "
+                "set HOROVOD_TIMELINE to a file name to record the whole run."
+            )
+        self._recording = TimelineSteps(TRANSPORT.hvd, path, steps, mark_cycles)
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
+        self._recording.__enter__()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        self._recording.step()
+
+    def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
+        self._recording.__exit__(None)
 
 
 def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
@@ -47,11 +114,15 @@ def broadcast_state(model: Any, optimizer: Any | None, root: int) -> None:
         raise InvalidArgumentError(f"root must be a rank in 0 .. {world.size - 1}, got {root}.")
     variables = state.model_variables(model)
     optimizers = meant_by(optimizer, model)
-    if world.size > 1:
-        state.make_slots_of(root, optimizers, model)
+    if world.size > 1 and len(optimizers) > 1:
+        mine = trained_variables(optimizers, model.weights)
+        make_slots(optimizers, model.weights, TRANSPORT.gather(mine, "hvdkit.trained")[root])
     variables += state.optimizer_variables(optimizers, model)
     if world.size > 1:
-        variables += state.beside_keras(model)
-        state.require_same_layout(variables, optimizers)
-        state.broadcast(variables, root)
+        if keras.backend.backend() == "tensorflow":
+            from hvdkit.common import tf_variables  # loads TensorFlow
+
+            variables += tf_variables.beside_keras(model)
+        agreement.require_same_rows(TRANSPORT, [*map(state.layout, variables), *distributed_rows(optimizers)])
+        TRANSPORT.broadcast_variables(variables, state.value_of, root)
     seeds.move_to_own_stream(model)

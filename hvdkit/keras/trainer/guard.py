@@ -25,10 +25,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdkit.common.keras_optimizer import (
-    require_keras_3,
-    taking_part,
-)
+from hvdkit.common.keras_optimizer import require_keras_3, taking_part
 from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import monitor, state
@@ -196,7 +193,6 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._forget_filler: Callable[[], None] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if self._alone:
             return
         unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else UNKNOWN
@@ -211,7 +207,6 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._watch = watch.begin(TRANSPORT)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._first_batch, self._epoch, self._batch = 0, epoch, 0
         if not self._begun and self._data is not None and self.reader is not None:
             if epoch > self._data.epoch:  # a resumed training goes on with its own epoch's order
@@ -227,7 +222,6 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._last_batch = self._first_batch - 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._batch = batch
         if self._watch is not None:
             self._watch.at(self._epoch, batch)
@@ -238,7 +232,6 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             self._forget_filler = self.model.reset_metrics if from_first else _remember(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Called by Keras."""
         self._batch, self._loss = batch, (logs or {}).get("loss")
         if self._data is not None:
             self._data.advance(min(batch, (self.params["steps"] or batch + 1) - 1) - self._last_batch)
@@ -252,7 +245,6 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             self._average_statistics()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if self._alone:
             return
         self._stop_together()
@@ -267,7 +259,6 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._average_statistics()
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if not self._alone:
             self._meet(_ENDED)
 

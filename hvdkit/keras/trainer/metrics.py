@@ -9,9 +9,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
+from hvdkit.keras.data import as_arrays
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
+from hvdkit.steps import agreement, metrics
+from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 
@@ -36,11 +40,9 @@ class AverageMetrics(Callback):
         self._training: States | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._in_fit = True
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._in_fit = False
 
     def on_test_begin(self, logs: Any = None) -> None:  # noqa: ARG002
@@ -49,7 +51,6 @@ class AverageMetrics(Callback):
             self._training = States(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         if logs is None or self._world.size == 1:
             return
         latest, before_validation, self._training = States(self.model), self._training, None
@@ -77,7 +78,7 @@ class AverageMetrics(Callback):
 
     def _on_all_ranks(self, names: list[str]) -> bool:
         """Whether these logs can be averaged; a collective."""
-        state.require_same_names(names)
+        metrics.require_same_names(TRANSPORT, names)
         return True
 
 
@@ -87,7 +88,8 @@ class AverageOfFit(AverageMetrics):
     """
 
     def _on_all_ranks(self, names: list[str]) -> bool:
-        return state.same_names(names)
+        table = agreement.digest_table(dict.fromkeys(sorted(names), ()))
+        return agreement.agree([table], lambda mine: TRANSPORT.minimum(mine, "hvdkit.metric_names"))
 
 
 class States:
@@ -105,7 +107,7 @@ class States:
         self._variables = [variable for metric in model.metrics for variable in metric.variables]
         own = {id(variable) for metric in model.metrics for variable in _additive(metric)}
         self._is_additive = [id(variable) in own for variable in self._variables]
-        self.values = state.values_of(self._variables)
+        self.values = list(map(state.value_of, self._variables))
         self._trackers = [metric for metric in model.metrics if metric.name == "loss" and hasattr(metric, "count")]
         self.samples, self.samples_of_all = self._counted(), 0.0
         self.are_additive = all(self._is_additive)
@@ -130,6 +132,58 @@ class States:
         self.samples_of_all = self._counted() or 0.0
         results = self._model.get_metrics_result()
         return {name: keras.ops.convert_to_numpy(value) for name, value in results.items()}
+
+
+def evaluate(model: Any, dataset: Any, world: Topology, batch_size: int) -> dict[str, Any]:
+    """``model.evaluate`` on all ranks together: each sample exactly once, the same result on every rank; a collective.
+
+    Rank r takes the samples r, r + size, r + 2 * size, ... of the data set, and the states of Keras' own metrics (loss,
+    accuracy, AUC, ...) are added up, as if one process had seen all samples. Other metrics are the mean of the ranks'
+    results, weighted by their numbers of samples.
+
+    Args:
+        model: built and compiled, the same on all ranks.
+        dataset: arrays as for ``shard``, the same on every rank; a rank may be left without a sample.
+        world: the job; rank and size are used.
+        batch_size: samples per step on one rank.
+    Returns:
+        Numbers by name, "loss" among them; an array where a metric gives one.
+    Raises:
+        InvalidArgumentError: not arrays, arrays of several lengths, no sample, a bad batch size, or a model that is
+            not built.
+        AgreementError: the ranks' metrics have different names; raised on every rank.
+    """
+    state.model_variables(model)
+    arrays = as_arrays(dataset)
+    batch_size = whole("batch_size", batch_size, 1)
+    samples = keras.tree.flatten(arrays)[0].shape[0]
+    if samples == 0:
+        raise InvalidArgumentError("evaluate needs at least one sample, got arrays of length 0.")
+    count = len(range(world.rank, samples, world.size))
+    mine = slice(world.rank, None, world.size) if count else slice(1)  # a sample more, which makes the metrics
+    parts = keras.tree.map_structure(lambda array: array[mine], arrays)
+    named = dict(zip(("x", "y", "sample_weight"), parts, strict=False))
+    own = model.evaluate(**named, batch_size=batch_size, verbose=0, return_dict=True)
+    if not count:
+        model.reset_metrics()
+    if world.size == 1:
+        return {name: _plain(value) for name, value in own.items()}
+    metrics.require_same_names(TRANSPORT, own)
+    states = States(model)
+    together = states.summed_results()
+    states.assign(states.values)
+    known = together.keys() == own.keys()  # a test_step of the user's own may return what no metric knows
+    results = {name: _plain(value) for name, value in (together if known else own).items()}
+    if known and states.are_additive:
+        return results
+    numbers = {name: value for name, value in results.items() if isinstance(value, float)}
+    weighted = {name: (value * count, count) for name, value in numbers.items()}
+    return {**results, **state.average(weighted, world.size)}
+
+
+def _plain(value: Any) -> Any:
+    """A number, or an array on the host."""
+    return float(value) if np.ndim(value) == 0 else np.asarray(keras.ops.convert_to_numpy(value))
 
 
 def _additive(metric: Any) -> list[Any]:

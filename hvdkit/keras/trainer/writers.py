@@ -57,7 +57,6 @@ class Effects(keras.callbacks.Callback):  # type: ignore[misc]
         return held
 
     def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         model = self.model
         epoch = self._of_root(lambda: model._initial_epoch if self._restore else None)
         if epoch is not None:
@@ -65,16 +64,12 @@ class Effects(keras.callbacks.Callback):  # type: ignore[misc]
             model._initial_epoch = epoch  # as BackupAndRestore sets it
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
-        for checkpoint, best in zip(self._checkpoints, self._of_root(self._best), strict=False):
+        mine = [None if one.best is None else state.number(one.best) for one in self._checkpoints]
+        for checkpoint, best in zip(self._checkpoints, self._of_root(lambda: mine), strict=False):
             checkpoint.best = best
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
-        """Called by Keras."""
         self._of_root(lambda: None)
-
-    def _best(self) -> list[Any]:
-        return [None if one.best is None else state.number(one.best) for one in self._checkpoints]
 
     def _of_root(self, facts: Callable[[], Any]) -> Any:
         def action() -> Any:

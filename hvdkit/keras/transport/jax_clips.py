@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from hvdkit.steps.gradients import clipped_too_early
 
 _OF_OPTAX = ("adaptive_grad_clip", "clip", "clip_by_block_rms", "clip_by_global_norm")
 _MARKING = "_hvdkit_marking"
@@ -57,13 +55,11 @@ def _marking_updates(plain: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def is_clipped(gradient: Any) -> bool:
+    """Whether a function that is marked has clipped it."""
+    return id(gradient) in _CLIPPED
+
+
 def _remember(clipped: Any) -> None:
     number = id(clipped)
     _CLIPPED[number] = weakref.ref(clipped, lambda _: _CLIPPED.pop(number, None))
-
-
-def refuse(gradients: Sequence[Any]) -> None:
-    """Raise InvalidArgumentError where a gradient that is about to be averaged has been clipped."""
-    for number, gradient in enumerate(gradients, 1):
-        if id(gradient) in _CLIPPED:
-            raise clipped_too_early(f"{number} of {len(gradients)}", tuple(gradient.shape))

@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.keras import digests as keras_digests
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.steps import starting, step_times
+from hvdkit.steps import starting, step_times, torch_tensors
 from hvdkit.steps.collectives import OverHorovod, Words
-from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
@@ -98,17 +97,17 @@ class OverTensorflow(HorovodTransport):
         return tf_streams.total(self.hvd, name)
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
-        import tensorflow as tf
+        from hvdkit.tensorflow import agreement
 
-        return keras_digests.of_tensorflow([tf.convert_to_tensor(variable.value) for variable in variables])
+        return agreement.digests(variables)
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import tensorflow as tf
 
-        from hvdkit.tensorflow import optimizer
+        from hvdkit.tensorflow import marks, optimizer
 
         among = self.hvd.global_process_set if process_set is None else process_set
-        optimizer.mark_gradients()
+        marks.mark()
         reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
 
         def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -146,7 +145,7 @@ class OverTorch(HorovodTransport):
         return add_up
 
     def digests(self, variables: Sequence[Any]) -> npt.NDArray[np.int64]:
-        return keras_digests.of_torch([variable.value.detach() for variable in variables])
+        return torch_tensors.digests([variable.value.detach() for variable in variables])
 
     def reducer(self, options: GradientOptions, process_set: Any) -> tuple[Reduce, Ranks]:
         import torch
@@ -182,7 +181,7 @@ class OverTorch(HorovodTransport):
             look_at(gradients)
             if is_alone(ranks, self.hvd.size()):
                 return told(gradients)
-            torch_clips.refuse(gradients)
+            refuse_clipped(gradients)
             reduced = self.combined(gradients, variables, name(), options, process_set)
             step_times.arrived()
             return told(reduced)
@@ -203,7 +202,7 @@ class OverTorch(HorovodTransport):
                 reduced[position] = gradient.to_dense()
         taking = [position for position, one in enumerate(reduced) if one is not None]
         has = [float(gradients[position] is not None) for position in taking]
-        groups = by_sent_type([_dtype_name(reduced[position]) for position in taking], options)
+        groups = by_sent_type([str(reduced[position].dtype).removeprefix("torch.") for position in taking], options)
         counts: Any = None
         for sent_as, numbers in groups.items():
             positions = [taking[number] for number in numbers]
@@ -238,10 +237,6 @@ def is_alone(ranks: Ranks, size: int) -> bool:
     if ranks is None:
         return size == 1 and os.environ.get("HOROVOD_ELASTIC") != "1"
     return len(ranks) == 1
-
-
-def _dtype_name(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def by_sent_type(types: Sequence[str], options: GradientOptions) -> dict[str, list[int]]:

@@ -13,13 +13,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.common.keras_optimizer import Reduce, of_present
+from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
-from hvdkit.steps import agreement, launchers, starting, step_times
+from hvdkit.steps import agreement, starting, step_times
 from hvdkit.steps.collectives import ASIDE_S, OverMpi, Words, end_the_job_with_the_process
-from hvdkit.steps.gradients import GradientOptions
+from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
 from hvdkit.steps.topology import Topology
 
@@ -58,27 +58,27 @@ class HostBuffers(Transport):
                 for number, buffer in enumerate(buffers)
             ]
 
-        def reduce(gradients: list[Any]) -> list[Any]:
-            if is_alone(ranks, self.size()):
+        def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:  # noqa: ARG001
+            present = [gradient for gradient in gradients if gradient is not None]
+            if not present or is_alone(ranks, self.size()):
                 return gradients
-            jax_clips.refuse(gradients)
-            groups = by_sent_type([str(gradient.dtype) for gradient in gradients], options)
+            refuse_clipped(present, is_clipped=jax_clips.is_clipped)
+            groups = by_sent_type([str(gradient.dtype) for gradient in present], options)
             flats = [
-                jnp.concatenate([jnp.ravel(gradients[position]).astype(sent_as) for position in positions])
+                jnp.concatenate([jnp.ravel(present[position]).astype(sent_as) for position in positions])
                 for sent_as, positions in groups.items()
             ]
             shapes = [jax.ShapeDtypeStruct(flat.shape, flat.dtype) for flat in flats]
             # ordered: every rank combines step after step, and the compiler may neither drop nor repeat one.
             received = io_callback(on_host, shapes, *flats, ordered=True)
-            reduced = list(gradients)
             for flat, positions in zip(received, groups.values(), strict=True):
-                ends = np.cumsum([gradients[position].size for position in positions])
+                ends = np.cumsum([present[position].size for position in positions])
                 for position, part in zip(positions, jnp.split(flat, ends[:-1]), strict=True):
-                    mine = gradients[position]
-                    reduced[position] = part.reshape(mine.shape).astype(mine.dtype)
-            return reduced
+                    present[position] = part.reshape(present[position].shape).astype(present[position].dtype)
+            reduced = iter(present)
+            return [None if gradient is None else next(reduced) for gradient in gradients]
 
-        return of_present(reduce), ranks
+        return reduce, ranks
 
 
 class HostBuffersOverTorch(HostBuffers, OverTorch):
@@ -94,6 +94,12 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
         return flat
 
 
+def _mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI
+
+
 class HostBuffersOverMpi(HostBuffers, OverMpi):
     """mpi4py. Its calls pair up in order, not by name: JAX's own step is awaited before any other of them."""
 
@@ -101,35 +107,15 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         """MPI itself starts with ``start``."""
 
     def start(self) -> Topology:
-        starting.require_no_worker(os.environ)
-        from mpi4py import MPI
-
+        world = starting.start(starting.Mpi4py(_mpi), os.environ)
         if not hasattr(self, "_comm"):
-            starting.mark_rank()
-            OverMpi.__init__(self, MPI.COMM_WORLD, MPI)
+            OverMpi.__init__(self, _mpi().COMM_WORLD, _mpi())
             end_the_job_with_the_process(self._comm)
             self._apart = {"hvdkit.aside": self._comm.Dup()}
-        launched = launchers.detect(os.environ)
-        host = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        across = self._comm.Split(host.Get_rank(), self._comm.Get_rank())
-        world = Topology(
-            rank=self._comm.Get_rank(),
-            size=self._comm.Get_size(),
-            local_rank=host.Get_rank(),
-            local_size=host.Get_size(),
-            cross_rank=across.Get_rank(),
-            cross_size=across.Get_size(),
-            launcher=launched.launcher if launched else "none",
-        )
-        if launched is None:
-            return world
-        library = MPI.Get_library_version().split(",")[0]
-        return starting.confirm(world, launched.rank, launched.size, launched.launcher, library)
+        return world
 
     def has_aside(self) -> bool:
-        from mpi4py import MPI
-
-        return self.size() > 1 and bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+        return self.size() > 1 and bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
 
     def prepare_aside(self, name: str) -> None:
         self._apart[name] = self._in_order().Dup()
@@ -178,11 +164,9 @@ class HostBuffersOverMpi(HostBuffers, OverMpi):
         return super().reducer(options, process_set)
 
     def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:  # noqa: ARG002
-        from mpi4py import MPI
-
         kept = flat.dtype
         flat = flat.astype(np.float32) if kept == np.float16 else flat
         flat /= options.gradient_predivide_factor
-        self._comm.Allreduce(MPI.IN_PLACE, flat)
+        self._comm.Allreduce(self._mpi.IN_PLACE, flat)
         flat *= options.gradient_predivide_factor / (self.size() if options.op == "average" else 1)
         return flat.astype(kept)

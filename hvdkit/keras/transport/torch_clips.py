@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import utils
 
-from hvdkit.steps.gradients import clipped_too_early
+from hvdkit.steps.gradients import CLIPPED
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-_CLIPPED = "_hvdkit_clipped"
 
 
 def mark() -> None:
     """Mark what PyTorch's functions clip from now on; called where an optimizer is distributed."""
     for name in _FUNCTIONS:
         plain = getattr(utils, name, None)  # the last is of PyTorch 2.6
-        if plain is not None and not hasattr(plain, _CLIPPED):
+        if plain is not None and not hasattr(plain, CLIPPED):
             setattr(utils, name, _marking(plain))
 
 
@@ -30,15 +29,8 @@ def _marking(plain: Callable[..., Any]) -> Callable[..., Any]:
         given = plain(parameters, *args, **kwargs)
         for one in parameters:
             if one.grad is not None:
-                setattr(one.grad, _CLIPPED, True)
+                setattr(one.grad, CLIPPED, True)
         return given
 
-    setattr(clip, _CLIPPED, False)
+    setattr(clip, CLIPPED, False)
     return clip
-
-
-def refuse(gradients: Sequence[Any]) -> None:
-    """Raise InvalidArgumentError where a gradient that is about to be averaged has been clipped."""
-    for number, gradient in enumerate(gradients, 1):
-        if getattr(gradient, _CLIPPED, False):
-            raise clipped_too_early(f"{number} of {len(gradients)}", tuple(gradient.shape))

@@ -1,4 +1,8 @@
-"""Gradients of a loss that has one number for each sample, which TensorFlow adds up, are one warning."""
+"""Marks on gradients, from where an optimizer is distributed: what a rank did to them before they are averaged.
+
+What it has clipped by its own norm, which no mean over the ranks can mend, is an error; what TensorFlow added up, of a
+loss that has one number for each sample, is one warning.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,47 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.util import dispatch
 
+from hvdkit.steps.gradients import CLIPPED
+
+_CLIPPING = ("clip_by_global_norm", "clip_by_norm", "clip_by_value")
+_DISPATCHED = getattr(dispatch, "_TYPE_BASED_DISPATCH_SIGNATURES", {})
+"""Where ``tf.experimental.dispatch_for_api`` looks a function up; no public name leads there."""
 _SUMMED = "_hvdkit_summed"
 SAID: list[tuple[int | None, ...]] = []
 """The shape of the loss that this process has been warned of."""
 
 
 def mark() -> None:
-    """Mark the gradients that tapes take of several numbers from now on; called where an optimizer is distributed."""
-    plain = tf.GradientTape.gradient
-    if not hasattr(plain, _SUMMED):
-        tf.GradientTape.gradient = _marking(plain)
+    """Mark from now on what TensorFlow's functions clip, and what tapes take of several numbers."""
+    if not hasattr(tf.GradientTape.gradient, _SUMMED):
+        tf.GradientTape.gradient = _marking_sums(tf.GradientTape.gradient)
+    for name in _CLIPPING:
+        plain = getattr(tf, name)
+        if not hasattr(plain, CLIPPED):
+            marking = _marking_clipped(plain)
+            if plain in _DISPATCHED:
+                _DISPATCHED[marking] = _DISPATCHED[plain]
+            setattr(tf, name, marking)
 
 
-def _marking(plain: Callable[..., Any]) -> Any:
+def _marking_clipped(plain: Callable[..., Any]) -> Any:
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @functools.wraps(plain)
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        clipped = plain(*args, **kwargs)
+        gradients = clipped[0] if isinstance(clipped, tuple) else [clipped]  # beside them the norm, as it was given
+        for one in gradients:
+            if isinstance(one, (tf.Tensor, tf.IndexedSlices)):
+                setattr(one, CLIPPED, True)
+        return clipped
+
+    setattr(clip, CLIPPED, False)
+    return clip
+
+
+def _marking_sums(plain: Callable[..., Any]) -> Any:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     @functools.wraps(plain)
     def gradient(tape: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any) -> Any:

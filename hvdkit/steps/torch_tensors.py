@@ -1,0 +1,71 @@
+"""What PyTorch's tensors are, bit by bit, and the memory that they take: for ``hvdkit.torch`` and Keras on PyTorch.
+
+Keras stands on no adapter for PyTorch. PyTorch is imported by who asks for it alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdkit.steps import agreement
+
+_CHUNK = 2**20  # words; few kernels count more than the cache there
+
+
+def device_bytes() -> float:
+    """Memory of all accelerators, NaN without one: which one is pinned is known to the first thread alone."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return math.nan
+    return float(sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count()))))
+
+
+def digests(tensors: Sequence[Any]) -> agreement.Digests:
+    """A digest of each tensor's bits, int64 (len(tensors),); made on its device, fetched together."""
+    import torch
+
+    result = np.zeros(len(tensors), dtype=np.int64)
+    elsewhere: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu":  # NumPy mixes faster there
+            result[position] = agreement.array_digests([_words(tensor).numpy()]).item()
+        else:
+            elsewhere.setdefault(tensor.device, []).append(position)
+    for positions in elsewhere.values():
+        result[positions] = torch.stack([digest_on_device(tensors[at]) for at in positions]).cpu().numpy()
+    return result
+
+
+def digest_on_device(tensor: Any, chunk: int = _CHUNK) -> Any:
+    """The same of one by PyTorch's operations, int64 (), on ``chunk`` words at once; another number, another digest."""
+    import torch
+
+    salts = _salts(chunk, tensor.device)
+    sums = (agreement.salted(part.long(), salts[: len(part)]).sum() for part in _words(tensor).split(chunk))
+    return torch.as_tensor(agreement.join_chunks(sums), device=tensor.device)
+
+
+def _words(tensor: Any) -> Any:
+    """A tensor's bits as integers: eight bytes in each where that comes out even."""
+    import torch
+
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = real.contiguous().reshape(-1)
+    size = flat.element_size()
+    if len(flat) == 0 or len(flat) * size % 8:
+        return flat.view(kinds[size])
+    return (flat.clone() if flat.storage_offset() * size % 8 else flat).view(torch.int64)
+
+
+@functools.cache
+def _salts(count: int, device: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(agreement.salts(count)).to(device)

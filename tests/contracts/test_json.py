@@ -40,7 +40,7 @@ What a training writes itself has forms of its own, since it needs no tool: line
 Times are seconds, in fields whose names end in `_s` or `seconds` or whose table says so; sizes are bytes, rates bytes
 per second. Null is what is not known. What hvdkit reads is checked against these fields, and refused with the place,
 what is there and what was expected. The class of a kind gives its JSON Schema:
-`python -c "import msgspec; from hvdkit.measure.bench.results import Results; print(msgspec.json.schema(Results))"`.
+`python -c "import msgspec; from hvdkit.measure.bench.results import ScalingResults as S; print(msgspec.json.schema(S))"`.
 """
 
 

@@ -9,7 +9,7 @@ import click
 from hvdkit.common.commands import FILE, PATH, with_options
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import Page
-from hvdkit.common.units import interval_text, ranks_text
+from hvdkit.common.units import ranks_text
 from hvdkit.measure.bench import comparison, plots, results, side_by_side, tables
 from hvdkit.measure.bench.analysis import ScalingSummary, analyse
 
@@ -104,15 +104,7 @@ def compare(before: Path, after: Path, limit: float | None, form: str | None) ->
     notes = comparison.differences(first, second)
     below = tuple(one.ranks for one in slower)
     found = comparison.ScalingComparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
-    lines = [
-        side_by_side.BothMeasured(
-            (str(one.ranks), interval_text(one.before), interval_text(one.after), interval_text(one.speed)),
-            f"On {ranks_text(one.ranks)}",
-            one.speed.value,
-            one in slower,
-        )
-        for one in compared
-    ]
+    lines = [(str(one.ranks), f"On {ranks_text(one.ranks)}", one) for one in compared]
     shown = side_by_side.page(("ranks", "A, seconds", "B, seconds"), lines, limit, notes)
     Page([*shown.parts, *(f"On {ranks_text(n)}: no job of B counts, failed." for n in gone)]).print(form, found)
     return 1 if slower or gone else 0

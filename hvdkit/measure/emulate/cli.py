@@ -137,10 +137,7 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     timeout_s, json_file = wanted.pop("timeout"), wanted["json"]
     outputs.check(files, json_file)
     setup = _setup(n, wanted)
-    outcome = run.measure(setup.job, setup.options, setup.tuned, setup.beside, timeout_s, _say)
-    if outcome.failure is not None:
-        _say(outcome.failure)
-    joined = outcome.joined
+    joined, status = run.measure(setup.job, setup.options, setup.tuned, setup.beside, timeout_s, _say)
     found = EmulateResults(
         asked=setup.asked(joined),
         environment=setup.environment(),
@@ -150,7 +147,7 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
         samples=joined.samples,
     )
     _show(found, json_file, files)
-    return outcome.status
+    return status
 
 
 def _refuse_options(ctx: click.Context) -> None:

@@ -72,11 +72,9 @@ def _order(made: Made, variables: Sequence[Any]) -> tuple[list[int], str]:
     if made.inputs is None:
         return reverse, NO_INPUTS
     if backend == "tensorflow":
-        from hvdkit.measure.emulate import tape_order
+        from hvdkit.measure.emulate import model_tensorflow as tape
 
-        return tape_order.backward_order(
-            [one.value for one in variables], lambda: tape_order.loss_of(made, _output(made))
-        )
+        return tape.backward_order([one.value for one in variables], lambda: tape.loss_of(made, _output(made)))
     if backend == "torch":
         from hvdkit.measure.emulate import model_torch
 

@@ -1,6 +1,6 @@
 """``python -m hvdkit.measure.emulate.model_process QUESTION REPLY``: its gradients' sizes, in order.
 
-QUESTION is JSON (see ``model_sizes``), REPLY the file to write. The frameworks are imported here and nowhere else in
+QUESTION is JSON (see ``sizes.of_model``), REPLY the file to write. The frameworks are imported here and nowhere else in
 the room, and only after the user's module has imported its own.
 """
 

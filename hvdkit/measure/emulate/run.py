@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -30,21 +29,6 @@ _LOOK_S = 0.5
 _SAY_S = 5.0
 _SETTLE_S = 2.0
 Say = Callable[[str], None]
-
-
-@dataclass
-class ReplayEnd:
-    """How a measurement ended.
-
-    Attributes:
-        joined: what was measured.
-        status: 0; 1 when the job failed after some trials; 128 + N when signal N ended it.
-        failure: why it failed, with its last lines; None when it did not.
-    """
-
-    joined: Joined
-    status: int = 0
-    failure: str | None = None
 
 
 def check(job: ReplayJob, here: Here) -> None:
@@ -70,7 +54,7 @@ def check(job: ReplayJob, here: Here) -> None:
 
 def measure(
     job: ReplayJob, launch: Sequence[str], tuned: Tuned, beside: Path | None, timeout_s: float | None, say: Say
-) -> ReplayEnd:
+) -> tuple[Joined, int]:
     """Run the job to its end, or to the signal that ends it.
 
     Args:
@@ -80,9 +64,10 @@ def measure(
         beside: where the job's folder is made for the while: a directory that all hosts share; None for the system's
             place for temporary files.
         timeout_s: seconds after which the job is ended, None for no limit.
-        say: is told how far it is.
+        say: is told how far it is, and why the job failed after some trials, with its last lines.
     Returns:
-        What all ranks have measured, even where the job failed later.
+        What all ranks have measured, even where the job failed later; and 0, 1 when it did, 128 + N when signal N ended
+        it.
     Raises:
         HvdkitError: what a rank found wrong.
         LaunchError: the job failed otherwise, and nothing was measured.
@@ -92,9 +77,8 @@ def measure(
         run_job.write(job)
         status = 0
         failure: str | None = None
-        progress = _Progress(job, say)
         try:
-            with progress:
+            with _progress(job, say):
                 done = Launch(job.asked.ranks, (*WORKER, str(folder)), launch)(tuned, timeout_s)
             failure = done.failure
         except ToldToEnd as ended:
@@ -102,23 +86,17 @@ def measure(
         except KeyboardInterrupt:
             status = 130
         joined = join(folder, job.plan, job.asked.ranks)
-    _judge(joined, failure)
+    if failure is not None:
+        if joined.failed is not None:
+            wrong = joined.failed.exit_code == InvalidArgumentError.exit_code
+            raise (InvalidArgumentError if wrong else HvdkitError)(joined.failed.error or "")
+        if not joined.samples:
+            raise LaunchError(f"The job {failure}")
+        say(failure)
     if joined.trials < job.plan.trials:
         why = "It was interrupted" if failure is None else "The job failed"
         joined.notes.append(f"{why}: {joined.trials} of {job.plan.trials} trials were measured by all ranks.")
-    return ReplayEnd(joined, status or (0 if failure is None else 1), failure)
-
-
-def _judge(joined: Joined, failure: str | None) -> None:
-    """Raise what a rank found wrong, or that the job failed before anything was measured."""
-    failed = joined.failed
-    if failure is None:
-        return
-    if failed is not None:
-        kind = InvalidArgumentError if failed.exit_code == InvalidArgumentError.exit_code else HvdkitError
-        raise kind(failed.error or "")
-    if not joined.samples:
-        raise LaunchError(f"The job {failure}")
+    return joined, status or (0 if failure is None else 1)
 
 
 @contextlib.contextmanager
@@ -139,42 +117,33 @@ def _folder(beside: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Progress:
-    """Says from time to time how many trials rank 0 has finished, as its file shows."""
-
-    def __init__(self, job: ReplayJob, say: Say) -> None:
-        self._file = worker_files.file_of(job.folder, 0)
-        self._trials = job.plan.trials
-        self._say = say
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _Progress:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        first: tuple[float, int] | None = None
-        count, position, said = 0, 0, time.monotonic()
-        while not self._ended.wait(_LOOK_S):
-            with contextlib.suppress(OSError), self._file.open("rb") as file:
-                file.seek(position)
-                data = file.read()
-                position += len(data)
-                count += data.count(b"\n[") + (data[:1] == b"[")
-            now = time.monotonic()
-            first = first or ((now, count) if count else None)
-            if now - said >= _SAY_S and first is not None and count < self._trials:
-                said = now
-                self._say(f"trial {count} of {self._trials}{_left(first, now, count, self._trials)}")
+@contextlib.contextmanager
+def _progress(job: ReplayJob, say: Say) -> Iterator[None]:
+    """Say from time to time how many trials rank 0 has finished, as its file shows."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(worker_files.file_of(job.folder, 0), job.plan.trials, say, ended))
+    thread.daemon = True
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
-def _left(first: tuple[float, int], now: float, count: int, trials: int) -> str:
-    begun, before = first
-    if count <= before:
-        return ""
-    return f", about {(now - begun) / (count - before) * (trials - count):.0f} s left"
+def _watch(file: Path, trials: int, say: Say, ended: threading.Event) -> None:
+    first: tuple[float, int] | None = None
+    count, position, said = 0, 0, time.monotonic()
+    while not ended.wait(_LOOK_S):
+        with contextlib.suppress(OSError), file.open("rb") as lines:
+            lines.seek(position)
+            data = lines.read()
+            position += len(data)
+            count += data.count(b"\n[") + (data[:1] == b"[")
+        now = time.monotonic()
+        first = first or ((now, count) if count else None)
+        if now - said >= _SAY_S and first is not None and count < trials:
+            said = now
+            begun, before = first
+            left = (now - begun) / (count - before) * (trials - count) if count > before else None
+            say(f"trial {count} of {trials}{'' if left is None else f', about {left:.0f} s left'}")

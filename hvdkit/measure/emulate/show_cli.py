@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from hvdkit.common.commands import FILE, with_options
-from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import side_by_side
 from hvdkit.measure.emulate import compare as comparing
 from hvdkit.measure.emulate import outputs, results, tables
 from hvdkit.measure.emulate.analysis import analyse
-from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, ComparedSize
+from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER
 from hvdkit.measure.emulate.tables import DIGITS
 
 
@@ -74,12 +72,7 @@ def compare(before: Path, after: Path, by: str, limit: float | None, form: str |
     slower = side_by_side.below(compared, limit)
     notes = comparing.differences(first, second)
     found = comparing.EmulateComparison(by, tuple(compared), tuple(notes), limit, tuple(one.name for one in slower))
-    lines = [_line(one, slower) for one in compared]
-    side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print(form, found)
+    lines = [(one.name, "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes", one) for one in compared]
+    shown = side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes, 1000, DIGITS)
+    shown.print(form, found)
     return 1 if slower else 0
-
-
-def _line(one: ComparedSize, slower: Sequence[ComparedSize]) -> side_by_side.BothMeasured:
-    cells = [interval_text(each, DIGITS) for each in (one.before.scaled(1000), one.after.scaled(1000), one.speed)]
-    subject = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
-    return side_by_side.BothMeasured((one.name, *cells), subject, one.speed.value, one in slower)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.model_process import ModelGradient
-from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
+from hvdkit.measure.model_factory import TAKEN, Made, user_code
 
 REVERSED = "in the reverse order of model.trainable_variables"
 NO_INPUTS = f"{REVERSED}, since no input is known (give --input-shape, or return (model, inputs))"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory.making import Made, framework_of, make, reply
+from hvdkit.measure.model_factory import Made, framework_of, make, reply
 
 
 @dataclass(frozen=True)

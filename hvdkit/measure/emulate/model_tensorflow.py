@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.model_process import ModelGradient
-from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
+from hvdkit.measure.model_factory import TAKEN, Made, user_code
 
 REVERSED = (
     "in the reverse order of module.trainable_variables, which is that of the names of attributes, since no input is "
@@ -31,11 +31,11 @@ def gradients(made: Made) -> tuple[list[ModelGradient], str]:
     known = _with_inputs(made)
     if known.inputs is not None:
         with user_code("the module's call", TAKEN):
-            _output(known)  # many modules make their variables then
+            known.called()  # many modules make their variables then
     variables = list(made.model.trainable_variables)
     order, words = list(range(len(variables)))[::-1], REVERSED
     if known.inputs is not None:
-        order, words = backward_order(variables, lambda: loss_of(known, _output(known)))
+        order, words = backward_order(variables, lambda: loss_of(known, known.called()))
     owners = _owners(made.model)
     named = _named_apart([_gradient(variable, owners) for variable in variables])
     return [named[index] for index in order], words
@@ -47,12 +47,6 @@ def _with_inputs(made: Made) -> Made:
     import tensorflow as tf
 
     return replace(made, inputs=tf.zeros(tuple(made.input_shape)))
-
-
-def _output(made: Made) -> Any:
-    if isinstance(made.inputs, Mapping):
-        return made.model(**made.inputs)
-    return made.model(*made.inputs) if isinstance(made.inputs, tuple | list) else made.model(made.inputs)
 
 
 def _owners(model: Any) -> dict[int, str]:

@@ -11,7 +11,7 @@ from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
-from hvdkit.measure.model_factory.asking import ask
+from hvdkit.measure.model_factory import ask
 
 LAYERS, REPLAY = "layers", "replay"
 FRAMEWORKS = ("auto", "torch", "keras", "tensorflow")

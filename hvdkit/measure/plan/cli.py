@@ -130,9 +130,7 @@ def plan(
     if measured and parameters is None:
         notes.append("The size of the gradients is what the collectives of a step in --fit add up to.")
     if plot is not None:
-        from hvdkit.measure.plan import plot as drawing
-
-        drawing.write(plot, training, rows)
+        tables.write(plot, training, rows)
     tables.page(training, rows, notes).print(form, model.Planned(training, tuple(rows), tuple(notes)))
     return 0
 

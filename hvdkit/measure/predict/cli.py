@@ -16,7 +16,7 @@ from hvdkit.measure.emulate import results as measurements
 from hvdkit.measure.emulate import size_files
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
-from hvdkit.measure.predict import formulas, model, plot, prediction, stragglers, tables
+from hvdkit.measure.predict import formulas, model, prediction, stragglers, tables
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Fusion, gradients
 from hvdkit.measure.predict.stragglers import Delays
@@ -167,7 +167,7 @@ def predict(**given: Any) -> int:
     notes = [*costs.notes, *_notes(grads, delays, costs, rows, given)]
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
     if given["figure"] is not None:
-        plot.draw(given["figure"], rows)
+        tables.draw(given["figure"], rows)
     found = tables.predicted(costs, rows, asked, notes)
     tables.page(costs, rows, notes).print(given["form"], found, lambda: tables.comma_separated(rows))
     return 0

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,8 +40,6 @@ RESNET50 = "resnet50-shape"
 HIDDEN = {"mlp": (256, 128, 64), "deep": (256,) * 60, "wide": (4096, 4096)}
 """Widths of the dense layers of the models that consist of nothing else."""
 MODELS = ("cnn", *HIDDEN, RESNET50)
-CLASSES = {RESNET50: 1000}
-"""Outputs of a model; 10 where nothing else is said."""
 IMAGE_SIZE, LEAST_IMAGE_SIZE = 224, 64
 """Customary, and the least at which the last stage has more than one pixel to take statistics of."""
 STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
@@ -103,7 +102,7 @@ class BenchmarkSettings:
     @property
     def classes(self) -> int:
         """Outputs of the model."""
-        return CLASSES.get(self.model, 10)
+        return 1000 if self.model == RESNET50 else 10
 
     @property
     def batches(self) -> int:
@@ -253,16 +252,11 @@ class Stopwatch:
                 self._settings, device, size, *self._sizes, img_per_second=mean, spread=spread,
                 total_img_per_second=size * mean, iterations=tuple(self.speeds),
             )  # fmt: skip
-            _write(json_files.encode(found).rstrip())
+            click.echo(json_files.encode(found).rstrip())
 
     def _say(self, line: str) -> None:
         if self._world.is_root and not self._settings.as_json:
-            _write(line)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+            click.echo(line)
 
 
 def run_program(run: Callable[[BenchmarkSettings], object]) -> NoReturn:

@@ -7,6 +7,7 @@ import pytest
 from emulate_results import ENVIRONMENT
 
 from hvdkit import DataError, cli
+from hvdkit.common import json_files
 from hvdkit.measure.emulate import results, run_join
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.clock import Reading
@@ -131,10 +132,10 @@ def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "r.json"
     found = of([sample(), sample(1, 1)], notes=["A note."])
     results.write(path, found)
-    assert results.read(path) == found
+    assert json_files.read(path, EmulateResults) == found
     assert json.loads(path.read_text())["summary"] is None
     results.write(path, of([]))
-    assert results.read(path).samples == []
+    assert json_files.read(path, EmulateResults).samples == []
 
 
 def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
@@ -159,7 +160,7 @@ def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):
     results.write(path, of([sample()]))
     with pytest.raises(DataError, match=r"samples\[0\]\.skew_s is null: expected `float`"):
         results.write(path, of([sample(skew_s=float("nan"))]))
-    assert len(results.read(path).samples) == 1
+    assert len(json_files.read(path, EmulateResults).samples) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -200,12 +201,12 @@ def test_another_file_is_refused(tmp_path, broken):
     results.write(path, of([sample()]))
     path.write_text(broken(json.loads(path.read_text())))
     with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(emulate-results, schema 1\)"):
-        results.read(path)
+        json_files.read(path, EmulateResults)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match=r"No file at .* expected one that 'hvdkit emulate' wrote"):
-        results.read(tmp_path / "r.json")
+        json_files.read(tmp_path / "r.json", EmulateResults)
 
 
 @pytest.mark.parametrize("command", [["emulate", "show"], ["emulate", "sizes", "--plan"], ["predict", "--fit"]])

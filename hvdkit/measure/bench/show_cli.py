@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import FILE, PATH, with_options
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import Page
 from hvdkit.common.units import ranks_text
-from hvdkit.measure.bench import comparison, plots, results, side_by_side, tables
+from hvdkit.measure.bench import comparison, plots, side_by_side, tables
 from hvdkit.measure.bench.analysis import ScalingSummary, analyse
+from hvdkit.measure.bench.results import ScalingResults
 
 FORMS = (
     click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),
@@ -48,7 +50,7 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     Exit status: 0 success, 1 FILE is something else or the plot cannot be drawn, 2 for bad usage.
     """
     require_scipy(NEEDS_SCIPY)
-    analysis = analyse(results.read(file))
+    analysis = analyse(json_files.read(file, ScalingResults))
     if plot is not None:
         plots.write(analysis, plot, file)
     show_analysis(analysis, form)
@@ -75,7 +77,7 @@ def report(file: Path, output: Path) -> int:
     from hvdkit.common import render
     from hvdkit.measure.bench.report import render_report
 
-    found = results.read(file)
+    found = json_files.read(file, ScalingResults)
     render.write(output, lambda: render_report(found, file.name), file)
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
     return 0
@@ -97,7 +99,7 @@ def compare(before: Path, after: Path, limit: float | None, form: str | None) ->
 
     Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
     """
-    first, second = results.read(before), results.read(after)
+    first, second = (json_files.read(path, ScalingResults) for path in (before, after))
     compared = comparison.compare(first, second)
     slower = side_by_side.below(compared, limit)
     gone = [] if limit is None else comparison.unmeasured(first, second)

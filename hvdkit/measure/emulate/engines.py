@@ -1,4 +1,4 @@
-"""What carries the collectives out. An engine is a row in ``ENGINES``, imported on the rank that uses it."""
+"""What carries the collectives out. Each engine has a module of its own, imported on the rank that uses it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkE
 from hvdkit.measure.emulate import check
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from hvdkit.measure.emulate.run_job import ReplayJob
-
-ENGINES = {
-    "horovod": "hvdkit.measure.emulate.engines_horovod:connect",
-    "mpi": "hvdkit.measure.emulate.engines_mpi:connect",
-    "torch": "hvdkit.measure.emulate.engines_torch:connect",
-}
-"""Name to "module:function", a function that takes the job and connects this rank to the others."""
 
 TYPES = {
     "horovod": ("float32", "float64", "float16", "int32", "int64"),
@@ -129,15 +122,12 @@ def connect(job: ReplayJob) -> Engine:
         LauncherError: the engine sees other ranks than were started.
     """
     name, ranks = job.asked.engine, job.asked.ranks
-    module, _, function = ENGINES[name].partition(":")
     try:
-        engine: Engine = getattr(importlib.import_module(module), function)(job)
+        engine: Engine = importlib.import_module(f"hvdkit.measure.emulate.engines_{name}").connect(job)
     except ImportError as error:
         if isinstance(error, MissingFrameworkError):
             raise
-        raise MissingFrameworkError(
-            f"--engine {name} cannot be used here ({error}); {_MISSING.get(name, 'install it')}."
-        ) from error
+        raise MissingFrameworkError(f"--engine {name} cannot be used here ({error}); {_MISSING[name]}.") from error
     if engine.size != ranks:
         raise LauncherError(
             f"{ranks} ranks were started, and --engine {name} sees {engine.size} (process {os.getpid()}): "

@@ -119,16 +119,6 @@ def _in_lines(file: EmulateResults) -> str:
     return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
 
 
-def read(path: Path) -> EmulateResults:
-    """Read a file of ``write``.
-
-    Raises:
-        DataNotFoundError: there is none.
-        DataError: it cannot be read, is something else, or holds what cannot be.
-    """
-    return json_files.read(path, EmulateResults)
-
-
 def _flat(values: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in values.items():

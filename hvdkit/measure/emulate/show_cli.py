@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import FILE, with_options
 from hvdkit.measure.bench import side_by_side
 from hvdkit.measure.emulate import compare as comparing
-from hvdkit.measure.emulate import outputs, results, tables
+from hvdkit.measure.emulate import outputs, tables
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.tables import DIGITS
 
 
@@ -34,7 +36,7 @@ def show(file: Path, form: str | None, **files: Path | None) -> int:
     Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
     """
     outputs.check(files, file)
-    found = results.read(file)
+    found = json_files.read(file, EmulateResults)
     analysis = analyse(found)
     outputs.write_all(found, analysis, files)
     if form == "samples":
@@ -67,7 +69,7 @@ def compare(before: Path, after: Path, by: str, limit: float | None, form: str |
 
     Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
     """
-    first, second = results.read(before), results.read(after)
+    first, second = (json_files.read(path, EmulateResults) for path in (before, after))
     compared = comparing.compare(first, second, by)
     slower = side_by_side.below(compared, limit)
     notes = comparing.differences(first, second)

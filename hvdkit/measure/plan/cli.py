@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import ITEM_SIZES
@@ -138,9 +139,9 @@ def plan(
 def _read(fits: Sequence[Path]) -> list[EmulateResults]:
     if not fits:
         return []
-    from hvdkit.measure.emulate import results
+    from hvdkit.measure.emulate.results import EmulateResults
 
-    return [results.read(path) for path in fits]
+    return [json_files.read(path, EmulateResults) for path in fits]
 
 
 def _replayed(measured: Sequence[EmulateResults]) -> int | None:

@@ -12,7 +12,6 @@ from hvdkit.common import plot as drawing
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import results as measurements
 from hvdkit.measure.emulate import size_files
 from hvdkit.measure.emulate.plan import ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
@@ -148,7 +147,7 @@ def predict(**given: Any) -> int:
         raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
     if given["figure"] is not None:
         drawing.check(given["figure"])
-    files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
+    files = [json_files.read(path, EmulateResults) for path in (*given["fit"], *given["more"])]
     costs = _model(files, given)
     grads = _plan(files, given["plan"], given["parameters"])
     delays = stragglers.measured(files)

@@ -7,14 +7,9 @@ What is real: the forward and backward pass, the gradients that are exchanged an
 steps as any training. What is not: images and labels are one random batch per rank, which is taken again and again, so
 that nothing is learnt and no time is spent on input.
 
-- cnn: two convolutions and two dense layers on 28 x 28 x 1, 1.2 million parameters in 8 tensors;
-- mlp: 784-256-128-64-10, 0.24 million in 8;
-- deep: 60 dense layers of 256 and one of 10, 4 million in 122: many small tensors;
-- wide: 784-4096-4096-10, 20 million in 6: few large ones;
-- resnet50-shape: the layers of ResNet-50 in the shapes of He et al. 2016 (arXiv:1512.03385, table 1), with the stride
-  of a block in its 3 x 3 convolution as in most implementations: 25,557,032 parameters in 161 tensors, whatever the
-  image size. So what is exchanged is that of ResNet-50; what is computed is too at 224 x 224, and less at a smaller
-  ``image_size``, by about its square. Statistics of batch normalization are each rank's own.
+The models are those of docs/bench.md. resnet50-shape has the shapes of He et al. 2016 (arXiv:1512.03385, table 1), with
+the stride of a block in its 3 x 3 convolution as in most implementations, and each rank's own statistics of batch
+normalization.
 """
 
 from __future__ import annotations

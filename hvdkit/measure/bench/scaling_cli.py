@@ -21,7 +21,7 @@ from hvdkit.common.commands import (
 )
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import readable
-from hvdkit.measure.bench import laws, results, show_cli
+from hvdkit.measure.bench import laws, results, show_cli, tables
 from hvdkit.measure.bench.analysis import analyse
 from hvdkit.measure.bench.results import ScalingResults
 from hvdkit.measure.bench.scaling import Jobs, go, record
@@ -112,7 +112,7 @@ def scaling(
     status = _run(asked, jobs, found, output, timeline)
     analysis = analyse(found)
     results.write(output, found, analysis)
-    show_cli.show_analysis(analysis, form)
+    tables.page(analysis).print(form, analysis)
     if status != 0:
         click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)
         return status

@@ -12,7 +12,7 @@ from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import Page
 from hvdkit.common.units import ranks_text
 from hvdkit.measure.bench import comparison, plots, side_by_side, tables
-from hvdkit.measure.bench.analysis import ScalingSummary, analyse
+from hvdkit.measure.bench.analysis import analyse
 from hvdkit.measure.bench.results import ScalingResults
 
 FORMS = (
@@ -23,11 +23,6 @@ FORMS = (
 
 
 NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
-
-
-def show_analysis(analysis: ScalingSummary, form: str | None) -> None:
-    """Print an analysis in one of ``FORMS``."""
-    tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
 
 
 @click.command()
@@ -53,7 +48,7 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     analysis = analyse(json_files.read(file, ScalingResults))
     if plot is not None:
         plots.write(analysis, plot, file)
-    show_analysis(analysis, form)
+    tables.page(analysis).print(form, analysis)
     if plot is not None:
         click.echo(f"hvdkit bench: drawn to {plot}", err=True)
     return 0

@@ -17,13 +17,9 @@ _ACTIVITIES = tuple(name.replace("_", " ") for name in ACTIVITIES)
 
 
 def page(analysis: ScalingSummary) -> Page:
-    """The verdict, the tables and the notes."""
-    return Page([*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)], analysis.notes)
-
-
-def comma_separated(analysis: ScalingSummary) -> str:
-    """One line for each number of ranks; empty where something is not known."""
-    return table.comma_separated([_csv_row(row) for row in analysis.rows])
+    """The verdict, the tables and the notes; CSV has a line for each number of ranks."""
+    parts: list[str | Table] = [*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)]
+    return Page(parts, analysis.notes, [_csv_row(row) for row in analysis.rows])
 
 
 def _csv_row(row: ScalingRow) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,7 +85,4 @@ def _order(made: Made, variables: Sequence[Any]) -> tuple[list[int], str]:
 
 def _gradient(variable: Any) -> ModelGradient:
     path = str(variable.path)
-    elements = 1
-    for length in variable.shape:
-        elements *= int(length)
-    return ModelGradient(path, path.rpartition("/")[0] or "model", elements, str(variable.dtype))
+    return ModelGradient(path, path.rpartition("/")[0] or "model", math.prod(variable.shape), str(variable.dtype))

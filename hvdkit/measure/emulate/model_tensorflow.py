@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,11 @@ def gradients(made: Made) -> tuple[list[ModelGradient], str]:
     Raises:
         InvalidArgumentError: the module does not take its inputs, or variables have no known shape.
     """
-    known = _with_inputs(made)
+    import tensorflow as tf
+
+    known = made
+    if made.inputs is None and made.input_shape is not None:
+        known = replace(made, inputs=tf.zeros(tuple(made.input_shape)))
     if known.inputs is not None:
         with user_code("the module's call", TAKEN):
             known.called()  # many modules make their variables then
@@ -39,14 +44,6 @@ def gradients(made: Made) -> tuple[list[ModelGradient], str]:
     owners = _owners(made.model)
     named = _named_apart([_gradient(variable, owners) for variable in variables])
     return [named[index] for index in order], words
-
-
-def _with_inputs(made: Made) -> Made:
-    if made.inputs is not None or made.input_shape is None:
-        return made
-    import tensorflow as tf
-
-    return replace(made, inputs=tf.zeros(tuple(made.input_shape)))
 
 
 def _owners(model: Any) -> dict[int, str]:
@@ -83,12 +80,11 @@ def _gradient(variable: Any, owners: dict[int, str]) -> ModelGradient:
 
 def _named_apart(found: list[ModelGradient]) -> list[ModelGradient]:
     """The same with different names: TensorFlow calls every variable without a name Variable."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     result = []
     for one in found:
-        seen[one.name] = seen.get(one.name, 0) + 1
-        name = one.name if seen[one.name] == 1 else f"{one.name}_{seen[one.name]}"
-        result.append(ModelGradient(name, one.layer, one.elements, one.dtype))
+        seen[one.name] += 1
+        result.append(one if seen[one.name] == 1 else replace(one, name=f"{one.name}_{seen[one.name]}"))
     return result
 
 

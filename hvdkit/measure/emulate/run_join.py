@@ -76,16 +76,14 @@ def _samples(trial: int, plan: ReplayPlan, ranks: Sequence[Written]) -> list[Sam
             arrivals.append(arrived + offset_at(arrived, written.readings))
             ends.append(done + offset_at(done, written.readings))
         slowest = max(range(len(own)), key=own.__getitem__)
-        skew, transfer = max(arrivals) - min(arrivals), max(ends) - max(arrivals)
+        transfer = max(0.0, max(ends) - max(arrivals))  # clocks of two machines may be wrong by more than it takes
         samples.append(
             Sample(
                 trial=trial,
                 index=index,
                 nbytes=collective.nbytes,
-                skew_s=round(skew, _DIGITS),
-                transfer_s=round(
-                    max(0.0, transfer), _DIGITS
-                ),  # clocks of two machines may be wrong by more than it takes
+                skew_s=round(max(arrivals) - min(arrivals), _DIGITS),
+                transfer_s=round(transfer, _DIGITS),
                 slowest_s=own[slowest],
                 slowest_rank=slowest,
                 ranks_s=tuple(own),

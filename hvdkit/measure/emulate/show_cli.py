@@ -42,7 +42,7 @@ def show(file: Path, form: str | None, **files: Path | None) -> int:
     if form == "samples":
         click.echo(tables.samples_csv(found), nl=False)
     else:
-        tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
+        tables.page(analysis).print(form, analysis)
     return 0
 
 

@@ -167,7 +167,10 @@ def per_rank(need: Need, ranks: int) -> PerRank:
     """
     horovod = need.fusion_buffer + need.compression if ranks > 1 else 0
     cut = {1: ("states",), 2: ("states", "gradients"), 3: ("states", "gradients", "parameters")}
-    zero = {stage: need.training - sum(_saved(getattr(need, name), ranks) for name in cut[stage]) for stage in cut}
+    zero = {}
+    for stage, names in cut.items():
+        sizes = [getattr(need, name) for name in names]
+        zero[stage] = need.training - sum(size - -(-size // ranks) for size in sizes)
     return PerRank(ranks, need.training + horovod, zero)
 
 
@@ -201,10 +204,6 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> l
                 then = f"ZeRO stage {fits[0]} leaves {left} for its activations, {_UNKNOWN}"
             found.append(f"On {ranks} a rank needs more than it has with data parallelism; {then}.")
     return found
-
-
-def _saved(size: int, ranks: int) -> int:
-    return size - -(-size // ranks)
 
 
 def _activations(

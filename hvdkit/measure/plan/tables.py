@@ -41,19 +41,14 @@ def _policies(rows: Sequence[PlanRow]) -> Table:
 
 
 def _rates(rows: Sequence[PlanRow]) -> Table:
-    shown = _some(max(len(row.warmup_lr) for row in rows))
+    last = max(len(row.warmup_lr) for row in rows) - 1
+    count = min(last + 1, _MOST_COLUMNS)  # all epochs, or the first and others as far apart, up to the last
+    shown = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
     lines = [
         [row.ranks, *(f"{row.warmup_lr[at]:.4g}" if at < len(row.warmup_lr) else None for at in shown)] for row in rows
     ]
     names = ["ranks", *(f"epoch {at + 1}" for at in shown)]
     return Table("Learning rate at the end of the warmup's epochs", names, lines)
-
-
-def _some(epochs: int) -> list[int]:
-    """Positions of the epochs that fit into a table: all, or the first and others as far apart, up to the last."""
-    if epochs <= _MOST_COLUMNS:
-        return list(range(epochs))
-    return sorted({round(i * (epochs - 1) / (_MOST_COLUMNS - 1)) for i in range(_MOST_COLUMNS)})
 
 
 def _plan_row(row: PlanRow) -> list[object]:

@@ -29,7 +29,6 @@ _TENSORS = 100
 @click.command()
 @click.option(
     "--fit",
-    "fit",
     type=FILE,
     multiple=True,
     metavar="FILE...",
@@ -61,7 +60,6 @@ _TENSORS = 100
 )
 @click.option(
     "--plan",
-    "plan",
     type=FILE,
     metavar="FILE",
     help="Gradients, as `hvdkit emulate sizes -o` wrote them.  [default: the plan in the first --fit file]",
@@ -168,7 +166,7 @@ def predict(**given: Any) -> int:
     if given["figure"] is not None:
         tables.draw(given["figure"], rows)
     found = tables.predicted(costs, rows, asked, notes)
-    tables.page(costs, rows, notes).print(given["form"], found, lambda: tables.comma_separated(rows))
+    tables.page(costs, rows, notes).print(given["form"], found)
     return 0
 
 

@@ -52,7 +52,7 @@ def predicted(
 
 
 def page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str]) -> Page:
-    """The parameters of the model and a line for each number of ranks."""
+    """The parameters of the model and a line for each number of ranks; so has CSV."""
     found: list[Table | str] = [
         f"{_WHERE[level]}: {_parameters(link)}"
         for level, link in ((HOST, model.host), (NETWORK, model.network))
@@ -61,15 +61,11 @@ def page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str]) 
     known = [row.communication for row in rows if row.communication is not None and row.ranks > 1]
     what = "95% intervals" if all(one.low is not None for one in known) else "intervals from published errors alone"
     found.append(Table(f"Prediction with {what}", _NAMES, [_words(row) for row in rows]))
-    return Page(found, notes)
-
-
-def comma_separated(rows: Sequence[PredictionRow]) -> str:
-    """One line for each number of ranks, in seconds; empty where something is not known."""
-    return table.comma_separated([_csv_row(row) for row in rows])
+    return Page(found, notes, [_csv_row(row) for row in rows])
 
 
 def _csv_row(row: PredictionRow) -> dict[str, object]:
+    """In seconds; None where something is not known."""
     found: dict[str, object] = {"ranks": row.ranks, "hosts": row.hosts, "buckets": row.buckets}
     for name in _TIMES:
         found |= table.ends(f"{name}_s", getattr(row, name))

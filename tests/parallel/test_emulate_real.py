@@ -16,9 +16,10 @@ import pytest
 from ranks import missing
 
 from hvdkit.common import json_files
-from hvdkit.measure.emulate import engines, run_job, run_join
+from hvdkit.measure.emulate import engines, run_job
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
+from hvdkit.measure.emulate.run import join
 from hvdkit.measure.emulate.run_job import EmulateAsked, ReplayJob
 from hvdkit.measure.emulate.worker_replay import Replay
 
@@ -228,7 +229,7 @@ def test_clocks_that_are_hours_apart_are_compared(ranks_command, tmp_path):
     alone = ["-n", "1"]
     done = run([start[0], *start[3:], *alone, *worker, ":", *alone, *away, *worker], tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    joined = run_join.join(tmp_path, job.plan, 2)
+    joined = join(tmp_path, job.plan, 2)
     assert (joined.trials, joined.machines) == (5, 2)
     assert all(one.skew_s < 60 and one.transfer_s < 60 for one in joined.samples)
     (note,) = joined.notes

@@ -109,7 +109,7 @@ def scaling(
     subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
     found = results.resume(output, subject)
     jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
-    status = _run(asked, jobs, found, output, timeline)
+    status = _run(jobs, found, output, timeline)
     analysis = analyse(found)
     results.write(output, found, analysis)
     tables.page(analysis).print(form, analysis)
@@ -126,7 +126,7 @@ def _at(wish: here.Wish, ranks: int) -> here.Wish:
     return replace(wish, n=ranks, ppn=None if wish.ppn is None else min(wish.ppn, ranks))
 
 
-def _run(asked: ScalingAsked, jobs: Jobs, found: ScalingResults, output: Path, timeline: bool) -> int:
+def _run(jobs: Jobs, found: ScalingResults, output: Path, timeline: bool) -> int:
     """Run what is missing; 0, or 128 and the number of the signal that ended it."""
 
     def say(sentence: str) -> None:
@@ -137,9 +137,9 @@ def _run(asked: ScalingAsked, jobs: Jobs, found: ScalingResults, output: Path, t
 
     with ended_by_signals():
         try:
-            go(asked, jobs, found, keep, say)
+            go(jobs, found, keep, say)
             if timeline:
-                record(asked, jobs.recorded, found, keep, say)
+                record(jobs.recorded, found, keep, say)
         except ToldToEnd as ended:
             return 128 + ended.number
         except KeyboardInterrupt:

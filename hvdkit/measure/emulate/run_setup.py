@@ -15,7 +15,6 @@ from hvdkit.measure.bench import subject as bench
 from hvdkit.measure.emulate import run
 from hvdkit.measure.emulate.results import EmulateResults, WithLaunch
 from hvdkit.measure.emulate.run_job import Delay, EmulateAsked, ReplayJob
-from hvdkit.measure.emulate.run_join import Joined
 from hvdkit.measure.emulate.sizes import plan_of
 from hvdkit.run.launch import tuned as tuned_settings
 from hvdkit.run.launch.tuned import Tuned
@@ -54,7 +53,7 @@ class Setup:
     here: Here
     beside: Path | None
 
-    def results(self, joined: Joined) -> EmulateResults:
+    def results(self, joined: run.Joined) -> EmulateResults:
         """For the file of results, before it is analysed; without names of hosts.
 
         Where the ranks ran and whether they overlapped they say. What is asked for may come otherwise: a launcher fills

@@ -12,8 +12,8 @@ from hvdkit.common import plot as drawing
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import size_files
-from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.check import split
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.predict import formulas, model, prediction, stragglers, tables
 from hvdkit.measure.predict.model import CostModel
@@ -190,9 +190,8 @@ def _plan(files: list[EmulateResults], path: Path | None, parameters: int | None
     if path is not None and parameters is not None:
         raise InvalidArgumentError("--plan and --parameters both say which gradients there are; give one of them.")
     if parameters is not None:
-        least, more = divmod(parameters, _TENSORS)
-        sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
-        return ReplayPlan(tuple(size_files.of_list([size for size in sizes if size], "float32")))
+        sizes = [elements for elements in split(parameters, _TENSORS) if elements]
+        return ReplayPlan(tuple(Collective(f"layer{at}", elements) for at, elements in enumerate(sizes, start=1)))
     if path is not None:
         return json_files.read(path, ReplayPlan)
     if not files:

@@ -21,8 +21,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdkit.measure.emulate import results
+from hvdkit.common import json_files
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.predict import model
 from hvdkit.measure.predict.overlap import Fusion, gradients
 from hvdkit.measure.predict.prediction import Workload, predict
@@ -139,7 +140,8 @@ def _emulate(hosts, n, engine, trials, file):
 
 def compare(directory):
     """Fits on 2 and 3 ranks, prints the table for 4 and returns the median error."""
-    found = {n: [results.read(path) for path in sorted(directory.glob(f"{n}-*.json"))] for n in (*FITTED, PREDICTED)}
+    files = {n: sorted(directory.glob(f"{n}-*.json")) for n in (*FITTED, PREDICTED)}
+    found = {n: [json_files.read(path, EmulateResults) for path in paths] for n, paths in files.items()}
     if not all(found.values()):
         sys.exit(f"{directory} has no files for 2, 3 and 4 ranks")
     costs = model.fit([one for n in FITTED for one in found[n]])

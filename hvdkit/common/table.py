@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -102,25 +102,26 @@ class Page:
     Attributes:
         parts: tables and sentences in their order.
         notes: sentences at the end, what a reader should know.
+        rows: what CSV has, one row or more, for commands that have it.
     """
 
     parts: Sequence[Table | str | Text]
     notes: Sequence[str] = ()
+    rows: Sequence[Mapping[str, object]] = ()
 
-    def print(self, form: str | None, document: Document, csv: Callable[[], str] | None = None) -> None:
+    def print(self, form: str | None, document: Document) -> None:
         """Print it to standard output.
 
         Args:
             form: "markdown", "json", "csv", or None for what a terminal shows.
             document: the same for programs.
-            csv: makes the CSV, for commands that have it.
         """
         if form == "json":
             click.echo(json_files.encode(document), nl=False)
         elif form == "markdown":
             click.echo(self.markdown())
-        elif form == "csv" and csv is not None:
-            click.echo(csv(), nl=False)
+        elif form == "csv":
+            click.echo(comma_separated(self.rows), nl=False)
         else:
             self.show(console())
 

@@ -8,10 +8,9 @@ that the user has, or from one verified download per node.
 ::
 
     load(name)                      loading.py     validate, find, read, scale to [0, 1]
-    ├── digits, synthetic           generated.py   no files needed
+    ├── digits, synthetic                          no files needed
     └── mnist, fashion_mnist, cifar10
         ├── what and from where     sources.py     the table: layouts, sha256, URLs
-        ├── which files are here    locate.py      directory argument, HVDKIT_DATA, XDG_DATA_HOME
         ├── read them               readers.py (IDX, npz), cifar.py (batches), pickled.py (no code is run)
         └── fetch them              download.py    one process per node, under a lock, checksum verified
 

@@ -45,21 +45,18 @@ def _contents(paths: Sequence[Path], names: Sequence[str]) -> list[tuple[str, by
     """Where each batch is, for messages, and its bytes; nothing of an archive is unpacked to disk."""
     if len(paths) == 1:
         return [(f"{paths[0]}:{name}", content) for name, content in _members(paths[0], names)]
-    return [(str(path), _content(path)) for path in paths]
-
-
-def _content(path: Path) -> bytes:
-    with reading(path):
-        return files.content(path, most=MOST_BYTES)
-
-
-def _unpacked(archive: Path) -> io.BytesIO:
-    return io.BytesIO(files.content(archive, most=MOST_BYTES, unzip=True))
+    found = []
+    for path in paths:
+        with reading(path):
+            found.append((str(path), files.content(path, most=MOST_BYTES)))
+    return found
 
 
 def _members(archive: Path, names: Sequence[str]) -> list[tuple[str, bytes]]:
     found: dict[str, bytes] = {}
-    with reading(archive), tarfile.open(fileobj=_unpacked(archive), mode="r:") as tar:
+    with reading(archive):
+        content = io.BytesIO(files.content(archive, most=MOST_BYTES, unzip=True))
+    with reading(archive), tarfile.open(fileobj=content, mode="r:") as tar:
         for member in tar:
             name = PurePosixPath(member.name).name
             stream = tar.extractfile(member) if name in names and member.isreg() else None
@@ -101,8 +98,8 @@ def _label_array(labels: Any, where: str) -> NDArray[Any]:
 
 def _images_from_planes(rows: NDArray[np.uint8], form: ImageFormat, where: str) -> NDArray[np.uint8]:
     """Rows of one colour plane after the other, (n, channels * height * width), as (n, height, width, channels)."""
-    if rows.ndim != 2 or rows.shape[1] != form.channels * form.height * form.width:
-        expected = form.channels * form.height * form.width
+    expected = form.channels * form.height * form.width
+    if rows.ndim != 2 or rows.shape[1] != expected:
         raise corrupt(where, f"its images are of shape {rows.shape}, expected (n, {expected})")
     planes = rows.reshape(-1, form.channels, form.height, form.width)
     return planes.transpose(0, 2, 3, 1)

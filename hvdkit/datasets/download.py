@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from hvdkit.common.files import complete_or_absent
-from hvdkit.datasets.readers import quoted
+from hvdkit.common.units import printable
+from hvdkit.datasets.readers import LONGEST_QUOTE
 from hvdkit.errors import CorruptDataError, DataError
 
 TIMEOUT_S = 30.0
@@ -122,7 +123,8 @@ def _download(file: RemoteFile, folder: Path, login_node_command: str) -> None:
 
 def _reason(error: Exception) -> str:
     # A URLError prints its reason in angle brackets; its subclass HTTPError prints the status code.
-    return quoted(str(error.reason if type(error) is urllib.error.URLError else error)) or type(error).__name__
+    text = str(error.reason if type(error) is urllib.error.URLError else error)
+    return printable(text[:LONGEST_QUOTE]) or type(error).__name__
 
 
 def _receive(url: str, sha256: str, target: IO[bytes]) -> None:

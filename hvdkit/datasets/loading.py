@@ -1,24 +1,29 @@
-"""`load`: a data set by name, as arrays that every framework takes."""
+"""`load`: a data set by name, as arrays that every framework takes; bundled, made of random numbers, or from files."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.datasets import generated, locate
+from hvdkit.common.extras import of_extra
 from hvdkit.datasets.download import fetch
 from hvdkit.datasets.readers import Arrays
-from hvdkit.datasets.sources import SOURCES, DataSource
-from hvdkit.errors import CorruptDataError, InvalidArgumentError
+from hvdkit.datasets.sources import SOURCES, DataSource, FolderLayout
+from hvdkit.errors import CorruptDataError, DataError, DataNotFoundError, InvalidArgumentError
 from hvdkit.steps.numbers import whole
 
 NAMES = ("digits", *SOURCES, "synthetic")
 LARGEST_SEED = 2**32 - 1
+DIGITS_TEST_FRACTION = 0.2
+DIGITS_BRIGHTEST = 16.0
+SYNTHETIC_NOISE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +71,10 @@ def load(
         CorruptDataError: a file is damaged or a server sent another one; says which and why.
         DataError: a file cannot be read, or no server could be reached.
     """
-    _check_name(name)
+    if name not in NAMES:
+        nearest = difflib.get_close_matches(str(name), NAMES, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise InvalidArgumentError(f"unknown data set {name!r}, expected one of {', '.join(NAMES)}{hint}")
     seed = whole("seed", seed, 0)
     if seed > LARGEST_SEED:
         raise InvalidArgumentError(f"seed must be at most {LARGEST_SEED}, got {seed}.")
@@ -78,48 +86,114 @@ def load(
                 f"{option}={value!r} is for the data set synthetic; {name} has its own, leave it out"
             )
     if name == "digits":
-        return Dataset(name, *generated.digits(seed), classes=10)
+        return Dataset(name, *_digits(seed), classes=10)
     return _load_files(SOURCES[name], directory, download)
 
 
 def _load_files(source: DataSource, directory: str | os.PathLike[str] | None, download: bool) -> Dataset:
-    base = locate.data_directory(directory)
-    found = locate.find(source, base)
+    """A data set of ``SOURCES`` from the first folder that has it, or from a server; see ``load``."""
+    base = _data_directory(directory)
+    command = ["python", "-m", "hvdkit.datasets", source.name, "--download"]
+    if directory is not None:
+        command += ["--directory", str(directory)]
+    found = _find(source, base)
     if found is None and download:
-        fetch(source.remote, base / source.name, locate.download_command(source.name, directory))
-        found = locate.find(source, base)
+        fetch(source.remote, base / source.name, shlex.join(command))
+        found = _find(source, base)
     if found is None:
-        raise locate.not_found(source, base, directory)
-    arrays = found.layout.read(found.paths, source.form)
-    _refuse_another_set(source, arrays, found)
+        raise DataNotFoundError(
+            f"{source.name}: found {_what_is_missing(source, base)}; looked in "
+            f"{', '.join(str(base / folder) for folder in source.folders)}; "
+            f"put the files there, name their directory (directory argument or HVDKIT_DATA), or download them from "
+            f"{source.remote[0].urls[0].rpartition('/')[0]}/ with `{shlex.join(command)}` (in Python: download=True)"
+        )
+    layout, paths = found
+    arrays = layout.read(paths, source.form)
+    for other in SOURCES.values():
+        known = len(other.first_labels)
+        if other is not source and tuple(arrays.y_train[:known].tolist()) == other.first_labels:
+            raise CorruptDataError(
+                f"the files in {paths[0].parent} are those of {other.name}, expected {source.name}; "
+                f"keep each data set in a folder of its own name"
+            )
     scaled = arrays._replace(x_train=_scaled(arrays.x_train), x_test=_scaled(arrays.x_test))
     return Dataset(source.name, *scaled, classes=source.form.classes)
 
 
-def _refuse_another_set(source: DataSource, arrays: Arrays, found: locate.FoundFiles) -> None:
-    for other in SOURCES.values():
-        known = len(other.first_labels)
-        if other is not source and tuple(arrays.y_train[:known].tolist()) == other.first_labels:
-            folder = found.paths[0].parent
-            raise CorruptDataError(
-                f"the files in {folder} are those of {other.name}, expected {source.name}; "
-                f"keep each data set in a folder of its own name"
-            )
+def _data_directory(directory: str | os.PathLike[str] | None) -> Path:
+    """The directory below which data sets lie: the caller's choice, else as ``load`` says; an empty variable is unset.
+
+    Raises:
+        DataError: none of them is set and there is no home directory.
+    Source: XDG Base Directory Specification 0.8 (a relative XDG_DATA_HOME is to be ignored).
+    """
+    try:
+        if directory is not None:
+            return Path(directory).expanduser()
+        if chosen := os.environ.get("HVDKIT_DATA"):
+            return Path(chosen).expanduser()
+        shared = Path(os.environ.get("XDG_DATA_HOME", ""))
+        return (shared if shared.is_absolute() else Path.home() / ".local" / "share") / "hvdkit"
+    except RuntimeError as error:
+        raise DataError("there is no home directory to look for data in; set HVDKIT_DATA to a directory") from error
+
+
+def _find(source: DataSource, base: Path) -> tuple[FolderLayout, list[Path]] | None:
+    """The first layout that a folder holds as a whole, and its files in the order of its reader; None without one."""
+    for folder in source.folders:
+        for layout in source.layouts:
+            paths = [path for names in layout.files if (path := _existing(base / folder, names))]
+            if len(paths) == len(layout.files):
+                return layout, paths
+    return None
+
+
+def _what_is_missing(source: DataSource, base: Path) -> str:
+    for folder in source.folders:
+        for layout in source.layouts:
+            missing = [names[0] for names in layout.files if not _existing(base / folder, names)]
+            if len(missing) < len(layout.files):
+                return f"no {', '.join(missing)} in {base / folder}, where the other files are"
+    return "no " + " and no ".join(", ".join(names[0] for names in layout.files) for layout in source.layouts)
+
+
+def _existing(folder: Path, names: Sequence[str]) -> Path | None:
+    return next((path for name in names if (path := folder / name).is_file()), None)
 
 
 def _scaled(images: NDArray[np.uint8]) -> NDArray[np.float32]:
     return np.divide(images, np.float32(255), dtype=np.float32, order="C")
 
 
+def _digits(seed: int) -> Arrays:
+    """1797 handwritten digits of 8 x 8 pixels; 80 % to train, 20 % held out, each digit in proportion.
+
+    Source: Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits, UCI repository.
+    """
+    with of_extra("examples", "digits comes with scikit-learn", ", or use the data set synthetic, which needs nothing"):
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    bundled = load_digits()
+    images = (bundled.images / DIGITS_BRIGHTEST).astype(np.float32)[..., np.newaxis]
+    labels = bundled.target.astype(np.int64)
+    x_train, x_test, y_train, y_test = train_test_split(
+        images, labels, test_size=DIGITS_TEST_FRACTION, stratify=labels, random_state=seed
+    )
+    return Arrays(x_train, y_train, x_test, y_test)
+
+
 def _synthetic(n: int | None, shape: Sequence[int] | None, classes: int | None, seed: int) -> Dataset:
+    """A pattern per class plus noise: a network learns it. Classes are as even as n allows."""
     n = whole("n", 1000 if n is None else n, 1)
     classes = whole("classes", 10 if classes is None else classes, 2)
     shape = (8, 8, 1) if shape is None else shape
     if not isinstance(shape, list | tuple) or len(shape) != 3:
         raise InvalidArgumentError(f"shape is {shape!r}, expected height, width and channels, as in (8, 8, 1)")
     height, width, channels = (whole("shape", extent, 1) for extent in shape)
+    rng = np.random.default_rng(seed)
     try:
-        samples = generated.synthetic(n, (height, width, channels), classes, seed)
+        patterns = rng.random((classes, height, width, channels), dtype=np.float32)
+        samples = (*_noisy(rng, patterns, n), *_noisy(rng, patterns, -(-n // 4)))
     except (MemoryError, OverflowError, ValueError) as error:  # too large for this machine, for a size, for NumPy
         raise InvalidArgumentError(
             f"n={n} samples of {height} x {width} x {channels} in {classes} classes do not fit into memory ({error}); "
@@ -128,9 +202,12 @@ def _synthetic(n: int | None, shape: Sequence[int] | None, classes: int | None, 
     return Dataset("synthetic", *samples, classes=classes)
 
 
-def _check_name(name: str) -> None:
-    if name in NAMES:
-        return
-    nearest = difflib.get_close_matches(str(name), NAMES, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise InvalidArgumentError(f"unknown data set {name!r}, expected one of {', '.join(NAMES)}{hint}")
+def _noisy(
+    rng: np.random.Generator, patterns: NDArray[np.float32], n: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    labels = rng.permutation(np.arange(n, dtype=np.int64) % len(patterns))
+    images = rng.standard_normal((n, *patterns.shape[1:]), dtype=np.float32)
+    images *= SYNTHETIC_NOISE
+    images += patterns[labels]
+    np.clip(images, 0.0, 1.0, out=images)
+    return images, labels

@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.common import files
+from hvdkit.common.units import printable
 from hvdkit.errors import CorruptDataError, DataError
 
 IDX_UNSIGNED_BYTE = 0x08
 MOST_BYTES = 1 << 30
 """Of a file, unpacked; the largest of the published ones has 180 million."""
-LONGEST_QUOTE = 400  # characters
+LONGEST_QUOTE = 400
+"""Characters of what a file or a server made us say."""
 NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -47,12 +49,7 @@ Pair = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 def corrupt(where: Path | str, problem: str) -> CorruptDataError:
     """The error for a file that is there and is not what it should be."""
-    return CorruptDataError(f"{where} is corrupt: {quoted(problem)}; delete it and get it again")
-
-
-def quoted(text: str) -> str:
-    """What a file or a server made us say, short and without control characters."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:LONGEST_QUOTE])
+    return CorruptDataError(f"{where} is corrupt: {printable(problem[:LONGEST_QUOTE])}; delete it and get it again")
 
 
 @contextmanager
@@ -92,14 +89,9 @@ def read_idx_set(paths: Sequence[Path], form: ImageFormat) -> Arrays:
     Source: the file format section of http://yann.lecun.com/exdb/mnist/
     """
     train_images, train_labels, test_images, test_labels = paths
-    return Arrays(
-        *_read_idx_pair(train_images, train_labels, form),
-        *_read_idx_pair(test_images, test_labels, form),
-    )
-
-
-def _read_idx_pair(images: Path, labels: Path, form: ImageFormat) -> Pair:
-    return checked_pair(read_idx(images, 3), read_idx(labels, 1), form, images, labels)
+    train = checked_pair(read_idx(train_images, 3), read_idx(train_labels, 1), form, train_images, train_labels)
+    test = checked_pair(read_idx(test_images, 3), read_idx(test_labels, 1), form, test_images, test_labels)
+    return Arrays(*train, *test)
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:

@@ -7,14 +7,9 @@ What is real: the forward and backward pass, the gradients that are exchanged an
 steps as any training. What is not: images and labels are one random batch per rank, which is taken again and again, so
 that nothing is learnt and no time is spent on input.
 
-- cnn: two convolutions and two dense layers on 28 x 28 x 1, 1.2 million parameters in 8 tensors;
-- mlp: 784-256-128-64-10, 0.24 million in 8;
-- deep: 60 dense layers of 256 and one of 10, 4 million in 122: many small tensors;
-- wide: 784-4096-4096-10, 20 million in 6: few large ones;
-- resnet50-shape: the layers of ResNet-50 in the shapes of He et al. 2016 (arXiv:1512.03385, table 1), with the stride
-  of a block in its 3 x 3 convolution as in most implementations: 25,557,032 parameters in 161 tensors, whatever the
-  image size. So what is exchanged is that of ResNet-50; what is computed is too at 224 x 224, and less at a smaller
-  ``image_size``, by about its square. Statistics of batch normalization are each rank's own.
+The models are those of docs/bench.md. resnet50-shape has the shapes of He et al. 2016 (arXiv:1512.03385, table 1), with
+the stride of a block in its 3 x 3 convolution as in most implementations, and each rank's own statistics of batch
+normalization.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,8 +35,6 @@ RESNET50 = "resnet50-shape"
 HIDDEN = {"mlp": (256, 128, 64), "deep": (256,) * 60, "wide": (4096, 4096)}
 """Widths of the dense layers of the models that consist of nothing else."""
 MODELS = ("cnn", *HIDDEN, RESNET50)
-CLASSES = {RESNET50: 1000}
-"""Outputs of a model; 10 where nothing else is said."""
 IMAGE_SIZE, LEAST_IMAGE_SIZE = 224, 64
 """Customary, and the least at which the last stage has more than one pixel to take statistics of."""
 STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
@@ -103,7 +97,7 @@ class BenchmarkSettings:
     @property
     def classes(self) -> int:
         """Outputs of the model."""
-        return CLASSES.get(self.model, 10)
+        return 1000 if self.model == RESNET50 else 10
 
     @property
     def batches(self) -> int:
@@ -253,16 +247,11 @@ class Stopwatch:
                 self._settings, device, size, *self._sizes, img_per_second=mean, spread=spread,
                 total_img_per_second=size * mean, iterations=tuple(self.speeds),
             )  # fmt: skip
-            _write(json_files.encode(found).rstrip())
+            click.echo(json_files.encode(found).rstrip())
 
     def _say(self, line: str) -> None:
         if self._world.is_root and not self._settings.as_json:
-            _write(line)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+            click.echo(line)
 
 
 def run_program(run: Callable[[BenchmarkSettings], object]) -> NoReturn:

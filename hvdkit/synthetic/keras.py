@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from hvdkit.synthetic.benchmark import BenchmarkSettings, Stopwatch, run_program
@@ -57,11 +57,7 @@ def _batches(settings: BenchmarkSettings, rank: int) -> Any:
 
         return tf.data.Dataset.from_tensors(tuple(map(tf.constant, batch))).repeat()
 
-    def again() -> Iterator[Any]:
-        while True:
-            yield batch
-
-    return again()
+    return (batch for _ in itertools.count())  # fit takes generators, and no other iterators
 
 
 if __name__ == "__main__":

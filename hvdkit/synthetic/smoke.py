@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
+
+import click
 
 from hvdkit.errors import HvdkitError, TopologyMismatchError
 from hvdkit.synthetic.benchmark import BenchmarkSettings, started_by
@@ -35,17 +36,12 @@ def run(framework: str, ranks: int, *, gpu: bool) -> None:
     words = " + ".join(map(str, numbers))
     if total != sum(numbers):
         raise HvdkitError(f"Horovod adds up {words} to {total:g} on rank {world.rank}; run `hvdkit install --force`.")
-    _say(f"allreduce: {words} = {total:g} on every rank, under {world.launcher}")
+    click.echo(f"hvdkit test: allreduce: {words} = {total:g} on every rank, under {world.launcher}")
     training: Any = importlib.import_module(f"hvdkit.synthetic.{framework}")
     settings = BenchmarkSettings("mlp", batch_size=8, warmup_batches=0, batches_per_iter=STEPS, iters=1, cuda=gpu)
     model, optimizer = training.run(settings)
     hk.check_agreement(model, optimizer, world)
-    _say(f"training: after {STEPS} steps all ranks have the same weights, bit for bit")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"hvdkit test: {line}\n")
-    sys.stdout.flush()
+    click.echo(f"hvdkit test: training: after {STEPS} steps all ranks have the same weights, bit for bit")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import inspect
 import json
 import pkgutil
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -40,7 +42,7 @@ What a training writes itself has forms of its own, since it needs no tool: line
 Times are seconds, in fields whose names end in `_s` or `seconds` or whose table says so; sizes are bytes, rates bytes
 per second. Null is what is not known. What hvdkit reads is checked against these fields, and refused with the place,
 what is there and what was expected. The class of a kind gives its JSON Schema:
-`python -c "import msgspec; from hvdkit.measure.bench.results import Results; print(msgspec.json.schema(Results))"`.
+`python -c "import msgspec, hvdkit.measure.bench.results as r; print(msgspec.json.schema(r.ScalingResults))"`.
 """
 
 
@@ -178,6 +180,12 @@ def test_a_time_is_seconds():
             assert not [name for name, *_ in found if re.search(r"_(ms|us|minutes)$", name)], (kind.kind, one)
             assert len(nested) < 100
     assert not re.findall("milliseconds|microseconds", PAGE.read_text())
+
+
+def test_the_line_of_the_page_that_prints_a_schema_does():
+    (code,) = re.findall(r'python -c "(.+)"', HEAD)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "#/$defs/ScalingResults" in done.stdout
 
 
 def test_every_kind_has_a_json_schema():

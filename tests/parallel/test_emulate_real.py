@@ -15,8 +15,11 @@ import namespaces
 import pytest
 from ranks import missing
 
-from hvdkit.measure.emulate import engines, results, run_job, run_join
+from hvdkit.common import json_files
+from hvdkit.measure.emulate import engines, run_job
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.emulate.results import EmulateResults
+from hvdkit.measure.emulate.run import join
 from hvdkit.measure.emulate.run_job import EmulateAsked, ReplayJob
 from hvdkit.measure.emulate.worker_replay import Replay
 
@@ -143,7 +146,7 @@ def test_the_tutorial_s_list_over_the_ring(tmp_path, environment):
         argv("--engine", "ring", "--sizes", LIST, "--samples", "60000", "--batch-size", "8192"), tmp_path, environment
     )
     assert done.returncode == 0, done.stderr
-    found = results.read(tmp_path / "r.json")
+    found = json_files.read(tmp_path / "r.json", EmulateResults)
     assert found.plan.trials == 8
     assert (found.asked.hosts, found.asked.ppn) == (1, 4)
     assert [one.nbytes for one in found.samples] == [2600, 33024, 131584, 803840] * 8
@@ -175,7 +178,7 @@ def test_a_straggler_is_seen_as_skew_and_not_as_transfer(tmp_path, environment):
     words = ["--engine", "ring", "--sizes", "4000", "--trials", "15", "--straggler", "1:40"]
     done = run(argv(*words, n=2), tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    samples = results.read(tmp_path / "r.json").samples
+    samples = json_files.read(tmp_path / "r.json", EmulateResults).samples
     assert statistics.median(one.skew_s for one in samples) > 0.03
     assert sum(one.ranks_s[1] < one.ranks_s[0] for one in samples) > 10
     assert "rank 1 comes last most often" in done.stdout
@@ -200,7 +203,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, environment):
         process.wait()
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    found = results.read(tmp_path / "r.json")
+    found = json_files.read(tmp_path / "r.json", EmulateResults)
     trials = [one.trial for one in found.samples[::2]]
     assert len(trials) >= 5
     assert trials == list(range(len(trials)))
@@ -226,7 +229,7 @@ def test_clocks_that_are_hours_apart_are_compared(ranks_command, tmp_path):
     alone = ["-n", "1"]
     done = run([start[0], *start[3:], *alone, *worker, ":", *alone, *away, *worker], tmp_path, environment)
     assert done.returncode == 0, done.stderr
-    joined = run_join.join(tmp_path, job.plan, 2)
+    joined = join(tmp_path, job.plan, 2)
     assert (joined.trials, joined.machines) == (5, 2)
     assert all(one.skew_s < 60 and one.transfer_s < 60 for one in joined.samples)
     (note,) = joined.notes
@@ -263,7 +266,7 @@ def test_the_ring_over_four_hosts_is_right_and_never_beats_the_bandwidth_bound(h
     done = run([*hosts.inside(0), *argv(*words, *placed)], tmp_path, environment)
     hosts.clear()
     assert done.returncode == 0, done.stderr
-    found = results.read(tmp_path / "r.json")
+    found = json_files.read(tmp_path / "r.json", EmulateResults)
     assert (found.asked.hosts, found.asked.ppn, len(found.samples)) == (4, 1, 2)
     moved = 2 * 3 / 4 * size
     for one in found.samples:

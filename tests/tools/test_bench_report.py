@@ -13,9 +13,10 @@ import pytest
 from bench_machine import Machine, run_bench, saved, use
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.measure.bench import plots
 from hvdkit.measure.bench.analysis import analyse
-from hvdkit.measure.bench.results import read
+from hvdkit.measure.bench.results import ScalingResults
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -33,7 +34,7 @@ def measured(tmp_path, monkeypatch):
 
 
 def analysis():
-    return analyse(read(Path("results.json")))
+    return analyse(json_files.read(Path("results.json"), ScalingResults))
 
 
 class Page(HTMLParser):

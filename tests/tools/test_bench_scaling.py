@@ -12,11 +12,12 @@ from bench_machine import Machine, fitting, saved, use
 from bench_machine import run_bench as bench
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import interval_text
-from hvdkit.measure.bench import results
 from hvdkit.measure.bench.analysis import ScalingRow, causes
 from hvdkit.measure.bench.measurement import measure
+from hvdkit.measure.bench.results import ScalingResults
 from hvdkit.measure.bench.scaling import order
 from hvdkit.measure.bench.subject import ScalingAsked, commit
 from hvdkit.read.explain import explain
@@ -415,7 +416,9 @@ def test_ranks_that_are_missing_are_said(start, capsys):
     write = machine._write
     machine._write = lambda directory, rank, *more: rank == 0 and write(directory, rank, *more)
     assert bench() == 1
-    assert any("of 2 ranks" in (job.failure or "") for job in results.read(Path("results.json")).jobs)
+    assert any(
+        "of 2 ranks" in (job.failure or "") for job in json_files.read(Path("results.json"), ScalingResults).jobs
+    )
 
 
 def test_two_points_that_no_law_passes_through_are_not_said_to_be_fitted_exactly(start, capsys):

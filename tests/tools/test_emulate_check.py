@@ -11,8 +11,8 @@ from hvdkit import InvalidArgumentError
 from hvdkit.measure.emulate import clock, worker
 from hvdkit.measure.emulate.check import EXACT, Values, split, storage
 from hvdkit.measure.emulate.plan import DTYPES, Collective, ReplayPlan
+from hvdkit.measure.emulate.run import join
 from hvdkit.measure.emulate.run_job import Delay, EmulateAsked, ReplayJob, read, write
-from hvdkit.measure.emulate.run_join import join
 from hvdkit.measure.emulate.worker_files import Writer, head_of
 from hvdkit.measure.emulate.worker_replay import Replay, WrongResultError
 

@@ -17,10 +17,12 @@ from emulate_results import from_sizes, made, results, sample
 from rich.console import Console
 
 from hvdkit import cli
+from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import outputs, tables
 from hvdkit.measure.emulate import results as files
 from hvdkit.measure.emulate.analysis import analyse
+from hvdkit.measure.emulate.results import EmulateResults
 
 TUTORIAL = {2600: 0.02, 33024: 0.021, 131584: 0.023, 803840: 0.03}
 HOSTILE = "<script>alert(1)</script>[red]|\x1b[31m\u202e"
@@ -145,7 +147,7 @@ def test_the_plot_by_size_has_logarithmic_axes(capsys, saved, matplotlib):
 
 
 def test_the_same_results_give_the_same_plot(saved, matplotlib):
-    found = files.read(Path("results.json"))
+    found = json_files.read(Path("results.json"), EmulateResults)
     written(found, plot=Path("a.svg"))
     written(found, plot=Path("b.svg"))
     assert Path("a.svg").read_bytes() == Path("b.svg").read_bytes()

@@ -7,7 +7,8 @@ import pytest
 from emulate_results import ENVIRONMENT
 
 from hvdkit import DataError, cli
-from hvdkit.measure.emulate import results, run_join
+from hvdkit.common import json_files
+from hvdkit.measure.emulate import results, run
 from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.clock import Reading
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
@@ -43,7 +44,7 @@ def written(folder, rank, trials, machine="one", readings=(), notes=()):
 def test_skew_is_told_apart_from_transfer(tmp_path):
     written(tmp_path, 0, {0: ([10.0, 20.0], [10.7, 20.1])})
     written(tmp_path, 1, {0: ([10.5, 20.0], [10.6, 20.3])})
-    joined = run_join.join(tmp_path, PLAN, 2)
+    joined = run.join(tmp_path, PLAN, 2)
     first, second = joined.samples
     assert (first.skew_s, first.transfer_s) == (0.5, 0.2)
     assert (first.slowest_s, first.slowest_rank, first.ranks_s) == (0.7, 0, (0.7, 0.1))
@@ -58,23 +59,23 @@ def test_only_trials_that_all_ranks_finished_count(tmp_path):
     written(tmp_path, 1, {0: times, 1: times})
     with file_of(tmp_path, 1).open("a") as file:
         file.write("[2, [1.0, 2.0], [1.1, 2")  # it was killed while it wrote
-    joined = run_join.join(tmp_path, PLAN, 2)
+    joined = run.join(tmp_path, PLAN, 2)
     assert joined.trials == 2
     assert [one.trial for one in joined.samples] == [0, 0, 1, 1]
 
 
 def test_a_rank_that_wrote_nothing_leaves_nothing_to_count(tmp_path):
     written(tmp_path, 0, {0: ([1.0, 2.0], [1.1, 2.1])})
-    assert run_join.join(tmp_path, PLAN, 2).samples == []
+    assert run.join(tmp_path, PLAN, 2).samples == []
     file_of(tmp_path, 1).touch()
-    assert run_join.join(tmp_path, PLAN, 2).samples == []
+    assert run.join(tmp_path, PLAN, 2).samples == []
 
 
 def test_the_clock_of_another_machine_is_corrected_and_its_drift_too(tmp_path):
     readings = [Reading(1000.0, -990.0, 2e-5), Reading(2000.0, -1988.0, 1e-5)]  # it runs at twice the pace
     written(tmp_path, 0, {0: ([10.1, 11.0], [10.2, 11.8])})
     written(tmp_path, 1, {0: ([1000.1, 1500.0], [1000.2, 1500.0 + 0.25])}, machine="two", readings=readings)
-    joined = run_join.join(tmp_path, PLAN, 2)
+    joined = run.join(tmp_path, PLAN, 2)
     first, second = joined.samples
     assert first.skew_s == pytest.approx(0.1, abs=1e-3)
     assert second.skew_s == pytest.approx(0.0, abs=1e-3)  # without the drift it would be 499
@@ -88,8 +89,8 @@ def test_the_clock_of_another_machine_is_corrected_and_its_drift_too(tmp_path):
 def test_clocks_that_are_not_quite_right_give_no_negative_times(tmp_path):
     written(tmp_path, 0, {0: ([10.0, 20.0], [10.0001, 20.1])})
     written(tmp_path, 1, {0: ([10.0002, 20.0], [10.0001, 20.1])}, machine="two", readings=[Reading(1.0, 0.0, 1e-3)])
-    assert run_join.join(tmp_path, PLAN, 2).samples[0].transfer_s == 0
-    assert "before, not after," in run_join.join(tmp_path, PLAN, 2).notes[0]
+    assert run.join(tmp_path, PLAN, 2).samples[0].transfer_s == 0
+    assert "before, not after," in run.join(tmp_path, PLAN, 2).notes[0]
 
 
 def test_a_wrong_result_is_told_before_what_followed_from_it(tmp_path):
@@ -97,13 +98,13 @@ def test_a_wrong_result_is_told_before_what_followed_from_it(tmp_path):
         writer.error("it lost rank 1", 1, wrong=False)
     with Writer(tmp_path, 1, {"machine": "one", "notes": []}) as writer:
         writer.error("element 3 is 5, expected 6", 1, wrong=True)
-    assert run_join.join(tmp_path, PLAN, 2).failed.error == "element 3 is 5, expected 6"
+    assert run.join(tmp_path, PLAN, 2).failed.error == "element 3 is 5, expected 6"
 
 
 def test_notes_of_ranks_come_once(tmp_path):
     for rank in range(2):
         written(tmp_path, rank, {}, notes=["torch.distributed used gloo."])
-    assert run_join.join(tmp_path, PLAN, 2).notes == ["torch.distributed used gloo."]
+    assert run.join(tmp_path, PLAN, 2).notes == ["torch.distributed used gloo."]
 
 
 @pytest.mark.parametrize("text", ["{}\n", "hello\n", '{"hvdkit": "emulate rank", "rank": 0}\n[1]\n'])
@@ -131,10 +132,10 @@ def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "r.json"
     found = of([sample(), sample(1, 1)], notes=["A note."])
     results.write(path, found)
-    assert results.read(path) == found
+    assert json_files.read(path, EmulateResults) == found
     assert json.loads(path.read_text())["summary"] is None
     results.write(path, of([]))
-    assert results.read(path).samples == []
+    assert json_files.read(path, EmulateResults).samples == []
 
 
 def test_rows_of_the_summary_have_the_columns_of_nccl_tests(tmp_path):
@@ -159,7 +160,7 @@ def test_an_old_file_stays_whole_when_the_new_one_cannot_be_written(tmp_path):
     results.write(path, of([sample()]))
     with pytest.raises(DataError, match=r"samples\[0\]\.skew_s is null: expected `float`"):
         results.write(path, of([sample(skew_s=float("nan"))]))
-    assert len(results.read(path).samples) == 1
+    assert len(json_files.read(path, EmulateResults).samples) == 1
     assert [one.name for one in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -200,12 +201,12 @@ def test_another_file_is_refused(tmp_path, broken):
     results.write(path, of([sample()]))
     path.write_text(broken(json.loads(path.read_text())))
     with pytest.raises(DataError, match=r"r\.json is not a file of 'hvdkit emulate' \(emulate-results, schema 1\)"):
-        results.read(path)
+        json_files.read(path, EmulateResults)
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match=r"No file at .* expected one that 'hvdkit emulate' wrote"):
-        results.read(tmp_path / "r.json")
+        json_files.read(tmp_path / "r.json", EmulateResults)
 
 
 @pytest.mark.parametrize("command", [["emulate", "show"], ["emulate", "sizes", "--plan"], ["predict", "--fit"]])

@@ -22,7 +22,7 @@ class Message:
         self.copied = threading.Event()
         self.done = False
 
-    def wait(self):
+    def __call__(self):
         assert self.copied.wait(TIMEOUT_S), "nobody received it"
         self.done = True
 
@@ -32,7 +32,7 @@ class Receive:
         self.messages, self.array, self.receives = messages, array, receives
         receives.append(self)
 
-    def wait(self):
+    def __call__(self):
         assert self.receives.pop(0) is self, "receives are not waited for in order"
         message = self.messages.get(timeout=TIMEOUT_S)
         assert message.array.nbytes == self.array.nbytes

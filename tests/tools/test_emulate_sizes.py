@@ -404,7 +404,7 @@ def test_the_shape_of_an_input_reaches_the_process_of_the_model(capsys, monkeypa
         asked.append({"model": model, **more})
         return {"framework": "torch", "order": "as told", "gradients": [{"name": "w", "elements": 3, "dtype": "int8"}]}
 
-    monkeypatch.setattr("hvdkit.measure.emulate.model_sizes.ask", ask)
+    monkeypatch.setattr("hvdkit.measure.emulate.sizes.ask", ask)
     words = ["--input-shape", "2,784", "--per", "layer", "--framework", "torch"]
     plan = sizes(capsys, "--model", "nets.py:Classifier", *words)
     assert plan.collectives == (Collective("w", 3, "int8"),)

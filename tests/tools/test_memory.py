@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hvdkit import cli
+from hvdkit.measure import model_factory
 from hvdkit.measure.memory import terms
-from hvdkit.measure.model_factory import making
 
 NETS = str(Path(__file__).parent / "memory_nets.py")
 TRILLION = ["--parameters", "1e12", "--dtype", "float16", "--layers", "120", "--sequence", "2048", "--hidden", "12288"]
@@ -43,7 +43,7 @@ def lean(monkeypatch):
 
 
 def answer_in_fork(process, words):
-    making.reply(importlib.import_module(process).answer, words)
+    model_factory.reply(importlib.import_module(process).answer, words)
 
 
 @pytest.fixture

@@ -228,14 +228,11 @@ def _notes_of_fits(fits: Sequence[laws.Fit]) -> list[str]:
 
 def causes(rows: Sequence[ScalingRow]) -> list[Cause]:
     """What the ranks of the largest job lose by waiting for one another."""
-    found = [row for row in rows if row.late is not None and row.step_s]
+    found = [(row.ranks, row.late, row.step_s) for row in rows if row.late is not None and row.step_s]
     if not found:
         return []
-    row = found[-1]
-    late, step_s = row.late, row.step_s
-    if late is None or not step_s:
-        return []
-    evidence = f"steps on {row.ranks} ranks, more than the typical rank: input {duration_text(1e6 * late.input_s)}"
+    size, late, step_s = found[-1]
+    evidence = f"steps on {size} ranks, more than the typical rank: input {duration_text(1e6 * late.input_s)}"
     if late.compute_s is not None:
         evidence += f", computation {duration_text(1e6 * late.compute_s)}"
     if late.ranks:
@@ -248,7 +245,7 @@ def causes(rows: Sequence[ScalingRow]) -> list[Cause]:
             advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
     else:
         kind, what = "random-late", "A different rank is late in each step."
-        evidence = f"steps on {row.ranks} ranks"
+        evidence = f"steps on {size} ranks"
         advice = "Even out what a step has to do (batches of unequal length), and give each rank cores of its own."
     return [Cause(kind, late.lost_s, late.lost_s / step_s, what, evidence, advice, ranks=late.ranks)]
 

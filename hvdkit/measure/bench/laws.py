@@ -30,20 +30,18 @@ class Law:
         mode: "strong" or "weak": which kind of scaling it is about.
         formula: the seconds of n ranks, for a reader.
         source: where it comes from.
-        least: numbers of ranks that it needs.
-        rows: of ranks and seconds: matrix A and right side b of A x = b, in relative errors.
-        seconds: of coefficients x and ranks: the seconds.
+        matrix: of ranks: A, so that A x are the seconds for coefficients x.
         parameters: of coefficients x: the law's own parameters.
+        inverse: A x are not the seconds but 1 / seconds.
     """
 
     name: str
     mode: str
     formula: str
     source: str
-    least: int
-    rows: Callable[[_Array, _Array], tuple[_Array, _Array]]
-    seconds: Callable[[_Array, _Array], _Array]
+    matrix: Callable[[_Array], _Array]
     parameters: Callable[[_Array], dict[str, float]]
+    inverse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +75,10 @@ def _usl_matrix(n: _Array) -> _Array:
     return np.column_stack([np.ones_like(n), n - 1, n * (n - 1)])
 
 
+def _serial_matrix(n: _Array) -> _Array:
+    return np.column_stack([np.ones_like(n), 1 / n])
+
+
 _USL_SOURCE = "Gunther, Guerrilla Capacity Planning (2007), chapter 4"
 
 LAWS = (
@@ -85,9 +87,7 @@ LAWS = (
         mode=STRONG,
         formula="t1 * (serial + (1 - serial) / n)",
         source="Amdahl, AFIPS Spring Joint Computer Conference 30 (1967), 483-485",
-        least=2,
-        rows=lambda n, t: (np.column_stack([1 / t, 1 / (n * t)]), np.ones_like(t)),
-        seconds=lambda x, n: x[0] + x[1] / n,
+        matrix=_serial_matrix,
         parameters=lambda x: {"t1": float(x.sum()), "serial": _share(x[0], x.sum())},
     ),
     Law(
@@ -95,9 +95,7 @@ LAWS = (
         mode=STRONG,
         formula="t1 * (1 + sigma * (n - 1) + kappa * n * (n - 1)) / n",
         source=_USL_SOURCE,
-        least=3,
-        rows=lambda n, t: (_usl_matrix(n) / (n * t)[:, None], np.ones_like(t)),
-        seconds=lambda x, n: (_usl_matrix(n) @ x) / n,
+        matrix=lambda n: _usl_matrix(n) / n[:, None],
         parameters=_usl_parameters,
     ),
     Law(
@@ -105,44 +103,44 @@ LAWS = (
         mode=WEAK,
         formula="t1 * n / (serial + (1 - serial) * n)",
         source="Gustafson, Communications of the ACM 31(5) (1988), 532-533",
-        least=2,
-        rows=lambda n, t: (np.column_stack([t, t / n]), np.ones_like(t)),
-        seconds=lambda x, n: 1 / (x[0] + x[1] / n),
+        matrix=_serial_matrix,
         parameters=lambda x: {"t1": _share(1.0, float(x.sum())), "serial": _share(x[1], x.sum())},
+        inverse=True,
     ),
     Law(
         name="USL",
         mode=WEAK,
         formula="t1 * (1 + sigma * (n - 1) + kappa * n * (n - 1))",
         source=_USL_SOURCE,
-        least=3,
-        rows=lambda n, t: (_usl_matrix(n) / t[:, None], np.ones_like(t)),
-        seconds=lambda x, n: _usl_matrix(n) @ x,
+        matrix=_usl_matrix,
         parameters=_usl_parameters,
     ),
 )
 
 
 def fit(law: Law, samples: Mapping[int, Sequence[float]], rng: np.random.Generator) -> Fit | None:
-    """Fit a law to seconds by number of ranks; None where it needs more numbers of ranks than there are.
+    """Fit a law to seconds by number of ranks; None where it has more coefficients than there are numbers of ranks.
 
     Args:
         law: which.
         samples: number of ranks to the seconds of its repeats, at least one each.
         rng: draws the resamples.
     """
-    if len(samples) < law.least:
+    ranks = sorted(samples)
+    matrix = law.matrix(np.array(ranks, dtype=float))
+    if len(ranks) < matrix.shape[1]:
         return None
     from scipy.optimize import nnls
 
-    ranks = np.array(sorted(samples), dtype=float)
-    medians = np.array([np.median(samples[n]) for n in sorted(samples)])
+    medians = np.array([np.median(samples[n]) for n in ranks])
 
     def solved(seconds: _Array) -> _Array:
-        return np.asarray(nnls(*law.rows(ranks, seconds))[0])
+        """The coefficients with the least relative errors, A x / b - 1."""
+        relative = matrix * seconds[:, None] if law.inverse else matrix / seconds[:, None]
+        return np.asarray(nnls(relative, np.ones_like(seconds))[0])
 
     best = solved(medians)
-    draws = np.column_stack([resampled_medians(samples[n], rng, _FITS) for n in sorted(samples)])
+    draws = np.column_stack([resampled_medians(samples[n], rng, _FITS) for n in ranks])
     resampled = [law.parameters(solved(draw)) for draw in draws]
     alone = min(map(len, samples.values())) < 2
     parameters = {
@@ -150,13 +148,13 @@ def fit(law: Law, samples: Mapping[int, Sequence[float]], rng: np.random.Generat
         for name, value in law.parameters(best).items()
         if math.isfinite(value)
     }
-    residuals = medians / law.seconds(best, ranks) - 1
+    residuals = medians * (matrix @ best) - 1 if law.inverse else medians / (matrix @ best) - 1
     return Fit(
         law.name,
         law.formula,
         law.source,
         parameters,
-        {int(n): float(residual) for n, residual in zip(ranks, residuals, strict=True)},
+        dict(zip(ranks, residuals.tolist(), strict=True)),
         exact=len(ranks) == len(best) and bool(np.abs(residuals).max() < 1e-6),  # else a coefficient would be negative
     )
 

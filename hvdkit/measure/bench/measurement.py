@@ -7,14 +7,13 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdkit.common import lateness
 from hvdkit.common.causes import to_blame
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
 from hvdkit.steps.step_files import RankTimes
-from hvdkit.steps.stragglers import lower_median
+from hvdkit.steps.stragglers import Floats, lower_median
 
 
 class Parts(Part, frozen=True):
@@ -113,59 +112,49 @@ def measure(times: Sequence[RankTimes], ranks: int, started: float, warmup_steps
         raise DataError(
             f"took {counts[0]} steps, of which {warmup_steps} are warm-up; train longer, or lower --warmup-steps"
         )
-    table = np.array(
+    moments = np.array(
         [[(s.asked, s.given, np.nan if s.ready is None else s.ready, s.ended) for s in rank.steps] for rank in times]
     )
-    whole = table[:, :, 3] - table[:, :, 0]
-    slowest = whole.max(axis=0)
-    kept = slowest[warmup_steps:]
+    asked, given, ready, ended = np.moveaxis(moments, 2, 0)
+    lengths = (ended - asked).max(axis=0)
+    kept = lengths[warmup_steps:]
     if kept.mean() <= 0:
         raise DataError("recorded steps that take no time; do the work of a step inside of the loop")
+    known = not np.isnan(ready[:, warmup_steps:]).any()
+    waiting, computing = (part[:, warmup_steps:] for part in (given - asked, (ready if known else ended) - given))
     return JobSteps(
         count=counts[0],
         step_s=float(kept.mean()),
         median_s=float(np.median(kept)),
         p95_s=float(np.percentile(kept, 95)),
-        startup_s=max(0.0, float(table[:, 0, 0].max()) - started),
-        first_step_s=float(slowest[0]),
-        parts=_parts(table[:, warmup_steps:], kept),
-        slowest=_slowest(table[:, warmup_steps:]) if ranks > 1 else None,
-        late=_late(table[:, warmup_steps:]) if ranks > 1 else None,
+        startup_s=max(0.0, float(asked[:, 0].max()) - started),
+        first_step_s=float(lengths[0]),
+        parts=_parts(waiting, computing, kept, known),
+        slowest=_slowest(waiting + computing) if ranks > 1 and known else None,
+        late=_late(waiting, computing, known) if ranks > 1 else None,
     )
 
 
-def _parts(table: NDArray[np.float64], slowest: NDArray[np.float64]) -> Parts:
+def _parts(waiting: Floats, computing: Floats, lengths: Floats, known: bool) -> Parts:
     """Ranks that are ready sooner than the last one wait for it; the rest of the step is common to all."""
-    asked, given, ready, ended = np.moveaxis(table, 2, 0)
-    waiting = given - asked
-    if np.isnan(ready).any():
-        return Parts(
-            float(waiting.mean()), float((ended - given).mean()), None, float((slowest - (ended - asked)).mean())
-        )
-    own = ready - asked
-    last = own.max(axis=0)
+    own = waiting + computing
+    last = own.max(axis=0) if known else lengths
     return Parts(
         input=float(waiting.mean()),
-        compute=float((ready - given).mean()),
-        communication=float((slowest - last).mean()),
+        compute=float(computing.mean()),
+        communication=float((lengths - last).mean()) if known else None,
         wait=float((last - own).mean()),
     )
 
 
-def _slowest(table: NDArray[np.float64]) -> Slowest | None:
-    asked, _, ready, _ = np.moveaxis(table, 2, 0)
-    if np.isnan(ready).any():
-        return None
-    times = np.bincount((ready - asked).argmax(axis=0), minlength=len(table))
+def _slowest(own: Floats) -> Slowest:
+    times = np.bincount(own.argmax(axis=0), minlength=len(own))
     return Slowest(int(times.argmax()), float(times.max() / times.sum()))
 
 
-def _late(table: NDArray[np.float64]) -> Late:
-    asked, given, ready, _ = np.moveaxis(table, 2, 0)
-    waiting, computing = given - asked, ready - given
-    known = not np.isnan(ready).any()
-    costs = lateness.costs(ready - asked if known else waiting)
+def _late(waiting: Floats, computing: Floats, known: bool) -> Late:
+    costs = lateness.costs(waiting + computing if known else waiting)
     ranks = to_blame(dict(enumerate(costs.tolist())))
-    blamed = list(ranks) or list(range(len(table)))
+    blamed = list(ranks) or list(range(len(waiting)))
     more = [float((part[blamed] - lower_median(part)).mean()) for part in (waiting, computing)]
     return Late(ranks, float(costs[blamed].sum()), more[0], more[1] if known else None)

@@ -17,7 +17,7 @@ from hvdkit.common.render import Fact
 from hvdkit.common.units import interval_text, printable, ranks_text
 from hvdkit.measure.bench import plots, tables
 from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, analyse, otherwise
-from hvdkit.measure.bench.results import ScalingResults
+from hvdkit.measure.bench.results import MeasuredJob, ScalingResults
 from hvdkit.measure.bench.subject import HowLaunched
 
 _JOBS = 200
@@ -37,7 +37,7 @@ def render_report(results: ScalingResults, name: str) -> str:
     return render.page(
         "hvdkit.measure.bench",
         style,
-        title=f"Scaling of {_command(results)}",
+        title=f"Scaling of {shown_name(' '.join(results.asked.command))}",
         subtitle=f"{analysis.mode.capitalize()} scaling, measured by hvdkit bench; from {shown_name(name)}.",
         verdict=_verdict(analysis),
         facts=_facts(results, analysis),
@@ -46,7 +46,7 @@ def render_report(results: ScalingResults, name: str) -> str:
         parts=_parts(analysis),
         tables=tables.tables(analysis),
         sources=[(fit.name, fit.source) for fit in analysis.fits],
-        jobs=[_job_row(results, number) for number in range(min(len(results.jobs), _JOBS))],
+        jobs=[_job_row(number, job) for number, job in enumerate(results.jobs[:_JOBS], start=1)],
         jobs_left_out=max(0, len(results.jobs) - _JOBS),
         launches=[_launch(launch) for launch in results.launches],
         environment=_environment(results),
@@ -71,10 +71,6 @@ def _parts(analysis: ScalingSummary) -> str:
     return plot.image(partial(plots.parts, analysis=analysis), size=(9, 1.2 + 0.35 * count)) if count else ""
 
 
-def _command(results: ScalingResults) -> str:
-    return shown_name(" ".join(map(str, results.asked.command)))
-
-
 def _facts(results: ScalingResults, analysis: ScalingSummary) -> list[Fact]:
     asked, environment = results.asked, results.environment
     failed = sum(job.failure is not None for job in results.jobs)
@@ -85,7 +81,8 @@ def _facts(results: ScalingResults, analysis: ScalingSummary) -> list[Fact]:
         Fact("Measured", analysis.measure or "nothing", f"without the first {asked.warmup_steps} steps of each job"),
     ]
     for name, best, found in _best(measured):
-        facts.append(Fact(f"{name} on {best.ranks}", interval_text(found), _crowded(best)))
+        crowded = "with more ranks than cores" if best.oversubscribed else "median with its 95% interval"
+        facts.append(Fact(f"{name} on {best.ranks}", interval_text(found), crowded))
     commit = environment.commit
     if commit is not None:
         note = "files were changed since" if commit.changed else "of the script's repository, unchanged"
@@ -105,13 +102,8 @@ def _verdict(analysis: ScalingSummary) -> str:
 
 def _best(measured: list[ScalingRow]) -> list[tuple[str, ScalingRow, Estimate]]:
     """The speed-up and the efficiency on the most ranks."""
-    found = [("Speed-up", row, row.speedup) for row in measured[-1:]]
-    found += [("Efficiency", row, row.efficiency) for row in measured[-1:]]
-    return [(name, row, value) for name, row, value in found if value is not None]
-
-
-def _crowded(row: ScalingRow) -> str:
-    return "with more ranks than cores" if row.oversubscribed else "median with its 95% interval"
+    found = [(row, {"Speed-up": row.speedup, "Efficiency": row.efficiency}) for row in measured[-1:]]
+    return [(name, row, value) for row, values in found for name, value in values.items() if value is not None]
 
 
 def _environment(results: ScalingResults) -> list[tuple[str, str]]:
@@ -126,15 +118,13 @@ def _launch(launch: HowLaunched) -> dict[str, Any]:
     settings = []
     for setting in launch.settings:
         words = [*setting.words, *(f"{name}={value}" for name, value in setting.variables.items())]
-        settings.append((shown_name(" ".join(map(str, words))), shown_name(str(setting.why))))
+        settings.append((shown_name(" ".join(words)), shown_name(setting.why)))
     threads = "" if launch.threads is None else f", OMP_NUM_THREADS={launch.threads}"
-    title = f"{ranks_text(launch.ranks)}: {launch.launcher}{threads}"
-    return {"title": printable(title), "settings": settings}
+    return {"title": printable(f"{ranks_text(launch.ranks)}: {launch.launcher}{threads}"), "settings": settings}
 
 
-def _job_row(results: ScalingResults, number: int) -> tuple[str, ...]:
-    job = results.jobs[number]
+def _job_row(number: int, job: MeasuredJob) -> tuple[str, ...]:
     step = "" if job.steps is None else f"{1000 * job.steps.step_s:.4g}"
     closing = "" if job.closing_s is None else f"{job.closing_s:.4g}"
-    said = "" if job.failure is None else f"failed: {printable(job.failure.splitlines()[0] if job.failure else '')}"
-    return (str(number + 1), str(job.ranks), str(job.repeat + 1), f"{job.wall_s:.3g}", step, closing, said)
+    said = "" if job.failure is None else f"failed: {printable((job.failure.splitlines() or [''])[0])}"
+    return (str(number), str(job.ranks), str(job.repeat + 1), f"{job.wall_s:.3g}", step, closing, said)

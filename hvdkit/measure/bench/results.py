@@ -129,21 +129,12 @@ class ScalingResults(Document, frozen=True):
 
 
 def write(path: Path, results: ScalingResults, summary: Document | None = None) -> None:
-    """Write the file; an older one stays whole until the new one is complete.
+    """Write the file, which ``json_files.read`` takes; an older one stays whole until the new one is complete.
 
     Raises:
         DataError, InvalidArgumentError: it cannot be written.
     """
     json_files.write(path, msgspec.structs.replace(results, summary=summary))
-
-
-def read(path: Path) -> ScalingResults:
-    """Read a file of ``write``.
-
-    Raises:
-        DataError: it cannot be read, or is something else.
-    """
-    return json_files.read(path, ScalingResults)
 
 
 def resume(path: Path, subject: Subject) -> ScalingResults:
@@ -154,7 +145,7 @@ def resume(path: Path, subject: Subject) -> ScalingResults:
         InvalidArgumentError: it holds measurements of another subject.
     """
     new = ScalingResults(*subject, [])
-    found = read(path) if path.exists() else new
+    found = json_files.read(path, ScalingResults) if path.exists() else new
     if not found.counted():
         return new
     for name, before, now in differences(found, new):

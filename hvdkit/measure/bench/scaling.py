@@ -111,11 +111,10 @@ def order(asked: ScalingAsked) -> list[tuple[int, int]]:
     ]
 
 
-def go(asked: ScalingAsked, run: Run, results: ScalingResults, keep: Callable[[], None], say: Say) -> None:
-    """Run the jobs that are still missing.
+def go(run: Run, results: ScalingResults, keep: Callable[[], None], say: Say) -> None:
+    """Run the jobs that were asked for and are still missing.
 
     Args:
-        asked: what is to be measured.
         run: runs one job.
         results: what is measured already; the others are added.
         keep: is called after every job.
@@ -123,7 +122,7 @@ def go(asked: ScalingAsked, run: Run, results: ScalingResults, keep: Callable[[]
     Raises:
         LaunchError: every job of the first round failed, so that nothing can be compared.
     """
-    jobs = order(asked)
+    jobs = order(results.asked)
     done = {(job.ranks, job.repeat) for job in results.jobs}
     if done:
         say(f"goes on after {len(done)} of {len(jobs)} jobs that are measured already")
@@ -141,18 +140,17 @@ def go(asked: ScalingAsked, run: Run, results: ScalingResults, keep: Callable[[]
             say(_WITHOUT_STEPS)
         if measured.failure is not None:
             say(f"job {len(results.jobs)} failed and is left out: it {measured.failure}")
-        if len(results.jobs) == len(asked.ranks) and not results.counted():
+        if len(results.jobs) == len(results.asked.ranks) and not results.counted():
             raise LaunchError("Every job of the first round failed, so that nothing can be compared.")
 
 
-def record(asked: ScalingAsked, run: Record, results: ScalingResults, keep: Callable[[], None], say: Say) -> None:
+def record(run: Record, results: ScalingResults, keep: Callable[[], None], say: Say) -> None:
     """Run one more job with Horovod's timeline on each number of ranks above 1 that has none yet.
 
     On one rank nothing is exchanged. Numbers of ranks at which no job counts are left out, and a recording that failed
     is tried again.
 
     Args:
-        asked: what is measured.
         run: runs one job.
         results: the recordings are added.
         keep: is called after every job.
@@ -161,7 +159,7 @@ def record(asked: ScalingAsked, run: Record, results: ScalingResults, keep: Call
     counted = {job.ranks for job in results.counted()}
     results.recordings[:] = [one for one in results.recordings if one.failure is None]
     done = {one.ranks for one in results.recordings}
-    for ranks in asked.ranks:
+    for ranks in results.asked.ranks:
         if ranks < 2 or ranks in done or ranks not in counted:
             continue
         say(f"one more job on {ranks} ranks, with Horovod's timeline; it enters no measurement")

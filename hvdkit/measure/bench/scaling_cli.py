@@ -21,7 +21,7 @@ from hvdkit.common.commands import (
 )
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import readable
-from hvdkit.measure.bench import laws, results, show_cli
+from hvdkit.measure.bench import laws, results, show_cli, tables
 from hvdkit.measure.bench.analysis import analyse
 from hvdkit.measure.bench.results import ScalingResults
 from hvdkit.measure.bench.scaling import Jobs, go, record
@@ -109,10 +109,10 @@ def scaling(
     subject = describe(asked, [here.look(_at(wish, n)) for n in ranks])
     found = results.resume(output, subject)
     jobs = Jobs(command, lambda n: _at(wish, n).options(), warmup_steps, output.absolute().parent, timeout)
-    status = _run(asked, jobs, found, output, timeline)
+    status = _run(jobs, found, output, timeline)
     analysis = analyse(found)
     results.write(output, found, analysis)
-    show_cli.show_analysis(analysis, form)
+    tables.page(analysis).print(form, analysis)
     if status != 0:
         click.echo("hvdkit bench: interrupted; the same command line goes on from here.", err=True)
         return status
@@ -126,7 +126,7 @@ def _at(wish: here.Wish, ranks: int) -> here.Wish:
     return replace(wish, n=ranks, ppn=None if wish.ppn is None else min(wish.ppn, ranks))
 
 
-def _run(asked: ScalingAsked, jobs: Jobs, found: ScalingResults, output: Path, timeline: bool) -> int:
+def _run(jobs: Jobs, found: ScalingResults, output: Path, timeline: bool) -> int:
     """Run what is missing; 0, or 128 and the number of the signal that ended it."""
 
     def say(sentence: str) -> None:
@@ -137,9 +137,9 @@ def _run(asked: ScalingAsked, jobs: Jobs, found: ScalingResults, output: Path, t
 
     with ended_by_signals():
         try:
-            go(asked, jobs, found, keep, say)
+            go(jobs, found, keep, say)
             if timeline:
-                record(asked, jobs.recorded, found, keep, say)
+                record(jobs.recorded, found, keep, say)
         except ToldToEnd as ended:
             return 128 + ended.number
         except KeyboardInterrupt:

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import FILE, PATH, with_options
 from hvdkit.common.extras import require_scipy
 from hvdkit.common.table import Page
-from hvdkit.common.units import interval_text, ranks_text
-from hvdkit.measure.bench import comparison, plots, results, side_by_side, tables
-from hvdkit.measure.bench.analysis import ScalingSummary, analyse
+from hvdkit.common.units import ranks_text
+from hvdkit.measure.bench import comparison, plots, side_by_side, tables
+from hvdkit.measure.bench.analysis import analyse
+from hvdkit.measure.bench.results import ScalingResults
 
 FORMS = (
     click.option("--markdown", "form", flag_value="markdown", help="Print Markdown."),
@@ -21,11 +23,6 @@ FORMS = (
 
 
 NEEDS_SCIPY = "hvdkit bench fits the laws of scaling"
-
-
-def show_analysis(analysis: ScalingSummary, form: str | None) -> None:
-    """Print an analysis in one of ``FORMS``."""
-    tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
 
 
 @click.command()
@@ -48,10 +45,10 @@ def show(file: Path, form: str | None, plot: Path | None) -> int:
     Exit status: 0 success, 1 FILE is something else or the plot cannot be drawn, 2 for bad usage.
     """
     require_scipy(NEEDS_SCIPY)
-    analysis = analyse(results.read(file))
+    analysis = analyse(json_files.read(file, ScalingResults))
     if plot is not None:
         plots.write(analysis, plot, file)
-    show_analysis(analysis, form)
+    tables.page(analysis).print(form, analysis)
     if plot is not None:
         click.echo(f"hvdkit bench: drawn to {plot}", err=True)
     return 0
@@ -75,7 +72,7 @@ def report(file: Path, output: Path) -> int:
     from hvdkit.common import render
     from hvdkit.measure.bench.report import render_report
 
-    found = results.read(file)
+    found = json_files.read(file, ScalingResults)
     render.write(output, lambda: render_report(found, file.name), file)
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
     return 0
@@ -97,22 +94,14 @@ def compare(before: Path, after: Path, limit: float | None, form: str | None) ->
 
     Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
     """
-    first, second = results.read(before), results.read(after)
+    first, second = (json_files.read(path, ScalingResults) for path in (before, after))
     compared = comparison.compare(first, second)
     slower = side_by_side.below(compared, limit)
     gone = [] if limit is None else comparison.unmeasured(first, second)
     notes = comparison.differences(first, second)
     below = tuple(one.ranks for one in slower)
     found = comparison.ScalingComparison(tuple(compared), tuple(notes), limit, below, tuple(gone))
-    lines = [
-        side_by_side.BothMeasured(
-            (str(one.ranks), interval_text(one.before), interval_text(one.after), interval_text(one.speed)),
-            f"On {ranks_text(one.ranks)}",
-            one.speed.value,
-            one in slower,
-        )
-        for one in compared
-    ]
+    lines = [(str(one.ranks), f"On {ranks_text(one.ranks)}", one) for one in compared]
     shown = side_by_side.page(("ranks", "A, seconds", "B, seconds"), lines, limit, notes)
     Page([*shown.parts, *(f"On {ranks_text(n)}: no job of B counts, failed." for n in gone)]).print(form, found)
     return 1 if slower or gone else 0

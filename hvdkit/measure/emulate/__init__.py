@@ -7,12 +7,11 @@ network is seen before a model is trained on it.
 ::
 
     plan ───────── what is replayed: sizes, types, order, gaps, how many steps
-       ├── sizes ── (size_files, model_sizes, timeline_sizes)   where it comes from
-       │      └── model_process   reads a model: model_torch, model_keras, model_tensorflow (tape_order)
-       └── run ──── starts the ranks through ``hvdkit launch``, shows progress, keeps what there is however they end
+       ├── sizes ── (size_files, timeline_sizes)   where it comes from
+       │      └── model_process   reads a model: model_torch, model_keras, model_tensorflow
+       └── run ──── starts the ranks through ``hvdkit launch``, shows progress, joins what they wrote
              ├── run_setup    from options to a job
              ├── run_job      what every rank is told
-             ├── run_join     what the ranks wrote, as one sample per collective
              └── results      the file that keeps it
     worker ─────── what each rank runs
        ├── worker_replay      trial after trial: gap, arrival, collective, completion, check
@@ -22,7 +21,7 @@ network is seen before a model is trained on it.
        ├── check              what every rank gives, and what every rank must get
        └── clock              the clocks of several machines, compared
     analysis ───── bandwidths, percentiles, bands, outliers (spread)
-       ├── tables, outputs ── (plots, report)   for readers
+       ├── tables, outputs (plots), report   for readers
        └── compare            two results
     cli, sizes_cli, show_cli   what is typed
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ STEP_IN_TURN = "the sum of its collectives' delays"
 STEP_OVERLAPS = "the longest of its collectives' delays, which overlap"
 _MUCH_SKEW = 0.5
 """Share of the median delay from which on the wait for late ranks is said aloud."""
-
-
+Columns = Mapping[str, NDArray[Any]]
+"""Fields of the samples, in their order."""
 _IN_SECONDS = {"slowest": "slowest_s", "skew": "skew_s", "transfer": "transfer_s"}
 
 
@@ -122,7 +122,7 @@ class EmulateSummary(Document, frozen=True, rename={"factor": "busbw_factor", "s
         overall: all sizes together.
         step: what a complete step takes, see ``of_steps``; None without one.
         step_is: in words, how that follows from its collectives.
-        ranks: by number; empty where ranks' own times were not kept.
+        ranks: by number.
         cdf_band: half the height of the band around the distribution of all delays, see ``cdf``.
         outliers: the longest first.
         notes: full sentences: what a reader should know.
@@ -189,92 +189,63 @@ def analyse(results: EmulateResults) -> EmulateSummary:
     samples = results.samples
     if not samples:
         raise DataError("Nothing was measured: there is no sample to analyse; run more trials.")
-    factor = bus_factor(results.asked.collective, results.asked.ranks)
     rng = np.random.default_rng(0)
-    columns = _Columns(samples)
-    rows = tuple(
-        _row(results, columns, columns.nbytes == size, factor, rng) for size in np.unique(columns.nbytes).tolist()
-    )
-    overall = _overall(results, columns, factor, rng)
-    outliers = _outliers(results, columns)
+    columns = {name: results.column(name) for name in ("nbytes", *_IN_SECONDS.values())}
+    rows = tuple(_row(results, columns, size, rng) for size in np.unique(columns["nbytes"]).tolist())
+    overall = _row(results, columns, None, rng)
     ranks = _ranks(samples, rng)
-    steps = of_steps(results, columns.slowest)
+    steps = of_steps(results, columns["slowest_s"])
     return EmulateSummary(
         asked=results.asked,
-        factor=factor,
-        trials=len(set(columns.trial.tolist())),
+        factor=bus_factor(results.asked.collective, results.asked.ranks),
+        trials=len({one.trial for one in samples}),
         rows=rows,
         overall=overall,
         step=spread.times(steps, rng) if len(steps) else None,
-        step_is=STEP_OVERLAPS if overlap(results) else STEP_IN_TURN,
+        step_is=STEP_OVERLAPS if results.asked.fusion else STEP_IN_TURN,
         ranks=ranks,
         cdf_band=cdf(results).band,
-        outliers=outliers,
+        outliers=_outliers(results, columns),
         notes=(*map(str, results.notes), *_notes(rows, overall, ranks, results)),
     )
 
 
 def cdf(results: EmulateResults) -> EmpiricalDistribution:
     """The distribution of the delays, all sizes together."""
-    slowest = np.array([one.slowest_s for one in results.samples], dtype=float)
-    return spread.distribution(slowest, len(of_steps(results, slowest)) if overlap(results) else None)
+    slowest = results.column("slowest_s")
+    return spread.distribution(slowest, len(of_steps(results, slowest)) if results.asked.fusion else None)
 
 
-class _Columns:
-    """The samples as arrays, in their order."""
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self.trial = np.array([one.trial for one in samples])
-        self.index = np.array([one.index for one in samples])
-        self.nbytes = np.array([one.nbytes for one in samples])
-        self.slowest = np.array([one.slowest_s for one in samples], dtype=float)
-        self.skew = np.array([one.skew_s for one in samples], dtype=float)
-        self.transfer = np.array([one.transfer_s for one in samples], dtype=float)
-        self.samples = samples
-
-
-def _row(
-    results: EmulateResults, columns: _Columns, keep: NDArray[np.bool_], factor: float, rng: np.random.Generator
-) -> SizeRow:
-    """The samples of one size."""
-    nbytes = int(columns.nbytes[keep][0])
-    kinds = {(one.elements, one.dtype) for one in results.plan.collectives if one.nbytes == nbytes}
-    count, dtype = next(iter(kinds)) if len(kinds) == 1 else (None, None)
-    transfer = spread.times(columns.transfer[keep], rng)
-    algbw = _rate(nbytes, transfer.p50)
+def _row(results: EmulateResults, columns: Columns, size: int | None, rng: np.random.Generator) -> SizeRow:
+    """The samples of one size; None for all together."""
+    asked = results.asked
+    collectives = [one for one in results.plan.collectives if size in (None, one.nbytes)]
+    kinds = {(one.elements, one.dtype) for one in collectives}
+    count, dtype = next(iter(kinds)) if size is not None and len(kinds) == 1 else (None, None)
+    keep = slice(None) if size is None else columns["nbytes"] == size
+    steps = of_steps(results, columns["transfer_s"]) if size is None and asked.fusion else None
+    slowest, skew, transfer = (
+        spread.times(columns[name][keep], rng, None if steps is None else len(steps)) for name in _IN_SECONDS.values()
+    )
+    if size is not None:
+        algbw = _rate(size, transfer.p50)
+    elif steps is not None:
+        algbw = _rate(len(steps) * results.plan.nbytes, Estimate(float(steps.sum())))
+    else:
+        algbw = _rate(int(columns["nbytes"].sum()), Estimate(float(columns["transfer_s"].sum())))
     return SizeRow(
-        nbytes=nbytes,
+        nbytes=size,
         count=count,
         dtype=dtype,
-        per_step=sum(one.nbytes == nbytes for one in results.plan.collectives),
-        slowest=spread.times(columns.slowest[keep], rng),
-        skew=spread.times(columns.skew[keep], rng),
+        per_step=len(collectives),
+        slowest=slowest,
+        skew=skew,
         transfer=transfer,
         algbw=algbw,
-        busbw=_scaled(algbw, factor),
-        **_checked(results.asked),
+        busbw=None if algbw is None else algbw.scaled(bus_factor(asked.collective, asked.ranks)),
+        redop="sum" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none",
+        wrong=0 if asked.check else None,
     )
-
-
-def _checked(asked: EmulateAsked) -> dict[str, Any]:
-    """nccl-tests' two other columns: the operation, and how many elements were wrong."""
-    redop = "sum" if asked.collective in (ALLREDUCE, REDUCE_SCATTER) else "none"
-    return {"redop": redop, "wrong": 0 if asked.check else None}
-
-
-def _overall(results: EmulateResults, columns: _Columns, factor: float, rng: np.random.Generator) -> SizeRow:
-    nbytes, seconds, independent = float(columns.nbytes.sum()), float(columns.transfer.sum()), None
-    if overlap(results):
-        steps = of_steps(results, columns.transfer)
-        nbytes, seconds, independent = float(len(steps) * results.plan.nbytes), float(steps.sum()), len(steps)
-    algbw = Estimate(nbytes / seconds) if seconds > 0 else None
-    slowest, skew, transfer = (
-        spread.times(values, rng, independent) for values in (columns.slowest, columns.skew, columns.transfer)
-    )
-    return SizeRow(
-        per_step=len(results.plan.collectives), slowest=slowest, skew=skew, transfer=transfer, algbw=algbw,
-        busbw=_scaled(algbw, factor), **_checked(results.asked),
-    )  # fmt: skip
 
 
 def _rate(nbytes: int, seconds: Estimate) -> Estimate | None:
@@ -283,10 +254,6 @@ def _rate(nbytes: int, seconds: Estimate) -> Estimate | None:
         return None
     low, high = (None if not end else nbytes / end for end in (seconds.high, seconds.low))
     return Estimate(nbytes / seconds.value, low, high)
-
-
-def _scaled(rate: Estimate | None, factor: float) -> Estimate | None:
-    return None if rate is None else rate.scaled(factor)
 
 
 def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
@@ -298,23 +265,16 @@ def of_steps(results: EmulateResults, seconds: Floats) -> Floats:
     Returns:
         One time for each step of which every collective was measured.
     """
-    _, inverse, counts = np.unique([one.trial for one in results.samples], return_inverse=True, return_counts=True)
-    if overlap(results):
-        found: Floats = np.zeros(len(counts))
+    _, inverse, counts = np.unique(results.column("trial"), return_inverse=True, return_counts=True)
+    found: Floats = np.zeros(len(counts))
+    if results.asked.fusion:  # all collectives of a step are under way at the same time
         np.maximum.at(found, inverse, seconds)
     else:
-        found = np.bincount(inverse, seconds, minlength=len(counts)).astype(float)
+        np.add.at(found, inverse, seconds)
     return np.asarray(found[counts == len(results.plan.collectives)])
 
 
-def overlap(results: EmulateResults) -> bool:
-    """Whether all collectives of a step are under way at the same time (Horovod with fusion)."""
-    return results.asked.fusion
-
-
 def _ranks(samples: Sequence[Sample], rng: np.random.Generator) -> tuple[RankRow, ...]:
-    if not all(one.ranks_s for one in samples) or len({len(one.ranks_s) for one in samples}) != 1:
-        return ()
     table = np.array([one.ranks_s for one in samples], dtype=float)
     slowest = Counter(one.slowest_rank for one in samples)
     latest = Counter(table.argmin(axis=1).tolist())
@@ -324,14 +284,14 @@ def _ranks(samples: Sequence[Sample], rng: np.random.Generator) -> tuple[RankRow
     )
 
 
-def _outliers(results: EmulateResults, columns: _Columns) -> tuple[Outlier, ...]:
+def _outliers(results: EmulateResults, columns: Columns) -> tuple[Outlier, ...]:
     found = []
-    for size in np.unique(columns.nbytes).tolist():
-        rows = np.flatnonzero(columns.nbytes == size)
-        delays = columns.slowest[rows]
+    for size in np.unique(columns["nbytes"]).tolist():
+        rows = np.flatnonzero(columns["nbytes"] == size)
+        delays = columns["slowest_s"][rows]
         median = float(np.median(delays))
         for row in rows[delays > spread.fence(delays)].tolist():
-            found.append(_outlier(results, columns.samples[row], median))
+            found.append(_outlier(results, results.samples[row], median))
     return tuple(sorted(found, key=lambda one: -one.slowest_s))
 
 
@@ -363,11 +323,11 @@ def _notes(rows: Sequence[SizeRow], overall: SizeRow, ranks: Sequence[RankRow], 
         notes.append(f"No outlier is looked for among fewer than {spread.ENOUGH_FOR_OUTLIERS} samples of a size.")
     usual = overall.slowest.p50.value
     if usual > 0 and overall.skew.p50.value > _MUCH_SKEW * usual:
-        latest = max(ranks, key=lambda one: one.latest, default=None)
-        who = "" if latest is None else f"; rank {latest.rank} comes last most often, in {share_text(latest.latest)}"
+        latest = max(ranks, key=lambda one: one.latest)
         notes.append(
             f"The ranks arrive {1000 * overall.skew.p50.value:.3g} ms apart (median), of {1000 * usual:.3g} ms in all: "
-            f"most of the delay is waiting for late ranks, not transfer{who}."
+            f"most of the delay is waiting for late ranks, not transfer; rank {latest.rank} comes last most often, in "
+            f"{share_text(latest.latest)}."
         )
     if not results.asked.check:
         notes.append("The results of the collectives were not checked (--no-check).")

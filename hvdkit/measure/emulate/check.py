@@ -25,17 +25,10 @@ ALLREDUCE, REDUCE_SCATTER, BROADCAST, ALL_TO_ALL = COLLECTIVES = (
 ROOT = 0
 """The rank whose values a broadcast brings to the others."""
 
-EXACT = {
-    "float16": 2**11,
+EXACT: dict[str, int] = {
     "bfloat16": 2**8,
-    "float32": 2**24,
-    "float64": 2**53,
-    "int8": 2**7 - 1,
-    "uint8": 2**8 - 1,
-    "int16": 2**15 - 1,
-    "uint16": 2**16 - 1,
-    "int32": 2**31 - 1,
-    "int64": 2**63 - 1,
+    **{name: 2 ** (np.finfo(name).nmant + 1) for name in ("float16", "float32", "float64")},
+    **{name: int(np.iinfo(name).max) for name in ("int8", "uint8", "int16", "uint16", "int32", "int64")},
 }
 """Up to here a type holds every whole number from 0 on."""
 _MOST_VALUES = 251

@@ -15,11 +15,8 @@ from hvdkit.measure.emulate.analysis import analyse
 from hvdkit.measure.emulate.check import ALLREDUCE, COLLECTIVES
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.run_job import BUSY, COMPUTE
-from hvdkit.measure.emulate.run_setup import Setup
-from hvdkit.measure.emulate.sizes import plan_of
 from hvdkit.measure.emulate.sizes_cli import PLAN_OPTIONS
 from hvdkit.run.launch import options
-from hvdkit.run.trials.here import Wish
 
 SUBCOMMANDS = {
     "sizes": (
@@ -99,10 +96,7 @@ _OPTIONS = (
 )
 
 
-@click.group(
-    cls=group_of(SUBCOMMANDS),
-    invoke_without_command=True,
-)
+@click.group(cls=group_of(SUBCOMMANDS), invoke_without_command=True)
 @with_options(_OPTIONS)
 @with_options(PLAN_OPTIONS)
 @click.pass_context
@@ -136,21 +130,10 @@ def emulate(ctx: click.Context, /, n: int | None, **wanted: Any) -> int | None:
     files = {name: wanted.pop(name) for name in ("plot", "size_plot", "report")}
     timeout_s, json_file = wanted.pop("timeout"), wanted["json"]
     outputs.check(files, json_file)
-    setup = _setup(n, wanted)
-    outcome = run.measure(setup.job, setup.options, setup.tuned, setup.beside, timeout_s, _say)
-    if outcome.failure is not None:
-        _say(outcome.failure)
-    joined = outcome.joined
-    found = EmulateResults(
-        asked=setup.asked(joined),
-        environment=setup.environment(),
-        notes=setup.notes(joined) + joined.notes,
-        plan=setup.job.plan,
-        summary=None,
-        samples=joined.samples,
-    )
-    _show(found, json_file, files)
-    return outcome.status
+    setup = run_setup.prepare(n, **wanted)
+    joined, status = run.measure(setup.job, setup.options, setup.tuned, setup.beside, timeout_s, _say)
+    _show(setup.results(joined), json_file, files)
+    return status
 
 
 def _refuse_options(ctx: click.Context) -> None:
@@ -164,42 +147,14 @@ def _refuse_options(ctx: click.Context) -> None:
             )
 
 
-def _setup(n: int, wanted: dict[str, Any]) -> Setup:
-    """From the options to a job; whatever is left of them in the end chooses the plan."""
-
-    def take(*names: str) -> dict[str, Any]:
-        return {name: wanted.pop(name) for name in names}
-
-    settings = take("cycle_time_ms", "fusion_threshold_mb", "cache_capacity", "hierarchical_allreduce")
-    where = take("launcher", "hosts", "hostfile", "ppn", "threads", "variables")
-    asked = take("collective", "warmup_trials", "check", "seed", "compute", "algorithm")
-    fusion, engine, json_file = wanted.pop("fusion"), wanted.pop("engine"), wanted.pop("json")
-    if wanted["begin"] is not None and engine == "horovod" and settings["fusion_threshold_mb"] is None:
-        fusion = fusion or "off"  # else Horovod makes one of them all
-    late, delay = run_setup.stragglers(wanted.pop("straggler")), run_setup.delay(wanted.pop("delay"))
-    return run_setup.prepare(
-        plan_of(**wanted),
-        Wish(n, run.WORKER, depth=None, **where),
-        engine,
-        settings,
-        fusion=None if fusion is None else fusion == "on",
-        json_file=json_file,
-        straggler_s=late,
-        delay=delay,
-        **asked,
-    )
-
-
 def _show(found: EmulateResults, json_file: Path | None, files: dict[str, Path | None]) -> None:
     """Print the table and write the files; of nothing measured, only the JSON that says so."""
-    if not found.samples:
-        if json_file is not None:
-            kept.write(json_file, found)
-        _say("nothing was measured by all ranks.")
-        return
-    analysis = analyse(found)
+    analysis = analyse(found) if found.samples else None
     if json_file is not None:
         kept.write(json_file, found, analysis)
+    if analysis is None:
+        _say("nothing was measured by all ranks.")
+        return
     tables.page(analysis).print(None, analysis)
     outputs.write_all(found, analysis, files)
 

@@ -9,7 +9,6 @@ from hvdkit.common.intervals import CONFIDENCE, Estimate
 from hvdkit.common.json_files import Document, Part
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.measure.emulate.analysis import of_steps
-from hvdkit.measure.emulate.facts import flat
 from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.spread import Floats
 
@@ -56,7 +55,8 @@ def compare(before: EmulateResults, after: EmulateResults, by: str = SLOWEST) ->
             f"The first result is of {kinds[0]} and the second of {kinds[1]}; compare two of the same collective."
         )
     rng = np.random.default_rng(0)
-    first, second = _by_size(before, by), _by_size(after, by)
+    times = f"{by}_s"
+    first, second = _by_size(before, times), _by_size(after, times)
     common = sorted(first.keys() & second.keys())
     if not common:
         raise InvalidArgumentError(
@@ -64,7 +64,7 @@ def compare(before: EmulateResults, after: EmulateResults, by: str = SLOWEST) ->
         )
     found = [_compared(size, first[size], second[size], rng) for size in common]
     if _plan_sizes(before) == _plan_sizes(after):
-        steps = [of_steps(results, _seconds(results, by)) for results in (before, after)]
+        steps = [of_steps(results, results.column(times)) for results in (before, after)]
         if min(map(len, steps)):
             found.append(_compared(None, steps[0], steps[1], rng))
     return found
@@ -81,12 +81,8 @@ def _compared(nbytes: int | None, before: Floats, after: Floats, rng: np.random.
     )
 
 
-def _seconds(results: EmulateResults, by: str) -> Floats:
-    return np.array([one.transfer_s if by == TRANSFER else one.slowest_s for one in results.samples], dtype=float)
-
-
-def _by_size(results: EmulateResults, by: str) -> dict[int, Floats]:
-    sizes, seconds = np.array([one.nbytes for one in results.samples]), _seconds(results, by)
+def _by_size(results: EmulateResults, times: str) -> dict[int, Floats]:
+    sizes, seconds = results.column("nbytes"), results.column(times)
     return {size: seconds[sizes == size] for size in np.unique(sizes).tolist()}
 
 
@@ -102,14 +98,11 @@ def _few(sizes: dict[int, Floats]) -> str:
 def differences(before: EmulateResults, after: EmulateResults) -> list[str]:
     """What else is different, full sentences: a reason not to take the speed for one cause's alone."""
     notes = []
-    for first, second in (
-        (flat(before.asked), flat(after.asked)),
-        (flat(before.environment), flat(after.environment)),
-    ):
-        for name in dict.fromkeys([*first, *second]):
-            if first.get(name) != second.get(name):
-                was, is_ = first.get(name, "none"), second.get(name, "none")
-                notes.append(f"Different {name}: {was} before, {is_} after.")
+    first, second = before.settings(), after.settings()
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) != second.get(name):
+            was, is_ = first.get(name, "none"), second.get(name, "none")
+            notes.append(f"Different {name}: {was} before, {is_} after.")
     types = [sorted({one.dtype for one in results.plan.collectives}) for results in (before, after)]
     if types[0] != types[1]:
         notes.append(f"Different types: {', '.join(types[0])} before, {', '.join(types[1])} after.")

@@ -1,24 +1,20 @@
-"""What carries the collectives out. An engine is a row in ``ENGINES``, imported on the rank that uses it."""
+"""What carries the collectives out. Each engine has a module of its own, imported on the rank that uses it."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.errors import InvalidArgumentError, LauncherError, MissingFrameworkError
 from hvdkit.measure.emulate import check
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from hvdkit.measure.emulate.run_job import ReplayJob
-
-ENGINES = {
-    "horovod": "hvdkit.measure.emulate.engines_horovod:connect",
-    "mpi": "hvdkit.measure.emulate.engines_mpi:connect",
-    "torch": "hvdkit.measure.emulate.engines_torch:connect",
-}
-"""Name to "module:function", a function that takes the job and connects this rank to the others."""
 
 TYPES = {
     "horovod": ("float32", "float64", "float16", "int32", "int64"),
@@ -34,47 +30,56 @@ _MISSING = {
 }
 
 
-class EngineOperation(Protocol):
+class EngineOperation:
     """One collective of the plan on this rank: loaded, started and finished once in every trial.
 
-    What is given and what is got are NumPy arrays of ``check.storage(dtype)``, wherever the engine keeps them.
+    Both what is given and what is got have one dimension and ``check.storage(dtype)``, wherever the engine keeps them.
+
+    Args:
+        given: what this rank gives, of shape (elements,).
+        got: what it gets; default: the same memory.
     """
 
+    def __init__(self, given: Any, got: Any = None) -> None:
+        self.given, self.got = given, given if got is None else got
+
     def load(self, values: NDArray[Any]) -> None:
-        """Take what this rank gives, shape (elements,); outside of the time that is measured."""
+        """Take what this rank gives; outside of the time that is measured."""
+        self.given[:] = values
 
     def start(self) -> None:
-        """Give it to the engine, which may return before anything is done."""
+        """Give it to the engine, which may return before anything is done; nothing where operations block."""
 
     def finish(self) -> None:
         """Return when this rank has its result."""
+        raise NotImplementedError
 
     def result(self) -> NDArray[Any]:
-        """What this rank got, one-dimensional; outside of the time that is measured."""
+        """What this rank got; outside of the time that is measured."""
+        return np.asarray(self.got)
 
 
-class Engine(Protocol):
+@dataclass
+class Engine:
     """A connection to all ranks.
 
     Attributes:
         rank, size: of this process in the job.
+        operation: of a place in the plan, a collective, elements and their type: what carries it out; asked for in the
+            same order on every rank.
+        barrier: returns when all ranks have called it.
+        close: parts from the others; nothing can be done afterwards.
         overlaps: all operations of a step are started before the first one is finished.
         notes: what a reader of the numbers should know, full sentences.
     """
 
     rank: int
     size: int
-    overlaps: bool
-    notes: tuple[str, ...]
-
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> EngineOperation:
-        """The operation at a place of the plan; the same calls in the same order on every rank."""
-
-    def barrier(self) -> None:
-        """Return when all ranks have called it."""
-
-    def close(self) -> None:
-        """Part from the others; nothing can be done afterwards."""
+    operation: Callable[[int, str, int, str], EngineOperation]
+    barrier: Callable[[], object]
+    close: Callable[[], object]
+    overlaps: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def refuse(job: ReplayJob) -> None:
@@ -117,15 +122,12 @@ def connect(job: ReplayJob) -> Engine:
         LauncherError: the engine sees other ranks than were started.
     """
     name, ranks = job.asked.engine, job.asked.ranks
-    module, _, function = ENGINES[name].partition(":")
     try:
-        engine: Engine = getattr(importlib.import_module(module), function)(job)
+        engine: Engine = importlib.import_module(f"hvdkit.measure.emulate.engines_{name}").connect(job)
     except ImportError as error:
         if isinstance(error, MissingFrameworkError):
             raise
-        raise MissingFrameworkError(
-            f"--engine {name} cannot be used here ({error}); {_MISSING.get(name, 'install it')}."
-        ) from error
+        raise MissingFrameworkError(f"--engine {name} cannot be used here ({error}); {_MISSING[name]}.") from error
     if engine.size != ranks:
         raise LauncherError(
             f"{ranks} ranks were started, and --engine {name} sees {engine.size} (process {os.getpid()}): "

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from hvdkit.errors import InvalidArgumentError, LauncherError
 from hvdkit.measure.emulate.check import ALL_TO_ALL, ALLREDUCE, BROADCAST, REDUCE_SCATTER, ROOT, split, storage
+from hvdkit.measure.emulate.engines import Engine, EngineOperation
 from hvdkit.measure.emulate.run_job import ReplayJob
 from hvdkit.steps import bootstrap, device, launchers
 
 _WAIT_S = 120.0
 
 
-def connect(job: ReplayJob) -> Torch:
+def connect(job: ReplayJob) -> Engine:
     """Meet the other ranks at a file of the job's folder, and start ``torch.distributed``.
 
     Raises:
@@ -45,7 +46,13 @@ def connect(job: ReplayJob) -> Torch:
         os.environ["GLOO_SOCKET_IFNAME"] = _interface(store, rank, job.asked.ranks)
     wait = timedelta(seconds=_WAIT_S)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=job.asked.ranks, timeout=wait)
-    return Torch(torch, distributed, backend, rank, job.asked.ranks)
+    place, notes = "cuda" if backend == "nccl" else "cpu", (f"torch.distributed used {backend}.",)
+
+    def operation(_index: int, *what: Any) -> EngineOperation:
+        return TorchOperation(torch, distributed, place, *what)
+
+    barrier, close = distributed.barrier, distributed.destroy_process_group
+    return Engine(rank, job.asked.ranks, operation, barrier, close, notes=notes)
 
 
 def _interface(store: Any, rank: int, size: int) -> str:
@@ -60,30 +67,8 @@ def _interface(store: Any, rank: int, size: int) -> str:
         return bootstrap.interface_of(probe.getsockname()[0])
 
 
-class Torch:
-    """The default process group; see ``engines.Engine``."""
-
-    overlaps = False
-
-    def __init__(self, torch: Any, distributed: Any, backend: str, rank: int, size: int) -> None:
-        self._torch, self._distributed, self._backend = torch, distributed, backend
-        self.rank = rank
-        self.size = size
-        self.notes: tuple[str, ...] = (f"torch.distributed used {backend}.",)
-
-    def operation(self, index: int, collective: str, elements: int, dtype: str) -> TorchOperation:  # noqa: ARG002
-        place = "cuda" if self._backend == "nccl" else "cpu"
-        return TorchOperation(self._torch, self._distributed, place, collective, elements, dtype)
-
-    def barrier(self) -> None:
-        self._distributed.barrier()
-
-    def close(self) -> None:
-        self._distributed.destroy_process_group()
-
-
-class TorchOperation:
-    """One tensor; see ``engines.EngineOperation``. A reduce-scatter has equal parts, the last one filled up with 0."""
+class TorchOperation(EngineOperation):
+    """One tensor; it blocks. A reduce-scatter has equal parts, the last one filled up with 0."""
 
     def __init__(self, torch: Any, distributed: Any, place: str, collective: str, elements: int, dtype: str) -> None:
         self._torch, self._distributed, self._place = torch, distributed, place
@@ -92,37 +77,33 @@ class TorchOperation:
         size, rank = distributed.get_world_size(), distributed.get_rank()
         self._shares = split(elements, size)
         padded = -(-elements // size) * size if collective == REDUCE_SCATTER else elements
-        self._input = self._as_tensor(np.zeros(padded, storage(dtype)))
-        self._own = self._input[: padded // size].clone()
-        self._output = self._input
+        super().__init__(self._as_tensor(np.zeros(padded, storage(dtype))))
+        self._own = self.given[: padded // size].clone()
         if collective == REDUCE_SCATTER:
-            self._output = self._input.clone()
+            self.got = self.given.clone()
         elif collective == ALL_TO_ALL:
-            self._output = self._as_tensor(np.zeros(self._shares[rank] * size, storage(dtype)))
+            self.got = self._as_tensor(np.zeros(self._shares[rank] * size, storage(dtype)))
 
     def load(self, values: NDArray[Any]) -> None:
-        self._input[: self._elements] = self._as_tensor(values)
+        self.given[: self._elements] = self._as_tensor(values)
         self._wait()
-
-    def start(self) -> None:
-        """Nothing: the operations block."""
 
     def finish(self) -> None:
         distributed = self._distributed
         if self._collective == ALLREDUCE:
-            distributed.all_reduce(self._input)
+            distributed.all_reduce(self.given)
         elif self._collective == REDUCE_SCATTER:
-            distributed.reduce_scatter_tensor(self._own, self._input)
-            distributed.all_gather_into_tensor(self._output, self._own)
+            distributed.reduce_scatter_tensor(self._own, self.given)
+            distributed.all_gather_into_tensor(self.got, self._own)
         elif self._collective == BROADCAST:
-            distributed.broadcast(self._input, ROOT)
+            distributed.broadcast(self.given, ROOT)
         else:
             received = [self._shares[distributed.get_rank()]] * len(self._shares)
-            distributed.all_to_all_single(self._output, self._input, received, self._shares)
+            distributed.all_to_all_single(self.got, self.given, received, self._shares)
         self._wait()
 
     def result(self) -> NDArray[Any]:
-        output = self._output.cpu()
+        output = self.got.cpu()
         if self._bfloat16:
             output = output.view(self._torch.int16)
         array = np.asarray(output.numpy()[: None if self._collective == ALL_TO_ALL else self._elements])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.model_process import ModelGradient
-from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
+from hvdkit.measure.model_factory import TAKEN, Made, user_code
 
 REVERSED = "in the reverse order of model.trainable_variables"
 NO_INPUTS = f"{REVERSED}, since no input is known (give --input-shape, or return (model, inputs))"
@@ -72,11 +73,9 @@ def _order(made: Made, variables: Sequence[Any]) -> tuple[list[int], str]:
     if made.inputs is None:
         return reverse, NO_INPUTS
     if backend == "tensorflow":
-        from hvdkit.measure.emulate import tape_order
+        from hvdkit.measure.emulate import model_tensorflow as tape
 
-        return tape_order.backward_order(
-            [one.value for one in variables], lambda: tape_order.loss_of(made, _output(made))
-        )
+        return tape.backward_order([one.value for one in variables], lambda: tape.loss_of(made, _output(made)))
     if backend == "torch":
         from hvdkit.measure.emulate import model_torch
 
@@ -86,7 +85,4 @@ def _order(made: Made, variables: Sequence[Any]) -> tuple[list[int], str]:
 
 def _gradient(variable: Any) -> ModelGradient:
     path = str(variable.path)
-    elements = 1
-    for length in variable.shape:
-        elements *= int(length)
-    return ModelGradient(path, path.rpartition("/")[0] or "model", elements, str(variable.dtype))
+    return ModelGradient(path, path.rpartition("/")[0] or "model", math.prod(variable.shape), str(variable.dtype))

@@ -1,6 +1,6 @@
 """``python -m hvdkit.measure.emulate.model_process QUESTION REPLY``: its gradients' sizes, in order.
 
-QUESTION is JSON (see ``model_sizes``), REPLY the file to write. The frameworks are imported here and nowhere else in
+QUESTION is JSON (see ``sizes.of_model``), REPLY the file to write. The frameworks are imported here and nowhere else in
 the room, and only after the user's module has imported its own.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory.making import Made, framework_of, make, reply
+from hvdkit.measure.model_factory import framework_of, make, reply
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,6 @@ class ModelGradient:
     dtype: str
 
 
-Reader = Callable[[Made], tuple[list[ModelGradient], str]]
-"""Gradients in the order in which they are ready, and in words how that was found."""
-
-
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The gradients of a model.
 
@@ -47,9 +43,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """
     made = make(question["module"], question["factory"], question["input_shape"])
     framework = framework_of(made.model, question["framework"])
-    reader: Reader = importlib.import_module(f"hvdkit.measure.emulate.model_{framework}").gradients
-    found, order = reader(made)
-    found = [one for one in found if one.elements > 0]
+    gradients, order = importlib.import_module(f"hvdkit.measure.emulate.model_{framework}").gradients(made)
+    found: list[ModelGradient] = [one for one in gradients if one.elements > 0]
     if not found:
         raise InvalidArgumentError(
             "the model has no parameter that is trained; expected at least one (a model that makes them in its first "

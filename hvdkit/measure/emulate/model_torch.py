@@ -7,8 +7,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate.model_process import ModelGradient
-from hvdkit.measure.model_factory.making import TAKEN, Made, user_code
-from hvdkit.measure.model_factory.torch_step import forward, loss_of
+from hvdkit.measure.model_factory import TAKEN, Made, torch_forward, torch_loss, user_code
 
 NO_INPUTS = (
     "in the reverse order of model.parameters(), since no input is known (give --input-shape, or return (model, "
@@ -30,7 +29,7 @@ def gradients(made: Made) -> tuple[list[ModelGradient], str]:
     """
     if made.inputs is None and made.input_shape is None:
         return [_gradient(*one) for one in _trained(made.model)[::-1]], NO_INPUTS
-    loss = loss_by(made, lambda: forward(made))
+    loss = loss_by(made, lambda: torch_forward(made))
     trained = _trained(made.model)  # after the forward, which makes lazy parameters
     order, words = arrivals([parameter for _, parameter in trained], loss)
     return [_gradient(*trained[index]) for index in order], words
@@ -56,7 +55,7 @@ def loss_by(made: Made, run: Callable[[], Any]) -> Any:
     """The loss of one forward.
 
     Args:
-        made: whose loss function counts, see ``torch_step.loss_of``.
+        made: whose loss function counts, see ``model_factory.torch_loss``.
         run: gives the model's output.
     Raises:
         InvalidArgumentError: it fails, or nothing in the output depends on parameters.
@@ -64,7 +63,7 @@ def loss_by(made: Made, run: Callable[[], Any]) -> Any:
     import torch
 
     with user_code("the model's forward", TAKEN), torch.enable_grad():
-        return loss_of(made, run())
+        return torch_loss(made, run())
 
 
 def arrivals(parameters: Sequence[Any], loss: Any) -> tuple[list[int], str]:

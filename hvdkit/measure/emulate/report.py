@@ -6,9 +6,8 @@ from hvdkit.common import plot, render
 from hvdkit.common.drawing import LONGEST_NAME
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable
-from hvdkit.measure.emulate import plots, tables
+from hvdkit.measure.emulate import outputs, tables
 from hvdkit.measure.emulate.analysis import EmulateSummary
-from hvdkit.measure.emulate.facts import flat
 from hvdkit.measure.emulate.results import EmulateResults
 
 _PLAN_ROWS = 200
@@ -25,8 +24,8 @@ def render_report(results: EmulateResults, analysis: EmulateSummary) -> str:
         verdict=_verdict(analysis),
         facts=_facts(results, analysis),
         notes=[printable(note) for note in analysis.notes],
-        cdf=plot.image(lambda axes: plots.cdf(axes, results, analysis)),
-        delays=plot.image(lambda axes: plots.delays(axes, results, analysis)),
+        cdf=plot.image(lambda axes: outputs.cdf(axes, results, analysis)),
+        delays=plot.image(lambda axes: outputs.delays(axes, results, analysis)),
         band=f"{100 * analysis.cdf_band:.2g}",
         tables=tables.tables(analysis),
         plan=tables.plan_table(
@@ -35,12 +34,8 @@ def render_report(results: EmulateResults, analysis: EmulateSummary) -> str:
             longest=LONGEST_NAME,
         ),
         plan_left_out=max(0, len(results.plan.collectives) - _PLAN_ROWS),
-        environment=[(printable(name), printable(value)) for name, value in _settings(results).items()],
+        environment=[(printable(name), printable(value)) for name, value in results.settings().items()],
     )
-
-
-def _settings(results: EmulateResults) -> dict[str, str]:
-    return {**flat(results.asked), **flat(results.environment)}
 
 
 def _verdict(analysis: EmulateSummary) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from hvdkit.common import json_files
 from hvdkit.common.json_files import Document, Part, Seconds, Whole
@@ -84,6 +87,17 @@ class EmulateResults(Document, frozen=True, kw_only=True):
                     f"samples[{place}] is {sample}, with {ranks} ranks and {len(collectives)} collectives a step"
                 )
 
+    def column(self, name: str) -> NDArray[Any]:
+        """A field of every sample, in their order."""
+        return np.array([getattr(one, name) for one in self.samples])
+
+    def settings(self) -> dict[str, str]:
+        """What was asked for and where it ran, as words.
+
+        What is inside an entry is named after it: ``packages torch``. Lists are left out.
+        """
+        return {**_flat(json_files.plain(self.asked)), **_flat(json_files.plain(self.environment))}
+
 
 def write(path: Path, results: EmulateResults, summary: Document | None = None) -> None:
     """Write the file; an older one stays whole until the new one is complete.
@@ -105,11 +119,11 @@ def _in_lines(file: EmulateResults) -> str:
     return text.replace('\n "samples": []', f'\n "samples": [\n{lines}\n ]')
 
 
-def read(path: Path) -> EmulateResults:
-    """Read a file of ``write``.
-
-    Raises:
-        DataNotFoundError: there is none.
-        DataError: it cannot be read, is something else, or holds what cannot be.
-    """
-    return json_files.read(path, EmulateResults)
+def _flat(values: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found.update({f"{name} {inner}": text for inner, text in _flat(value).items()})
+        elif not isinstance(value, list):
+            found[name] = "none" if value is None else str(value)
+    return found

@@ -12,7 +12,9 @@ Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,28 +27,24 @@ _AHEAD = 8
 """Receives that are posted before they are needed."""
 
 
-class RingRequest(Protocol):
-    """A message on its way."""
-
-    def wait(self) -> None:
-        """Return when the message has come, or when its buffer is free again."""
+RingRequest = Callable[[], object]
+"""A message on its way: returns when it has come, or when its buffer is free again."""
 
 
-class RingTransport(Protocol):
+@dataclass
+class RingTransport:
     """Point-to-point messages; those from one rank to another come in the order in which they were sent.
 
     Attributes:
         rank, size: of this process.
+        send: sends an array, which must not change until the request is done, to a rank.
+        receive: fills an array, which must not be touched until the request is done, from a rank.
     """
 
     rank: int
     size: int
-
-    def send(self, array: NDArray[Any], to: int) -> RingRequest:
-        """Send an array, which must not change until the request is done."""
-
-    def receive(self, array: NDArray[Any], source: int) -> RingRequest:
-        """Fill an array, which must not be touched until the request is done."""
+    send: Callable[[NDArray[Any], int], RingRequest]
+    receive: Callable[[NDArray[Any], int], RingRequest]
 
 
 def reduce_scatter(transport: RingTransport, array: NDArray[Any]) -> None:
@@ -85,11 +83,11 @@ def broadcast(transport: RingTransport, array: NDArray[Any]) -> None:
     sent = []
     for index, segment in enumerate(segments):
         if coming:
-            coming[index].wait()
+            coming[index]()
         if position < size - 1:
             sent.append(transport.send(segment, right))
     for request in sent:
-        request.wait()
+        request()
 
 
 def _pieces(array: NDArray[Any], count: int) -> list[NDArray[Any]]:
@@ -129,14 +127,14 @@ class _Ring:
             while len(posted) < self._ahead and number + len(posted) < len(tasks):
                 posted.append(self._receive(number + len(posted), *tasks[number + len(posted)]))
             request, came = posted.popleft()
-            request.wait()
+            request()
             if self._adds(step):
                 segment = self._segment(step + 1, part)
                 np.add(segment, came, out=segment)
             if step + 1 < end:
                 self._send(step + 1, part)
         for request in self._sent.values():
-            request.wait()
+            request()
 
     def _segment(self, step: int, part: int) -> NDArray[Any]:
         """What is sent in a step; what comes in a step is sent in the next."""
@@ -161,5 +159,5 @@ class _Ring:
             into = segment
             chunk = (transport.rank - step - 1) % transport.size
             if (before := self._sent.pop((chunk, part), None)) is not None:
-                before.wait()
+                before()
         return transport.receive(into, (transport.rank - 1) % transport.size), into

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import FILE, with_options
-from hvdkit.common.units import interval_text
 from hvdkit.measure.bench import side_by_side
 from hvdkit.measure.emulate import compare as comparing
-from hvdkit.measure.emulate import outputs, results, tables
+from hvdkit.measure.emulate import outputs, tables
 from hvdkit.measure.emulate.analysis import analyse
-from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER, ComparedSize
+from hvdkit.measure.emulate.compare import SLOWEST, TRANSFER
+from hvdkit.measure.emulate.results import EmulateResults
 from hvdkit.measure.emulate.tables import DIGITS
 
 
@@ -36,13 +36,13 @@ def show(file: Path, form: str | None, **files: Path | None) -> int:
     Exit status: 0 success, 1 the file cannot be used, 2 for bad usage.
     """
     outputs.check(files, file)
-    found = results.read(file)
+    found = json_files.read(file, EmulateResults)
     analysis = analyse(found)
     outputs.write_all(found, analysis, files)
     if form == "samples":
         click.echo(tables.samples_csv(found), nl=False)
     else:
-        tables.page(analysis).print(form, analysis, lambda: tables.comma_separated(analysis))
+        tables.page(analysis).print(form, analysis)
     return 0
 
 
@@ -69,17 +69,12 @@ def compare(before: Path, after: Path, by: str, limit: float | None, form: str |
 
     Exit status: 0; 1 when a speed is below --fail-below beyond noise, or a file cannot be used; 2 for bad usage.
     """
-    first, second = results.read(before), results.read(after)
+    first, second = (json_files.read(path, EmulateResults) for path in (before, after))
     compared = comparing.compare(first, second, by)
     slower = side_by_side.below(compared, limit)
     notes = comparing.differences(first, second)
     found = comparing.EmulateComparison(by, tuple(compared), tuple(notes), limit, tuple(one.name for one in slower))
-    lines = [_line(one, slower) for one in compared]
-    side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes).print(form, found)
+    lines = [(one.name, "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes", one) for one in compared]
+    shown = side_by_side.page(("bytes", "A, ms", "B, ms"), lines, limit, notes, 1000, DIGITS)
+    shown.print(form, found)
     return 1 if slower else 0
-
-
-def _line(one: ComparedSize, slower: Sequence[ComparedSize]) -> side_by_side.BothMeasured:
-    cells = [interval_text(each, DIGITS) for each in (one.before.scaled(1000), one.after.scaled(1000), one.speed)]
-    subject = "Whole steps" if one.nbytes is None else f"{one.nbytes} bytes"
-    return side_by_side.BothMeasured((one.name, *cells), subject, one.speed.value, one in slower)

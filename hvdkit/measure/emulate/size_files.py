@@ -14,6 +14,7 @@ from hvdkit.measure.emulate.plan import Collective, elements_of
 
 COLUMNS = ("name", "bytes", "elements", "dtype", "gap_ms")
 """What a CSV file may say of each collective; it needs ``bytes`` or ``elements``."""
+_COLUMNS = ", ".join(COLUMNS)
 _DIGITS = 16
 
 
@@ -48,7 +49,7 @@ def of_csv(path: Path, dtype: str | None) -> list[Collective]:
     """
     lines = _lines(path)
     if not lines:
-        raise CorruptDataError(f"{path} has no line; expected a size in bytes per line, or columns {_columns()}.")
+        raise CorruptDataError(f"{path} has no line; expected a size in bytes per line, or columns {_COLUMNS}.")
     header = [word.lower() for word in lines[0][1]]
     if header and not _is_number(header[0]) and not header[0][:1].isdigit():
         _check_header(path, header)
@@ -81,7 +82,7 @@ def _check_header(path: Path, header: list[str]) -> None:
     unknown = [name for name in header if name not in COLUMNS]
     if unknown or len(set(header)) < len(header):
         raise CorruptDataError(
-            f"The columns of {path} are {shortened(', '.join(header))}; expected some of {_columns()}."
+            f"The columns of {path} are {shortened(', '.join(header))}; expected some of {_COLUMNS}."
         )
     if ("bytes" in header) == ("elements" in header):
         raise CorruptDataError(f"The columns of {path} are {', '.join(header)}; expected one of bytes and elements.")
@@ -91,7 +92,7 @@ def _collective(where: str, header: list[str], words: list[str], name: str, dtyp
     if len(words) != len(header):
         raise CorruptDataError(
             f"{where} has {len(words)} columns; expected {len(header)}: {', '.join(header)}. Without a first line that "
-            f"names columns ({_columns()}), a line is one size in bytes."
+            f"names columns ({_COLUMNS}), a line is one size in bytes."
         )
     row = dict(zip(header, words, strict=True))
     name = row.get("name") or name
@@ -124,7 +125,3 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _columns() -> str:
-    return ", ".join(COLUMNS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,8 +11,11 @@ from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.emulate import plan as plans
 from hvdkit.measure.emulate.plan import Collective, ReplayPlan
+from hvdkit.measure.model_factory import ask
 
 LAYERS, REPLAY = "layers", "replay"
+FRAMEWORKS = ("auto", "torch", "keras", "tensorflow")
+PER = ("parameter", "layer")
 _SOURCES = {
     "sizes": "--sizes",
     "sweep": "--begin",
@@ -104,8 +107,6 @@ def _check_belongs(wanted: Wanted, source: str) -> None:
 def _collectives(wanted: Wanted, source: str) -> tuple[list[Collective], str]:
     """The collectives that the options ask for, in the order of their replay, and their origin."""
     if source == "model":
-        from hvdkit.measure.emulate.model_sizes import of_model
-
         about = {name: wanted[name] for name in ("framework", "per", "input_shape") if name in wanted}
         return of_model(wanted["model"], **about)
     if source == "timeline":
@@ -123,6 +124,35 @@ def _collectives(wanted: Wanted, source: str) -> tuple[list[Collective], str]:
     if wanted.get("order", LAYERS) == LAYERS:
         return found[::-1], f"{what}, layers from the first to the last, replayed from the last to the first"
     return found, f"{what}, in the order of the list"
+
+
+def of_model(
+    factory: str, *, framework: str = "auto", per: str = "parameter", input_shape: Sequence[int] | None = None
+) -> tuple[list[Collective], str]:
+    """The gradients of a model, in the order in which they are ready, and in words how that order was found.
+
+    The model is made in a process of its own, so that no framework is loaded here and whatever the user's module does
+    stays there.
+
+    Args:
+        factory: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``. FACTORY is called without arguments (a model is taken as it
+            is) and returns a model, or ``(model, inputs)``, or ``(model, inputs, loss)``: inputs is one tensor, a tuple
+            or list of them, or a dict of keyword arguments; loss a function of the model's output.
+        framework: of ``FRAMEWORKS``; "auto" finds out.
+        per: one collective per "parameter", or one per "layer" (the parameters of one module together).
+        input_shape: of one input of float32 zeros, batch first, where FACTORY gives none.
+    Returns:
+        (collectives, source). With inputs the order is that of a real backward, but for Keras on JAX. Else it is the
+        reverse of the order in which the model lists its parameters; source says which.
+    Raises:
+        InvalidArgumentError: FACTORY cannot be found, fails, or gives no model.
+        DataError: the process that makes the model ended without an answer.
+    """
+    process = "hvdkit.measure.emulate.model_process"
+    answer = ask(process, factory, framework=framework, per=per, input_shape=input_shape)
+    name = factory.rpartition(":")[2]
+    collectives = [Collective(one["name"], one["elements"], one["dtype"]) for one in answer["gradients"]]
+    return collectives, f"model {name} ({answer['framework']}), per {per}, {answer['order']}"
 
 
 def _with_trials(plan: ReplayPlan, wanted: Wanted) -> ReplayPlan:

@@ -9,9 +9,8 @@ import click
 
 from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_1, PATH, is_count, not_below_0, shortened, whole_numbers, with_options
-from hvdkit.measure.emulate import sizes as making
-from hvdkit.measure.emulate.model_sizes import FRAMEWORKS, PER
 from hvdkit.measure.emulate.plan import DTYPES, TRIALS
+from hvdkit.measure.emulate.sizes import FRAMEWORKS, LAYERS, PER, REPLAY, plan_of
 
 
 def _bytes(_ctx: click.Context, _parameter: click.Parameter, text: str | None) -> int | None:
@@ -73,7 +72,7 @@ PLAN_OPTIONS = (
     click.option("--dtype", type=click.Choice(DTYPES), help="Data type for --sizes and --csv  [default: float32]"),
     click.option(
         "--order",
-        type=click.Choice([making.LAYERS, making.REPLAY]),
+        type=click.Choice([LAYERS, REPLAY]),
         help="Order for --sizes and --csv. layers: from the last to the first, as in backward; replay: as listed  "
         "[default: layers]",
     ),
@@ -120,7 +119,7 @@ def sizes(output: Path | None, form: str | None, **wanted: Any) -> int:
 
     Exit status: 0 success, 1 a file cannot be used, 2 for bad usage.
     """
-    plan = making.plan_of(**wanted)
+    plan = plan_of(**wanted)
     if output is not None:
         json_files.write(output, plan)
     from hvdkit.measure.emulate.tables import plan_page

@@ -70,26 +70,17 @@ class EmpiricalDistribution:
 
     Attributes:
         values: in seconds, from the smallest to the largest.
-        band: half the height of the band that holds the true distribution everywhere at once with 95 % probability.
+        shares: of each value: the share of the samples that are at most as large.
+        low, high: the ends of the band at each value; it holds the true distribution everywhere at once with 95 %
+            probability.
+        band: half its height.
     """
 
     values: Floats
+    shares: Floats
+    low: Floats
+    high: Floats
     band: float
-
-    @property
-    def shares(self) -> Floats:
-        """Of each value: the share of the samples that are at most as large."""
-        return np.arange(1, len(self.values) + 1) / len(self.values)
-
-    @property
-    def low(self) -> Floats:
-        """Lower end of the band, at each value."""
-        return np.clip(self.shares - self.band, 0, 1)
-
-    @property
-    def high(self) -> Floats:
-        """Upper end of the band, at each value."""
-        return np.clip(self.shares + self.band, 0, 1)
 
 
 def distribution(values: Floats, independent: int | None = None) -> EmpiricalDistribution:
@@ -103,7 +94,9 @@ def distribution(values: Floats, independent: int | None = None) -> EmpiricalDis
         constant of Massart (Annals of Probability 18, 1990): P(sup |F_n - F| > e) <= 2 exp(-2 n e^2).
     """
     band = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * max(1, independent or len(values))))
-    return EmpiricalDistribution(np.sort(values), band)
+    shares = np.arange(1, len(values) + 1) / len(values)
+    low, high = np.clip(shares - band, 0, 1), np.clip(shares + band, 0, 1)
+    return EmpiricalDistribution(np.sort(values), shares, low, high, band)
 
 
 def fence(values: Floats) -> float:

@@ -19,8 +19,8 @@ _NAME = 40
 
 
 def page(analysis: EmulateSummary) -> Page:
-    """The tables and the notes."""
-    return Page(tables(analysis), analysis.notes)
+    """The tables and the notes; CSV has a line for each size, then one for all, in seconds and bytes per second."""
+    return Page(tables(analysis), analysis.notes, [_csv_row(row) for row in (*analysis.rows, analysis.overall)])
 
 
 def plan_page(plan: ReplayPlan) -> Page:
@@ -56,11 +56,6 @@ def trials_text(plan: ReplayPlan) -> str:
         f"batch_count {plan.batch_count} ({plan.samples} samples / {plan.batch_size} per step, rounded up), trials "
         f"{plan.trials} (batch_count * {count_text(plan.epochs or 1, 'epoch')})"
     )
-
-
-def comma_separated(analysis: EmulateSummary) -> str:
-    """One line for each size, then one for all with an empty size; times in seconds, bandwidths in bytes per second."""
-    return table.comma_separated([_csv_row(row) for row in (*analysis.rows, analysis.overall)])
 
 
 def samples_csv(results: EmulateResults) -> str:

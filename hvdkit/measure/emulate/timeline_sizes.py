@@ -35,7 +35,8 @@ def of_timeline(path: Path) -> tuple[list[Collective], str]:
     columns = collect(read(path))
     numbers, in_steps = find_steps(columns)
     if in_steps.any():
-        steps = _by_step(numbers, in_steps)
+        rows = np.flatnonzero(in_steps)
+        steps = list(np.split(rows, np.flatnonzero(np.diff(numbers[rows])) + 1))
         words = f"of {len(steps)} recorded steps"
     else:
         reduced = [number for number, tensor in enumerate(columns.tensors) if tensor.kind in REDUCTIONS]
@@ -56,15 +57,9 @@ def of_timeline(path: Path) -> tuple[list[Collective], str]:
         )
     if len(known) < len(order):
         words += f"; {len(order) - len(known)} tensors without a known type and shape are left out"
-    collectives = [_collective(columns.tensors[number], gaps.get(number, 0.0)) for number in known]
+    found = [(columns.tensors[number], gaps.get(number, 0.0)) for number in known]
+    collectives = [Collective(printable(one.name), _elements(one), one.dtype, gap_s) for one, gap_s in found]
     return collectives, f"timeline {path.name}, {words}, in the order of their announcement"
-
-
-def _by_step(numbers: _Indices, in_steps: NDArray[np.bool_]) -> list[_Indices]:
-    """Rows of each step's reductions, in the order in which they began."""
-    rows = np.flatnonzero(in_steps)
-    edges = np.flatnonzero(np.diff(numbers[rows])) + 1
-    return list(np.split(rows, edges))
 
 
 def _order(columns: TimelineColumns, steps: list[_Indices]) -> list[int]:
@@ -90,7 +85,3 @@ def _gaps(columns: TimelineColumns, steps: list[_Indices]) -> dict[int, float]:
 def _elements(tensor: Tensor) -> int:
     """How many there are; 0 where the file does not say, or says a type that cannot be replayed."""
     return 0 if tensor.shape is None or tensor.dtype not in DTYPES else math.prod(tensor.shape)
-
-
-def _collective(tensor: Tensor, gap_s: float) -> Collective:
-    return Collective(printable(tensor.name), _elements(tensor), tensor.dtype, gap_s)

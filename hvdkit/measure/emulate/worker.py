@@ -53,43 +53,33 @@ def _head(engine: Engine, server: clock.Server | None) -> dict[str, object]:
 
 
 def _run(job: ReplayJob, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
-    clocks = _Clocks(job, engine, writer, server)
-    clocks.compare()
+    """Replay the job, and compare clocks before and after it where it is on several machines."""
+    visitor = _visitor(job, engine, server) if job.apart else None
+
+    def compare() -> None:
+        if server is not None:
+            server.answer()
+        if visitor is not None:
+            writer.clock(visitor.read())
+
+    compare()
     Replay(job, engine, writer.trial).run()
     engine.barrier()
-    clocks.compare()
-    clocks.close()
+    compare()
+    for one in (server, visitor):
+        if one is not None:
+            one.close()
 
 
-class _Clocks:
-    """This rank's part in comparing clocks, where the job is on several machines."""
-
-    def __init__(self, job: ReplayJob, engine: Engine, writer: Writer, server: clock.Server | None) -> None:
-        self._writer = writer
-        self._server = server
-        self._visitor: clock.Visitor | None = None
-        if not job.apart:
-            return
-        own = clock.machine()
-        if server is not None:
-            heads = [worker_files.head_of(job.folder, rank) for rank in range(1, engine.size)]
-            server.admit(sum(head["machine"] != own for head in heads))
-            return
-        root = worker_files.head_of(job.folder, 0)
-        if root["machine"] != own:
-            host, port, key = root["clock_server"]
-            self._visitor = clock.Visitor(host, port, key)
-
-    def compare(self) -> None:
-        if self._server is not None:
-            self._server.answer()
-        if self._visitor is not None:
-            self._writer.clock(self._visitor.read())
-
-    def close(self) -> None:
-        for one in (self._server, self._visitor):
-            if one is not None:
-                one.close()
+def _visitor(job: ReplayJob, engine: Engine, server: clock.Server | None) -> clock.Visitor | None:
+    """This rank as a visitor of rank 0 on another machine; rank 0 waits for all of them."""
+    own = clock.machine()
+    if server is not None:
+        heads = [worker_files.head_of(job.folder, rank) for rank in range(1, engine.size)]
+        server.admit(sum(head["machine"] != own for head in heads))
+        return None
+    root = worker_files.head_of(job.folder, 0)
+    return clock.Visitor(*root["clock_server"]) if root["machine"] != own else None
 
 
 def _leave_error(folder: Path, error: HvdkitError) -> None:

@@ -1,21 +1,29 @@
-"""``hvdkit memory``."""
+"""``hvdkit memory``: its options, the questions to a live model, and its tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from hvdkit.common.commands import large_count, number, numbers_of_ranks, whole_numbers
-from hvdkit.common.units import change_text
+from hvdkit.common.table import Page, Table
+from hvdkit.common.units import bytes_text, change_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.memory import live, tables, terms
-from hvdkit.measure.memory.terms import Need
+from hvdkit.measure.memory import terms
+from hvdkit.measure.memory.terms import Need, PerRank
+from hvdkit.measure.model_factory import ask
 
+FRAMEWORKS = ("auto", "torch", "keras")
+DEVICES = ("cpu", "meta")
+
+_TERMS = ("parameters", "gradients", "states", "activations", "fusion_buffer", "compression")
 _OF_NUMBERS = ("parameters", "dtype", "mixed", "layers", "sequence", "hidden", "heads")
 _OF_MODELS = ("framework", "input_shape", "device", "measure")
 _WHOLE = click.IntRange(min=1, max=10**9)
 """Beyond these, numbers are typing errors, and their products no numbers that a table can show."""
+_COMMAND_LINE = click.core.ParameterSource.COMMANDLINE
 
 
 @click.command()
@@ -35,9 +43,9 @@ _WHOLE = click.IntRange(min=1, max=10**9)
 @click.option(
     "--heads", type=_WHOLE, metavar="A", help="Attention heads; counts all activations of a layer, not only its output."
 )
-@click.option("--framework", type=click.Choice(live.FRAMEWORKS), default="auto")
+@click.option("--framework", type=click.Choice(FRAMEWORKS), default="auto")
 @click.option("--input-shape", callback=whole_numbers, metavar="B,...", help="Shape of an input of zeros, batch first.")
-@click.option("--device", type=click.Choice(live.DEVICES), default="cpu",
+@click.option("--device", type=click.Choice(DEVICES), default="cpu",
               help="Device on which small steps of the model run; meta computes shapes only.")  # fmt: skip
 @click.option("--measure", is_flag=True, help="Also run real steps with B samples here, and compare (PyTorch).")
 @click.option("--fp16-allreduce", is_flag=True, help="Send gradients in half precision.")
@@ -71,7 +79,7 @@ def memory(
     capacity = None if capacity_gb is None else round(1e9 * capacity_gb)
     notes = [*_notes_of_measuring(need, said), *terms.notes(need, rows, capacity)]
     found = terms.Memory(need, said.get("measured_peak"), tuple(rows), tuple(notes))
-    tables.page(need, rows, notes).print(form, found)
+    _page(need, rows, notes).print(form, found)
     if capacity is None:
         return 0
     return 1 if need.activations is None or any(row.data_parallel > capacity for row in rows) else 0
@@ -91,11 +99,8 @@ def _need(
     shared = {name: wanted.pop(name) for name in ("batch", "optimizer", "fp16_allreduce")}
     own = {name: wanted[name] for name in (_OF_MODELS if model is not None else _OF_NUMBERS)}
     if model is not None:
-        return live.of_model(model, **shared, **own, fusion_bytes=fusion)
+        return _of_model(model, **shared, **own, fusion_bytes=fusion)
     return terms.of_numbers(**shared, **own, fusion_bytes=fusion), {}
-
-
-_COMMAND_LINE = click.core.ParameterSource.COMMANDLINE
 
 
 def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
@@ -109,3 +114,58 @@ def _notes_of_measuring(need: Need, said: dict[str, Any]) -> list[str]:
         off = change_text(need.peak / measured - 1)
         found.append(f"Measured: PyTorch's allocator held {measured / 1e6:.4g} MB at most; the prediction is {off}.")
     return found
+
+
+def _of_model(factory: str, *, fp16_allreduce: bool, fusion_bytes: int, **question: Any) -> tuple[Need, dict[str, Any]]:
+    """The terms for ``MODULE:FACTORY`` or ``FILE.py:FACTORY``, and what the process said beside them.
+
+    Args:
+        factory: returns a model, (model, inputs) or (model, inputs, loss function of the output).
+        fp16_allreduce, fusion_bytes: see ``terms.with_horovod``.
+        question: ``batch``, samples on one rank; ``optimizer``, of ``terms.STATES``; ``framework``, of ``FRAMEWORKS``;
+            ``input_shape``, of an input of float32 zeros, batch first, where the factory gives none, else None;
+            ``device``: "cpu" runs small steps, "meta" computes shapes only, for models that do not fit here;
+            ``measure``: also run real steps and take the allocator's peak ("measured_peak", bytes).
+    Raises:
+        InvalidArgumentError: the factory fails, or its model cannot be measured.
+        DataError: the process ended without an answer.
+    """
+    said = ask("hvdkit.measure.memory.process", factory, **question)
+    how = _how(said, question["optimizer"], question["device"], question["batch"])
+    known = {name: said[name] for name in ("parameters", "gradients", "states", "activations", "peak")}
+    return terms.with_horovod(Need(how=how, **known), said["gradient_size"], fp16_allreduce, fusion_bytes), said
+
+
+def _how(said: dict[str, Any], optimizer: str, device: str, batch: int) -> dict[str, str]:
+    if said["framework"] == "keras":
+        return {
+            "parameters": "the model's variables",
+            "gradients": "the trainable variables",
+            "states": f"as many numbers as {optimizer} keeps for each trainable one",
+            "activations": f"the outputs of the layers for {batch} samples, an estimate",
+        }
+    first, second = said["batches"]
+    return {
+        "parameters": "parameters and buffers of the model",
+        "gradients": "those that a backward produced",
+        "states": f"those of {optimizer} after a step",
+        "activations": f"what autograd kept for {first} and {second} samples on {device}, as a line to {batch}",
+    }
+
+
+def _page(need: Need, rows: Sequence[PerRank], notes: Sequence[str]) -> Page:
+    """What a training needs on one rank, and on each of several."""
+    least = need.activations is None
+    lines = []
+    for name in _TERMS:
+        size = getattr(need, name)
+        lines.append([name.replace("_", " "), None if size is None else bytes_text(size), need.how[name]])
+    lines.insert(4, ["sum of these", bytes_text(need.total), "without the activations: the least" if least else ""])
+    if need.peak is not None:
+        lines.insert(5, ["peak of a step", bytes_text(need.peak), "with what operations need for a moment"])
+    ranks = [[row.ranks, bytes_text(row.data_parallel), *map(bytes_text, row.zero.values())] for row in rows]
+    columns = ["ranks", "data parallel", *(f"ZeRO {stage}" for stage in rows[0].zero)]
+    names = ("term", "memory", "how")
+    one = Table("Memory of a training on one rank", names, lines, left=("term", "how"))
+    title = "On each rank, without its activations" if least else "On each rank"
+    return Page([one, Table(title, columns, ranks)], notes)

@@ -9,7 +9,7 @@ from typing import Any
 from hvdkit.common.units import ITEM_SIZES
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.measure.memory.terms import STATES
-from hvdkit.measure.model_factory.making import Made
+from hvdkit.measure.model_factory import Made
 
 _VIEWS = ("InputLayer", "Flatten", "Reshape")
 

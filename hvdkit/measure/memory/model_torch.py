@@ -10,8 +10,7 @@ from typing import Any
 
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory.making import Made, user_code
-from hvdkit.measure.model_factory.torch_step import forward, loss_of
+from hvdkit.measure.model_factory import Made, torch_forward, torch_loss, user_code
 
 
 def _optimizer(name: str, parameters: Any) -> Any:
@@ -161,7 +160,7 @@ def _failures_told(made: Made, batch: int, device: str) -> AbstractContextManage
 def _step(made: Made, model: Any, optimizer: Any, inputs: Any) -> None:
     optimizer.zero_grad()
     called = Made(model, inputs, made.loss)
-    loss_of(called, forward(called)).backward()
+    torch_loss(called, torch_forward(called)).backward()
     optimizer.step()
 
 

@@ -1,6 +1,6 @@
 """``python -m hvdkit.measure.memory.process QUESTION REPLY``: makes a model and measures what it needs in memory.
 
-QUESTION is JSON (see ``live``), REPLY the file to write; frameworks are imported in this process only.
+QUESTION is JSON (see ``cli``), REPLY the file to write; frameworks are imported in this process only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.model_factory.making import framework_of, make, reply
+from hvdkit.measure.model_factory import framework_of, make, reply
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:

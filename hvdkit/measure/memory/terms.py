@@ -15,24 +15,8 @@ STATES = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw
 """Numbers that an optimizer keeps for each parameter; momentum is SGD with it."""
 FUSION_BYTES = 128 * 1024**2
 """HOROVOD_FUSION_THRESHOLD of Horovod 0.28.1, which is also the size of its buffer."""
-ZERO_STAGES = (1, 2, 3)
 _FULL_PRECISION = 4
 _UNKNOWN = "not known; give --layers, --sequence and --hidden"
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One part of the memory.
-
-    Attributes:
-        name: what it is.
-        bytes: on one rank; None where they are not known.
-        how: where the number comes from.
-    """
-
-    name: str
-    bytes: int | None
-    how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +42,6 @@ class Need:
 
     also: ClassVar[tuple[str, ...]] = ("total",)
     """Properties that JSON has, too."""
-
-    def terms(self) -> list[Term]:
-        """The terms, the largest kinds first as a reader expects them."""
-        names = ("parameters", "gradients", "states", "activations", "fusion_buffer", "compression")
-        return [Term(name.replace("_", " "), getattr(self, name), self.how.get(name, "")) for name in names]
 
     @property
     def training(self) -> int:
@@ -188,7 +167,10 @@ def per_rank(need: Need, ranks: int) -> PerRank:
     """
     horovod = need.fusion_buffer + need.compression if ranks > 1 else 0
     cut = {1: ("states",), 2: ("states", "gradients"), 3: ("states", "gradients", "parameters")}
-    zero = {stage: need.training - sum(_saved(getattr(need, name), ranks) for name in cut[stage]) for stage in cut}
+    zero = {}
+    for stage, names in cut.items():
+        sizes = [getattr(need, name) for name in names]
+        zero[stage] = need.training - sum(size - -(-size // ranks) for size in sizes)
     return PerRank(ranks, need.training + horovod, zero)
 
 
@@ -222,10 +204,6 @@ def notes(need: Need, rows: Sequence[PerRank], capacity: int | None = None) -> l
                 then = f"ZeRO stage {fits[0]} leaves {left} for its activations, {_UNKNOWN}"
             found.append(f"On {ranks} a rank needs more than it has with data parallelism; {then}.")
     return found
-
-
-def _saved(size: int, ranks: int) -> int:
-    return size - -(-size // ranks)
 
 
 def _activations(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvdkit.common import json_files
 from hvdkit.common.commands import AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks, output_file
 from hvdkit.common.intervals import Estimate
 from hvdkit.common.units import ITEM_SIZES
@@ -130,9 +131,7 @@ def plan(
     if measured and parameters is None:
         notes.append("The size of the gradients is what the collectives of a step in --fit add up to.")
     if plot is not None:
-        from hvdkit.measure.plan import plot as drawing
-
-        drawing.write(plot, training, rows)
+        tables.write(plot, training, rows)
     tables.page(training, rows, notes).print(form, model.Planned(training, tuple(rows), tuple(notes)))
     return 0
 
@@ -140,9 +139,9 @@ def plan(
 def _read(fits: Sequence[Path]) -> list[EmulateResults]:
     if not fits:
         return []
-    from hvdkit.measure.emulate import results
+    from hvdkit.measure.emulate.results import EmulateResults
 
-    return [results.read(path) for path in fits]
+    return [json_files.read(path, EmulateResults) for path in fits]
 
 
 def _replayed(measured: Sequence[EmulateResults]) -> int | None:

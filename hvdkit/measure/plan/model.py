@@ -113,11 +113,6 @@ class Planned(Document, frozen=True):
     notes: tuple[str, ...]
 
 
-def world_of(ranks: int) -> Topology:
-    """The root's view of a job of so many ranks on one host."""
-    return Topology(0, ranks, 0, ranks, 0, 1, "plan")
-
-
 def row(training: PlannedTraining, ranks: int, allreduce_s: Estimate | None = None) -> PlanRow:
     """The numbers of a training on ``ranks`` ranks.
 
@@ -126,7 +121,7 @@ def row(training: PlannedTraining, ranks: int, allreduce_s: Estimate | None = No
     """
     if ranks > MOST:
         raise InvalidArgumentError(f"-n has a number above {MOST:g}; expected numbers of ranks that can be.")
-    world = world_of(ranks)
+    world = Topology(0, ranks, 0, ranks, 0, 1, "plan")  # the root's view, on one host
     lr = scale_lr(training.base_lr, world, training.rule)
     if not math.isfinite(lr):
         raise InvalidArgumentError(
@@ -136,6 +131,7 @@ def row(training: PlannedTraining, ranks: int, allreduce_s: Estimate | None = No
     steps = next(policy.steps for policy in policies if policy.remainder == training.remainder)
     raised = scale_factor(ranks, training.rule) > 1
     warmup = warmup_steps(training.warmup_epochs, steps) if steps and raised else 0
+    raised_epochs = min(training.epochs, math.ceil(training.warmup_epochs)) if warmup else 0
     return PlanRow(
         ranks=ranks,
         global_batch=training.batch_size * ranks,
@@ -144,7 +140,7 @@ def row(training: PlannedTraining, ranks: int, allreduce_s: Estimate | None = No
         steps=steps * training.epochs if steps else None,
         lr=lr,
         warmup_steps=warmup,
-        warmup_lr=tuple(_rates_of_epochs(training, ranks, steps, warmup)) if steps else (),
+        warmup_lr=tuple(_rate(training, ranks, epoch * (steps or 0), warmup) for epoch in range(1, raised_epochs + 1)),
         checkpoints=-(-training.epochs // training.checkpoint_epochs) if steps else 0,
         samples_over_size=training.samples // ranks,
         allreduce_s=allreduce_s,
@@ -191,11 +187,6 @@ def _policy(training: PlannedTraining, world: Topology, remainder: str) -> Polic
     steps = steps_per_epoch(training.samples, training.batch_size, world, remainder)
     ragged = steps * global_batch - training.samples
     return Policy(remainder, steps, max(0, -ragged), max(0, ragged) if remainder == "pad" else 0)
-
-
-def _rates_of_epochs(training: PlannedTraining, ranks: int, steps: int, warmup: int) -> list[float]:
-    whole = min(training.epochs, math.ceil(training.warmup_epochs)) if warmup else 0
-    return [_rate(training, ranks, epoch * steps, warmup) for epoch in range(1, whole + 1)]
 
 
 def _rate(training: PlannedTraining, ranks: int, step: int, warmup: int) -> float:

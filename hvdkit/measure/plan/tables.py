@@ -1,12 +1,16 @@
-"""The plan as tables."""
+"""The plan as tables, and the learning rate as a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from hvdkit.common import plot
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, duration_text, interval_text
-from hvdkit.measure.plan.model import PlannedTraining, PlanRow, Policy
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.measure.plan.model import PlannedTraining, PlanRow, Policy, curve
 
 _MOST_COLUMNS = 10
 
@@ -37,19 +41,14 @@ def _policies(rows: Sequence[PlanRow]) -> Table:
 
 
 def _rates(rows: Sequence[PlanRow]) -> Table:
-    shown = _some(max(len(row.warmup_lr) for row in rows))
+    last = max(len(row.warmup_lr) for row in rows) - 1
+    count = min(last + 1, _MOST_COLUMNS)  # all epochs, or the first and others as far apart, up to the last
+    shown = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
     lines = [
         [row.ranks, *(f"{row.warmup_lr[at]:.4g}" if at < len(row.warmup_lr) else None for at in shown)] for row in rows
     ]
     names = ["ranks", *(f"epoch {at + 1}" for at in shown)]
     return Table("Learning rate at the end of the warmup's epochs", names, lines)
-
-
-def _some(epochs: int) -> list[int]:
-    """Positions of the epochs that fit into a table: all, or the first and others as far apart, up to the last."""
-    if epochs <= _MOST_COLUMNS:
-        return list(range(epochs))
-    return sorted({round(i * (epochs - 1) / (_MOST_COLUMNS - 1)) for i in range(_MOST_COLUMNS)})
 
 
 def _plan_row(row: PlanRow) -> list[object]:
@@ -72,3 +71,28 @@ def _policy(policy: Policy) -> str:
         return "none"
     extra = [f"{policy.dropped} left out"] * bool(policy.dropped) + [f"{policy.padded} filled"] * bool(policy.padded)
     return f"{policy.steps} ({', '.join(extra)})" if extra else str(policy.steps)
+
+
+def write(path: Path, training: PlannedTraining, rows: Sequence[PlanRow]) -> None:
+    """Draw the learning rate over the epochs; x in epochs, so that numbers of ranks can be compared.
+
+    Raises:
+        InvalidArgumentError: a file name that ends in another format, or no number of ranks has a step.
+        MissingFrameworkError: Matplotlib is not installed.
+        DataError: the file cannot be written.
+    """
+    drawn = [row for row in rows if row.steps is not None]
+    if not drawn:
+        raise InvalidArgumentError("at no number of ranks is a step left, so there is no learning rate to plot.")
+    plot.write(path, lambda axes: _draw(axes, training, drawn), size=(7, 4))
+
+
+def _draw(axes: Any, training: PlannedTraining, rows: Sequence[PlanRow]) -> None:
+    for row in rows:
+        last = (row.steps or 1) - 1
+        steps = sorted({0, min(row.warmup_steps, last), last})  # between them the rate is a straight line
+        epochs = [step / (row.steps_per_epoch or 1) for step in steps]
+        axes.plot(epochs, curve(training, row, steps), label=str(row.ranks))
+    axes.set(xlabel="epoch", ylabel="learning rate")
+    axes.set_ylim(bottom=0)
+    axes.legend(title="ranks")

@@ -13,8 +13,7 @@ they reach.
     overlap ───── which part of the communication backward hides
     stragglers ── how long the slowest of n ranks keeps the others waiting
        └── prediction  a row for each number of ranks
-             ├── tables  as a table, Markdown, CSV
-             └── plot    as a figure
+             └── tables  as a table, Markdown, CSV and a figure
     cli          what is typed
 
 Seconds and bytes throughout; only what is typed and printed has other units.

@@ -12,11 +12,10 @@ from hvdkit.common import plot as drawing
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, FILE, PATH, large_count, number, numbers_of_ranks
 from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.measure.emulate import results as measurements
-from hvdkit.measure.emulate import size_files
-from hvdkit.measure.emulate.plan import ReplayPlan
+from hvdkit.measure.emulate.check import split
+from hvdkit.measure.emulate.plan import Collective, ReplayPlan
 from hvdkit.measure.emulate.results import EmulateResults
-from hvdkit.measure.predict import formulas, model, plot, prediction, stragglers, tables
+from hvdkit.measure.predict import formulas, model, prediction, stragglers, tables
 from hvdkit.measure.predict.model import CostModel
 from hvdkit.measure.predict.overlap import Fusion, gradients
 from hvdkit.measure.predict.stragglers import Delays
@@ -30,7 +29,6 @@ _TENSORS = 100
 @click.command()
 @click.option(
     "--fit",
-    "fit",
     type=FILE,
     multiple=True,
     metavar="FILE...",
@@ -62,7 +60,6 @@ _TENSORS = 100
 )
 @click.option(
     "--plan",
-    "plan",
     type=FILE,
     metavar="FILE",
     help="Gradients, as `hvdkit emulate sizes -o` wrote them.  [default: the plan in the first --fit file]",
@@ -148,7 +145,7 @@ def predict(**given: Any) -> int:
         raise click.UsageError("--plot draws the efficiency, which needs --step-ms")
     if given["figure"] is not None:
         drawing.check(given["figure"])
-    files = [measurements.read(path) for path in (*given["fit"], *given["more"])]
+    files = [json_files.read(path, EmulateResults) for path in (*given["fit"], *given["more"])]
     costs = _model(files, given)
     grads = _plan(files, given["plan"], given["parameters"])
     delays = stragglers.measured(files)
@@ -167,9 +164,9 @@ def predict(**given: Any) -> int:
     notes = [*costs.notes, *_notes(grads, delays, costs, rows, given)]
     asked = {name: value for name, value in given.items() if name not in ("fit", "more", "plan", "form", "figure")}
     if given["figure"] is not None:
-        plot.draw(given["figure"], rows)
+        tables.draw(given["figure"], rows)
     found = tables.predicted(costs, rows, asked, notes)
-    tables.page(costs, rows, notes).print(given["form"], found, lambda: tables.comma_separated(rows))
+    tables.page(costs, rows, notes).print(given["form"], found)
     return 0
 
 
@@ -193,9 +190,8 @@ def _plan(files: list[EmulateResults], path: Path | None, parameters: int | None
     if path is not None and parameters is not None:
         raise InvalidArgumentError("--plan and --parameters both say which gradients there are; give one of them.")
     if parameters is not None:
-        least, more = divmod(parameters, _TENSORS)
-        sizes = [4 * (least + (at < more)) for at in range(_TENSORS)]
-        return ReplayPlan(tuple(size_files.of_list([size for size in sizes if size], "float32")))
+        sizes = [elements for elements in split(parameters, _TENSORS) if elements]
+        return ReplayPlan(tuple(Collective(f"layer{at}", elements) for at, elements in enumerate(sizes, start=1)))
     if path is not None:
         return json_files.read(path, ReplayPlan)
     if not files:

@@ -115,15 +115,14 @@ def _of_one(cells: Sequence[Cell], medians: Array, algorithm: str, terms: Callab
     for knots, stepped in _pieces(moved):
         matrix = np.array([features(one, knots) for one in counted])
         told = _told(matrix / medians[:, None], knots, stepped)
-        solution = solve(matrix[:, told] / medians[:, None])
         whole = np.zeros(matrix.shape[1])
-        whole[told] = solution
+        whole[told] = solve(matrix[:, told] / medians[:, None])
         errors = matrix @ whole / medians - 1
-        parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
-        score = len(cells) * np.log(_loss(errors) + _NOISE**2) + parameters * np.log(len(cells))
         extras = len(knots) - 1 + int(stepped)
+        parameters = int(told.sum()) + len(knots) - 1  # where a piece begins is a parameter, too
+        score = float(len(cells) * np.log(_loss(errors) + _NOISE**2) + parameters * np.log(len(cells)))
         if best is None or score < best.score - _CLEARLY * (extras - best.extras):
-            best = _Candidate(algorithm, knots, extras, matrix, told, whole, float(score))
+            best = _Candidate(algorithm, knots, extras, matrix, told, whole, score)
     if best is None:
         raise ValueError("there is nothing to fit")
     return best

@@ -34,8 +34,6 @@ def ring(nbytes: float, n: int) -> Terms:
 
     Source: Patarasuk, Yuan, Journal of Parallel and Distributed Computing 69(2) (2009), 117-124.
     """
-    if n == 1:
-        return Terms()
     return Terms(2.0 * (n - 1), 2.0 * (n - 1) / n * nbytes, (n - 1) / n * nbytes)
 
 
@@ -45,16 +43,12 @@ def recursive_doubling(nbytes: float, n: int) -> Terms:
     Folded: with 2^k the largest power of two below n, n - 2^k ranks first give their vector to a partner and get the
     result at the end: two messages, twice the vector and one sum more. A larger n can thus cost less.
     """
-    if n == 1:
-        return Terms()
     rounds = n.bit_length() - 1
     return _folded(Terms(rounds, rounds * nbytes, rounds * nbytes), nbytes, n)
 
 
 def rabenseifner(nbytes: float, n: int) -> Terms:
     """Reduce-scatter by recursive halving, allgather by recursive doubling; folded as ``recursive_doubling`` is."""
-    if n == 1:
-        return Terms()
     rounds = n.bit_length() - 1
     share = 1 - 1 / 2**rounds
     return _folded(Terms(2 * rounds, 2 * share * nbytes, share * nbytes), nbytes, n)

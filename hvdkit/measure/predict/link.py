@@ -140,14 +140,12 @@ class Link:
         """For a program; seconds and bytes."""
         return {
             "algorithm": self.algorithm,
-            "rivals": list(self.rivals),
-            "parameters": {
-                name: {"value": one.value, "low": one.low, "high": one.high} for name, one in self.parameters().items()
-            },
+            "rivals": self.rivals,
+            "parameters": self.parameters(),
             "pieces": [
                 {"from_bytes": knot, "s_per_byte": slope, "s_once": step} for knot, slope, step in self.pieces()
             ],
-            "residuals": list(self.residuals),
+            "residuals": self.residuals,
         }
 
 

@@ -283,7 +283,7 @@ def _cells(level: str, results: Sequence[EmulateResults]) -> list[Cell]:
             if not 0 <= sample.transfer_s < math.inf:
                 raise DataError(f"a measured time is {sample.transfer_s!r}; expected seconds of at least 0.")
             if sample.nbytes > 0 and sample.transfer_s > 0:
-                found.setdefault((ranks, ppn, int(sample.nbytes), ring), []).append(sample.transfer_s)
+                found.setdefault((ranks, ppn, sample.nbytes, ring), []).append(sample.transfer_s)
     for names in engines.values():
         if len(names) > 1:
             raise InvalidArgumentError(

@@ -1,11 +1,12 @@
-"""What was predicted, as a table, as CSV and as JSON."""
+"""What was predicted, as a table, as CSV, as JSON and as a plot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from hvdkit.common import json_files, table
+from hvdkit.common import json_files, plot, table
 from hvdkit.common.intervals import CONFIDENCE
 from hvdkit.common.json_files import Document
 from hvdkit.common.table import Page, Table
@@ -45,18 +46,13 @@ def predicted(
     model: CostModel, rows: Sequence[PredictionRow], given: dict[str, Any], notes: Sequence[str]
 ) -> Predicted:
     """A prediction for a program; ``given`` is what was given beside the measurements, by name."""
-    units = {"_ms": 1e-3, "_us": 1e-6}
-    assumed = {
-        json_files.name_in_seconds(name) if name[-3:] in units else name: value * units[name[-3:]]
-        if name[-3:] in units and value is not None
-        else value
-        for name, value in given.items()
-    }
-    return Predicted(model.as_json(), assumed, tuple(rows), tuple(notes))
+    for unit, seconds in (("_ms", 1e-3), ("_us", 1e-6)):
+        given = json_files.in_seconds(given, frozenset(name for name in given if name.endswith(unit)), seconds)
+    return Predicted(model.as_json(), given, tuple(rows), tuple(notes))
 
 
 def page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str]) -> Page:
-    """The parameters of the model and a line for each number of ranks."""
+    """The parameters of the model and a line for each number of ranks; so has CSV."""
     found: list[Table | str] = [
         f"{_WHERE[level]}: {_parameters(link)}"
         for level, link in ((HOST, model.host), (NETWORK, model.network))
@@ -65,15 +61,11 @@ def page(model: CostModel, rows: Sequence[PredictionRow], notes: Sequence[str]) 
     known = [row.communication for row in rows if row.communication is not None and row.ranks > 1]
     what = "95% intervals" if all(one.low is not None for one in known) else "intervals from published errors alone"
     found.append(Table(f"Prediction with {what}", _NAMES, [_words(row) for row in rows]))
-    return Page(found, notes)
-
-
-def comma_separated(rows: Sequence[PredictionRow]) -> str:
-    """One line for each number of ranks, in seconds; empty where something is not known."""
-    return table.comma_separated([_csv_row(row) for row in rows])
+    return Page(found, notes, [_csv_row(row) for row in rows])
 
 
 def _csv_row(row: PredictionRow) -> dict[str, object]:
+    """In seconds; None where something is not known."""
     found: dict[str, object] = {"ranks": row.ranks, "hosts": row.hosts, "buckets": row.buckets}
     for name in _TIMES:
         found |= table.ends(f"{name}_s", getattr(row, name))
@@ -102,3 +94,23 @@ def _words(row: PredictionRow) -> list[object]:
     if row.extrapolated:
         words[2] = f"{words[2] or '-'}*"
     return [row.ranks, row.hosts, *words, None if row.efficiency is None else interval_text(row.efficiency)]
+
+
+def draw(path: Path, rows: Sequence[PredictionRow]) -> None:
+    """Write the figure, as ``hvdkit.common.plot.write`` does; ``rows`` with an efficiency are in it."""
+    plot.write(path, lambda axes: _efficiency(axes, rows), size=(6, 4))
+
+
+def _efficiency(axes: Any, rows: Sequence[PredictionRow]) -> None:
+    known = [(row.ranks, row.efficiency) for row in rows if row.efficiency is not None]
+    ranks = [n for n, _ in known]
+    axes.fill_between(
+        ranks,
+        [one.value if one.low is None else one.low for _, one in known],
+        [one.value if one.high is None else one.high for _, one in known],
+        alpha=0.25,
+        label="interval",
+    )
+    axes.plot(ranks, [one.value for _, one in known], marker="o", label="predicted")
+    axes.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
+    axes.legend()

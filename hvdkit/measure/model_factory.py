@@ -1,6 +1,8 @@
-"""Making a user's model, in the process that was started for it.
+"""A user's own model from ``MODULE:FACTORY``, made in a process of its own.
 
-The frameworks are the user's to import: which one made the model is told from what is loaded.
+Why this module exists: ``hvdkit emulate`` asks a model for its gradients and ``hvdkit memory`` for what it keeps;
+neither may load a framework where the command line runs, nor run the user's module there. The frameworks are the user's
+to import: which one made the model is told from what is loaded.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdkit.errors import InvalidArgumentError
+from hvdkit.errors import DataError, InvalidArgumentError
 
 TAKEN = "inputs that it takes (--input-shape is with the batch, such as 2,784)."
 """What is expected where a model fails on its inputs."""
@@ -36,6 +41,12 @@ class Made:
     inputs: Any = None
     loss: Callable[[Any], Any] | None = None
     input_shape: Sequence[int] | None = None
+
+    def called(self) -> Any:
+        """What the model gives for its inputs: of a mapping by name, of a tuple or list one after the other."""
+        if isinstance(self.inputs, Mapping):
+            return self.model(**self.inputs)
+        return self.model(*self.inputs) if isinstance(self.inputs, tuple | list) else self.model(self.inputs)
 
 
 @contextlib.contextmanager
@@ -104,7 +115,7 @@ def make(module: str, name: str, input_shape: Sequence[int] | None) -> Made:
         InvalidArgumentError: it cannot be found, fails, or returns something else than described.
     """
     factory = model = _find(module, name)
-    if isinstance(factory, type) or not _is_model(factory):
+    if isinstance(factory, type) or not any(_is_of(factory, framework) for framework in _CLASSES):
         if not callable(factory):
             raise InvalidArgumentError(
                 f"it names a {type(factory).__name__}; expected a function that returns a model."
@@ -120,10 +131,6 @@ def make(module: str, name: str, input_shape: Sequence[int] | None) -> Made:
         raise InvalidArgumentError("it returns inputs and --input-shape is given too; give one of the two.")
     model, inputs, loss = (*parts, None, None)[:3]
     return Made(model, inputs, loss, input_shape)
-
-
-def _is_model(value: Any) -> bool:
-    return any(_is_of(value, framework) for framework in _CLASSES)
 
 
 _CLASSES = {"keras": ("keras", "Model"), "torch": ("torch.nn", "Module"), "tensorflow": ("tensorflow", "Module")}
@@ -153,8 +160,47 @@ def framework_of(model: Any, wanted: str) -> str:
     raise InvalidArgumentError(f"it gave a {kind}; expected {expected}.")
 
 
+def ask(process: str, model: str, **more: Any) -> dict[str, Any]:
+    """What a module answers that is run as ``python -m PROCESS QUESTION REPLY``; its prints are kept off ours.
+
+    Args:
+        process: name of the module; it writes JSON to the file REPLY.
+        model: ``MODULE:FACTORY`` or ``FILE.py:FACTORY``; told apart it is part of QUESTION.
+        more: the rest of QUESTION, which is JSON.
+    Raises:
+        InvalidArgumentError: ``model`` is something else, or what the module found wrong with it.
+        DataError: it ended without an answer.
+    """
+    module, colon, name = model.rpartition(":")
+    if not (colon and module and name):
+        raise InvalidArgumentError(
+            f"--model is {model!r}; expected MODULE:FACTORY or FILE.py:FACTORY, such as nets:Classifier."
+        )
+    question = {"module": module, "factory": name, **more}
+    with tempfile.TemporaryDirectory() as folder:
+        reply = Path(folder) / "reply.json"
+        done = subprocess.run(
+            [sys.executable, "-m", process, json.dumps(question), str(reply)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
+        )
+        try:
+            answer: dict[str, Any] = json.loads(reply.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            raise DataError(
+                f"The process that makes the model ended with status {done.returncode} and no answer: {last[:300]}"
+            ) from error
+    if "error" in answer:
+        raise InvalidArgumentError(f"--model {model}: {answer['error']}")
+    return answer
+
+
 def reply(answer: Callable[[dict[str, Any]], dict[str, Any]], arguments: Sequence[str]) -> None:
-    """Answer the question of ``asking.ask`` into the file that it names; a user's mistake is ``{"error": message}``.
+    """Answer the question of ``ask`` into the file that it names; a user's mistake is ``{"error": message}``.
 
     Args:
         answer: from the question to the answer.
@@ -166,6 +212,60 @@ def reply(answer: Callable[[dict[str, Any]], dict[str, Any]], arguments: Sequenc
     except InvalidArgumentError as error:
         said = {"error": str(error)}
     Path(file).write_text(json.dumps(said), encoding="utf-8")
+
+
+def torch_forward(made: Made) -> Any:
+    """What a PyTorch model gives for its inputs.
+
+    Args:
+        made: a model with inputs, or none: then zeros of ``input_shape``, of the type and where the model's first
+            floating-point parameter is.
+    """
+    import torch
+
+    if made.inputs is None:
+        like = next((one for one in made.model.parameters() if one.is_floating_point()), torch.empty(0))
+        return made.model(torch.zeros(tuple(made.input_shape or ()), device=like.device, dtype=like.dtype))
+    return made.called()
+
+
+def torch_loss(made: Made, output: Any) -> Any:
+    """What the backward pass of a PyTorch model begins with, a tensor of one number.
+
+    Args:
+        made: with a loss function of the output; without one, "loss" of an output that is a mapping and has it, or
+            else the sum of all numbers in the output that depend on parameters.
+        output: of the model: a tensor, or mappings, tuples and lists of them.
+    Raises:
+        InvalidArgumentError: no tensor in the output depends on parameters.
+    """
+    if made.loss is not None:
+        return made.loss(output)
+    own = output.get("loss") if isinstance(output, Mapping) else None
+    if own is not None:
+        return own
+    parts = [tensor.float().sum() for tensor in _tensors(output)]
+    if not parts:
+        raise InvalidArgumentError(
+            f"the model gave a {type(output).__name__} without a tensor that depends on parameters; return "
+            "(model, inputs, loss function)."
+        )
+    return sum(parts[1:], parts[0])
+
+
+def _tensors(output: Any) -> Iterator[Any]:
+    """The tensors in an output that a backward can start from."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        if output.requires_grad:
+            yield output.abs() if output.is_complex() else output
+    elif isinstance(output, Mapping):
+        for one in output.values():
+            yield from _tensors(one)
+    elif isinstance(output, tuple | list):
+        for one in output:
+            yield from _tensors(one)
 
 
 def _words(error: BaseException) -> str:

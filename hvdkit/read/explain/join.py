@@ -13,8 +13,7 @@ from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.units import printable, share_text
 from hvdkit.errors import DataError, HvdkitError
 from hvdkit.read.explain import exchange, step_causes
-from hvdkit.read.explain.launched import JobLaunch
-from hvdkit.read.explain.results import Explanation, Read
+from hvdkit.read.explain.results import Explanation, JobLaunch, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, Sources, find
 from hvdkit.read.explain.step_causes import EXCHANGE, StepCauses
 from hvdkit.steps import step_files

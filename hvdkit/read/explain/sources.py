@@ -13,7 +13,7 @@ from pathlib import Path
 from hvdkit.common import files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.explain.launched import JobLaunch
+from hvdkit.read.explain.results import JobLaunch
 
 STEPS, TIMELINE, TRACE, MPI, LAUNCH, BENCH, STALL = (
     "step times", "timeline", "trace", "mpi profile", "launch", "bench results", "stall report",

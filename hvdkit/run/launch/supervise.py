@@ -22,7 +22,7 @@ from typing import IO, cast
 from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.model import LaunchPlan
-from hvdkit.run.launch.open_mpi import SESSIONS
+from hvdkit.run.launch.mpirun import SESSIONS
 from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, left_early
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer
 from hvdkit.run.launch.shown import STDERR, STDOUT, JobOutput

@@ -53,7 +53,7 @@ class Wish:
         Raises:
             InvalidArgumentError: hosts are named twice, or do not fit.
         """
-        anywhere = self.launcher in batch.PROGRAMS
+        anywhere = self.launcher in batch.LINES
         placed = placement.asked(self.n, self.ppn, self.hosts, self.hostfile, environ, anywhere=anywhere)
         return Request(
             self.n, self.command, self.launcher, self.threads, variables=self.variables, ppn=self.ppn or placed.ppn,

@@ -23,8 +23,7 @@ from hvdkit.run.launch.tuned import MIB, Tuned
 from hvdkit.run.trials.jobs import Launch, TrialJob
 from hvdkit.run.trials.space import DEFAULT, Space, label, launch_words, thread_choices
 from hvdkit.run.tune import report
-from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search
-from hvdkit.run.tune.statistics import each_of, speedup
+from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search, each_of, speedup
 
 SPACE = Space(launchers=("horovodrun",), threads=(1,))
 FAST = Tuned(cycle_time_s=0.0005)

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.measures import covered, length
+from hvdkit.read.timeline.measures import Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace import skew
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.columns import TraceColumns, collect
-from hvdkit.read.trace.intervals import Intervals, common, inside, joined, without
 from hvdkit.read.trace.kinds import Kind, Source, step_number
 from hvdkit.read.trace.operators import EventCalls, nest, table
 from hvdkit.read.trace.results import Communication, DeviceMemory, RankTrace, TraceStep, TraceSummary, TraceTimes

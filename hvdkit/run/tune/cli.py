@@ -17,14 +17,42 @@ from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, se
 from hvdkit.common.extras import require_scipy
 from hvdkit.errors import HvdkitError
 from hvdkit.run.launch import options, plan
-from hvdkit.run.launch.tuned import MIB
+from hvdkit.run.launch.tuned import MIB, Tuned
 from hvdkit.run.trials import here
-from hvdkit.run.trials.ending import ToldToEnd, ended_by_signals
-from hvdkit.run.trials.jobs import Launch
+from hvdkit.run.trials.jobs import Launch, ToldToEnd, ended_by_signals
 from hvdkit.run.trials.space import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
 from hvdkit.run.tune import report
-from hvdkit.run.tune.progress import ShownSearch
-from hvdkit.run.tune.search import Effort, Search
+from hvdkit.run.tune.search import Effort, Search, SearchWatcher
+
+
+class ShownSearch(SearchWatcher):
+    """Tells what happens, line by line, and on a terminal also what is running now."""
+
+    def __init__(self, console: Console, jobs: int) -> None:
+        self._console = console
+        self._jobs = jobs
+        self._status = console.status("starting")
+        self._stage = ""
+
+    def __enter__(self) -> ShownSearch:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def begins(self, stage: str, setting: Tuned, job: int) -> None:
+        """Show the job that runs now on a terminal; elsewhere, such as in a log, a line for each round."""
+        if self._console.is_terminal:
+            self._status.update(f"job {job} of at most {self._jobs}: {label(setting)} ({stage})")
+        elif stage != self._stage:
+            self.says(f"{stage}; job {job} of at most {self._jobs}")
+        self._stage = stage
+
+    def says(self, sentence: str) -> None:
+        """Print a line."""
+        self._console.print(f"hvdkit tune: {sentence}", soft_wrap=True)
 
 
 def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[..., tuple[float, ...] | None]:

@@ -15,8 +15,7 @@ from hvdkit.common.units import share_text
 from hvdkit.run.launch import tuned
 from hvdkit.run.launch.tuned import Tuned
 from hvdkit.run.trials.space import DEFAULT, label
-from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search
-from hvdkit.run.tune.statistics import Speedup
+from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search, Speedup
 
 
 @dataclass(frozen=True, slots=True)

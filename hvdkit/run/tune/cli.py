@@ -190,17 +190,14 @@ def tune(
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
     effort = Effort(repeats, confirmations, budget_s=budget)
     search = Search(candidates, Launch(n, command, wish.options()), effort, rng, wall)
-    subject = report.TunedJob(
-        n, command, found.describe(), found.facts.cores, seed, found.notes(),
-        wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None,
-    )  # fmt: skip
+    subject = report.TunedJob(n, command, found.describe(), found.facts.cores, seed, found.notes())
     status = _run(search, subject)
     if want_json:
         click.echo(json_files.encode(report.outcome(search, subject, interrupted=status != 0)), nl=False)
     else:
         click.echo(report.text(search, subject, interrupted=status != 0))
     if output is not None and status == 0:
-        _save(output, search, subject)
+        _save(output, search, subject, wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None)
     return status
 
 
@@ -236,10 +233,10 @@ def _run(search: Search, subject: report.TunedJob) -> int:
     return 0
 
 
-def _save(file: Path, search: Search, subject: report.TunedJob) -> None:
+def _save(file: Path, search: Search, subject: report.TunedJob, launcher: str | None) -> None:
     try:
-        report.save(file, search, subject)
+        report.save(file, search, subject, launcher)
     except OSError as error:
         raise HvdkitError(f"{file} cannot be written: {error.strerror}; the result is the text above.") from error
     what = "the defaults, by which nothing changes" if search.best() is None else "what was adopted"
-    click.echo(f"{file} holds {what}: hvdkit launch -n {subject.n} --tuned {file} -- COMMAND", err=True)
+    click.echo(f"{file} holds {what}: hvdkit launch -n {subject.ranks} --tuned {file} -- COMMAND", err=True)

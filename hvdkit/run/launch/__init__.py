@@ -6,7 +6,7 @@
        └── plan ── (mpirun, horovodrun, batch,    command line and environment, with a reason for each setting
              │      speed, recordings)
              ├── direct                           a launcher that goes to other hosts, run by itself
-             └── supervise ── (signals, peer,     one process that watches the job
+             └── supervise ── (peer,              one process that watches the job
                      ⇅       outcome, stall, shown)
                    rank ── (stacks)               one process beside each rank
 

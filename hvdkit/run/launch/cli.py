@@ -20,8 +20,8 @@ from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.run.launch import (
     batch,
     direct,
-    elastic,
     facts,
+    horovodrun,
     options,
     placement,
     plan,
@@ -92,7 +92,7 @@ def launch(
       hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
     """
     request = _request(command, dry_run, **wanted)
-    growing = elastic.check(request.n, min_np, max_np, host_discovery_script)
+    growing = horovodrun.elastic(request.n, min_np, max_np, host_discovery_script)
     if growing is not None:
         _check_elastic(request, alone=not (first or restarts or request.hosts_chosen or request.stage))
     job = _plan(request) if growing is None else _elastic_plan(request, growing)
@@ -246,19 +246,19 @@ def _attempt(request: Request, job: LaunchPlan, attempt: int) -> LaunchPlan:
     return replace(job, environment={**job.environment, **number})
 
 
-def _elastic_plan(request: Request, wanted: elastic.Elastic) -> LaunchPlan:
+def _elastic_plan(request: Request, wanted: horovodrun.Elastic) -> LaunchPlan:
     """The plan of a job that horovodrun runs by itself."""
     here = replace(request, launcher="horovodrun", hosts=(), ppn=None)
     job = _plan(here)
-    found = elastic.hosts(wanted.script, job.environment, request.ppn)
-    if elastic.are_elsewhere(found):  # they share no cores with this machine
+    found = horovodrun.discovered(wanted.script, job.environment, request.ppn)
+    if horovodrun.are_elsewhere(found):  # they share no cores with this machine
         job = _plan(replace(here, hosts=tuple(Host(name, slots) for name, slots in found.items())))
-    settings = elastic.settings(request.n, wanted, found, request.ppn)
+    settings = horovodrun.elastic_settings(request.n, wanted, found, request.ppn)
     return replace(
         job,
         launcher=(job.launcher[0], *(word for setting in settings for word in setting.words)),
         settings=(*settings, *(setting for setting in job.settings if setting.variables)),
-        notes=(*job.notes, *elastic.notes(request.n, wanted, found)),
+        notes=(*job.notes, *horovodrun.elastic_notes(request.n, wanted, found)),
     )
 
 

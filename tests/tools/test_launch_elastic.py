@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch import elastic
+from hvdkit.run.launch import horovodrun
 from hvdkit.run.launch.cli import launch
 
 
@@ -27,30 +27,30 @@ def script(tmp_path):
 
 
 def words(n, wanted, found):
-    return [word for setting in elastic.settings(n, wanted, found) for word in setting.words]
+    return [word for setting in horovodrun.elastic_settings(n, wanted, found) for word in setting.words]
 
 
 def test_the_command_line_on_one_machine_and_on_several(script):
     file = script("localhost:1", "127.0.0.1:1")
-    wanted = elastic.check(2, 1, 2, file)
-    found = elastic.hosts(file, {})
+    wanted = horovodrun.elastic(2, 1, 2, file)
+    found = horovodrun.discovered(file, {})
     assert found == {"localhost": 1, "127.0.0.1": 1}
     assert words(2, wanted, found) == [
         "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(file),
         "--blacklist-cooldown-range", "2", "10", "--network-interface", "lo", "env", "--",
     ]  # fmt: skip
     assert "--network-interface" not in words(2, wanted, {"node1": 4, "localhost": 1})
-    assert elastic.notes(2, wanted, found) == []
+    assert horovodrun.elastic_notes(2, wanted, found) == []
 
 
 def test_what_will_not_go_on_is_said(script):
     one = script("localhost:2")
-    wanted = elastic.check(2, None, None, one)
+    wanted = horovodrun.elastic(2, None, None, one)
     assert (wanted.min_np, wanted.max_np) == (2, 2)
-    (note,) = elastic.notes(2, wanted, elastic.hosts(one, {}))
+    (note,) = horovodrun.elastic_notes(2, wanted, horovodrun.discovered(one, {}))
     assert "a failed worker takes its host out" in note
-    assert "names no host yet" in elastic.notes(2, wanted, elastic.hosts(script(), {}))[0]
-    assert "fewer slots than --min-np 2" in elastic.notes(2, wanted, {"a": 1, "b": 0})[-1]
+    assert "names no host yet" in horovodrun.elastic_notes(2, wanted, horovodrun.discovered(script(), {}))[0]
+    assert "fewer slots than --min-np 2" in horovodrun.elastic_notes(2, wanted, {"a": 1, "b": 0})[-1]
 
 
 @pytest.mark.parametrize(
@@ -59,30 +59,30 @@ def test_what_will_not_go_on_is_said(script):
 )
 def test_numbers_that_do_not_go_together(script, n, least, most, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        elastic.check(n, least, most, script("a:1"))
+        horovodrun.elastic(n, least, most, script("a:1"))
 
 
 def test_bad_scripts_are_named(script, tmp_path):
-    assert elastic.check(2, None, None, None) is None
+    assert horovodrun.elastic(2, None, None, None) is None
     with pytest.raises(InvalidArgumentError, match="need --host-discovery-script"):
-        elastic.check(2, 1, None, None)
+        horovodrun.elastic(2, 1, None, None)
     with pytest.raises(InvalidArgumentError, match=r"printed 'b:x' as line 2, where HOST:SLOTS was expected"):
-        elastic.hosts(script("a:1", "b:x"), {})
+        horovodrun.discovered(script("a:1", "b:x"), {})
     with pytest.raises(InvalidArgumentError, match="cannot be run"):
-        elastic.hosts(script("a:1", status=3), {})
+        horovodrun.discovered(script("a:1", status=3), {})
     with pytest.raises(InvalidArgumentError, match=r"printed 'b' without slots; let it print HOST:SLOTS, or say --ppn"):
-        elastic.hosts(script("a:1", "b"), {})
+        horovodrun.discovered(script("a:1", "b"), {})
     plain = tmp_path / "plain"
     plain.write_text("a:1\n")
     with pytest.raises(InvalidArgumentError, match="cannot be run: Permission denied"):
-        elastic.hosts(plain, {})
+        horovodrun.discovered(plain, {})
 
 
 def test_hosts_without_slots_have_those_of_ppn(script):
     file = script("a", "b:1")
-    found = elastic.hosts(file, {}, 4)
+    found = horovodrun.discovered(file, {}, 4)
     assert found == {"a": 4, "b": 1}
-    options = words(2, elastic.check(2, 1, 5, file), found)
+    options = words(2, horovodrun.elastic(2, 1, 5, file), found)
     assert "--slots-per-host" not in options
     command = [
         "-n",

@@ -11,8 +11,7 @@ import pytest
 from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch import supervise
 from hvdkit.run.launch.model import LaunchPlan
-from hvdkit.run.launch.peer import Peer
-from hvdkit.run.launch.signals import Signals
+from hvdkit.run.launch.peer import Peer, Signals
 
 
 @pytest.mark.parametrize("said", [b"ValueError: bad\n", b"HorovodInternalError: Horovod has been shut down\n"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import LaunchError
-from hvdkit.run.launch import facts, horovod, mpi
+from hvdkit.run.launch import facts, horovod, mpirun
 from hvdkit.run.launch.model import Horovod, Request
 
 
@@ -24,7 +24,7 @@ from hvdkit.run.launch.model import Horovod, Request
 )
 def test_mpirun_is_told_by_what_it_says(tmp_path, text, implementation, version):
     (tmp_path / "text").write_text(text)
-    found = mpi.identify(program(tmp_path / "mpirun", f"cat {tmp_path}/text"), os.environ)
+    found = mpirun.identify(program(tmp_path / "mpirun", f"cat {tmp_path}/text"), os.environ)
     assert (found.implementation, found.version) == (implementation, version)
 
 
@@ -37,11 +37,11 @@ def program(path, text):
 
 def test_an_unknown_mpirun_is_one_sentence_with_what_it_said(tmp_path):
     with pytest.raises(LaunchError, match=r"'cluster starter 3'.*--launcher horovodrun"):
-        mpi.identify(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
+        mpirun.identify(program(tmp_path / "mpirun", "echo cluster starter 3"), os.environ)
 
 
 def test_an_mpirun_may_say_it_on_standard_error(tmp_path):
-    found = mpi.identify(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.3' >&2"), os.environ)
+    found = mpirun.identify(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.3' >&2"), os.environ)
     assert (found.implementation, found.version) == ("Open MPI", (5, 0, 3))
 
 
@@ -50,7 +50,7 @@ def test_an_mpirun_that_does_not_run_is_an_error_of_ours(tmp_path):
     broken.write_text("#!/nowhere/sh\n")
     broken.chmod(0o755)
     with pytest.raises(LaunchError, match="mpirun cannot be run"):
-        mpi.identify(broken, os.environ)
+        mpirun.identify(broken, os.environ)
 
 
 @pytest.fixture

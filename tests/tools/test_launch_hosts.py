@@ -12,12 +12,12 @@ import pytest
 
 from hvdkit import cli
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.launch import batch, facts, placement, plan, show
+from hvdkit.run.launch import batch, facts, placement, plan
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi, Request
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.PROGRAMS}
+PROGRAMS = {name: Path(f"/site/bin/{name}") for name in batch.LINES}
 FACTS = LaunchFacts(
     cores=64,
     root=False,
@@ -41,7 +41,7 @@ def build(environ=QUIET, found=FACTS, **options):
 
 
 def line(**options):
-    return show.command_line(build(**options))
+    return plan.command_line(build(**options))
 
 
 ALIVE = {
@@ -167,7 +167,7 @@ def test_how_variables_reach_ranks_on_other_hosts(launcher, words):
     added = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "/tmp/a.csv", "A": "b c"}
     assert job.added == {**added, **(ALIVE if launcher == "mpirun" else {})}
     assert added.items() <= job.environment.items()
-    assert words in show.explanation(job)
+    assert words in plan.explanation(job)
 
 
 @pytest.mark.parametrize(("limit", "period", "shutdown"), [(60.0, "15", "60"), (2.5, "1", "3"), (0.5, "1", "1")])
@@ -201,7 +201,7 @@ def test_horovod_itself_ends_a_stalled_job_whose_ranks_are_on_other_hosts(limit,
 def test_threads_are_those_of_a_host_and_never_a_guess(options, threads):
     job = build({"PATH": "/usr/bin"}, **options)
     assert job.added.get("OMP_NUM_THREADS") == threads
-    assert threads is not None or "say them with --depth" in show.explanation(job)
+    assert threads is not None or "say them with --depth" in plan.explanation(job)
 
 
 def test_srun_inside_an_srun_step_does_not_wait_for_its_cores():
@@ -341,7 +341,7 @@ def test_the_batch_job_chooses_its_launcher_where_it_is_installed(environ, launc
     assert batch.choice({}, PROGRAMS) is None
     job = build(found=replace(FACTS, batch=(launcher, why)))
     assert (job.launcher_name, job.direct) == (launcher, True)
-    assert show.explanation(job).startswith(f"launcher {launcher}: {why}\n")
+    assert plan.explanation(job).startswith(f"launcher {launcher}: {why}\n")
     assert build(found=replace(FACTS, batch=(launcher, why)), launcher="mpirun").launcher_name == "mpirun"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
-from hvdkit.run.launch import plan, show
+from hvdkit.run.launch import plan
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi, Request
 
@@ -189,7 +189,7 @@ def test_a_script_that_imports_mpi4py_goes_through_it_over_mpi_only(tmp_path):
 
 def test_command_line_can_be_pasted_into_a_shell():
     command = Command(("/venv/bin/python", "my train.py", "--name", "it's $HOME; ok"), script=1)
-    line = show.command_line(build(replace(REQUEST, variables={"WORDS": "a b"}), command=command))
+    line = plan.command_line(build(replace(REQUEST, variables={"WORDS": "a b"}), command=command))
     assert line == (
         "env OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 PYTHONHASHSEED=0 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 'WORDS=a b' "
         f"/venv/bin/mpirun -np 2 --bind-to none {YIELD} "
@@ -200,7 +200,7 @@ def test_command_line_can_be_pasted_into_a_shell():
 def test_explanation_gives_every_word_and_variable_with_a_reason():
     request = replace(REQUEST, n=9, timeline=Path("/tmp/t.json"), variables={"A": "1"})
     job = build(request, replace(FACTS, root=True), environ={"PATH": "/usr/bin"})
-    text = show.explanation(job)
+    text = plan.explanation(job)
     headings = [line for line in text.splitlines() if not line.startswith(" ")]
     assert headings[0] == "launcher mpirun: Horovod was built with MPI; Open MPI 5.0.11 is used"
     shown = " ".join(headings[1:])

@@ -20,7 +20,7 @@ from test_launch_hosts import FACTS, QUIET, SHOWN_ALIVE, TWO_HOSTS, YIELD
 
 from hvdkit import cli
 from hvdkit.errors import DataError, InvalidArgumentError, LaunchError
-from hvdkit.run.launch import plan, show
+from hvdkit.run.launch import plan
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Request, Staged
 from hvdkit.run.launch.stage import archive, environment, job, store, worker
@@ -33,7 +33,7 @@ AT = "/local/hvdkit-stage-7/0123"
 def line_of_worker(**options):
     request = Request(8, ("python", "train.py"), stage=STAGED, **options)
     asked = job.request(plan.build(request, FACTS, COMMAND, QUIET), request, STAGED, mpi4py=True)
-    text = show.command_line(plan.build(asked, FACTS, Command(("SH", *asked.command[3:])), QUIET))
+    text = plan.command_line(plan.build(asked, FACTS, Command(("SH", *asked.command[3:])), QUIET))
     return text.replace(sys.executable, "PYTHON")
 
 

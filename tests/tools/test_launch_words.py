@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hvdkit.run.launch import elastic, plan
+from hvdkit.run.launch import horovodrun, plan
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Horovod, LaunchFacts, Mpi, Request
 
@@ -70,8 +70,9 @@ def test_horovodrun_by_its_own_parser_and_its_own_command_line(kind, words):
     gloo = pytest.importorskip("horovod.runner.gloo_run")
     launcher, command = started(words, "horovodrun")
     if kind == "elastic":
-        wanted = elastic.Elastic(1, 2, Path("hosts.sh"))
-        launcher = [launcher[0], *(word for one in elastic.settings(2, wanted, {"localhost": 2}) for word in one.words)]
+        wanted = horovodrun.Elastic(1, 2, Path("hosts.sh"))
+        settings = horovodrun.elastic_settings(2, wanted, {"localhost": 2})
+        launcher = [launcher[0], *(word for one in settings for word in one.words)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [*launcher, *command])
         parsed = runner.parse_args()

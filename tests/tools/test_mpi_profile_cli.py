@@ -21,7 +21,7 @@ from hvdkit.errors import DataError, InstallError, InvalidArgumentError, LaunchE
 from hvdkit.prepare.install import cli as install_cli
 from hvdkit.prepare.install import mpi_recorder
 from hvdkit.read.mpi_profile.results import ShownProfile
-from hvdkit.run.launch import facts, mpi_recording, plan, recordings
+from hvdkit.run.launch import facts, plan, recordings
 from hvdkit.run.launch.command import Command
 from hvdkit.run.launch.model import Horovod, Host, LaunchFacts, Mpi, Request
 
@@ -291,11 +291,11 @@ def test_without_mpicc_and_without_preloading(tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(LaunchError, match=r"needs the MPI's compiler mpicc .* none in .*empty"):
-        mpi_recording.recorder(empty, {"PATH": "/nosuch"}, lambda _: None, dry=False)
-    assert mpi_recording.recorder(empty, {}, lambda _: None, dry=True) == Path(mpi_recorder.NAME)
+        recordings.recorder(empty, {"PATH": "/nosuch"}, dry=False)
+    assert recordings.recorder(empty, {}, dry=True) == Path(mpi_recorder.NAME)
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(LaunchError, match="LD_PRELOAD, which darwin does not have"):
-        mpi_recording.recorder(empty, {}, lambda _: None, dry=True)
+        recordings.recorder(empty, {}, dry=True)
 
 
 def test_a_cache_whose_path_the_loader_would_split(tmp_path):
@@ -336,11 +336,11 @@ def test_a_dry_run_compiles_nothing(tmp_path, monkeypatch):
 def test_what_a_job_left(tmp_path):
     directory = tmp_path / "a" / "profile"
     prepare, new = recordings.prepare, recordings.new
-    before = prepare("--mpi-profile", directory, mpi_recording.FILES)
-    assert directory.is_dir() and "no rank wrote" in mpi_recording.outcome(directory, [])
+    before = prepare("--mpi-profile", directory, recordings.MPI_PROFILES)
+    assert directory.is_dir() and "no rank wrote" in recordings.mpi_outcome(directory, [])
     write(directory, record(0), record(2))
-    said = mpi_recording.outcome(directory, new(directory, mpi_recording.FILES, before))
+    said = recordings.mpi_outcome(directory, new(directory, recordings.MPI_PROFILES, before))
     assert f"hvdkit mpi-profile show {directory}" in said and "2 of 4 ranks left no record: 1, 3." in said
-    assert not new(directory, mpi_recording.FILES, prepare("--mpi-profile", directory, mpi_recording.FILES))
+    assert not new(directory, recordings.MPI_PROFILES, prepare("--mpi-profile", directory, recordings.MPI_PROFILES))
     with pytest.raises(InvalidArgumentError, match="cannot be made a directory"):
-        prepare("--mpi-profile", directory / "mpi_profile.0.json" / "x", mpi_recording.FILES)
+        prepare("--mpi-profile", directory / "mpi_profile.0.json" / "x", recordings.MPI_PROFILES)

@@ -7,9 +7,9 @@ from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit.cli import run
 from hvdkit.common.causes import dearest_first
-from hvdkit.read.mpi_profile import comparison, findings, measures, reading, traffic
+from hvdkit.read.mpi_profile import comparison, measures, reading, traffic
 from hvdkit.read.mpi_profile import show as tables
-from hvdkit.read.mpi_profile.causes import causes, otherwise
+from hvdkit.read.mpi_profile.causes import causes, findings, otherwise
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
 from hvdkit.read.mpi_profile.model import Calls, Profile, RankProfile
 
@@ -19,7 +19,7 @@ def shown(profile, number=0):
 
 
 def found(profile, number=0):
-    return {finding.name: finding.text for finding in findings.find(shown(profile, number))}
+    return {finding.name: finding.text for finding in findings(shown(profile, number))}
 
 
 def costly(profile, number=0):

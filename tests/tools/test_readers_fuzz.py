@@ -26,7 +26,7 @@ from hvdkit import cli
 from hvdkit.common import json_files
 from hvdkit.errors import HvdkitError
 from hvdkit.measure.emulate import results
-from hvdkit.read.explain.launched import JobLaunch
+from hvdkit.read.explain.results import JobLaunch
 from hvdkit.run.job import site
 from hvdkit.run.launch import placement, tuned
 from hvdkit.steps import step_files

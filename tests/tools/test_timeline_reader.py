@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdkit.errors import DataError, DataNotFoundError
-from hvdkit.read.timeline import CycleMark, Operation, raw, reader
+from hvdkit.read.timeline import CycleMark, Operation, reader, slicing
 from hvdkit.read.timeline.model import Phase, group_of, parse_shape, size_in_bytes
 
 REAL = sorted((Path(__file__).parent.parent / "data" / "timelines").glob("*.json"))
@@ -240,7 +240,7 @@ def test_a_file_is_not_read_far_beyond_its_events(gap, tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "LONGEST_GAP", 200 << 10)
     first, last = (as_json([named(7, "grads"), *operation(7, time)]) for time in (100, 200))
     found, recording = read_bytes(tmp_path, first + bytes(gap << 10) + b"," + last)
-    events = len(list(raw.raw_events(recording.path)))
+    events = len(list(slicing.raw_events(recording.path)))
     if gap == 100:
         assert (len(found), events) == (2, 18)
     else:

@@ -10,7 +10,7 @@ from timeline_files import ATPESC, DATA, REAL, allreduce, metadata, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline import CycleMark, raw, read
+from hvdkit.read.timeline import CycleMark, read, slicing
 from hvdkit.read.timeline.slicing import slice_timeline
 
 
@@ -139,8 +139,8 @@ def test_a_file_without_events_has_no_times_to_choose_from(tmp_path):
 def test_damage_of_many_braces_is_passed_over_once(tmp_path, monkeypatch):
     """Each stretch of bytes is looked at a bounded number of times: trying at each brace anew takes minutes."""
     tried = []
-    decode = raw.decode_one
-    monkeypatch.setattr(raw, "decode_one", lambda text: tried.append(len(text)) or decode(text))
+    decode = slicing.decode_one
+    monkeypatch.setattr(slicing, "decode_one", lambda text: tried.append(len(text)) or decode(text))
     path = tmp_path / "damaged.json"
     path.write_text(
         "[" + '{"ph":"B",' * 30_000 + "\n" + ",".join(map(json.dumps, [*metadata(["a"]), *allreduce(1, 0)]))

@@ -18,8 +18,7 @@ from hvdkit.cli import run
 from hvdkit.common import json_files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import measures, show, summarize
-from hvdkit.read.timeline.columns import collect
-from hvdkit.read.timeline.exchanges import exchanges
+from hvdkit.read.timeline.columns import collect, exchanges
 from hvdkit.read.timeline.reader import read
 
 REAL = Path(__file__).parent.parent / "data" / "timelines"

@@ -8,9 +8,8 @@ from trace_files import allocation, data, event, gloo, kernel, step, wait, write
 
 from hvdkit.cli import run
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.measures import length
+from hvdkit.read.timeline.measures import common, joined, length, without
 from hvdkit.read.trace import summarize
-from hvdkit.read.trace.intervals import common, joined, without
 
 
 def times(path, *events):

@@ -23,8 +23,7 @@ from hvdkit.run.launch.tuned import MIB, Tuned
 from hvdkit.run.trials.jobs import Launch, TrialJob
 from hvdkit.run.trials.space import DEFAULT, Space, label, launch_words, thread_choices
 from hvdkit.run.tune import report
-from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search
-from hvdkit.run.tune.statistics import each_of, speedup
+from hvdkit.run.tune.search import CLOSING_LINE, WALL_TIME, Effort, Search, each_of, speedup
 
 SPACE = Space(launchers=("horovodrun",), threads=(1,))
 FAST = Tuned(cycle_time_s=0.0005)
@@ -357,14 +356,14 @@ def test_threads_worth_trying(share, current, choices):
 
 # The file
 
-SUBJECT = report.TunedJob(2, ["train.py"], "mpirun, OMP_NUM_THREADS=1", 2, 0)
+SUBJECT = report.TunedJob(2, ("train.py",), "mpirun, OMP_NUM_THREADS=1", 2, 0)
 
 
 @pytest.mark.parametrize("launcher", [None, "horovodrun"])
 def test_the_file_is_one_that_launch_takes(tmp_path, launcher):
     file = tmp_path / "tuned.json"
     found = searched(Machine(0, {FAST: 5.0}))
-    report.save(file, found, replace(SUBJECT, launcher=launcher))
+    report.save(file, found, SUBJECT, launcher)
     assert tuned.read(file) == (structs.replace(FAST, launcher=launcher), str(file))
     confirmed = json.loads(file.read_text())["measured"]["confirmed"][0]
     assert confirmed["settings"] == {"cycle_time_s": 0.0005}
@@ -375,7 +374,7 @@ def test_without_a_gain_the_file_changes_nothing(tmp_path):
     file = tmp_path / "tuned.json"
     found = searched(Machine(0))
     assert found.best() is None
-    report.save(file, found, replace(SUBJECT, launcher="horovodrun"))
+    report.save(file, found, SUBJECT, "horovodrun")
     assert tuned.read(file) == (Tuned(), str(file))
 
 

@@ -306,7 +306,7 @@ def test_nothing_overflows_on_a_phone(tmp_path, browser_page, scheme):
     browser_page.goto((tmp_path / "out.html").as_uri())
     assert browser_page.evaluate("document.documentElement.scrollWidth") <= 400
     ground = browser_page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 27)"}[scheme]
+    assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 27)"}[scheme]
 
 
 def test_times_read_as_people_say_them():

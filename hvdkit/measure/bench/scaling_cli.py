@@ -28,7 +28,7 @@ from hvdkit.measure.bench.scaling import Jobs, go, record
 from hvdkit.measure.bench.subject import ScalingAsked, describe
 from hvdkit.run.launch import options
 from hvdkit.run.trials import here
-from hvdkit.run.trials.ending import ToldToEnd, ended_by_signals
+from hvdkit.run.trials.jobs import ToldToEnd, ended_by_signals
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

@@ -24,9 +24,8 @@ from hvdkit.measure.emulate.results import Sample
 from hvdkit.measure.emulate.run_job import ReplayJob
 from hvdkit.measure.emulate.worker_files import Written
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.ending import ToldToEnd, ended_by_signals
 from hvdkit.run.trials.here import Here
-from hvdkit.run.trials.jobs import Launch
+from hvdkit.run.trials.jobs import Launch, ToldToEnd, ended_by_signals
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "hvdkit.measure.emulate.worker")
 """What each rank runs; the job's folder comes after it."""

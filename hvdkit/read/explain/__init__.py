@@ -4,8 +4,7 @@ Why this room exists: a timeline, traces, MPI profiles and the times of the step
 say is compared here, by the time that is lost.
 
 What each module is for: ``sources`` which file is what, ``step_causes`` what the times of the steps say, ``join`` what
-all of them say together, ``launched`` how the job was started, ``results`` the answer, ``show`` and ``cli`` the
-command.
+all of them say together, ``results`` how the job was started and the answer, ``cli`` the command.
 """
 
 from hvdkit.read.explain.join import explain

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from hvdkit.common.table import Page
-from hvdkit.read.explain import show
 from hvdkit.read.explain.join import explain as explanation
+from hvdkit.read.explain.results import lines
 
 
 @click.command()
@@ -30,5 +30,5 @@ def explain(paths: tuple[Path, ...], form: str | None) -> int:
     Exit status: 0 success, whatever was found; 1 nothing of a job can be read there; 2 for bad usage.
     """
     found = explanation(paths)
-    Page(show.lines(found)).print(form, found)
+    Page(lines(found)).print(form, found)
     return 0

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from hvdkit.common.causes import Cause
 from hvdkit.common.units import bytes_text, duration_text
-from hvdkit.read.timeline.columns import TimelineColumns
-from hvdkit.read.timeline.exchanges import exchanges
+from hvdkit.read.timeline.columns import TimelineColumns, exchanges
 from hvdkit.read.timeline.measures import Floats, covered, union
 
 KINDS = frozenset({"small-tensors", "large-tensors", "negotiation"})

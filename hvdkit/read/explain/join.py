@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +13,8 @@ from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.units import printable, share_text
 from hvdkit.errors import DataError, HvdkitError
 from hvdkit.read.explain import exchange, step_causes
-from hvdkit.read.explain.launched import JobLaunch
-from hvdkit.read.explain.results import Explanation, Read
-from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, Sources, find
+from hvdkit.read.explain.results import Explanation, JobLaunch, Read
+from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
 from hvdkit.read.explain.step_causes import EXCHANGE, StepCauses
 from hvdkit.steps import step_files
 
@@ -34,10 +33,9 @@ def explain(paths: Sequence[Path]) -> Explanation:
         DataError: there are none, or none can be read.
         InvalidArgumentError: there are those of several jobs.
     """
-    sources = find(paths)
-    joined = _Joined(sources)
-    joined.add_launch()
-    joined.add_steps()
+    joined = _Joined(find(paths))
+    joined.add_tool(LAUNCH, joined.of_launch)
+    joined.add_tool(STEPS, joined.of_steps)
     joined.add_tool(TIMELINE, joined.of_timeline)
     joined.add_tool(TRACE, _of_traces)
     joined.add_tool(MPI, _of_mpi)
@@ -49,7 +47,7 @@ def explain(paths: Sequence[Path]) -> Explanation:
 class _Joined:
     """What the recordings say, as they are read: those that see more of a cause come first."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Mapping[str, list[Path]]) -> None:
         self._sources = sources
         self._launched: JobLaunch | None = None
         self._steps: StepCauses | None = None
@@ -60,30 +58,20 @@ class _Joined:
         self._settled: frozenset[str] = frozenset()
         self._stalled: str | None = None
 
-    def add_launch(self) -> None:
+    def of_launch(self, paths: list[Path]) -> tuple[list[Cause], str]:
         """How the job was started."""
-        for path in self._sources.of(LAUNCH):
-            try:
-                self._launched = found = json_files.read(path, JobLaunch)
-            except DataError as error:
-                self._errors.append(str(error))
-                continue
-            threads = {None: "", 1: ", 1 thread each"}.get(found.threads, f", {found.threads} threads each")
-            self._read.append(Read(str(path), LAUNCH, f"{found.ranks} ranks by {found.launcher}{threads}"))
+        self._launched = found = json_files.read(paths[0], JobLaunch)
+        threads = {None: "", 1: ", 1 thread each"}.get(found.threads, f", {found.threads} threads each")
+        return [], f"{found.ranks} ranks by {found.launcher}{threads}"
 
-    def add_steps(self) -> None:
-        """The times of the steps."""
-        for directory in {path.parent for path in self._sources.of(STEPS)}:
-            try:
-                told = step_causes.look(step_files.read(directory), directory, self._launched)
-            except DataError as error:
-                self._errors.append(str(error))
-                continue
-            self._steps = told
-            self._settled = LATE if told.waits is not None else frozenset()
-            self._causes += told.causes
-            self._untold += told.untold
-            self._read.append(Read(str(directory), STEPS, f"{told.steps} steps of {told.ranks} ranks"))
+    def of_steps(self, paths: list[Path]) -> tuple[list[Cause], str]:
+        """The times of the steps, whose causes stand as they are: no other recording was looked at before."""
+        directory = paths[0].parent
+        self._steps = told = step_causes.look(step_files.read(directory), directory, self._launched)
+        self._settled = LATE if told.waits is not None else frozenset()
+        self._causes += told.causes
+        self._untold += told.untold
+        return [], f"{told.steps} steps of {told.ranks} ranks"
 
     def of_timeline(self, paths: list[Path]) -> tuple[list[Cause], str]:
         """What Horovod's timeline says, by the clock of the steps where there are any."""
@@ -107,10 +95,10 @@ class _Joined:
 
     def add_tool(self, what: str, look: Callable[[list[Path]], tuple[list[Cause], str]]) -> None:
         """What another tool finds in its own recording."""
-        paths = self._sources.of(what)
+        paths = self._sources.get(what, [])
         if not paths:
             return
-        place = str(paths[0] if len(paths) == 1 else paths[0].parent)
+        place = str(paths[0] if len(paths) == 1 and what != STEPS else paths[0].parent)
         try:
             causes, says = look(paths)
         except HvdkitError as error:
@@ -139,12 +127,12 @@ class _Joined:
 
     def add_rest(self) -> None:
         """Stall reports, and where to look further."""
-        if stacks := self._sources.of(STALL):
+        if stacks := self._sources.get(STALL):
             said = [_first_line(path) for path in stacks]
             missing = dict.fromkeys(line for line in said if "did not arrive" in line) or said[:1]
             self._stalled = f"The job stalled: {'; '.join(missing)[:_LONGEST]}. The stacks are in {stacks[0].parent}."
             self._read.append(Read(str(stacks[0].parent), STALL, f"{len(stacks)} ranks"))
-        for path in self._sources.of(BENCH):
+        for path in self._sources.get(BENCH, []):
             self._untold.append(f"Means over many steps say little of one: see 'hvdkit bench show {path}'.")
 
     def answer(self) -> Explanation:
@@ -163,11 +151,11 @@ class _Joined:
                 "Without the times of the steps nothing is known of each rank's input and computation: start the job "
                 "with 'hvdkit launch --explain-job'."
             )
-        elif told.exchange is not None and told.exchange >= EXCHANGE and not self._known(exchange.KINDS):
+        elif (left := told.exchange or 0.0) >= EXCHANGE and not any(one.kind in exchange.KINDS for one in self._causes):
             self._untold.append(
-                f"{share_text(told.exchange)} of a step come after the last rank was ready: the exchange and the "
+                f"{share_text(left)} of a step come after the last rank was ready: the exchange and the "
                 "update; "
-                + ("nothing is wrong with how it is done." if self._sources.of(TIMELINE) else "record --timeline FILE.")
+                + ("nothing is wrong with how it is done." if TIMELINE in self._sources else "record --timeline FILE.")
             )
         return Explanation(
             ranks=told.ranks if told else self._launched.ranks if self._launched else None,
@@ -178,9 +166,6 @@ class _Joined:
             read=tuple(self._read),
             stalled=self._stalled,
         )
-
-    def _known(self, kinds: frozenset[str]) -> bool:
-        return any(cause.kind in kinds for cause in self._causes)
 
 
 def _first_line(path: Path) -> str:

@@ -1,9 +1,40 @@
-"""What ``hvdkit explain`` answers."""
+"""How the job was started, what is answered, and the answer in at most ten lines, the verdict first."""
 
 from __future__ import annotations
 
 from hvdkit.common.causes import Cause
-from hvdkit.common.json_files import Document, Part
+from hvdkit.common.json_files import Document, Part, Positive
+from hvdkit.common.units import duration_text, printable
+
+LAUNCHED = "launch.json"
+"""The file in the directory of a job that says how it was started."""
+LINES = 10
+_FURTHER = 3
+"""Causes after the first one that are said."""
+_UNTOLD = 3
+
+
+class JobLaunch(Document, frozen=True):
+    """How a job was started.
+
+    Attributes:
+        ranks: how many processes.
+        launcher: such as "mpirun".
+        cores: usable ones of the machine on which it was started.
+        ranks_on_a_host: the most that share one; None where only the launcher knows.
+        threads: OMP_NUM_THREADS of each rank; None where it is not set to a number.
+        settings: the variables of Horovod (HOROVOD_*) that are set.
+    """
+
+    kind = "job-launch"
+    written_by = "hvdkit launch --explain-job"
+
+    ranks: Positive
+    launcher: str
+    cores: Positive
+    ranks_on_a_host: Positive | None
+    threads: Positive | None
+    settings: dict[str, str]
 
 
 class Read(Part, frozen=True):
@@ -43,3 +74,22 @@ class Explanation(Document, frozen=True):
     untold: tuple[str, ...]
     read: tuple[Read, ...]
     stalled: str | None
+
+
+def lines(found: Explanation) -> list[str]:
+    """What is printed."""
+    if not found.causes and found.stalled is None:
+        first = ["Nothing that is worth changing was found." if found.steps else "No cause of lost time was found."]
+    else:
+        first = [] if found.stalled is None else [found.stalled]
+        for cause in found.causes[:1]:
+            first += [cause.sentence(), f"  Seen in {cause.evidence}", f"  {cause.advice}"]
+    further = [f"Also: {cause.sentence()} {cause.advice}" for cause in found.causes[1 : 1 + _FURTHER]]
+    left = len(found.causes) - 1 - _FURTHER
+    untold = [f"Not told: {sentence}" for sentence in found.untold[:_UNTOLD]]
+    more = [f"{left} smaller causes are in --json."] if left > 0 else []
+    read = ", ".join(f"{one.what} ({one.says})" for one in found.read)
+    step = "" if found.step_s is None else f"; a step takes {duration_text(1e6 * found.step_s)}"
+    room = LINES - len(first) - len(further) - len(more) - 1
+    said = [*first, *further, *more, *untold[:room], f"Read: {read}{step}."]
+    return [printable(line) for line in said]

@@ -6,14 +6,14 @@ import fnmatch
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.common import files
 from hvdkit.common.units import printable
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.explain.launched import JobLaunch
+from hvdkit.read.explain.results import JobLaunch
 
 STEPS, TIMELINE, TRACE, MPI, LAUNCH, BENCH, STALL = (
     "step times", "timeline", "trace", "mpi profile", "launch", "bench results", "stall report",
@@ -39,22 +39,10 @@ _DEEP = 3
 """How many directories below the one that was given are searched."""
 _MOST = 20_000
 """Files of a directory that are looked at."""
-_ONE_OF_A_JOB = (TIMELINE, LAUNCH, BENCH)
 
 
-@dataclass
-class Sources:
-    """The recordings of one job, by what they are: files, or of the step times the one directory."""
-
-    found: dict[str, list[Path]] = field(default_factory=dict)
-
-    def of(self, what: str) -> list[Path]:
-        """Those of a kind."""
-        return self.found.get(what, [])
-
-
-def find(paths: Sequence[Path]) -> Sources:
-    """What is there of a job.
+def find(paths: Sequence[Path]) -> dict[str, list[Path]]:
+    """What is there of a job: files, by what they are.
 
     Args:
         paths: files, and directories, which are searched.
@@ -62,7 +50,7 @@ def find(paths: Sequence[Path]) -> Sources:
         DataError: a file is no recording, or there is none in any directory.
         InvalidArgumentError: there are those of several jobs.
     """
-    sources = Sources()
+    sources: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         for file in _below(path):
             what = _what(file, named=file == path)
@@ -71,10 +59,9 @@ def find(paths: Sequence[Path]) -> Sources:
                     f"{printable(str(path))} is no recording of a job; expected step times, a timeline, traces, MPI "
                     "profiles, results of 'hvdkit bench scaling', or a directory with them."
                 )
-            of_its_kind = sources.found.setdefault(what, []) if what is not None else []
-            if file.resolve() not in [other.resolve() for other in of_its_kind]:
-                of_its_kind.append(file)
-    if not sources.found:
+            if what is not None and file.resolve() not in [other.resolve() for other in sources[what]]:
+                sources[what].append(file)
+    if not sources:
         raise DataError(
             f"there is no recording of a job in {', '.join(printable(str(path)) for path in paths)}; record one with "
             "'hvdkit launch --explain-job -n 2 -- python train.py'."
@@ -83,18 +70,15 @@ def find(paths: Sequence[Path]) -> Sources:
     return sources
 
 
-def _check_one_job(sources: Sources) -> None:
-    places = {STEPS: _parents(sources.of(STEPS)), TRACE: _parents(sources.of(TRACE)), MPI: _parents(sources.of(MPI))}
-    for what, several in (*places.items(), *((one, sources.of(one)) for one in _ONE_OF_A_JOB)):
-        if len(several) > 1:
+def _check_one_job(sources: Mapping[str, list[Path]]) -> None:
+    for what, files_of_it in sources.items():
+        in_one_directory = what in (STEPS, TRACE, MPI)
+        several = list(dict.fromkeys(path.parent for path in files_of_it)) if in_one_directory else files_of_it
+        if len(several) > 1 and what != STALL:
             raise InvalidArgumentError(
                 f"there is more than one {what}: {printable(str(several[0]))} and {printable(str(several[1]))}; give "
                 "the recordings of one job."
             )
-
-
-def _parents(paths: Iterable[Path]) -> list[Path]:
-    return list(dict.fromkeys(path.parent for path in paths))
 
 
 def _below(path: Path) -> Iterator[Path]:

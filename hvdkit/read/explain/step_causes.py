@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.errors import DataError
-from hvdkit.read.explain.launched import JobLaunch
+from hvdkit.read.explain.results import JobLaunch
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.step_files import RankTimes, Step
 from hvdkit.steps.stragglers import lower_median

@@ -89,17 +89,12 @@ def _elapsed(profile: Profile) -> float:
 
 
 def _sides(profile: Profile) -> dict[tuple[str, str], Side]:
-    by_rank: list[dict[tuple[str, str], measures.Sums]] = []
-    for one in traffic.of_profile(profile):
-        keys = {(row.routine, purpose) for row, purpose in one.calls}
-        by_rank.append({key: measures.total(one.of(key[1], key[0])) for key in keys})
-    names = dict.fromkeys(key for totals in by_rank for key in totals)
-    nothing = measures.total(())
+    ranks = traffic.of_profile(profile)
     found = {}
-    for key in names:
-        totals = [one.get(key, nothing) for one in by_rank]
+    for routine, purpose in dict.fromkeys((row.routine, purpose) for one in ranks for row, purpose in one.calls):
+        totals = [measures.total(one.of(purpose, routine)) for one in ranks]
         sizes = [one.bytes for one in totals if one.bytes is not None]
-        found[key] = Side(
+        found[routine, purpose] = Side(
             statistics.median(one.calls for one in totals),
             statistics.median(one.seconds for one in totals),
             statistics.median(sizes) if sizes else None,

@@ -8,8 +8,8 @@ import msgspec
 
 from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.json_files import Document, Part
-from hvdkit.read.mpi_profile import findings, measures
-from hvdkit.read.mpi_profile.causes import causes
+from hvdkit.read.mpi_profile import measures
+from hvdkit.read.mpi_profile.causes import NOT_SEEN, ProfileFinding, causes, findings
 from hvdkit.read.mpi_profile.comparison import ComparedRoutine, missing_text
 from hvdkit.read.mpi_profile.model import Calls, Profile
 from hvdkit.read.mpi_profile.traffic import Traffic
@@ -24,7 +24,7 @@ def notes(profile: Profile, shown: Traffic) -> list[str]:
     """What a reader should know, full sentences."""
     missing = missing_text(profile)
     guessed = shown.horovod and not shown.certain
-    return [*([missing] if missing else []), *([_GUESSED] if guessed else []), *profile.notes, findings.NOT_SEEN]
+    return [*([missing] if missing else []), *([_GUESSED] if guessed else []), *profile.notes, NOT_SEEN]
 
 
 class Purposes(Part, frozen=True):
@@ -105,7 +105,7 @@ class ShownProfile(Document, frozen=True):
     traffic: Purposes
     ranks: tuple[OneRank, ...]
     causes: tuple[Cause, ...]
-    findings: tuple[findings.ProfileFinding, ...]
+    findings: tuple[ProfileFinding, ...]
     notes: tuple[str, ...]
 
 
@@ -143,7 +143,7 @@ def shown_as(profile: Profile, traffic: Sequence[Traffic], shown: Traffic) -> Sh
         traffic=Purposes(shown.certain, shown.horovod, **measures.purposes(shown)),
         ranks=tuple(_rank(one) for one in traffic),
         causes=tuple(dearest_first(causes(profile, shown))),
-        findings=tuple(findings.find(shown)),
+        findings=tuple(findings(shown)),
         notes=tuple(notes(profile, shown)),
     )
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
-from hvdkit.read.mpi_profile import findings, measures, results
-from hvdkit.read.mpi_profile.causes import UNSEEN, causes, otherwise
+from hvdkit.read.mpi_profile import measures, results
+from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, causes, findings, otherwise
 from hvdkit.read.mpi_profile.comparison import ComparedRoutine
 from hvdkit.read.mpi_profile.model import Profile
 from hvdkit.read.mpi_profile.traffic import CONTROL, Traffic
@@ -37,7 +37,7 @@ def page(profile: Profile, traffic: Traffic) -> Page:
             f"{over.median:.3f} s, most {over.most:.3f} s (rank {over.most_rank}), imbalance "
             f"{share_text(over.imbalance)}"
         )
-    found += [f"- {finding.text}" for finding in findings.find(traffic)]
+    found += [f"- {finding.text}" for finding in findings(traffic)]
     return Page([*found, *(f"Note: {note}" for note in results.notes(profile, traffic))])
 
 
@@ -59,7 +59,7 @@ def compared_page(compared: Sequence[ComparedRoutine], remarks: Sequence[str]) -
         for one in compared
     ]
     table = Table("Medians over the ranks, what differs most first", names, rows, left=names[:2])
-    return Page([table, *(f"Note: {remark}" for remark in (*remarks, findings.NOT_SEEN))])
+    return Page([table, *(f"Note: {remark}" for remark in (*remarks, NOT_SEEN))])
 
 
 def _routines(profile: Profile, traffic: Traffic) -> Table:

@@ -7,12 +7,12 @@ import click
 from hvdkit.common.commands import group_of, print_any_name
 
 SUBCOMMANDS = {
-    "summary": ("hvdkit.read.timeline.summary_cli:summary", "Where the time went, in numbers, and what to try."),
-    "report": ("hvdkit.read.timeline.summary_cli:report", "Write one HTML page, to zoom into."),
-    "slice": ("hvdkit.read.timeline.tools_cli:slice_", "Write part of it to its own file."),
-    "diff": ("hvdkit.read.timeline.tools_cli:diff", "Compare two timelines: what takes longer?"),
+    "summary": ("hvdkit.read.timeline.commands:summary", "Where the time went, in numbers, and what to try."),
+    "report": ("hvdkit.read.timeline.commands:report", "Write one HTML page, to zoom into."),
+    "slice": ("hvdkit.read.timeline.commands:slice_", "Write part of it to its own file."),
+    "diff": ("hvdkit.read.timeline.commands:diff", "Compare two timelines: what takes longer?"),
     "merge": ("hvdkit.read.trace.commands:merge", "Merge it with a trace of torch.profiler."),
-    "export": ("hvdkit.read.timeline.tools_cli:export", "Write it for Perfetto, or as a CSV table."),
+    "export": ("hvdkit.read.timeline.commands:export", "Write it for Perfetto, or as a CSV table."),
 }
 
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from hvdkit.errors import InvalidArgumentError
 
 Floats = NDArray[np.float64]
+Intervals = tuple[Floats, Floats]
+"""Starts and ends of disjoint intervals, in order; any unit."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def distribution(values: NDArray[Any]) -> Distribution | None:
     return Distribution(len(values), float(values.sum(dtype=np.float64)), p50, p95, p99, float(values.max()))
 
 
-def union(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
+def union(starts: Floats, ends: Floats) -> Intervals:
     """The intervals as disjoint ones in order of time: overlapping ones are joined.
 
     Args:
@@ -59,7 +61,7 @@ def union(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
     return starts[new], reach[last]
 
 
-def covered(intervals: tuple[Floats, Floats], since: Floats, until: Floats) -> Floats:
+def covered(intervals: Intervals, since: Floats, until: Floats) -> Floats:
     """For each window, how much of it the disjoint, ordered intervals cover."""
     starts, ends = intervals
     total = np.concatenate(([0.0], np.cumsum(ends - starts)))
@@ -72,9 +74,40 @@ def covered(intervals: tuple[Floats, Floats], since: Floats, until: Floats) -> F
     return until_time(until) - until_time(since)
 
 
-def length(intervals: tuple[Floats, Floats]) -> float:
+def length(intervals: Intervals) -> float:
     """How long disjoint intervals are together."""
     return float((intervals[1] - intervals[0]).sum())
+
+
+def joined(*parts: Intervals) -> Intervals:
+    """Everything that at least one of the sets covers."""
+    return union(np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts]))
+
+
+def common(a: Intervals, b: Intervals) -> Intervals:
+    """What both cover."""
+    marks = np.concatenate((a[0], b[0], a[1], b[1]))
+    change = np.concatenate((np.ones(len(a[0]) + len(b[0])), -np.ones(len(a[1]) + len(b[1]))))
+    order = np.lexsort((change, marks))  # ends first: what only touches has nothing in common
+    depth = np.cumsum(change[order])
+    begins = np.flatnonzero(depth == 2)
+    times = marks[order]
+    starts, ends = times[begins], times[begins + 1] if len(begins) else times[:0]
+    longer = ends > starts
+    return starts[longer], ends[longer]
+
+
+def without(a: Intervals, b: Intervals) -> Intervals:
+    """What a covers and b does not."""
+    if not len(a[0]):
+        return a
+    outside = np.concatenate(([-np.inf], b[1])), np.concatenate((b[0], [np.inf]))
+    return common(a, outside)
+
+
+def inside(a: Intervals, since: float, until: float) -> Intervals:
+    """The part of a between two times."""
+    return common(a, (np.array([since]), np.array([until])))
 
 
 def group_medians(values: NDArray[Any], groups: NDArray[np.intp], count: int) -> Floats:

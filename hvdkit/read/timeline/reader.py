@@ -39,7 +39,7 @@ _OBJECT = re.compile(rb'\{(?:[^{}"]++|' + _STRING + rb"|" + _LEAF + rb"){0,64}+\
 """What may be an event; it never goes back, so that searching damaged bytes for it stays fast."""
 _BETWEEN = re.compile(rb"\}\s*,?\s*(?=\{)")
 _NOTHING = re.compile(rb"[\s,\[\]]*+")
-_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 T = TypeVar("T")
 _Decode = Callable[[bytes], list[T] | None]
 _DecodeOne = Callable[[bytes], T | None]
@@ -96,7 +96,7 @@ class Recording:
         self._assembler = Assembler()
         self.events = 0
         with open_file(self.path) as file:
-            for events in pieces(file, self._assembler.dropped, _decode, decode_one):
+            for events in pieces(file, self._assembler.dropped, decode, decode_one):
                 self.events += len(events)
                 yield self._assembler.add(events)
         self._assembler.finish()
@@ -213,11 +213,11 @@ def _boundaries(piece: bytes) -> Iterator[int]:
         yield match.end()
 
 
-def _decode(piece: bytes) -> list[TimelineEvent] | None:
+def decode(piece: bytes) -> list[TimelineEvent] | None:
     """All events of a piece; None if something in it is not one."""
     try:
         return _EVENTS.decode(b"[" + piece.strip(b" \t\r\n,[") + b"]")
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
 
 
@@ -264,7 +264,7 @@ def decode_one(text: bytes) -> TimelineEvent | None:
     for candidate in (text, text.decode("utf-8", "replace").encode()):
         try:
             event = _EVENT.decode(candidate)
-        except _UNREADABLE:
+        except UNREADABLE:
             continue
         return event if event.ph else None
     return None

@@ -22,8 +22,7 @@ from hvdkit.common.units import bytes_text, duration_text, printable, share_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.read.timeline import figures
 from hvdkit.read.timeline.causes import causes, otherwise
-from hvdkit.read.timeline.columns import collect
-from hvdkit.read.timeline.exchanges import Exchanges, exchanges
+from hvdkit.read.timeline.columns import Exchanges, collect, exchanges
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS, Lanes, choose_window, collect_lanes, lane_data
 from hvdkit.read.timeline.measures import Distribution, Floats
 from hvdkit.read.timeline.model import GROUPS, group_of

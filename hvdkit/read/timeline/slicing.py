@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 from hvdkit.common.files import replacing
 from hvdkit.common.json_files import Document
 from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.read.timeline.model import TimelineEvent
-from hvdkit.read.timeline.raw import raw_events
-from hvdkit.read.timeline.reader import read
+from hvdkit.read.timeline.reader import UNREADABLE, decode, decode_one, open_file, pieces, read
 from hvdkit.read.timeline.summary import summarize
 
 _NEGOTIATE = "NEGOTIATE_"
+_TEXTS = msgspec.json.Decoder(list[msgspec.Raw])
+_Pair = tuple[TimelineEvent, bytes]
 
 
 class Slice(Document, frozen=True):
@@ -171,3 +175,28 @@ class _Window:
     def _start(self, inside: bool, tensor: _Tensor) -> None:
         tensor.keep = inside
         self.operations += inside
+
+
+def raw_events(path: Path) -> Iterator[_Pair]:
+    """Every event that can be read, in the order of the file, and its JSON text without the commas around it.
+
+    Args:
+        path: a timeline, as it is or compressed with gzip; what is damaged is left out, as by ``read``.
+    """
+    with open_file(path) as file:
+        for pairs in pieces(file, Counter(), _decode_pairs, _decode_pair):
+            yield from pairs
+
+
+def _decode_pairs(piece: bytes) -> list[_Pair] | None:
+    events, text = decode(piece), b"[" + piece.strip(b" \t\r\n,[") + b"]"
+    try:
+        text.decode()
+        return None if events is None else list(zip(events, map(bytes, _TEXTS.decode(text)), strict=True))
+    except UNREADABLE:
+        return None
+
+
+def _decode_pair(text: bytes) -> _Pair | None:
+    event = decode_one(text)
+    return None if event is None else (event, text.decode("utf-8", "replace").encode())

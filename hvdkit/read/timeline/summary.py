@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from hvdkit.common import lateness
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import measures
-from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect
-from hvdkit.read.timeline.exchanges import exchanges
+from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect, exchanges
 from hvdkit.read.timeline.measures import distribution
 from hvdkit.read.timeline.model import GROUPS
 from hvdkit.read.timeline.reader import Recording, read

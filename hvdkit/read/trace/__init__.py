@@ -12,9 +12,8 @@ operators, kernels, data loading, and the communication of any library.
         print(rank.rank, rank.times.exposed, rank.times.data)
 
 What each module is for: ``events`` the file as a stream of events, ``columns`` those that count, as arrays, ``kinds``
-what an event is (computation, communication, data), ``intervals`` unions and what is left of them, ``operators``
-calls inside calls, ``summary`` and ``skew`` arrays to numbers, ``difference`` two of them, ``show`` and ``cli`` the
-command.
+what an event is (computation, communication, data), ``operators`` calls inside
+calls, ``summary`` arrays to numbers, ``difference`` two of them, ``show`` and ``cli`` the command.
 """
 
 from hvdkit.read.trace.difference import compare

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdkit.errors import CorruptDataError
-from hvdkit.read.timeline.measures import Floats, union
+from hvdkit.read.timeline.measures import Floats, Intervals, union
 from hvdkit.read.trace.events import TraceEvent, TraceFile
-from hvdkit.read.trace.intervals import Intervals
 from hvdkit.read.trace.kinds import SOURCES, Kind, Source, kind_of
 
 MEMORY_EVENT = "[memory]"

@@ -16,11 +16,10 @@ from hvdkit.common import files
 from hvdkit.common.json_files import Document
 from hvdkit.errors import CorruptDataError, DataError, InvalidArgumentError
 from hvdkit.read.timeline import columns as timelines
-from hvdkit.read.timeline.measures import Floats, length, union
+from hvdkit.read.timeline.measures import Floats, Intervals, common, inside, joined, length, union
 from hvdkit.read.timeline.model import CycleMark, Operation
 from hvdkit.read.timeline.reader import Recording, read
 from hvdkit.read.trace.columns import TraceColumns, collect
-from hvdkit.read.trace.intervals import Intervals, common, inside, joined
 from hvdkit.read.trace.kinds import Source
 from hvdkit.read.trace.summary import Sets
 

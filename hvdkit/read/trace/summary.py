@@ -1,4 +1,4 @@
-"""From the arrays of a trace to what the time was spent on."""
+"""From the arrays of a trace to what the time was spent on, and how far the ranks are apart."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from hvdkit.common import lateness
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
-from hvdkit.read.timeline.measures import covered, length
-from hvdkit.read.trace import skew
+from hvdkit.read.timeline.measures import Intervals, common, covered, inside, joined, length, without
 from hvdkit.read.trace.causes import causes
 from hvdkit.read.trace.columns import TraceColumns, collect
-from hvdkit.read.trace.intervals import Intervals, common, inside, joined, without
 from hvdkit.read.trace.kinds import Kind, Source, step_number
 from hvdkit.read.trace.operators import EventCalls, nest, table
-from hvdkit.read.trace.results import Communication, DeviceMemory, RankTrace, TraceStep, TraceSummary, TraceTimes
+from hvdkit.read.trace.results import (
+    Communication,
+    DeviceMemory,
+    RankTrace,
+    TraceRankSkew,
+    TraceSkew,
+    TraceStep,
+    TraceSummary,
+    TraceTimes,
+)
 
+_Waits = dict[tuple[int, str, int], float]
+"""Milliseconds that a rank was in each collective: step, name, and the how many-th of this name in the step."""
 HIDDEN = (
     "Horovod exchanges gradients in a thread that the profiler does not see: communication here is the wait for it, "
     "all of it exposed; for the rest record a timeline, too, `hvdkit timeline merge` both and read the merged file."
@@ -43,10 +53,10 @@ def summarize(paths: Sequence[str | Path]) -> TraceSummary:
     for path in files_of(paths):
         columns = collect(path)
         one = one_rank(columns)
-        found.append((one, skew.collectives(columns, one.steps, window_of(columns)[0])))
+        found.append((one, _collectives(columns, one.steps, window_of(columns)[0])))
     found.sort(key=lambda pair: (pair[0].rank is None, pair[0].rank or 0))
     _require_one_run([rank for rank, _ in found])
-    apart, note = skew.between(found)
+    apart, note = _between(found)
     summary = TraceSummary(tuple(rank for rank, _ in found), apart, note)
     return replace(summary, causes=tuple(dearest_first(causes(summary))))
 
@@ -264,3 +274,66 @@ def self_times_by_step(
         key = columns.names[number], label(int(columns.source[row]), int(columns.kind[row]))
         found[key] = found.get(key, np.zeros(len(windows))) + flat[number]
     return found, len(windows)
+
+
+def _collectives(columns: TraceColumns, steps: Sequence[TraceStep], since: float) -> _Waits:
+    """The collectives of one rank in its steps, which its peers have under the same key."""
+    rows = np.flatnonzero(_blocking(columns))
+    rows = rows[np.argsort(columns.start[rows], kind="stable")]
+    begins = np.array([step.begin * 1e3 + since for step in steps])
+    counts: dict[tuple[int, str], int] = {}
+    times: _Waits = {}
+    for row in rows.tolist():
+        at = int(np.searchsorted(begins, columns.start[row] + 1e-3, side="right")) - 1
+        if steps and at < 0:
+            continue
+        key = (steps[at].number if steps else 0), columns.names[int(columns.name[row])]
+        counts[key] = counts.get(key, 0) + 1
+        times[*key, counts[key]] = float(columns.end[row] - columns.start[row]) / 1e3
+    return times
+
+
+def _blocking(columns: TraceColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Events that end on all ranks together: kernels that communicate, else Gloo's and MPI's, else hvdkit's waits."""
+    kernels = (columns.source == Source.KERNEL) & (columns.kind == Kind.COMMUNICATION)
+    if kernels.any():
+        return np.asarray(kernels)
+    background = (columns.kind == Kind.BACKGROUND) & (columns.source != Source.HOROVOD)
+    if background.any():
+        return np.asarray(background)
+    waits = np.array([name.startswith("hvdkit:") for name in columns.names], bool)[columns.name]
+    return np.asarray(waits & (columns.kind == Kind.COMMUNICATION))
+
+
+def _between(found: Sequence[tuple[RankTrace, _Waits]]) -> tuple[TraceSkew | None, str]:
+    """The skew of all ranks, or None and why it cannot be told."""
+    if len(found) < 2:
+        return None, "one trace only: give those of all ranks"
+    if any(rank.rank is None for rank, _ in found):
+        return None, "a trace does not say whose it is: name them trace-R-of-N.json"
+    keys = set(found[0][1])
+    for _, waits in found[1:]:
+        keys &= set(waits)
+    if not keys:
+        return None, "no collective that all traces have in the same step"
+    ordered = sorted(keys)
+    table = np.array([[waits[key] for key in ordered] for _, waits in found])  # (ranks, collectives)
+    late = table.max(axis=0) - table
+    apart = late.max(axis=0)
+    last = np.argmin(table, axis=0)
+    # Several collectives of a step can wait for one rank at the same time: the longest of these waits counts.
+    begins = np.flatnonzero(np.diff([key[0] for key in ordered], prepend=ordered[0][0] - 1))
+    costs = lateness.costs(np.maximum.reduceat(late, begins, axis=1))
+    waits = np.maximum.reduceat(table - table.min(axis=0), begins, axis=1).mean(axis=1)
+    rows = [
+        TraceRankSkew(
+            rank.rank or 0,
+            rank.times.computation / max(1, len(rank.steps)),
+            int(np.sum((last == index) & (apart > 0))),
+            float(late[index].mean()),
+            float(waits[index]),
+            float(costs[index]),
+        )
+        for index, (rank, _) in enumerate(found)
+    ]
+    return TraceSkew(len(ordered), float(np.median(apart)), float(apart.max()), tuple(rows)), ""

@@ -19,7 +19,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import script
 from hvdkit.run.job.limits import seconds
 from hvdkit.run.job.model import BatchJob
-from hvdkit.run.launch import elastic
+from hvdkit.run.launch import horovodrun
 
 NAME = "kubernetes"
 SUBMIT = "kubectl create -f"
@@ -52,15 +52,15 @@ def write(
         ssh_directory: where the user of the image expects the keys that the operator makes.
         min_np, max_np: ranks of an elastic job, None where the other or the job says it; both None: not elastic.
     Raises:
-        InvalidArgumentError: see ``script.check`` and ``elastic.check``; no image; a name, volume or directory that
-            cannot be right, or an option that only batch systems know.
+        InvalidArgumentError: see ``script.check`` and ``horovodrun.elastic``; no image; a name, volume or directory
+            that cannot be right, or an option that only batch systems know.
     """
     script.check(job)
     for field in fields(job):
         if field.default is not MISSING and field.name not in _READ and getattr(job, field.name) != field.default:
             option = "output" if field.name == "log" else field.name.replace("_", "-")
             raise InvalidArgumentError(f"--{option} is for batch systems; leave it out with --system {NAME}.")
-    growing = None if min_np is max_np is None else elastic.check(job.nodes * job.ppn, min_np, max_np, DISCOVERY)
+    growing = None if min_np is max_np is None else horovodrun.elastic(job.nodes * job.ppn, min_np, max_np, DISCOVERY)
     most = job.nodes * job.ppn if growing is None or growing.max_np is None else growing.max_np
     longest = f"{job.name}-worker-{-(-most // job.ppn) - 1}"
     if _LABEL.fullmatch(job.name) is None or len(longest) > _LONGEST_LABEL:
@@ -92,7 +92,7 @@ def _claims(volumes: Sequence[str]) -> dict[str, str]:
 
 
 def _mpi_job(
-    job: BatchJob, image: str, claims: Mapping[str, str], ssh_directory: str, growing: elastic.Elastic | None
+    job: BatchJob, image: str, claims: Mapping[str, str], ssh_directory: str, growing: horovodrun.Elastic | None
 ) -> dict[str, Any]:
     """The MPIJob as a mapping, for YAML. ``claims``: directory to volume claim; ``growing``: of an elastic job."""
     launch = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]

@@ -2,17 +2,16 @@
 
 ::
 
-    command, placement, facts ── (machine, horovod, mpi, batch)   what is asked for, and what there is
-       └── plan ── (open_mpi, hydra, horovodrun,  command line and environment, with a reason for each setting
-             │      pals, aprun, srun, jsrun)
-             ├── show                             the plan as text: --dry-run, --explain
+    command, placement, facts ── (machine, horovod)   what is asked for, and what there is
+       └── plan ── (mpirun, horovodrun, batch,    command line and environment, with a reason for each setting
+             │      speed, recordings)
              ├── direct                           a launcher that goes to other hosts, run by itself
-             └── supervise ── (signals, peer,     one process that watches the job
+             └── supervise ── (peer,              one process that watches the job
                      ⇅       outcome, stall, shown)
                    rank ── (stacks)               one process beside each rank
 
-``plan`` is pure: facts in, command line and environment out, through one small module per launcher (``open_mpi``,
-``hydra``, ``horovodrun``, and those of batch systems). ``supervise`` starts that command line with ``rank`` put before
+``plan`` is pure: facts in, command line and environment out, through ``mpirun``, ``horovodrun`` and, for the launchers
+of batch systems, ``batch``. ``supervise`` starts that command line with ``rank`` put before
 the user's command: each rank's output and exit status come back over a socket of hvdkit's own. The launchers' own
 reports are not used because they lose information: Open MPI glues the unfinished last lines of two ranks together,
 Hydra mixes ranks within a line, horovodrun dies on bytes that are not UTF-8 and exits with 1 whatever the status of the

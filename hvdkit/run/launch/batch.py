@@ -1,18 +1,24 @@
-"""The launchers of batch systems: which are installed, and which one the batch job around this process calls for."""
+"""The launchers of batch systems: which are installed, which one a batch job calls for, and what each is told.
+
+Each function of ``LINES`` makes a command line up to the user's command, and raises InvalidArgumentError for what its
+launcher cannot do.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from hvdkit.common.ask import version
-from hvdkit.steps.launchers import BATCH_JOBS
-
-PROGRAMS = ("mpiexec", "aprun", "srun", "jsrun")
-"""Launchers that belong to a batch system; mpiexec is that of PALS alone."""
+from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch.model import BINDINGS, LauncherLine, Request, Setting
+from hvdkit.steps.launchers import BATCH_JOBS, inside_srun
 
 _SYSTEMS = {"Slurm": "srun", "PBS": "mpiexec", "LSF": "jsrun", "Cobalt": "aprun"}
+_UNTIED = "tied to one core, Horovod's background thread would fight the training thread; give --depth to tie"
+_NODE = re.compile(r"(?:nid)?0*([0-9]+)")
 
 
 def called_for(environ: Mapping[str, str]) -> list[str]:
@@ -50,3 +56,158 @@ def is_pals(mpiexec: Path, environ: Mapping[str, str]) -> bool:
     if "pals" in mpiexec.resolve().parts or "/pals/" in str(mpiexec):
         return True
     return "PALS" in version(mpiexec, environ).text
+
+
+def _pals(request: Request, program: Path) -> LauncherLine:
+    """PALS's mpiexec, of HPE Cray systems under PBS, such as Polaris.
+
+    Source: ALCF, "Running Jobs on Polaris": ``mpiexec -n 8 --ppn 4 --depth=16 --cpu-bind depth ...``.
+    """
+    settings = [
+        Setting("one process per rank", ("-n", str(request.n))),
+        *_given("--ppn: ranks on each host", request.ppn, "--ppn", "{}"),
+        *_given("--depth: cores of each rank", request.depth if request.cpu_bind is None else None, "--depth={}"),
+        _binding(request, "--cpu-bind", {name: name for name in BINDINGS}),
+        *_given("the hosts that you named", ",".join(_chosen(request)) or None, "--hosts", "{}"),
+    ]
+    return LauncherLine(program, tuple(settings), "", pass_on=_told("--env", values=True))
+
+
+def _aprun(request: Request, program: Path) -> LauncherLine:
+    """aprun, of Cray XC systems (ALPS), such as Theta.
+
+    Source: aprun(1); ALCF's tutorials: ``aprun -n 8 -N 4 --cc depth -d 16 python ...``.
+    """
+    if request.bind == "socket":
+        raise InvalidArgumentError("--bind socket: aprun ties ranks to cores or NUMA domains; use core or numa.")
+    nodes = ",".join(map(_node_id, _chosen(request)))
+    settings = [
+        Setting("one process per rank", ("-n", str(request.n))),
+        *_given("--ppn: ranks on each host", request.ppn, "-N", "{}"),
+        _binding(request, "--cc", {"core": "cpu", "numa": "numa_node"}),
+        *_given("--depth: cores of each rank", request.depth, "-d", "{}"),
+        *_given("the hosts that you named, by their node ids", nodes or None, "-L", "{}"),
+    ]
+    return LauncherLine(program, tuple(settings), "", pass_on=_told("-e", values=True))
+
+
+def _node_id(host: str) -> str:
+    match = _NODE.fullmatch(host)
+    if match is None:
+        raise InvalidArgumentError(f"host {host!r}: aprun takes node ids, such as 12 or nid00012.")
+    return match[1]
+
+
+def _srun(request: Request, program: Path) -> LauncherLine:
+    """srun, of Slurm.
+
+    Source: srun(1).
+    """
+    settings = [Setting("one process per rank", (f"--ntasks={request.n}",))]
+    nodes = None
+    if request.ppn is not None:
+        # A rank reads from SLURM_NTASKS_PER_NODE how many share its host, so that it must not be a mere maximum.
+        ppn = min(request.ppn, request.n)
+        nodes = -(-request.n // ppn)
+        words = (f"--ntasks-per-node={ppn}", f"--nodes={nodes}")
+        settings.append(Setting("--ppn: ranks on each host, and so many hosts", words))
+    depth = "--depth: cores of each rank; since Slurm 22.05 srun no longer takes it from sbatch"
+    settings += [
+        *_given(depth, request.depth, "--cpus-per-task={}"),
+        *_given("--gpus-per-node", request.gpus_per_node, "--gpus-per-node={}"),
+        *_given("--gpus-per-task", request.gpus_per_task, "--gpus-per-task={}"),
+        *_given("--cpu-bind: the cores of each rank on a host", request.cpu_bind, "--cpu-bind={}"),
+    ]
+    if request.cpu_bind is None and request.bind != "none":
+        place = {"core": "cores", "socket": "sockets", "numa": "ldoms"}[request.bind]
+        settings.append(Setting(f"--bind {request.bind}", (f"--cpu-bind={place}",)))
+    elif request.cpu_bind is None and request.depth is None:
+        # else Slurm ties a rank to its cpus-per-task, where the site has it tie at all
+        settings.append(Setting(_UNTIED, ("--cpu-bind=none",)))
+    settings += [
+        *_given("the hosts that you named", ",".join(_chosen(request)[:nodes]) or None, "--nodelist={}"),
+        Setting("a rank that fails ends the job; otherwise the others wait for it", ("--kill-on-bad-exit=1",)),
+        Setting("one Ctrl-C ends the job; otherwise srun asks for two", ("--quit-on-interrupt",)),
+    ]
+    exported = Setting("ranks on every host get the variables of this process", ("--export=ALL",))
+    return LauncherLine(program, tuple(settings), "", pass_on=lambda _added, _environ: exported)
+
+
+def inside_a_step(environ: Mapping[str, str]) -> list[Setting]:
+    """What srun needs inside another srun, such as ``srun --pty bash``; else it waits for the cores that this one has.
+
+    Source: srun(1), SLURM_OVERLAP.
+    """
+    if not inside_srun(environ):
+        return []
+    return [Setting("this shell is an srun step itself, whose cores the ranks share", variables={"SLURM_OVERLAP": "1"})]
+
+
+def _jsrun(request: Request, program: Path) -> LauncherLine:
+    """jsrun, of IBM's LSF systems, such as Summit: a resource set of cores and GPUs for each rank.
+
+    Source: OLCF, "Summit User Guide": ``jsrun -n 8 -a 1 -c 16 -g 1 ...``.
+    """
+    if _chosen(request):
+        raise InvalidArgumentError("jsrun takes the hosts of the LSF job; leave --hosts and --hostfile out.")
+    if request.bind not in ("none", "core"):
+        raise InvalidArgumentError(
+            f"--bind {request.bind}: jsrun ties a rank to the cores of --depth; leave --bind out."
+        )
+    tied = "each rank may use all its cores; otherwise jsrun ties it to the first of them"
+    settings = [
+        Setting("one resource set for each rank", ("-n", str(request.n), "-a", "1")),
+        *_given("--depth: cores of each rank", request.depth, "-c", "{}"),
+        *_given("GPUs of each rank", _gpus_of_a_rank(request), "-g", "{}"),
+        *_given("--ppn: ranks on each host", request.ppn, "-r", "{}"),
+        *_given(tied, request.depth, "-b", "packed:{}"),
+    ]
+    notes = () if request.depth else ("jsrun gives each rank one core unless told; say how many with --depth.",)
+    return LauncherLine(program, tuple(settings), "", pass_on=_told("-E", values=False), notes=notes)
+
+
+def _gpus_of_a_rank(request: Request) -> int | None:
+    if request.gpus_per_task is not None or request.gpus_per_node is None:
+        return request.gpus_per_task
+    if request.ppn is None or request.gpus_per_node % request.ppn:
+        got = "no --ppn" if request.ppn is None else f"--ppn {request.ppn}"
+        raise InvalidArgumentError(
+            f"jsrun gives each rank its own GPUs: --gpus-per-node {request.gpus_per_node} must be a multiple of --ppn, "
+            f"got {got}; or use --gpus-per-task."
+        )
+    return request.gpus_per_node // request.ppn
+
+
+LINES = {"mpiexec": _pals, "aprun": _aprun, "srun": _srun, "jsrun": _jsrun}
+"""Launchers that belong to a batch system, each with what makes its command line; mpiexec is that of PALS alone."""
+
+
+def _given(why: str, value: object, *words: str) -> list[Setting]:
+    """What a launcher is told where the user gave a value, which stands in its words for {}."""
+    return [] if value is None else [Setting(why, tuple(word.format(value) for word in words))]
+
+
+def _chosen(request: Request) -> list[str]:
+    """Names of the hosts that the user named."""
+    return [host.name for host in request.hosts] if request.hosts_chosen else []
+
+
+def _binding(request: Request, option: str, names: Mapping[str, str]) -> Setting:
+    """What each rank is tied to, said with an option of PALS or of ALPS, its predecessor, in its own names."""
+    if request.cpu_bind is not None:
+        return Setting("--cpu-bind: the cores of each rank on a host", (option, request.cpu_bind))
+    if request.bind == "none" and request.depth is not None:
+        return Setting("each rank is tied to the cores of its --depth, all of them", (option, "depth"))
+    if request.bind == "none":
+        return Setting(_UNTIED, (option, "none"))
+    return Setting(f"--bind {request.bind}", (option, names[request.bind]))
+
+
+def _told(option: str, *, values: bool) -> Callable[[Mapping[str, str], Mapping[str, str]], Setting]:
+    """A ``LauncherLine.pass_on``: an option for each variable, with its value or only its name."""
+
+    def pass_on(added: Mapping[str, str], _environ: Mapping[str, str]) -> Setting:
+        told = [f"{name}={value}" if values else name for name, value in added.items()]
+        return Setting("variables for the ranks on every host", tuple(word for one in told for word in (option, one)))
+
+    return pass_on

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,24 @@ import click
 from msgspec import structs
 
 from hvdkit.common.commands import with_options
+from hvdkit.common.table import console
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.prepare.doctor.finding import has_errors
+from hvdkit.prepare.preflight import exchange, findings, show
 from hvdkit.run.launch import (
-    attempts,
     batch,
     direct,
-    elastic,
-    explained,
     facts,
-    mpi_recording,
+    horovodrun,
     options,
     placement,
+    plan,
     recordings,
-    show,
-    torch_profile,
+    supervise,
     tuned,
 )
 from hvdkit.run.launch.model import Host, LaunchPlan, Request
+from hvdkit.run.launch.outcome import JobEnd
 from hvdkit.run.launch.stage import job as staging
 
 _NEEDS = (
@@ -43,6 +43,8 @@ _NEEDS = (
     ("stage_dir", "stage", "which copies the environment there"),
 )
 """Options that mean something only with another one, and why."""
+_PAUSE_S = 1.0
+"""Seconds before a restart: what failed for want of a port or of memory has it back."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -90,7 +92,7 @@ def launch(
       hvdkit launch -n 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh -- python train.py
     """
     request = _request(command, dry_run, **wanted)
-    growing = elastic.check(request.n, min_np, max_np, host_discovery_script)
+    growing = horovodrun.elastic(request.n, min_np, max_np, host_discovery_script)
     if growing is not None:
         _check_elastic(request, alone=not (first or restarts or request.hosts_chosen or request.stage))
     job = _plan(request) if growing is None else _elastic_plan(request, growing)
@@ -98,16 +100,16 @@ def launch(
     before = _staging(request, job)
     if dry_run:
         if before is not None:
-            click.echo(show.command_line(before))
-        click.echo(show.command_line(job))
+            click.echo(plan.command_line(before))
+        click.echo(plan.command_line(job))
         return 0
     if growing is not None:
-        with _recorded(request, job):
+        with recordings.recorded(request, job):
             return direct.run([*job.launcher, *job.command], job.environment).status
     if status := _prepared(command[0], job, before, first=first):
         return status
-    with _recorded(request, job):
-        return attempts.run(lambda attempt: _attempt(request, job, attempt), restarts, tagged=tag, verbose=verbose)
+    with recordings.recorded(request, job):
+        return _run(request, job, restarts, tagged=tag, verbose=verbose)
 
 
 def _prepared(program: str, job: LaunchPlan, staging_job: LaunchPlan | None, *, first: bool) -> int:
@@ -116,26 +118,56 @@ def _prepared(program: str, job: LaunchPlan, staging_job: LaunchPlan | None, *, 
     if first and not _could_train(job):
         status = 1
     elif staging_job is not None:
-        status, why = attempts.started(staging_job).status, "the environment was not staged"
+        status, why = _started(staging_job).status, "the environment was not staged"
     if status:
         click.echo(f"hvdkit launch: {program} was not started, since {why}.", err=True)
     return status
 
 
 def _could_train(job: LaunchPlan) -> bool:
+    """Look at every rank of a job like this one, and print what is found; whether it can train."""
     if job.direct:
         raise InvalidArgumentError(
             f"--preflight works on one machine, and {job.launcher_name} starts ranks on other hosts; start 'hvdkit "
             "preflight' itself in place of the command."
         )
-    return attempts.preflight(job, facts.own_python())
+    with tempfile.TemporaryDirectory(prefix="hvdkit-preflight-") as directory:
+        command = (str(facts.own_python()), "-m", "hvdkit.cli", "preflight", "--report", directory)
+        environment = {name: value for name, value in job.environment.items() if name != "HOROVOD_TIMELINE"}
+        supervise.run(replace(job, command=command, environment=environment, stall_timeout=None))
+        reports = exchange.read(Path(directory))
+    if not reports:
+        click.echo("hvdkit launch: no rank left a report; the preflight's errors are above.", err=True)
+        return False
+    found = findings.examine(reports)
+    show.page(reports, found).show(console(stderr=True))
+    return not has_errors(found)
+
+
+def _started(job: LaunchPlan, *, tagged: bool = False, verbose: bool = False) -> JobEnd:
+    """Run a job once; how it ended."""
+    if job.direct:
+        return direct.run([*job.launcher, *job.command], job.environment, [host.name for host in job.hosts])
+    return supervise.run(job, tagged=tagged, verbose=verbose)
+
+
+def _run(request: Request, job: LaunchPlan, restarts: int, *, tagged: bool, verbose: bool) -> int:
+    """Run a job, and again from the start while it fails, at most ``restarts`` times more; the last exit status."""
+    attempt = 0
+    while True:
+        ended = _started(_attempt(request, job, attempt), tagged=tagged, verbose=verbose)
+        if ended.status == 0 or ended.interrupted or attempt == restarts:
+            return ended.status
+        attempt += 1
+        click.echo(f"hvdkit launch: restart {attempt} of {restarts} after status {ended.status}.", err=True)
+        time.sleep(_PAUSE_S)
 
 
 def _say(job: LaunchPlan, explain: bool) -> None:
     for note in job.notes:
         click.echo(f"hvdkit launch: {note}", err=True)
     if explain:
-        click.echo(show.explanation(job), err=True)
+        click.echo(plan.explanation(job), err=True)
 
 
 def _request(
@@ -170,7 +202,7 @@ def _request(
     stamp = time.strftime("%Y%m%d-%H%M%S")
     explain_dir = rest.pop("explain_dir") or Path(f"hvdkit-job-{stamp}")
     stage_dir = rest.pop("stage_dir")
-    placed = placement.asked(n, ppn, hosts, hostfile, os.environ, anywhere=launcher in batch.PROGRAMS)
+    placed = placement.asked(n, ppn, hosts, hostfile, os.environ, anywhere=launcher in batch.LINES)
     return Request(
         n=n,
         command=command,
@@ -206,26 +238,6 @@ def _staging(request: Request, job: LaunchPlan) -> LaunchPlan | None:
     return _plan(staging.request(job, request, request.stage, mpi4py=facts.has_mpi4py()))
 
 
-@contextlib.contextmanager
-def _recorded(request: Request, job: LaunchPlan) -> Iterator[None]:
-    """Around a job: the directories of its profiles are there before it, and what came to be in them is said after."""
-    recorders = ((mpi_recording, request.mpi_profile), (torch_profile, request.torch_profile))
-    before = [
-        (one, directory, recordings.prepare(one.OPTION, directory, one.FILES))
-        for one, directory in recorders
-        if directory is not None
-    ]
-    if request.explain_job is not None:
-        explained.prepare(request.explain_job, job)
-    yield
-    for recorder, directory, found in before:
-        files = recordings.new(directory, recorder.FILES, found)
-        click.echo(f"hvdkit launch: {recorder.outcome(directory, files)}", err=True)
-    if request.explain_job is not None:
-        also = (request.timeline, request.mpi_profile, request.torch_profile, request.stall_dir)
-        click.echo(explained.outcome(request.explain_job, also), err=True)
-
-
 def _attempt(request: Request, job: LaunchPlan, attempt: int) -> LaunchPlan:
     """The plan with the number of the attempt, which ranks on other hosts are told by the command line."""
     number = {"HVDKIT_RESTART": str(attempt)}
@@ -234,19 +246,19 @@ def _attempt(request: Request, job: LaunchPlan, attempt: int) -> LaunchPlan:
     return replace(job, environment={**job.environment, **number})
 
 
-def _elastic_plan(request: Request, wanted: elastic.Elastic) -> LaunchPlan:
+def _elastic_plan(request: Request, wanted: horovodrun.Elastic) -> LaunchPlan:
     """The plan of a job that horovodrun runs by itself."""
     here = replace(request, launcher="horovodrun", hosts=(), ppn=None)
     job = _plan(here)
-    found = elastic.hosts(wanted.script, job.environment, request.ppn)
-    if elastic.are_elsewhere(found):  # they share no cores with this machine
+    found = horovodrun.discovered(wanted.script, job.environment, request.ppn)
+    if horovodrun.are_elsewhere(found):  # they share no cores with this machine
         job = _plan(replace(here, hosts=tuple(Host(name, slots) for name, slots in found.items())))
-    settings = elastic.settings(request.n, wanted, found, request.ppn)
+    settings = horovodrun.elastic_settings(request.n, wanted, found, request.ppn)
     return replace(
         job,
         launcher=(job.launcher[0], *(word for setting in settings for word in setting.words)),
         settings=(*settings, *(setting for setting in job.settings if setting.variables)),
-        notes=(*job.notes, *elastic.notes(request.n, wanted, found)),
+        notes=(*job.notes, *horovodrun.elastic_notes(request.n, wanted, found)),
     )
 
 

@@ -18,8 +18,8 @@ from typing import IO, cast
 
 from hvdkit.common.signals import handled
 from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, JobEnd
+from hvdkit.run.launch.peer import ENDING
 from hvdkit.run.launch.reach import Reach
-from hvdkit.run.launch.signals import ENDING
 from hvdkit.run.launch.start import start
 
 _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")

@@ -9,11 +9,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdkit.run.launch import batch, mpi, mpi_recording, plan
+from hvdkit.run.launch import batch, plan
 from hvdkit.run.launch.command import resolve
 from hvdkit.run.launch.horovod import installed_horovod, recorded_horovod
 from hvdkit.run.launch.machine import usable_cores
-from hvdkit.run.launch.model import Horovod, LaunchFacts, LaunchPlan, Request
+from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
+from hvdkit.run.launch.mpirun import find_mpirun, identify
+from hvdkit.run.launch.recordings import recorder
 from hvdkit.steps import hosts as job_hosts
 
 
@@ -54,24 +56,26 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
     open_choice = request.launcher == "auto" and chosen is None
     horovod = installed_horovod(python) if open_choice else recorded_horovod()
     wants_mpi = request.launcher == "mpirun" or (open_choice and (horovod is None or horovod.mpi))
-    mpirun = _mpirun(horovod, path) if wants_mpi else None
+    own = None if horovod is None else horovod.mpi_bin  # where that is not known, the first mpirun on PATH is taken
+    mpirun = find_mpirun(path if own is None else str(own)) if wants_mpi else None
     if mpirun is not None and str(mpirun.parent) not in path.split(os.pathsep):
         path = os.pathsep.join([path, str(mpirun.parent)])  # Intel's mpirun looks for its parts there
     horovodrun = shutil.which("horovodrun", path=path)
     records = request.mpi_profile is not None and request.launcher != "horovodrun"
     without_mpi = request.launcher == "auto" and horovod is not None and not horovod.mpi
+    mpi_bin = own if mpirun is None else mpirun.parent
     return LaunchFacts(
         cores=usable_cores(),
         root=os.geteuid() == 0,
         python=python,
         path=path,
         horovod=horovod,
-        mpi=None if mpirun is None else mpi.identify(mpirun, {**environ, "PATH": path}),
+        mpi=None if mpirun is None else identify(mpirun, {**environ, "PATH": path}),
         horovodrun=None if horovodrun is None else Path(horovodrun).absolute(),
         mpi4py=has_mpi4py(),
         programs=programs,
         batch=chosen,
-        mpi_recorder=_mpi_recorder(request, horovod, mpirun, environ) if records and not without_mpi else None,
+        mpi_recorder=recorder(mpi_bin, environ, dry=request.dry_run) if records and not without_mpi else None,
     )
 
 
@@ -87,26 +91,9 @@ def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, 
     return found, plan.build(request, found, command, environ)
 
 
-def _mpi_recorder(request: Request, horovod: Horovod | None, mpirun: Path | None, environ: Mapping[str, str]) -> Path:
-    """The library that records MPI calls, for the MPI that the job runs with."""
-    own = horovod.mpi_bin if horovod is not None else None
-    mpi_bin = mpirun.parent if mpirun is not None else own
-    return mpi_recording.recorder(mpi_bin, environ, _say, dry=request.dry_run)
-
-
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"hvdkit launch: {sentence}\n")
-
-
 def _wanted(request: Request, environ: Mapping[str, str]) -> list[str]:
     """The launchers of batch systems to look for; none where the job is on this machine alone, which needs none."""
     if request.launcher != "auto":
-        return [request.launcher] if request.launcher in batch.PROGRAMS else []
+        return [request.launcher] if request.launcher in batch.LINES else []
     only_here = not request.hosts and (request.hosts_chosen or bool(job_hosts.of_job(environ)))
     return [] if only_here else batch.called_for(environ)
-
-
-def _mpirun(horovod: Horovod | None, path: str) -> Path | None:
-    """The mpirun of the MPI that Horovod was linked with; where that is not known, the first one on PATH."""
-    own = horovod.mpi_bin if horovod is not None else None
-    return mpi.find_mpirun(path if own is None else str(own))

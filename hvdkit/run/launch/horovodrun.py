@@ -1,20 +1,30 @@
-"""horovodrun over Gloo, on one machine and on several. Its MPI mode is never used: it fails with Open MPI 5."""
+"""horovodrun over Gloo, on one machine and on several, and for elastic jobs, whose hosts a script names.
+
+Its MPI mode is never used: it fails with Open MPI 5.
+"""
 
 from __future__ import annotations
 
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.run.launch import placement
 from hvdkit.run.launch.model import LauncherLine, Request, Setting
 
-RANK_VARIABLE = "HOROVOD_RANK"
-
-UNREAD = Setting("horovodrun takes options of the command for its own, but nothing behind '--'", ("env", "--"))
-
+_UNREAD = Setting("horovodrun takes options of the command for its own, but nothing behind '--'", ("env", "--"))
 _NEEDS_SSH = (
     "horovodrun reaches other hosts by ssh: 'ssh HOST true' must work from here without a password, and this directory "
     "and Python must lie at the same path there."
 )
+COOLDOWN_S = (2, 10)
+"""Seconds, at least and at most, that a host is left out after one of its workers failed."""
+_SCRIPT_SECONDS = 30
+_HOST = re.compile(r"([A-Za-z0-9_.\-]+)(?::([1-9][0-9]*))?")
 
 
 def line(request: Request, horovodrun: Path) -> LauncherLine:
@@ -35,8 +45,118 @@ def line(request: Request, horovodrun: Path) -> LauncherLine:
     if request.hosts:
         hosts = ",".join(map(str, request.hosts))
         settings.append(Setting("hosts, and the ranks that each may take", ("-H", hosts)))
-        return LauncherLine(horovodrun, (*settings, UNREAD), "", notes=(_NEEDS_SSH,))
+        return LauncherLine(horovodrun, (*settings, _UNREAD), "", notes=(_NEEDS_SSH,))
     local = "all ranks are on this machine, so none has to be looked for"
     settings.append(Setting(local, ("--network-interface", "lo")))
     # It loads every framework once to see whether Gloo was built; TensorFlow reports itself at length.
-    return LauncherLine(horovodrun, (*settings, UNREAD), RANK_VARIABLE, noisy_start=True)
+    return LauncherLine(horovodrun, (*settings, _UNREAD), "HOROVOD_RANK", noisy_start=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """What makes a job elastic.
+
+    Attributes:
+        min_np, max_np: ranks below which it waits for more, and that it never exceeds; None: no limit.
+        script: prints one ``host:slots`` a line; asked again and again.
+    """
+
+    min_np: int | None
+    max_np: int | None
+    script: Path
+
+
+def elastic(n: int, min_np: int | None, max_np: int | None, script: Path | None) -> Elastic | None:
+    """What the options come to; None for a job that is not elastic.
+
+    Raises:
+        InvalidArgumentError: options that do not go together.
+    """
+    if script is None:
+        if min_np is None and max_np is None:
+            return None
+        raise InvalidArgumentError(
+            "--min-np and --max-np need --host-discovery-script, which says what hosts there are."
+        )
+    least, most = min_np or n, max_np or max(n, min_np or n)
+    if not least <= n <= most:
+        raise InvalidArgumentError(f"an elastic job needs --min-np <= -n <= --max-np, got {least}, {n} and {most}.")
+    return Elastic(least, most, script.absolute())
+
+
+def discovered(script: Path, environ: Mapping[str, str], slots: int | None = None) -> dict[str, int]:
+    """What the script prints now: slots by host.
+
+    Args:
+        script: of the user, or of the MPI Operator.
+        environ: its environment.
+        slots: of a host that is printed without.
+    Raises:
+        InvalidArgumentError: it cannot be run, fails, or prints something else; a host without slots has none.
+    """
+    try:
+        done = subprocess.run(
+            [str(script)], env=dict(environ), capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidArgumentError(
+            f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
+            "with status 0."
+        ) from error
+    found: dict[str, int] = {}
+    for number, line in enumerate(done.stdout.splitlines(), start=1):
+        match = _HOST.fullmatch(line.strip())
+        if match is None:
+            raise InvalidArgumentError(
+                f"the host discovery script {script} printed {line!r} as line {number}, where HOST:SLOTS was expected."
+            )
+        if match[2] is None and slots is None:  # horovodrun would end with a stack trace
+            raise InvalidArgumentError(
+                f"the host discovery script {script} printed {line!r} without slots; let it print HOST:SLOTS, or say "
+                "--ppn."
+            )
+        found[match[1]] = int(match[2] or slots or 0)
+    return found
+
+
+def elastic_settings(n: int, job: Elastic, found: Mapping[str, int], slots: int | None = None) -> list[Setting]:
+    """horovodrun's options and why; ``slots`` as in ``discovered``."""
+    chosen = [
+        Setting("Horovod Elastic works over Gloo", ("--gloo",)),
+        Setting("ranks to begin with", ("-np", str(n))),
+        Setting("ranks below which the job waits", ("--min-np", str(job.min_np))),
+        Setting("ranks that it never exceeds", ("--max-np", str(job.max_np))),
+        Setting("asked again and again for the hosts", ("--host-discovery-script", str(job.script))),
+        Setting(
+            "a host with a failed worker is left out for a while, not forever",
+            ("--blacklist-cooldown-range", *map(str, COOLDOWN_S)),
+        ),
+    ]
+    if slots is not None:
+        chosen.append(Setting("ranks on a host that the script prints without slots", ("--slots-per-host", str(slots))))
+    if found and not are_elsewhere(found):
+        chosen.append(
+            Setting("all hosts are this one; without it horovodrun waits for another", ("--network-interface", "lo"))
+        )
+    return [*chosen, _UNREAD]
+
+
+def elastic_notes(n: int, job: Elastic, found: Mapping[str, int]) -> list[str]:
+    """What the user should know before it starts."""
+    said = []
+    if not found:
+        said.append(f"{job.script} names no host yet: the job waits for one.")
+    if len(found) == 1 and n > 1:
+        said.append(
+            "a failed worker takes its host out for a while, and there is one host: the job stops and waits. Give each "
+            "worker a line of its own (localhost:1 and 127.0.0.1:1 are two hosts to Horovod)."
+        )
+    if found and sum(found.values()) < (job.min_np or n):
+        said.append(f"the hosts have fewer slots than --min-np {job.min_np}: the job waits for more.")
+    return said
+
+
+def are_elsewhere(found: Mapping[str, int]) -> bool:
+    """Whether there are hosts other than this one."""
+    return not all(placement.is_here(host, socket.gethostname()) for host in found)

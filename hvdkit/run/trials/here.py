@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, placement, plan
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
@@ -53,7 +54,7 @@ class Wish:
         Raises:
             InvalidArgumentError: hosts are named twice, or do not fit.
         """
-        anywhere = self.launcher in batch.PROGRAMS
+        anywhere = self.launcher in batch.LINES
         placed = placement.asked(self.n, self.ppn, self.hosts, self.hostfile, environ, anywhere=anywhere)
         return Request(
             self.n, self.command, self.launcher, self.threads, variables=self.variables, ppn=self.ppn or placed.ppn,
@@ -106,10 +107,9 @@ class Here:
         """What a reader of the numbers should know."""
         if self.plan.direct or self.request.n <= self.facts.cores:
             return ()
-        cores = "1 core" if self.facts.cores == 1 else f"{self.facts.cores} cores"
         return (
-            f"{self.request.n} ranks share {cores}: what is measured is how they contend for them, and what is fast "
-            "here may be slow where each rank has cores of its own.",
+            f"{self.request.n} ranks share {count_text(self.facts.cores, 'core')}: what is measured is how they "
+            "contend for them, and what is fast here may be slow where each rank has cores of its own.",
         )
 
     def _default_threads(self) -> int | None:

@@ -1,4 +1,4 @@
-"""One job: a ``hvdkit launch`` in a process of its own, from start to end, and how long it took."""
+"""One job: a ``hvdkit launch`` in a process of its own, from start to end, how long it took, and what ends it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import IO
 
+from hvdkit.common.signals import handled
 from hvdkit.run.launch.tuned import Tuned
 from hvdkit.run.trials.space import launch_words
 
@@ -127,3 +129,22 @@ def _read(lines: Iterable[str]) -> tuple[tuple[int, float] | None, list[str]]:
 
 def _failure(what: str, last: Sequence[str]) -> str:
     return "\n".join([f"{what}; its last lines:" if last else f"{what} and printed nothing", *last])
+
+
+class ToldToEnd(KeyboardInterrupt):
+    """This program was told to end by a signal other than Ctrl-C's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Raise ``ToldToEnd`` when a batch system or a closed terminal ends this program, so that its job is ended too."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise ToldToEnd(number)
+
+    with handled((signal.SIGTERM, signal.SIGHUP), end):
+        yield

@@ -17,14 +17,42 @@ from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, output_file, se
 from hvdkit.common.extras import require_scipy
 from hvdkit.errors import HvdkitError
 from hvdkit.run.launch import options, plan
-from hvdkit.run.launch.tuned import MIB
+from hvdkit.run.launch.tuned import MIB, Tuned
 from hvdkit.run.trials import here
-from hvdkit.run.trials.ending import ToldToEnd, ended_by_signals
-from hvdkit.run.trials.jobs import Launch
+from hvdkit.run.trials.jobs import Launch, ToldToEnd, ended_by_signals
 from hvdkit.run.trials.space import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
 from hvdkit.run.tune import report
-from hvdkit.run.tune.progress import ShownSearch
-from hvdkit.run.tune.search import Effort, Search
+from hvdkit.run.tune.search import Effort, Search, SearchWatcher
+
+
+class ShownSearch(SearchWatcher):
+    """Tells what happens, line by line, and on a terminal also what is running now."""
+
+    def __init__(self, console: Console, jobs: int) -> None:
+        self._console = console
+        self._jobs = jobs
+        self._status = console.status("starting")
+        self._stage = ""
+
+    def __enter__(self) -> ShownSearch:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def begins(self, stage: str, setting: Tuned, job: int) -> None:
+        """Show the job that runs now on a terminal; elsewhere, such as in a log, a line for each round."""
+        if self._console.is_terminal:
+            self._status.update(f"job {job} of at most {self._jobs}: {label(setting)} ({stage})")
+        elif stage != self._stage:
+            self.says(f"{stage}; job {job} of at most {self._jobs}")
+        self._stage = stage
+
+    def says(self, sentence: str) -> None:
+        """Print a line."""
+        self._console.print(f"hvdkit tune: {sentence}", soft_wrap=True)
 
 
 def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[..., tuple[float, ...] | None]:
@@ -162,17 +190,14 @@ def tune(
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
     effort = Effort(repeats, confirmations, budget_s=budget)
     search = Search(candidates, Launch(n, command, wish.options()), effort, rng, wall)
-    subject = report.TunedJob(
-        n, command, found.describe(), found.facts.cores, seed, found.notes(),
-        wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None,
-    )  # fmt: skip
+    subject = report.TunedJob(n, command, found.describe(), found.facts.cores, seed, found.notes())
     status = _run(search, subject)
     if want_json:
         click.echo(json_files.encode(report.outcome(search, subject, interrupted=status != 0)), nl=False)
     else:
         click.echo(report.text(search, subject, interrupted=status != 0))
     if output is not None and status == 0:
-        _save(output, search, subject)
+        _save(output, search, subject, wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None)
     return status
 
 
@@ -208,10 +233,10 @@ def _run(search: Search, subject: report.TunedJob) -> int:
     return 0
 
 
-def _save(file: Path, search: Search, subject: report.TunedJob) -> None:
+def _save(file: Path, search: Search, subject: report.TunedJob, launcher: str | None) -> None:
     try:
-        report.save(file, search, subject)
+        report.save(file, search, subject, launcher)
     except OSError as error:
         raise HvdkitError(f"{file} cannot be written: {error.strerror}; the result is the text above.") from error
     what = "the defaults, by which nothing changes" if search.best() is None else "what was adopted"
-    click.echo(f"{file} holds {what}: hvdkit launch -n {subject.n} --tuned {file} -- COMMAND", err=True)
+    click.echo(f"{file} holds {what}: hvdkit launch -n {subject.ranks} --tuned {file} -- COMMAND", err=True)

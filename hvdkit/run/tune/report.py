@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
@@ -15,31 +13,27 @@ from hvdkit.common.units import share_text
 from hvdkit.run.launch import tuned
 from hvdkit.run.launch.tuned import Tuned
 from hvdkit.run.trials.space import DEFAULT, label
-from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search
-from hvdkit.run.tune.statistics import Speedup
+from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search, Speedup
 
 
-@dataclass(frozen=True, slots=True)
-class TunedJob:
+class TunedJob(Part, frozen=True):
     """What was tuned.
 
     Attributes:
-        n: number of ranks.
+        ranks: number of ranks.
         command: what each rank runs.
         default: what the default settings are here, such as "mpirun, 1 thread".
         cores: usable cores of this machine.
         seed: of the order of the jobs.
         notes: what a reader of the numbers should know, full sentences.
-        launcher: "mpirun" or "horovodrun" when every job was told to use it, else None.
     """
 
-    n: int
-    command: Sequence[str]
+    ranks: int
+    command: tuple[str, ...]
     default: str
     cores: int
     seed: int
     notes: tuple[str, ...] = ()
-    launcher: str | None = None
 
 
 def verdict(search: Search, *, interrupted: bool = False) -> str:
@@ -77,7 +71,7 @@ def _nothing_adopted(search: Search) -> str:
 def text(search: Search, subject: TunedJob, *, interrupted: bool = False) -> str:
     """The outcome for a reader."""
     lines = [f"Verdict: {verdict(search, interrupted=interrupted)}", ""]
-    lines.append(f"{subject.n} ranks of: {' '.join(subject.command)}")
+    lines.append(f"{subject.ranks} ranks of: {' '.join(subject.command)}")
     lines += [f"default: {subject.default}; {_measure(search)}", *subject.notes, ""]
     width = max(len(label(setting)) for setting in (DEFAULT, *search.candidates))
     lines.append(f"{'setting':{width}}  runs  median s  speed-up in the runs that select")
@@ -116,28 +110,16 @@ class Confirmed(Part, frozen=True):
     pairs: int
 
 
-class MeasuredSettings(Part, frozen=True):
+class MeasuredSettings(TunedJob, frozen=True, kw_only=True):
     """What was tuned, and what came out.
 
     Attributes:
-        ranks: number of ranks.
-        command: what each rank runs.
-        default: what the default settings are here.
-        cores: usable cores of this machine.
-        notes: what a reader of the numbers should know, full sentences.
         measure: what was compared.
-        seed: of the order of the jobs.
         verdict: what follows, in a sentence or two.
         confirmed: the finalists.
     """
 
-    ranks: int
-    command: tuple[str, ...]
-    default: str
-    cores: int
-    notes: tuple[str, ...]
     measure: str
-    seed: int
     verdict: str
     confirmed: tuple[Confirmed, ...]
 
@@ -171,7 +153,7 @@ class Leader(Part, frozen=True):
     speedup: float
 
 
-class TuneOutcome(Document, MeasuredSettings, frozen=True):
+class TuneOutcome(Document, MeasuredSettings, frozen=True, kw_only=True):
     """The outcome of a search.
 
     Attributes:
@@ -214,16 +196,18 @@ def outcome(search: Search, subject: TunedJob, *, interrupted: bool = False) -> 
     )
 
 
-def save(path: Path, search: Search, subject: TunedJob) -> Tuned:
+def save(path: Path, search: Search, subject: TunedJob, launcher: str | None = None) -> Tuned:
     """Write what was adopted, or the defaults, for ``hvdkit launch --tuned``; returns what was written.
 
+    Args:
+        launcher: "mpirun" or "horovodrun" when every job was told to use it, else None.
     Raises:
         OSError: it cannot be written.
     """
     best = search.best()
     settings = DEFAULT if best is None else best
-    if best is not None and subject.launcher is not None:
-        settings = structs.replace(best, launcher=subject.launcher)
+    if best is not None and launcher is not None:
+        settings = structs.replace(best, launcher=launcher)
     tuned.write(path, settings, _measured(search, subject))
     return settings
 
@@ -242,13 +226,8 @@ def _measured(search: Search, subject: TunedJob, *, interrupted: bool = False) -
         for setting, found in search.confirmed().items()
     )
     return MeasuredSettings(
-        ranks=subject.n,
-        command=tuple(subject.command),
-        default=subject.default,
-        cores=subject.cores,
-        notes=tuple(subject.notes),
+        **structs.asdict(subject),
         measure=search.measure,
-        seed=subject.seed,
         verdict=verdict(search, interrupted=interrupted),
         confirmed=confirmed,
     )

@@ -65,8 +65,19 @@ class HistoryWindow(msgspec.Struct, frozen=True):
     grad_norm: Number | None = None
 
 
-class HistoryReport(msgspec.Struct, frozen=True):
-    """What was wrong in a lasting way."""
+@dataclass(frozen=True, slots=True)
+class HistoryReport:
+    """A report of the monitor: what was wrong in a lasting way.
+
+    Attributes:
+        time: when, in seconds since 1970.
+        step: in which window's last step.
+        about, cause: what it is about, and why, one word each.
+        text: one sentence.
+        rank: whose; None where it is several ranks'.
+        since: step after which it began.
+        cost: seconds per step that it costs the job.
+    """
 
     time: Time
     step: Step

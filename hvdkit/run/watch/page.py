@@ -43,7 +43,7 @@ def page(seen: Watched, windows: Sequence[HistoryWindow]) -> str:
     steps = [one.step for one in windows]
     return render.page(
         _PACKAGE,
-        render.resource(_PACKAGE, "page.css"),
+        render.resource("hvdkit.read.timeline", "report.css") + render.resource(_PACKAGE, "page.css"),
         title=shown_name(Path(seen.path).parent.name or seen.path),
         subtitle=f"{shown_name(seen.path)}, step {seen.step}, {seen.state}.",
         verdict=f"No straggler, slowdown or bad number was reported up to step {seen.step}.",

@@ -6,7 +6,7 @@ import statistics
 from typing import ClassVar
 
 from hvdkit.common.json_files import Document, Part, Positive, Seconds, Whole
-from hvdkit.run.watch.history import Run
+from hvdkit.run.watch.history import HistoryReport, Run
 
 
 class RankNow(Part, frozen=True):
@@ -29,29 +29,6 @@ class RankNow(Part, frozen=True):
     wait_s: Seconds | None
     rss: Seconds | None
     device: Seconds | None
-
-
-class WatchedReport(Part, frozen=True):
-    """A report of the monitor.
-
-    Attributes:
-        time: when, in seconds since 1970.
-        step: in which window's last step.
-        about, cause: what it is about, and why, one word each.
-        rank: whose; None where it is several ranks'.
-        since: step after which it began.
-        cost_s: seconds per step that it costs the job.
-        text: one sentence.
-    """
-
-    time: Seconds
-    step: Whole
-    about: str
-    cause: str
-    rank: Whole | None
-    since: Whole | None
-    cost_s: float | None
-    text: str
 
 
 class Watched(Document, frozen=True):
@@ -83,6 +60,7 @@ class Watched(Document, frozen=True):
 
     kind: ClassVar[str] = "watch"
     written_by: ClassVar[str] = "hvdkit watch --json"
+    times = frozenset(["cost"])
 
     path: str
     state: str
@@ -103,7 +81,7 @@ class Watched(Document, frozen=True):
     ranks: tuple[RankNow, ...]
     checkpoint_step: Whole | None
     checkpoint_time: Seconds | None
-    reports: tuple[WatchedReport, ...]
+    reports: tuple[HistoryReport, ...]
 
     @property
     def share(self) -> float | None:
@@ -138,13 +116,7 @@ def look(run: Run, path: str, now: float) -> Watched:
         grad_norm=last.grad_norm if last else None, ranks=_ranks(run),
         checkpoint_step=run.checkpoint.step if run.checkpoint else None,
         checkpoint_time=run.checkpoint.time if run.checkpoint else None,
-        reports=tuple(
-            WatchedReport(
-                time=one.time, step=one.step, about=one.about, cause=one.cause, rank=one.rank, since=one.since,
-                cost_s=one.cost, text=one.text,
-            )
-            for one in run.reports
-        ),
+        reports=tuple(run.reports),
     )  # fmt: skip
 
 

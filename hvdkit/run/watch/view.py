@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from hvdkit.common.units import bytes_text, duration_text, number_text, printable, share_text, shortened
+from hvdkit.common.units import bytes_text, duration_text, number_text, printable, ranks_text, share_text, shortened
 from hvdkit.run.watch.history import HistoryWindow
 from hvdkit.run.watch.results import RankNow, Watched
 from hvdkit.steps.progress import bar, span_text
@@ -55,7 +55,7 @@ def plain(shown: Sequence[Text]) -> list[Text]:
 
 def _head(seen: Watched) -> Text:
     text = Text(printable(shortened(seen.path, 40)), "bold")
-    text.append(f"  {_ranks_text(seen.world_size)}", "not bold")
+    text.append(f"  {ranks_text(seen.world_size)}", "not bold")
     if seen.jobs > 1:
         text.append(f", job {seen.jobs} of this training", "not bold")
     text.append("  ")
@@ -192,7 +192,3 @@ def _reports(seen: Watched) -> list[Text]:
     for one in seen.reports[-_REPORTS:]:
         found.append(Text.assemble((f"step {one.step}", "yellow"), f"  {printable(one.text)}"))
     return found
-
-
-def _ranks_text(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -1,15 +1,114 @@
-"""The commands ``hvdkit timeline slice``, ``diff`` and ``export``."""
+"""The commands ``hvdkit timeline summary``, ``report``, ``slice``, ``diff`` and ``export``."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 from msgspec.structs import replace
 
-from hvdkit.common.commands import AT_LEAST_0, PATH, not_below_0
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, not_below_0, with_options
 from hvdkit.common.table import Page
+from hvdkit.errors import DataError
+from hvdkit.read.timeline import difference, show
+from hvdkit.read.timeline.export import export as write_export
+from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS
+from hvdkit.read.timeline.reader import read
+from hvdkit.read.timeline.slicing import slice_timeline
+from hvdkit.read.timeline.summary import FUSION_THRESHOLD, nothing_in, summarize
+
+OF_THE_JOB = (
+    click.option("--ranks", type=AT_LEAST_1, metavar="N", help="Ranks of the job  [default: what the file says]"),
+    click.option(
+        "--fusion-threshold",
+        type=AT_LEAST_0,
+        default=FUSION_THRESHOLD,
+        metavar="BYTES",
+        help="HOROVOD_FUSION_THRESHOLD of the job.",
+    ),
+)
+"""Options about the job behind a recording, for ``summarize``."""
+
+
+@click.command()
+@click.argument("file", type=PATH)
+@click.option("--since", type=float, metavar="SECONDS", help="Only what began at this time of the recording or later.")
+@click.option("--until", type=float, metavar="SECONDS", help="Only what began before this time.")
+@click.option("--step", type=AT_LEAST_0, metavar="K", help="Only what began in this training step, from 0.")
+@click.option("--top", type=AT_LEAST_0, metavar="N", help="Tensors to list  [default: 10; all with --json]")
+@with_options(OF_THE_JOB)
+@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds, sizes in bytes.")
+def summary(file: Path, top: int | None, form: str | None, **part: Any) -> int:
+    """Name what costs a job time and what to try, then show where the time went, in numbers.
+
+    Steps are found from the tensors that are reduced again and again; the first step is shown apart. Communication
+    is the time in which at least one collective ran: fused tensors, which Horovod writes once each, count once.
+
+    \b
+    Examples:
+      hvdkit timeline summary timeline.json
+      hvdkit timeline summary timeline.json.gz --step 20 --top 3
+      hvdkit timeline summary timeline.json --since 60 --json > summary.json
+
+    Exit status: 0 success, 1 no operation of Horovod in it or in that part, 2 for bad usage or no such
+    file.
+    """
+    found = summarize(file, **part)
+    if not found.operations:
+        _check_part(file)
+        raise nothing_in(file, found)
+    show.page(found, 10 if top is None else top).print(form, show.found_as(found, top))
+    return 0
+
+
+def _check_part(file: Path) -> None:
+    """Raises DataError with where the operations are, if there are any outside the part asked for."""
+    whole = summarize(file)
+    if whole.operations:
+        raise DataError(
+            f"no operation began in that part of {str(file)!r}, whose operations lie between {whole.since / 1e6:.6g} s "
+            f"and {whole.until / 1e6:.6g} s; choose others for --since, --until and --step."
+        )
+
+
+@click.command()
+@click.argument("file", type=PATH)
+@click.option("-o", "output", type=PATH, required=True, metavar="HTML", help="The page to write.")
+@click.option("--since", type=float, metavar="SECONDS", help="Show operation by operation from this time on.")
+@click.option("--until", type=float, metavar="SECONDS", help="Show operation by operation up to this time.")
+@click.option("--step", type=AT_LEAST_0, metavar="K", help="Show this training step, from 0  [default: usual steps]")
+@click.option("--top", type=AT_LEAST_1, default=TENSORS, metavar="N", help="Tensors to list.")
+@click.option(
+    "--operations",
+    type=click.IntRange(min=1, max=200_000),
+    default=OPERATIONS,
+    metavar="N",
+    help="Operations that the page holds.",
+)
+@with_options(OF_THE_JOB)
+def report(file: Path, output: Path, **shown: Any) -> int:
+    """Write one HTML page about a recording, which opens from disk and loads nothing.
+
+    It holds the summary, what to try, the time of each step, the phases of each tensor, and the sizes and durations of
+    collectives. These are about the whole recording. A part of it is shown operation by operation, to zoom into.
+
+    \b
+    Examples:
+      hvdkit timeline report timeline.json -o report.html
+      hvdkit timeline report timeline.json.gz -o report.html --step 20
+      hvdkit timeline report timeline.json -o report.html --since 60 --until 61.5
+
+    Exit status: 0 success, 1 no operation of Horovod in it, 2 for bad usage or no such file.
+    """
+    from hvdkit.common import render
+    from hvdkit.read.timeline.report import render_report
+
+    recording = read(file)
+    render.write(output, lambda: render_report(recording, **shown), file)
+    click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB")
+    return 0
 
 
 def _steps(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, int] | None:  # noqa: ARG001
@@ -46,8 +145,6 @@ def slice_(
 
     Exit status: 0 success, 1 nothing in that part, 2 for bad usage or no such file.
     """
-    from hvdkit.read.timeline.slicing import slice_timeline
-
     if since is None and until is None and steps is None:
         raise click.UsageError("Say which part: --since, --until or both, or --steps.")
     written = slice_timeline(file, output, since=since, until=until, steps=steps)
@@ -95,12 +192,10 @@ def diff(
     Exit status: 0, also when they differ; 1 with --fail-above when a significant change is above it, or when a
     file cannot be used; 2 for bad usage.
     """
-    from hvdkit.read.timeline import difference, difference_page
-
     limit = None if fail_above is None else difference.check_ratio(fail_above)
     found = difference.compare(a, b)
     above = [] if limit is None else found.slower(limit, at_least_us)
-    page = difference_page.page(found, above, limit, top, show_all=show_all)
+    page = show.difference_page(found, above, limit, top, show_all=show_all)
     page.print(form, replace(found, slower_than_limit=tuple(above)))
     return 1 if above else 0
 
@@ -122,8 +217,6 @@ def export(file: Path, output: Path, form: str | None) -> int:
 
     Exit status: 0 success, 1 no operation in it, 2 for bad usage or no such file.
     """
-    from hvdkit.read.timeline.export import export as write
-
-    written = write(file, output)
+    written = write_export(file, output)
     Page([f"{written.path}: {written.operations} operations of {written.tensors} tensors"]).print(form, written)
     return 0

@@ -91,19 +91,19 @@ def analyse(results: ScalingResults) -> ScalingSummary:
     crowded = {launch.ranks for launch in results.launches if launch.oversubscribed}
     rows = tuple(_row(results, n, samples, n in crowded, rng) for n in results.asked.ranks)
     fitted = {n: seconds for n, seconds in samples.items() if n not in crowded}
-    fits = tuple(laws.fits(results.mode, fitted, rng))
+    fits = tuple(laws.fits(results.asked.mode, fitted, rng))
     notes = [
         *results.notes,
         *_notes_of_failures(results),
         *_notes_of_base(results, samples),
         *_notes_of_crowding(rows, results.environment.cores),
-        *_notes_of_noise(results.mode, samples, rng),
+        *_notes_of_noise(results.asked.mode, samples, rng),
         *_notes_of_fits(fits),
         *_notes_of_sums(rows),
         *_notes_of_recordings(results, rows),
     ]
     found = tuple(dearest_first(causes(rows)))
-    return ScalingSummary(results.mode, results.measure, rows, fits, tuple(notes), causes=found)
+    return ScalingSummary(results.asked.mode, results.measure, rows, fits, tuple(notes), causes=found)
 
 
 def _row(
@@ -116,7 +116,7 @@ def _row(
     if n not in samples:
         return row
     base = min(samples)
-    more = n / base if results.mode == "weak" else 1.0
+    more = n / base if results.asked.mode == "weak" else 1.0
     speedup = Estimate(1.0, 1.0, 1.0) if n == base else intervals.ratio(samples[base], samples[n], rng, more)
     return replace(
         row,

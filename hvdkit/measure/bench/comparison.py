@@ -34,7 +34,8 @@ def compare(before: ScalingResults, after: ScalingResults) -> list[ComparedRanks
     Raises:
         InvalidArgumentError: they measured different things, or have no number of ranks in common.
     """
-    for what, first, second in (("mode", before.mode, after.mode), ("measure", before.measure, after.measure)):
+    modes = ("mode", before.asked.mode, after.asked.mode)
+    for what, first, second in (modes, ("measure", before.measure, after.measure)):
         if first != second:
             raise InvalidArgumentError(
                 f"The two results have different {what}s, {first or 'none'!r} and {second or 'none'!r}; compare two "

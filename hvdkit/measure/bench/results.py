@@ -97,11 +97,6 @@ class ScalingResults(Document, frozen=True):
             seen.add((job.ranks, job.repeat))
 
     @property
-    def mode(self) -> str:
-        """The kind of scaling, "strong" or "weak"."""
-        return self.asked.mode
-
-    @property
     def measure(self) -> str:
         """What is compared: the steps where every job that counts recorded them, else the closing line."""
         counted = self.counted()
@@ -125,7 +120,7 @@ class ScalingResults(Document, frozen=True):
     def _seconds(self, job: MeasuredJob) -> float | None:
         if self.measure != STEPS or job.steps is None:
             return job.closing_s
-        return job.steps.step_s if self.mode == "weak" else job.steps.step_s * job.steps.count
+        return job.steps.step_s if self.asked.mode == "weak" else job.steps.step_s * job.steps.count
 
 
 def write(path: Path, results: ScalingResults, summary: Document | None = None) -> None:

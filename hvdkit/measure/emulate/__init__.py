@@ -7,7 +7,7 @@ network is seen before a model is trained on it.
 ::
 
     plan ───────── what is replayed: sizes, types, order, gaps, how many steps
-       ├── sizes ── (size_files, timeline_sizes)   where it comes from
+       ├── sizes ── (timeline_sizes)   where it comes from
        │      └── model_process   reads a model: model_torch, model_keras, model_tensorflow
        └── run ──── starts the ranks through ``hvdkit launch``, shows progress, joins what they wrote
              ├── run_setup    from options to a job

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hvdkit.run.launch import direct, reach
+from hvdkit.run.launch import direct
 
 LOST = "PRTE has lost communication with a remote daemon.\n"
 
@@ -59,7 +59,7 @@ def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd,
     def ask(host, _wait_s):
         return None if host == "firewalled" or (host in "bc" and down.exists()) else host
 
-    monkeypatch.setattr(reach, "_ask", ask)
+    monkeypatch.setattr(direct, "_ask", ask)
     program = f"import os, sys; open({str(down)!r}, 'w'); os.write(2, b'ends here'); sys.exit({{}})"
     assert run(program.format(7), ["a", "b", "firewalled"]).status == 7
     begin = "ends here\nhvdkit launch: host"
@@ -74,8 +74,8 @@ def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd,
 
 
 def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monkeypatch):
-    monkeypatch.setattr(reach, "_ask", lambda host, _: host if host == "a" else None)
-    monkeypatch.setattr(reach, "_looked_up", lambda host: [] if host.startswith("no") else [1])
+    monkeypatch.setattr(direct, "_ask", lambda host, _: host if host == "a" else None)
+    monkeypatch.setattr(direct, "_looked_up", lambda host: [] if host.startswith("no") else [1])
     known = "no name server has an address; correct --hosts or the host file, unless ssh has such an alias.\n"
     run("raise SystemExit(1)", ["a", "nosuch", "firewalled"])
     assert capfd.readouterr().err == f"hvdkit launch: host nosuch is unknown: {known}"
@@ -86,15 +86,15 @@ def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monke
 
 
 def test_this_host_answers_and_one_without_a_name_does_not():
-    assert reach.Reach(["127.0.0.1", "no-such-host.invalid", "no..name"]).lost() is None
-    assert reach._answering({"here": "127.0.0.1", "nowhere": "no-such-host.invalid"}) == {"here": "127.0.0.1"}
+    assert direct.Reach(["127.0.0.1", "no-such-host.invalid", "no..name"]).lost() is None
+    assert direct._answering({"here": "127.0.0.1", "nowhere": "no-such-host.invalid"}) == {"here": "127.0.0.1"}
 
 
 def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(reach.socket, "getaddrinfo", lambda *_words, **_more: answers.wait(60) and [])
-    monkeypatch.setattr(reach, "_LOOK_UP_S", 0.05)
-    asked = reach.Reach(["silent"])
+    monkeypatch.setattr(direct.socket, "getaddrinfo", lambda *_words, **_more: answers.wait(60) and [])
+    monkeypatch.setattr(direct, "_LOOK_UP_S", 0.05)
+    asked = direct.Reach(["silent"])
     assert asked.lost() is None and asked.unknown() is None, "nothing is known of it"
     assert not answers.is_set()
     answers.set()
@@ -107,23 +107,26 @@ def test_hosts_are_asked_as_soon_as_a_rank_has_lost_another(capfd, monkeypatch, 
 
     def ask(host, wait_s):
         asked.append((host, wait_s))
-        if asked.count(("b", reach._WAIT_S)) == 2:
+        if asked.count(("b", direct._WAIT_S)) == 2:
             suspected.touch()
         return None if host == "b" and suspected.exists() else host
 
-    monkeypatch.setattr(reach, "_ask", ask)
+    monkeypatch.setattr(direct, "_ask", ask)
     waits = f"import os, sys, time\nos.write(2, {word.encode()!r})\nfor _ in range(1000):\n"
     waits += f"    if os.path.exists({str(suspected)!r}): break\n    time.sleep(0.01)\nsys.exit(1)"
     assert run(waits, ["a", "b"]).status == 1
     assert "host b answered when the job began and no longer does" in capfd.readouterr().err
-    assert asked[-2:] in ([("a", reach._WAIT_S), ("b", reach._AGAIN_S)], [("b", reach._AGAIN_S), ("a", reach._WAIT_S)])
+    assert asked[-2:] in (
+        [("a", direct._WAIT_S), ("b", direct._AGAIN_S)],
+        [("b", direct._AGAIN_S), ("a", direct._WAIT_S)],
+    )
     assert len(asked) == 6
 
 
 def test_a_host_that_answers_again_is_not_named(monkeypatch):
     answers = iter(["b", None, "b"])
-    monkeypatch.setattr(reach, "_ask", lambda host, _: next(answers))
-    hosts = reach.Reach(["b"])
+    monkeypatch.setattr(direct, "_ask", lambda host, _: next(answers))
+    hosts = direct.Reach(["b"])
     for _ in range(3):  # a rank's traceback names it more than once
         hosts.suspect()
     assert hosts.lost() is None

@@ -175,7 +175,10 @@ def test_mebibytes_in_the_variable_are_pointed_out(capsys, monkeypatch, value):
     assert f"--fusion-threshold-mb {value}" in err
 
 
-@pytest.mark.parametrize("words", [[], ["--env", "HOROVOD_FUSION_THRESHOLD=0"], ["--fusion-threshold-mb", "64"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], *(["--env", f"HOROVOD_FUSION_THRESHOLD={one}"] for one in ("0", "nan")), ["--fusion-threshold-mb", "64"]],
+)
 def test_a_sensible_threshold_is_not(capsys, words):
     assert "so that nothing is fused" not in dry_run(capsys, *words)[3]
 

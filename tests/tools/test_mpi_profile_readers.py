@@ -25,7 +25,7 @@ def test_a_directory_of_real_files_of_mpitrace(tmp_path):
     profile = reading.read([tmp_path])
     assert (profile.source, profile.size, profile.missing) == ("mpitrace", 8, (2, 3, 6, 7))
     assert [rank.rank for rank in profile.ranks] == [0, 1, 4, 5]
-    assert profile.rank(0).seconds == 128.903
+    assert profile.ranks[0].seconds == 128.903
     assert reading.read(MPITRACE) == profile
 
 
@@ -141,14 +141,14 @@ def test_numbers_of_mpitrace_that_no_job_has(tmp_path, right, wrong):
 def test_a_report_of_mpip():
     profile = reading.read([MPIP])
     assert (profile.source, profile.size, profile.missing) == ("mpiP", 4, ())
-    rank = profile.rank(0)
+    rank = profile.ranks[0]
     vectors, data, wait = rank.calls
     assert (vectors.calls, vectors.seconds, vectors.bytes, vectors.most_bytes) == (1000, 3.0, 16000, 16)
     assert (data.calls, data.bytes, data.fastest_s, data.slowest_s) == (100, 1e8, 0.002, 0.04)
     assert data.seconds == pytest.approx(0.999)
     assert (wait.routine, wait.bytes) == ("MPI_Wait", None)
     assert "CrossRankBitwiseAnd" in vectors.function and wait.function == ""
-    assert (len(profile.rank(3).calls), rank.seconds) == (2, 10)
+    assert (len(profile.ranks[3].calls), rank.seconds) == (2, 10)
     assert profile.mpi_seconds == {0: 4, 1: 4.5, 2: 5, 3: 2}
 
 

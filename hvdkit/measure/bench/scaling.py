@@ -17,8 +17,8 @@ from hvdkit.measure.bench.accounting import Accounting, account
 from hvdkit.measure.bench.measurement import JobSteps, measure
 from hvdkit.measure.bench.results import MeasuredJob, Recorded, ScalingResults, measurable
 from hvdkit.measure.bench.subject import ScalingAsked
+from hvdkit.run.trials.here import DEFAULT
 from hvdkit.run.trials.jobs import Launch, TrialJob
-from hvdkit.run.trials.space import DEFAULT
 from hvdkit.steps import step_files, step_times
 
 Run = Callable[[int], tuple[TrialJob, JobSteps | None]]

@@ -42,6 +42,8 @@ UNSEEN = (
 
 def causes(profile: Profile, traffic: Traffic) -> list[Cause]:
     """What costs time, on the rank of ``traffic``, in no order; nothing where it is not known how long it ran."""
+    if not traffic.rank.seconds:
+        return []
     late = _late(profile, traffic) or _waiting(traffic)
     found = [_large(profile, traffic), _small(profile, traffic), late]
     return [cause for cause in found if cause is not None]
@@ -66,9 +68,9 @@ def otherwise(traffic: Traffic) -> str:
 
 
 def _of_job(
-    kind: str, lost: float, seconds: float, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
+    kind: str, lost: float, traffic: Traffic, what: str, evidence: str, advice: str, ranks: tuple[int, ...] = ()
 ) -> Cause:
-    return Cause(kind, lost, lost / seconds, what, evidence, advice, per_step=False, ranks=ranks)
+    return Cause(kind, lost, lost / (traffic.rank.seconds or 1.0), what, evidence, advice, per_step=False, ranks=ranks)
 
 
 def _large(profile: Profile, traffic: Traffic) -> Cause | None:
@@ -76,7 +78,7 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
     rows = [row for row in traffic.of(PAYLOAD) if (row.average_bytes or 0) >= SMALL]
     whole = measures.total(rows)
     lost = _moving(profile, traffic, whole)
-    if not traffic.rank.seconds or not rows:
+    if not rows:
         return None
     lines = [
         one
@@ -94,7 +96,7 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
     return _of_job(
         "large-tensors",
         lost,
-        traffic.rank.seconds,
+        traffic,
         "Large tensors are reduced, and the backward pass does not hide all of it.",
         evidence,
         "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
@@ -105,12 +107,12 @@ def _large(profile: Profile, traffic: Traffic) -> Cause | None:
 def _small(profile: Profile, traffic: Traffic) -> Cause | None:
     rows = [row for row in traffic.of(PAYLOAD, "MPI_Allreduce") if (row.average_bytes or 0) < SMALL]
     small = measures.total(rows)
-    if not traffic.rank.seconds or not rows:
+    if not rows:
         return None
     return _of_job(
         "small-tensors",
         _moving(profile, traffic, small),
-        traffic.rank.seconds,
+        traffic,
         "Data goes in many small allreduces.",
         f"rank {traffic.rank.rank}: {small.calls:,} of them below 64 KiB",
         "Reduce tensors as groups (num_groups=1 in Horovod's DistributedOptimizer), so that they are fused.",
@@ -128,12 +130,12 @@ def _moving(profile: Profile, traffic: Traffic, calls: measures.Sums) -> float:
 def _waiting(traffic: Traffic) -> Cause | None:
     """Where --mpi-profile-wait measured it."""
     whole = measures.total(traffic.of(PAYLOAD))
-    if not whole.wait_s or not traffic.rank.seconds:
+    if not whole.wait_s:
         return None
     return _of_job(
         "late",
         whole.wait_s,
-        traffic.rank.seconds,
+        traffic,
         f"Rank {traffic.rank.rank} waits in collectives until all ranks are there.",
         f"barriers of --mpi-profile-wait, {share_text(whole.wait_s / whole.seconds)} of the time of data",
         "hvdkit launch --explain-job says which rank is late and why, --timeline FILE --skew which one alone.",
@@ -146,7 +148,7 @@ def _late(profile: Profile, traffic: Traffic) -> Cause | None:
     Not so where Horovod negotiates in its own thread first: then nobody waits in the collectives themselves.
     """
     times = dict(profile.mpi_seconds)
-    if traffic.horovod or len(times) < 2 or not traffic.rank.seconds:
+    if traffic.horovod or len(times) < 2:
         return None
     over = measures.spread(times)
     if over.imbalance < _UNEVEN:
@@ -154,7 +156,7 @@ def _late(profile: Profile, traffic: Traffic) -> Cause | None:
     return _of_job(
         "late",
         over.most - over.least if len(times) == 2 else max(0.0, over.median - over.least),
-        traffic.rank.seconds,
+        traffic,
         f"Rank {over.least_rank} mostly comes last to the collectives, and the others wait for it.",
         f"time in MPI: rank {over.least_rank} {duration_text(1e6 * over.least)}, median "
         f"{duration_text(1e6 * over.median)}, rank {over.most_rank} {duration_text(1e6 * over.most)}",

@@ -138,7 +138,3 @@ class Profile:
         """Ranks without a record."""
         there = {rank.rank for rank in self.ranks}
         return tuple(number for number in range(self.size) if number not in there)
-
-    def rank(self, number: int) -> RankProfile | None:
-        """The record of a rank, None without one."""
-        return next((rank for rank in self.ranks if rank.rank == number), None)

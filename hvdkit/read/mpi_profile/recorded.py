@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -148,12 +148,9 @@ def _notes(files: Sequence[RankFile], older: int) -> list[str]:
 
 
 def _calls(file: RankFile) -> tuple[Calls, ...]:
-    return tuple(row for group in file.calls for row in _rows(group, measured=file.wait_measured))
-
-
-def _rows(group: Group, *, measured: bool) -> Iterator[Calls]:
-    for one in group.bins:
-        yield Calls(
+    """What a rank called, a row for each range of sizes of each group."""
+    return tuple(
+        Calls(
             routine=group.routine,
             calls=one.calls,
             seconds=one.seconds,
@@ -162,9 +159,12 @@ def _rows(group: Group, *, measured: bool) -> Iterator[Calls]:
             most_bytes=one.most_bytes,
             fastest_s=one.least_seconds,
             slowest_s=one.most_seconds,
-            wait_s=one.wait_seconds if measured else None,
+            wait_s=one.wait_seconds if file.wait_measured else None,
             processes=group.processes or None,
             caller=group.caller,
             op=group.op,
             datatype=group.type,
         )
+        for group in file.calls
+        for one in group.bins
+    )

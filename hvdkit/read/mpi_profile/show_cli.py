@@ -67,10 +67,8 @@ def compare(a: Path, b: Path, form: str | None) -> int:
 
 
 def _shown(profile: Profile, traffic: tuple[Traffic, ...], number: int | None) -> Traffic:
-    if number is None:
-        return traffic[0]
-    for one in traffic:
-        if one.rank.rank == number:
-            return one
+    shown = next((one for one in traffic if number in (None, one.rank.rank)), None)
+    if shown is not None:
+        return shown
     there = ", ".join(str(rank.rank) for rank in profile.ranks[:16]) + (", ..." if len(profile.ranks) > 16 else "")
     raise InvalidArgumentError(f"--rank {number} left no record; there are those of {there} of {profile.size} ranks.")

@@ -27,14 +27,8 @@ _BITS = ("MPI_BAND", "MPI_BOR")
 _ONLY_CONTROL = ("MPI_Gather", "MPI_Gatherv", "MPI_Allgather", "MPI_Alltoall")
 """Routines that Horovod uses for nothing else."""
 _FUNCTIONS = (
-    "CrossRankBitwise",
-    "RecvReadyTensors",
-    "SendReadyTensors",
-    "RecvFinalTensors",
-    "SendFinalTensors",
-    "AlltoallGetRecvSplits",
-    "Allgather2Ints",
-    "MPIController",
+    *("CrossRankBitwise", "RecvReadyTensors", "SendReadyTensors", "RecvFinalTensors", "SendFinalTensors"),
+    *("AlltoallGetRecvSplits", "Allgather2Ints", "MPIController"),
 )
 """Of Horovod's controller, where mpiP names the caller."""
 _WORD, _LARGEST_VECTOR = 8, 1024

@@ -56,10 +56,6 @@ def _once(kind: str, lost: float, summary: TimelineSummary, what: str, evidence:
     return Cause(kind, lost / 1e6, lost / (summary.duration or 1.0), what, evidence, advice, per_step=False)
 
 
-def _cycle(summary: TimelineSummary) -> float:
-    return summary.cycle.p50 if summary.cycle else CYCLE_TIME
-
-
 def _setup(summary: TimelineSummary) -> Cause | None:
     if not summary.setup:
         return None
@@ -157,7 +153,7 @@ def _negotiation(summary: TimelineSummary, steps: Steps, duration: Distribution)
     lost = steps.negotiation
     if not lost or lost < _MOST_HIDDEN * _mean(duration):
         return None
-    cycle, missed = _cycle(summary), steps.missed or 0.0
+    cycle, missed = summary.cycle.p50 if summary.cycle else CYCLE_TIME, steps.missed or 0.0
     known = "measured" if summary.cycle else "Horovod's default; record with --mark-cycles to measure it"
     evidence = f"{duration_text(lost)} from the first rank's announcement to the last one's; a cycle is "
     evidence += f"{duration_text(cycle)} ({known})"

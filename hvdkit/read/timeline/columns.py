@@ -10,7 +10,6 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,7 +173,8 @@ class _Collector:
         place = np.empty(len(order), np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)
         for table in (times, ids, durations):
-            _reorder(table, order)
+            for column in table.T:  # a column at a time: a second copy of the whole would double the memory
+                column[:] = column[order]
         return TimelineColumns(
             tensors=self.tensors,
             tensor=ids[:, 0],
@@ -194,12 +194,6 @@ class _Collector:
             dropped=recording.dropped,
             events=recording.events,
         )
-
-
-def _reorder(table: NDArray[Any], order: NDArray[np.intp]) -> None:
-    """Puts the rows in this order, a column at a time: a second copy of the whole would double the memory."""
-    for column in table.T:
-        column[:] = column[order]
 
 
 @dataclass(frozen=True)

@@ -57,20 +57,15 @@ def summary(file: Path, top: int | None, form: str | None, **part: Any) -> int:
     """
     found = summarize(file, **part)
     if not found.operations:
-        _check_part(file)
-        raise nothing_in(file, found)
-    show.page(found, 10 if top is None else top).print(form, show.found_as(found, top))
-    return 0
-
-
-def _check_part(file: Path) -> None:
-    """Raises DataError with where the operations are, if there are any outside the part asked for."""
-    whole = summarize(file)
-    if whole.operations:
+        whole = summarize(file)
+        if not whole.operations:
+            raise nothing_in(file, found)
         raise DataError(
             f"no operation began in that part of {str(file)!r}, whose operations lie between {whole.since / 1e6:.6g} s "
             f"and {whole.until / 1e6:.6g} s; choose others for --since, --until and --step."
         )
+    show.page(found, 10 if top is None else top).print(form, show.found_as(found, top))
+    return 0
 
 
 @click.command()

@@ -296,8 +296,3 @@ def bytes_label(size: float) -> str:
         if size >= factor:
             return f"{number(size / factor)} {name}"
     return f"{number(size)} B"
-
-
-def time_label(microseconds: float) -> str:
-    """A bound of a bin of durations: 512 us."""
-    return unit_for(microseconds).of(microseconds)

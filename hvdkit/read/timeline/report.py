@@ -16,7 +16,7 @@ import numpy as np
 
 from hvdkit.common import render
 from hvdkit.common.causes import dearest_first
-from hvdkit.common.drawing import LABEL, Figure, number, shown_name
+from hvdkit.common.drawing import LABEL, Figure, number, shown_name, unit_for
 from hvdkit.common.render import Fact
 from hvdkit.common.units import bytes_text, duration_text, printable, share_text, shortened
 from hvdkit.errors import InvalidArgumentError
@@ -222,7 +222,7 @@ def _histograms(every: Exchanges) -> list[Figure]:
     factor, unit = (1e6, "s") if longest >= 1e6 else (1e3, "ms")
     time_named = f"time in exchanges ({unit})"
     by_bytes: Any = {"horizontal": "bytes", "label": figures.bytes_label}
-    by_time: Any = {"horizontal": "time", "label": figures.time_label}
+    by_time: Any = {"horizontal": "time", "label": lambda time: unit_for(time).of(time)}
     in_time: Any = {"vertical": time_named, "scale": factor, "shown": duration_text}
     found = [
         figures.histogram("number-by-size", "Number by size", by_size, vertical="exchanges", **by_bytes),

@@ -137,13 +137,10 @@ def _batch_lines(batches: Batches | None, bandwidth: Bandwidth | None) -> list[t
         bus = ""
         if bandwidth.bus is not None and bandwidth.best_bus is not None:
             bus = f"; bus {bytes_text(bandwidth.bus)}/s of {bytes_text(bandwidth.best_bus)}/s"
-        lines.append(
-            (
-                "bandwidth",
-                f"{bytes_text(bandwidth.algorithm)}/s, {share_text(bandwidth.share_of_best)} of the best exchange "
-                f"({bytes_text(bandwidth.best_algorithm)}/s with {bytes_text(bandwidth.best_bytes)}){bus}",
-            )
-        )
+        share = share_text(bandwidth.share_of_best)
+        best = f"{bytes_text(bandwidth.best_algorithm)}/s with {bytes_text(bandwidth.best_bytes)}"
+        text = f"{bytes_text(bandwidth.algorithm)}/s, {share} of the best exchange ({best}){bus}"
+        lines.append(("bandwidth", text))
     return lines
 
 

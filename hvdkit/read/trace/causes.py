@@ -63,15 +63,14 @@ def _late(summary: TraceSummary, skew: TraceSkew) -> Cause:
         )
     names = name_ranks(ranks)
     comes = f"{names.capitalize()} {'come' if len(ranks) > 1 else 'comes'} late, and the others wait"
+    parts = {"exposed_data": "data loading", "computation": "computation"}
     more = {
         name: min(_each(rank, name) for rank in summary.ranks if rank.rank in ranks)
         - float(lower_median(np.array([_each(rank, name) for rank in summary.ranks])))
-        for name in ("exposed_data", "computation")
+        for name in parts
     }
-    evidence = "more than the typical rank in a step: " + ", ".join(
-        f"{word} {duration_text(1e3 * max(0.0, more[name]))}"
-        for name, word in (("exposed_data", "data loading"), ("computation", "computation"))
-    )
+    longer = [f"{word} {duration_text(1e3 * max(0.0, more[name]))}" for name, word in parts.items()]
+    evidence = f"more than the typical rank in a step: {', '.join(longer)}"
     if more["exposed_data"] >= max(lost / 2, more["computation"]):
         advice = f"Speed up the input of {names}: more workers, prefetching, a local copy of its data."
         return _cause(summary, "input", lost, f"{comes}: for its input.", evidence, advice, ranks)

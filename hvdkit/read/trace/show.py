@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
@@ -36,7 +37,7 @@ def summary_page(summary: TraceSummary, top: int) -> Page:
     ranks = summary.ranks
     found: list[Table | str] = [*verdict(summary.causes, otherwise(summary)), "", *map(_headline, ranks)]
     found.append(_times(ranks, summary.skew))
-    found.append(f"computation: {_same([rank.computed_by for rank in ranks])}")
+    found.append(f"computation: {'; '.join(dict.fromkeys(rank.computed_by for rank in ranks))}")
     found += [f"note: {note}" for note in dict.fromkeys(note for rank in ranks for note in rank.notes)]
     communicates = any(rank.communications for rank in ranks)
     found.append(_communications(ranks) if communicates else "no communication in the trace")
@@ -48,7 +49,8 @@ def summary_page(summary: TraceSummary, top: int) -> Page:
 
 def _headline(rank: RankTrace) -> str:
     who = label(rank) + (f" of {rank.size}" if rank.rank is not None and rank.size is not None else "")
-    steps = f"{count_text(len(rank.steps), 'step')} ({_numbers(rank)})" if rank.steps else "no steps"
+    numbers = " to ".join(dict.fromkeys(str(step.number) for step in (*rank.steps[:1], *rank.steps[-1:])))
+    steps = f"{count_text(len(rank.steps), 'step')} ({numbers})" if rank.steps else "no steps"
     odd = [f"{count_text(rank.skipped, 'event')} without a usable time"] if rank.skipped else []
     odd += [f"{count_text(rank.repeated, 'repeated event')}, counted once"] if rank.repeated else []
     extra = f"; {', '.join(odd)}" if odd else ""
@@ -58,15 +60,6 @@ def _headline(rank: RankTrace) -> str:
 def label(rank: RankTrace) -> str:
     """ "rank 3", or the name of the file."""
     return printable(Path(rank.path).name) if rank.rank is None else f"rank {rank.rank}"
-
-
-def _numbers(rank: RankTrace) -> str:
-    first, last = rank.steps[0].number, rank.steps[-1].number
-    return str(first) if len(rank.steps) == 1 else f"{first} to {last}"
-
-
-def _same(texts: Sequence[str]) -> str:
-    return "; ".join(dict.fromkeys(texts))
 
 
 def _times(ranks: Sequence[RankTrace], skew: TraceSkew | None) -> Table:
@@ -151,14 +144,14 @@ def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
     rows = []
     for (name, kind), calls in shown[:top]:
         own = _values(calls, "self_ms")
-        cells = [f"{_mean(_values(calls, 'calls')):.4g}", f"{_mean(own):.3f}"]
+        cells = [f"{fmean(_values(calls, 'calls')):.4g}", f"{fmean(own):.3f}"]
         if len(ranks) > 1:
             cells.append(f"{min(own):.3f} to {max(own):.3f}")
-        cells.append(f"{_mean(_values(calls, 'total_ms')):.3f}")
+        cells.append(f"{fmean(_values(calls, 'total_ms')):.3f}")
         if gpu:
-            cells += [f"{_mean(_values(calls, field)):.3f}" for field in ("gpu_self_ms", "gpu_total_ms")]
+            cells += [f"{fmean(_values(calls, field)):.3f}" for field in ("gpu_self_ms", "gpu_total_ms")]
         if memory:
-            cells.append(_signed_bytes(_mean(_values(calls, "bytes"))))
+            cells.append(_signed_bytes(fmean(_values(calls, "bytes"))))
         rows.append([shortened(name, _NAME_WIDTH), kind, *cells])
     return _table((f"operator ({min(top, len(shown))} of {len(shown)})", "kind", *titles), rows)
 
@@ -166,10 +159,6 @@ def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
 def _values(calls: Sequence[Operator | None], *fields: str) -> list[float]:
     """Of each rank the sum of the fields; 0 where it has no such call."""
     return [sum(float(getattr(one, field)) for field in fields) if one is not None else 0.0 for one in calls]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def difference_page(found: TraceDifference, top: int) -> Page:

@@ -311,9 +311,7 @@ def _between(found: Sequence[tuple[RankTrace, _Waits]]) -> tuple[TraceSkew | Non
         return None, "one trace only: give those of all ranks"
     if any(rank.rank is None for rank, _ in found):
         return None, "a trace does not say whose it is: name them trace-R-of-N.json"
-    keys = set(found[0][1])
-    for _, waits in found[1:]:
-        keys &= set(waits)
+    keys = set.intersection(*(set(waits) for _, waits in found))
     if not keys:
         return None, "no collective that all traces have in the same step"
     ordered = sorted(keys)

@@ -3,9 +3,8 @@
 ::
 
     options ── (model.BatchJob, checked)    what the user asks for
-    sites/*.toml ── (site.Site)         what a site wants said and what it gives: queues, hosts, modules, environment
-       └── limits                       the queue that fits, or one sentence
-             └── script ── (systems)    the script, its directives by one row per batch system
+    sites/*.toml ── site                what a site wants said and what it gives: the queue that fits, or one sentence
+       └── script ── (systems)          the script, its directives by one row per batch system
     options ── kubernetes               an MPIJob, which no site has a say in
 
 It is a room of its own beside ``launch`` because it starts nothing and runs elsewhere: on a login node, for a machine

@@ -11,7 +11,7 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job import kubernetes, limits, script, site
+from hvdkit.run.job import kubernetes, script, site
 from hvdkit.run.job import submit as submitting
 from hvdkit.run.job.model import BatchJob
 from hvdkit.run.job.systems import SYSTEMS
@@ -106,7 +106,7 @@ def job(
             raise InvalidArgumentError("--min-np and --max-np are for --system kubernetes; leave them out.")
         chosen = site.find(system, site_name)
         text = script.write(asked, chosen, str(Path(sys.executable).absolute().parent))
-        for note in limits.notes(asked, chosen):
+        for note in site.notes(asked, chosen):
             click.echo(f"Note: {note}", err=True)
         submit = SYSTEMS[chosen.system].submit + (" <" if chosen.system == "lsf" else "")
     if output is not None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job import script
-from hvdkit.run.job.limits import seconds
 from hvdkit.run.job.model import BatchJob
+from hvdkit.run.job.systems import seconds
 from hvdkit.run.launch import horovodrun
 
 NAME = "kubernetes"
@@ -112,7 +112,8 @@ def _mpi_job(
     launcher = {
         "name": "launcher",
         "image": image,
-        "command": [_literal(word) for word in (*launch, "--", *job.command)],
+        # Kubernetes puts variables in for $(NAME)
+        "command": [word.replace("$", "$$") for word in (*launch, "--", *job.command)],
         "volumeMounts": mounts,
     }
     worker: dict[str, Any] = {"name": "worker", "image": image, "command": _sshd(ssh_directory)}
@@ -153,11 +154,6 @@ def _sshd(ssh_directory: str) -> list[str]:
     """The operator's own command, and for a user who is not root that of its images, with a file beside the keys."""
     config = [] if ssh_directory == ROOT else ["-f", f"{ssh_directory.rstrip('/').rpartition('/')[0]}/.sshd_config"]
     return ["/usr/sbin/sshd", "-De", *config]
-
-
-def _literal(word: str) -> str:
-    """A word of a command that Kubernetes, which puts variables in for ``$(NAME)``, passes on as it is."""
-    return word.replace("$", "$$")
 
 
 def _lines(value: Any, indent: str = "") -> Iterator[str]:

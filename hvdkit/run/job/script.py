@@ -7,13 +7,16 @@ import shlex
 from collections.abc import Sequence
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.run.job.limits import WALLTIME, settle
 from hvdkit.run.job.model import BatchJob, Site
-from hvdkit.run.job.systems import SYSTEMS
+from hvdkit.run.job.site import settle
+from hvdkit.run.job.systems import SYSTEMS, WALLTIME
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]{0,127}")
+_NAMED = "a name of letters, digits and . _ - that begins with a letter"
 _FORMS = {
+    "name": (_NAME, _NAMED),
+    **dict.fromkeys(("queue", "account", "qos"), (_WORD, f"{_NAMED} or digit")),
     "mem": (re.compile(r"[1-9][0-9]{0,5}[MGT]"), "a number with M, G or T, such as 64G"),
     "array": (
         re.compile(r"[0-9]{1,6}-[0-9]{1,6}(:[1-9][0-9]{0,5})?(%[1-9][0-9]{0,5})?"),
@@ -44,17 +47,6 @@ def check(job: BatchJob) -> None:
     match = WALLTIME.fullmatch(job.walltime)
     if match is None or not any(map(int, match.groups())):
         raise InvalidArgumentError(f"--walltime must be HH:MM:SS and above zero, got {job.walltime!r}.")
-    for option, value, pattern in (
-        ("--name", job.name, _NAME),
-        ("--queue", job.queue, _WORD),
-        ("--account", job.account, _WORD),
-        ("--qos", job.qos, _WORD),
-    ):
-        if value is not None and pattern.fullmatch(value) is None:
-            raise InvalidArgumentError(
-                f"{option} must be a name of letters, digits and . _ - that begins with a letter"
-                f"{'' if pattern is _NAME else ' or digit'}, got {value!r}."
-            )
     for attribute, (pattern, expected) in _FORMS.items():
         value = getattr(job, attribute)
         if value is not None and pattern.fullmatch(value) is None:
@@ -81,7 +73,7 @@ def write(job: BatchJob, site: Site, bin_directory: str) -> str:
         site: what the site wants said.
         bin_directory: where the hvdkit lies that is to start the job.
     Raises:
-        InvalidArgumentError: see ``check`` and ``limits.settle``; the site needs what the user did not give; its
+        InvalidArgumentError: see ``check`` and ``site.settle``; the site needs what the user did not give; its
             batch system has no word for what he did.
     """
     check(job)

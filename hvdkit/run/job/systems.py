@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from hvdkit.run.job.limits import seconds
 from hvdkit.run.job.model import BatchJob, Site
+
+WALLTIME = re.compile(r"([0-9]{1,3}):([0-5][0-9]):([0-5][0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,12 @@ class System:
     enter: tuple[str, ...]
     submit: str
     lacks: Mapping[str, str] = field(default_factory=dict)
+
+
+def seconds(walltime: str) -> int:
+    """Of a walltime, HH:MM:SS."""
+    hours, minutes, rest = map(int, walltime.split(":"))
+    return (hours * 60 + minutes) * 60 + rest
 
 
 def _optional(option: str, value: str | None) -> list[str]:

@@ -2,9 +2,9 @@
 
 ::
 
-    command, placement, facts ── (machine, horovod)   what is asked for, and what there is
+    command, placement, facts ── (machine)            what is asked for, and what there is
        └── plan ── (mpirun, horovodrun, batch,    command line and environment, with a reason for each setting
-             │      speed, recordings)
+             │      recordings)
              ├── direct                           a launcher that goes to other hosts, run by itself
              └── supervise ── (peer,              one process that watches the job
                      ⇅       outcome, stall, shown)

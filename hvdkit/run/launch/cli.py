@@ -96,8 +96,13 @@ def launch(
     if growing is not None:
         _check_elastic(request, alone=not (first or restarts or request.hosts_chosen or request.stage))
     job = _plan(request) if growing is None else _elastic_plan(request, growing)
-    _say(job, explain)
-    before = _staging(request, job)
+    for note in job.notes:
+        click.echo(f"hvdkit launch: {note}", err=True)
+    if explain:
+        click.echo(plan.explanation(job), err=True)
+    before = None  # the short job that stages the environment
+    if request.stage is not None:
+        before = _plan(staging.request(job, request, request.stage, mpi4py=facts.has_mpi4py()))
     if dry_run:
         if before is not None:
             click.echo(plan.command_line(before))
@@ -155,7 +160,12 @@ def _run(request: Request, job: LaunchPlan, restarts: int, *, tagged: bool, verb
     """Run a job, and again from the start while it fails, at most ``restarts`` times more; the last exit status."""
     attempt = 0
     while True:
-        ended = _started(_attempt(request, job, attempt), tagged=tagged, verbose=verbose)
+        number = {"HVDKIT_RESTART": str(attempt)}
+        if job.direct:  # ranks on other hosts are told by the command line
+            job = _plan(replace(request, variables={**request.variables, **number}))
+        else:
+            job = replace(job, environment={**job.environment, **number})
+        ended = _started(job, tagged=tagged, verbose=verbose)
         if ended.status == 0 or ended.interrupted or attempt == restarts:
             return ended.status
         attempt += 1
@@ -163,55 +173,32 @@ def _run(request: Request, job: LaunchPlan, restarts: int, *, tagged: bool, verb
         time.sleep(_PAUSE_S)
 
 
-def _say(job: LaunchPlan, explain: bool) -> None:
-    for note in job.notes:
-        click.echo(f"hvdkit launch: {note}", err=True)
-    if explain:
-        click.echo(plan.explanation(job), err=True)
-
-
-def _request(
-    command: tuple[str, ...],
-    dry_run: bool,
-    *,
-    n: int,
-    launcher: str,
-    threads: int | None,
-    stall_timeout: float | None,
-    stall_dir: Path | None,
-    ppn: int | None,
-    hosts: str | None,
-    hostfile: Path | None,
-    skew: bool,
-    **rest: Any,
-) -> Request:
+def _request(command: tuple[str, ...], dry_run: bool, **asked: Any) -> Request:
     """The options as one request; an error where one needs or excludes another."""
-    asked = {**rest, "stall_timeout": stall_timeout, "stall_dir": stall_dir, "skew": skew}
     for name, needed, why in _NEEDS:
         if asked[name] and not asked[needed]:
             option, other = (f"--{word.replace('_', '-')}" for word in (name, needed))
             raise InvalidArgumentError(f"{option} needs {other}, {why}.")
-    chosen, source, given = tuned.choose(rest.pop("tuned"), **{name: rest.pop(name) for name in tuned.OPTIONS})
+    skew, explains, stages = asked.pop("skew"), asked.pop("explain_job"), asked.pop("stage")
+    chosen, source, given = tuned.choose(asked.pop("tuned"), **{name: asked.pop(name) for name in tuned.OPTIONS})
     fixed = "--tuned" if source else next(iter(given.values()), None)
-    if fixed is not None and rest["autotune_log"] is not None:
+    if fixed is not None and asked["autotune_log"] is not None:
         raise InvalidArgumentError(f"{fixed} fixes what --autotune-log is to vary; give one of them.")
     if skew and chosen.cache_capacity:
         raise InvalidArgumentError("--skew needs the cache off, got --cache-capacity; leave one of them out.")
     if skew:
         chosen, given = structs.replace(chosen, cache_capacity=0), {**given, "HOROVOD_CACHE_CAPACITY": "--skew"}
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    explain_dir = rest.pop("explain_dir") or Path(f"hvdkit-job-{stamp}")
-    stage_dir = rest.pop("stage_dir")
-    placed = placement.asked(n, ppn, hosts, hostfile, os.environ, anywhere=launcher in batch.LINES)
+    explain_dir = asked.pop("explain_dir") or Path(f"hvdkit-job-{stamp}")
+    stall_dir = asked.pop("stall_dir") or Path(f"hvdkit-stall-{stamp}")
+    stage_dir, ppn = asked.pop("stage_dir"), asked.pop("ppn")
+    named = asked.pop("hosts"), asked.pop("hostfile")
+    placed = placement.asked(asked["n"], ppn, *named, os.environ, anywhere=asked["launcher"] in batch.LINES)
     return Request(
-        n=n,
         command=command,
-        launcher=launcher,
-        threads=threads,
-        stall_timeout=stall_timeout,
-        stall_dir=(stall_dir or Path(f"hvdkit-stall-{stamp}")).absolute(),
-        explain_job=explain_dir.absolute() if rest.pop("explain_job") else None,
-        stage=staging.wanted(stage_dir) if rest.pop("stage") else None,
+        stall_dir=stall_dir.absolute(),
+        explain_job=explain_dir.absolute() if explains else None,
+        stage=staging.wanted(stage_dir) if stages else None,
         ppn=ppn or placed.ppn,
         hosts=placed.hosts,
         hosts_chosen=placed.chosen,
@@ -219,7 +206,7 @@ def _request(
         options=given,
         tuned_source=source,
         dry_run=dry_run,
-        **rest,
+        **asked,
     )
 
 
@@ -229,21 +216,6 @@ def _check_elastic(request: Request, *, alone: bool) -> None:
             "an elastic job is horovodrun's alone: leave --preflight, --restarts, --stall-timeout, --hosts, "
             "--hostfile, --stage and other launchers out."
         )
-
-
-def _staging(request: Request, job: LaunchPlan) -> LaunchPlan | None:
-    """The plan of the short job that stages the environment before this one; None where nothing is to be staged."""
-    if request.stage is None:
-        return None
-    return _plan(staging.request(job, request, request.stage, mpi4py=facts.has_mpi4py()))
-
-
-def _attempt(request: Request, job: LaunchPlan, attempt: int) -> LaunchPlan:
-    """The plan with the number of the attempt, which ranks on other hosts are told by the command line."""
-    number = {"HVDKIT_RESTART": str(attempt)}
-    if job.direct:
-        return _plan(replace(request, variables={**request.variables, **number}))
-    return replace(job, environment={**job.environment, **number})
 
 
 def _elastic_plan(request: Request, wanted: horovodrun.Elastic) -> LaunchPlan:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Any, cast
 
 from hvdkit.common.signals import handled
 from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, JobEnd
 from hvdkit.run.launch.peer import ENDING
-from hvdkit.run.launch.reach import Reach
 from hvdkit.run.launch.start import start
 
 _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
@@ -27,6 +28,12 @@ _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to
 _LOST_PEER = (*_LOST_DAEMON, *KNOCK_ON_MARKS)
 _DRAIN_S = 2.0
 """Seconds for what the launcher's own children still write when it has ended."""
+_PORT = 22
+_WAIT_S, _AGAIN_S = 2.0, 0.5
+"""How long a host may take to answer: TCP asks at 0, 1 and 3 s; and one that has just been silent for so long."""
+_LOOK_UP_S = 5.0
+"""The resolver's own time for one question to one name server."""
+_AT_A_TIME = 64
 
 
 def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = ()) -> JobEnd:
@@ -100,3 +107,93 @@ class _Copy(threading.Thread):
                 while data:
                     data = data[os.write(self._to, data) :]
                 self.writing = False
+
+
+class Reach:
+    """Remembers which hosts answer now; who answers never, behind a firewall, is not asked again.
+
+    Args:
+        hosts: names or addresses, each once; they are asked in the background.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._asking = ThreadPoolExecutor(1)
+        self._answered = self._asking.submit(lambda: _answering({host: host for host in hosts}))
+        self._suspected: Future[dict[str, str]] | None = None
+        self._mutex = threading.Lock()
+
+    def suspect(self) -> None:
+        """Ask all hosts, once and in the background, since a rank has lost another: ``lost`` then waits less."""
+        with self._mutex:
+            if self._suspected is None:
+                self._suspected = self._asking.submit(lambda: _answering(self._answered.result()))
+
+    def lost(self) -> str | None:
+        """A sentence that names the hosts that answered when the job began and no longer do, None without any."""
+        answered = self._answered.result()
+        silent_before = () if self._suspected is None else answered.keys() - self._suspected.result()
+        answer_now = _answering(answered, silent_before)
+        silent = [host for host in answered if host not in answer_now]
+        if not silent:
+            return None
+        names = silent[0] if len(silent) == 1 else f"{', '.join(silent[:-1])} and {silent[-1]}"
+        who, verb, what = ("host", "does", "the host itself") if len(silent) == 1 else ("hosts", "do", "these hosts")
+        return (
+            f"{who} {names} answered when the job began and no longer {verb}: the network between, or {what}, failed, "
+            "and the ranks there are lost."
+        )
+
+    def unknown(self) -> str | None:
+        """A sentence that names the hosts whose names have no address here, None without any."""
+        answered = self._answered.result()
+        names = [host for host in self._hosts if host not in answered and _looked_up(host) == []]
+        if not names:
+            return None
+        who = f"host {names[0]} is unknown" if len(names) == 1 else f"hosts {', '.join(names)} are unknown"
+        return f"{who}: no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
+
+
+def _looked_up(host: str) -> list[Any] | None:
+    """Its addresses, none where there are none; None where no name server answers in time.
+
+    The resolver itself may take minutes, and cannot be interrupted.
+    """
+    found: Future[list[Any]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, _PORT, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError):  # a label that is empty or too long
+            found.set_result([])
+
+    threading.Thread(target=look_up, daemon=True).start()
+    try:
+        return found.result(_LOOK_UP_S)
+    except TimeoutError:
+        return None
+
+
+def _answering(addresses: dict[str, str], silent_before: Collection[str] = ()) -> dict[str, str]:
+    """The hosts of these that answer, with the address of each: names cannot be looked up without a network."""
+    if not addresses:
+        return {}
+    waits = [_AGAIN_S if host in silent_before else _WAIT_S for host in addresses]
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(addresses))) as pool:
+        found = dict(zip(addresses, pool.map(_ask, addresses.values(), waits), strict=True))
+    return {host: address for host, address in found.items() if address is not None}
+
+
+def _ask(host: str, wait_s: float) -> str | None:
+    addresses = _looked_up(host)
+    if not addresses:
+        return None
+    family, kind, protocol, _, place = addresses[0]
+    try:
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(wait_s)
+            with contextlib.suppress(ConnectionRefusedError):  # an answer as well
+                connection.connect(place)
+    except OSError:
+        return None
+    return str(place[0])

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from hvdkit.run.launch import batch, plan
 from hvdkit.run.launch.command import resolve
-from hvdkit.run.launch.horovod import installed_horovod, recorded_horovod
-from hvdkit.run.launch.machine import usable_cores
+from hvdkit.run.launch.machine import installed_horovod, recorded_horovod, usable_cores
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
 from hvdkit.run.launch.mpirun import find_mpirun, identify
 from hvdkit.run.launch.recordings import recorder

@@ -5,6 +5,7 @@ Nothing here touches the machine.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import textwrap
@@ -18,7 +19,6 @@ from hvdkit.run.launch import (
     horovodrun,
     mpirun,
     recordings,
-    speed,
     stall,
 )
 from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
@@ -41,6 +41,18 @@ _EVEN = {
 _SERVICE_NODES = ("aprun", "jsrun")
 """Launchers that are started on a machine unlike those of the ranks."""
 _INDENT = " " * 4
+_AS_THEY_ARE = {
+    "HOROVOD_CYCLE_TIME": "1 ms: every cycle Horovod negotiates what is ready; shorter helps models of a few "
+    "milliseconds per step, longer fuses more and leaves the cores alone",
+    "HOROVOD_FUSION_THRESHOLD": "134217728 bytes (128 MiB): what is ready in one cycle is one allreduce up to here; "
+    "hvdkit.torch sets 4194304, so that its buckets are not copied together",
+    "HOROVOD_CACHE_CAPACITY": "1024 tensors: known ones are negotiated by a bit each; 0 makes each step as slow as the "
+    "first, and the timeline say which rank was late",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "off: it pays with NCCL over several hosts of several GPUs each",
+}
+"""Horovod 0.28.1's defaults (``horovod/common/operations.cc``), and what each is for."""
+_BYTES_OF_A_MISTAKE = 64 * 1024
+"""A fusion buffer below this holds not even one small layer: most likely a number of MiB."""
 
 
 def _line(name: str, request: Request, facts: LaunchFacts) -> LauncherLine:
@@ -70,7 +82,7 @@ def _line(name: str, request: Request, facts: LaunchFacts) -> LauncherLine:
 
 def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str]) -> list[Setting]:
     """The environment variables of every launcher; what the user has set stays."""
-    settings = [_threads(name, request, facts, environ), *speed.settings(request, name, environ)]
+    settings = [_threads(name, request, facts, environ), *_for_speed(request, name, environ)]
     if name == "srun":
         settings += batch.inside_a_step(environ)
     if environ.get("PATH") != facts.path:
@@ -97,6 +109,31 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
         limit = request.stall_timeout
         settings.append(_stall_check(limit, request.variables, environ, direct=_is_direct(name, request)))
     return settings
+
+
+def _for_speed(request: Request, name: str, environ: Mapping[str, str]) -> list[Setting]:
+    """Every setting with its reason; a variable that the user has set stays, a tuned file or an option wins over it."""
+    chosen = [_controller(name)]
+    variables = request.tuned.variables()
+    for variable, value in variables.items():
+        source = request.options.get(variable, f"--tuned: {request.tuned_source}")
+        chosen.append(Setting(source, variables={variable: value}))
+    for variable, what in _AS_THEY_ARE.items():
+        if variable in variables or variable in request.variables:
+            continue
+        if environ.get(variable):
+            chosen.append(Setting(f"{variable}={environ[variable]} stays as you set it"))
+        else:
+            chosen.append(Setting(f"{variable} stays unset, {what}"))
+    return chosen
+
+
+def _controller(name: str) -> Setting:
+    if name == "mpirun":
+        return Setting("ranks negotiate over MPI, which takes microseconds where Gloo takes a tenth of a millisecond")
+    if name == "horovodrun":
+        return Setting("ranks negotiate and allreduce over Gloo, Horovod's own transport")
+    return Setting("ranks negotiate over MPI where the launcher's MPI is Horovod's, else over Gloo")
 
 
 def _stall_check(limit_s: float, given: Mapping[str, str], environ: Mapping[str, str], *, direct: bool) -> Setting:
@@ -232,7 +269,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         rank_variable=line.rank_variable,
         noisy_start=line.noisy_start,
         settings=tuple(settings),
-        notes=(*line.notes, *speed.notes(request, environ), *_notes(name, request, facts, direct=direct)),
+        notes=(*line.notes, *_notes(name, request, facts, environ, direct=direct)),
         stall_timeout=request.stall_timeout,
         stall_dir=request.stall_dir,
         direct=direct,
@@ -304,8 +341,19 @@ def _check_here(request: Request, facts: LaunchFacts) -> None:
         )
 
 
-def _notes(name: str, request: Request, facts: LaunchFacts, *, direct: bool) -> tuple[str, ...]:
+def _notes(
+    name: str, request: Request, facts: LaunchFacts, environ: Mapping[str, str], *, direct: bool
+) -> tuple[str, ...]:
+    """What the user should know, a sentence each; first of a fusion threshold that is most likely in the wrong unit."""
     notes = []
+    threshold = {**environ, **request.tuned.variables(), **request.variables}.get("HOROVOD_FUSION_THRESHOLD", "")
+    with contextlib.suppress(ValueError):  # no number
+        if 0 != float(threshold) < _BYTES_OF_A_MISTAKE:
+            notes.append(
+                f"HOROVOD_FUSION_THRESHOLD={threshold} is {int(float(threshold))} bytes, so that nothing is fused; if "
+                f"{threshold} are the MiB of an autotune log, use --fusion-threshold-mb {threshold}, or --tuned with "
+                "the log."
+            )
     if not direct and request.n > facts.cores:
         cores = count_text(facts.cores, "core")
         notes.append(f"{request.n} processes share {cores}: timings will measure how they wait for one another.")

@@ -1,18 +1,31 @@
-"""What this machine and this command leave to choose: the default job, and the settings worth trying beside it."""
+"""What this machine and this command leave to choose: the default job, and the settings worth trying beside it.
+
+A setting is a ``Tuned``; the empty one is what ``hvdkit launch`` does by itself.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from hvdkit.common.units import count_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import batch, facts, placement, plan
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
-from hvdkit.run.trials.space import thread_choices
+from hvdkit.run.launch.tuned import MIB, Tuned
 
+DEFAULT = Tuned()
+CYCLE_TIMES_MS = (0.1, 0.5, 5.0)
+"""Around Horovod's own 1 ms: quicker answers for small models, fewer interruptions and more fusion for large ones."""
+FUSION_THRESHOLDS_BYTES = (4 * MIB, 32 * MIB)
+"""Below Horovod's own 128 MiB: less copying, and the first allreduce begins while gradients are still computed."""
+_NAMES = Tuned.__struct_fields__[:4]
 WITH_A_CONTROLLER = ("mpirun", "horovodrun")
 """Launchers that stand for Horovod's two controllers, MPI and Gloo."""
 
@@ -90,7 +103,10 @@ class Here:
 
     def threads(self) -> tuple[int, ...]:
         """Thread counts to try; none where the cores of a rank are not known."""
-        return thread_choices(self._cores_of_a_rank(), self._default_threads())
+        default = self.plan.environment.get("OMP_NUM_THREADS", "")
+        together = plan.ranks_on_a_host(self.plan.launcher_name, self.request)
+        share = None if together is None else max(1, self.facts.cores // together)
+        return thread_choices(self.request.depth or share, int(default) if default.isdecimal() else None)
 
     def describe(self) -> str:
         """The default settings, for a reader."""
@@ -111,16 +127,6 @@ class Here:
             f"{self.request.n} ranks share {count_text(self.facts.cores, 'core')}: what is measured is how they "
             "contend for them, and what is fast here may be slow where each rank has cores of its own.",
         )
-
-    def _default_threads(self) -> int | None:
-        threads = self.plan.environment.get("OMP_NUM_THREADS", "")
-        return int(threads) if threads.isdecimal() else None
-
-    def _cores_of_a_rank(self) -> int | None:
-        if self.request.depth is not None:
-            return self.request.depth
-        together = plan.ranks_on_a_host(self.plan.launcher_name, self.request)
-        return None if together is None else max(1, self.facts.cores // together)
 
 
 def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
@@ -144,3 +150,70 @@ def look(wish: Wish, environ: Mapping[str, str] | None = None) -> Here:
         )
     request = wish.request(environ)
     return Here(request, *facts.planned(request, environ))
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What to try beside the default, setting by setting.
+
+    Attributes:
+        launchers: "mpirun", "horovodrun".
+        threads: compute threads per rank, > 0.
+        cycle_times_ms: milliseconds, >= 0.
+        fusion_thresholds_bytes: bytes, >= 0.
+    """
+
+    launchers: tuple[str, ...] = ()
+    threads: tuple[int, ...] = ()
+    cycle_times_ms: tuple[float, ...] = CYCLE_TIMES_MS
+    fusion_thresholds_bytes: tuple[int, ...] = FUSION_THRESHOLDS_BYTES
+
+    def candidates(self, limit: int, rng: np.random.Generator) -> list[Tuned]:
+        """The settings to try: each change alone, then random combinations of several until there are ``limit``.
+
+        Args:
+            limit: the most to return, >= 1; the default is not counted and not among them.
+            rng: draws what does not fit all together.
+        """
+        cycles_s = [time_ms / 1000 for time_ms in self.cycle_times_ms]
+        values: tuple[Sequence[Any], ...] = (self.launchers, self.threads, cycles_s, self.fusion_thresholds_bytes)
+        axes: list[list[Any]] = [[None, *dict.fromkeys(axis)] for axis in values]
+        alone = [Tuned(**{name: value}) for name, axis in zip(_NAMES, axes, strict=True) for value in axis[1:]]
+        combined = [Tuned(*several) for several in itertools.product(*axes)]
+        combined = [setting for setting in combined if setting != DEFAULT and setting not in alone]
+        shuffled = [combined[index] for index in rng.permutation(len(combined))]
+        if len(alone) > limit:
+            return [alone[index] for index in sorted(rng.permutation(len(alone))[:limit])]
+        return [*alone, *shuffled][:limit]
+
+
+def thread_choices(share: int | None, current: int | None) -> tuple[int, ...]:
+    """Thread counts worth trying: the whole share of a rank, one less (for Horovod's own thread) and the half.
+
+    Args:
+        share: cores of a rank, None where they are not known.
+        current: threads that a rank has by default, None where that is not known.
+    """
+    if share is None:
+        return ()
+    return tuple(sorted({threads for threads in (share, share - 1, share // 2) if threads >= 1} - {current}))
+
+
+def label(setting: Tuned) -> str:
+    """The setting for a reader: ``horovodrun, cycle 5 ms``."""
+    words = [
+        setting.launcher,
+        None if setting.threads is None else f"{setting.threads} thread{'s' if setting.threads > 1 else ''}",
+        None if setting.cycle_time_ms is None else f"cycle {setting.cycle_time_ms:g} ms",
+        None if setting.fusion_threshold_bytes is None else f"fusion {setting.fusion_threshold_bytes / MIB:g} MiB",
+    ]
+    return ", ".join(word for word in words if word is not None) or "default"
+
+
+def launch_words(setting: Tuned) -> list[str]:
+    """The options of ``hvdkit launch`` that say the same."""
+    words = [] if setting.launcher is None else ["--launcher", setting.launcher]
+    words += [] if setting.threads is None else ["--threads", str(setting.threads)]
+    for name, value in setting.variables().items():
+        words += ["--env", f"{name}={value}"]
+    return words

@@ -18,7 +18,7 @@ from typing import IO
 
 from hvdkit.common.signals import handled
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.space import launch_words
+from hvdkit.run.trials.here import launch_words
 
 _CLOSING_LINE = re.compile(
     r"Hvd Procs +([0-9]{1,9}) +Total time: *((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?) +second"

@@ -6,11 +6,10 @@ can only be measured, over many short jobs, with statistics that do not take noi
 
 ::
 
-    space ──────── candidates: a setting is a ``launch.tuned.Tuned``, the default is the empty one
+    here ───────── what this machine and the command leave to choose, and the candidates
     jobs ───────── one job through ``hvdkit launch``: its seconds, or why it failed
        └── search  which jobs, in which order: successive halving, then fresh runs of the finalists; speed-ups
     report ─────── the outcome as text, as JSON and as a file
-    here           what this machine and the command leave to choose
     cli            what is typed, and what is seen while it runs
 
 ``search`` takes whatever runs a job as a callable, so that it can be tested without processes.

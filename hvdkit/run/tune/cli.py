@@ -19,8 +19,8 @@ from hvdkit.errors import HvdkitError
 from hvdkit.run.launch import options, plan
 from hvdkit.run.launch.tuned import MIB, Tuned
 from hvdkit.run.trials import here
+from hvdkit.run.trials.here import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
 from hvdkit.run.trials.jobs import Launch, ToldToEnd, ended_by_signals
-from hvdkit.run.trials.space import CYCLE_TIMES_MS, FUSION_THRESHOLDS_BYTES, Space, label
 from hvdkit.run.tune import report
 from hvdkit.run.tune.search import Effort, Search, SearchWatcher
 
@@ -99,14 +99,15 @@ def _list(kind: Callable[[str], float], least: float, unit: str) -> Callable[...
     "--cycle-times-ms",
     callback=_list(float, 0, "milliseconds"),
     metavar="MS,...",
-    help=f"Cycle times to try; '' for none  [default: {','.join(f'{ms:g}' for ms in CYCLE_TIMES_MS)}]",
+    default=",".join(f"{ms:g}" for ms in CYCLE_TIMES_MS),
+    help="Cycle times to try; '' for none",
 )
 @click.option(
     "--fusion-thresholds-mb",
     callback=_list(float, 0, "MiB"),
     metavar="MB,...",
-    help="Fusion thresholds to try, in MiB; '' for none  "
-    f"[default: {','.join(f'{size / MIB:g}' for size in FUSION_THRESHOLDS_BYTES)}]",
+    default=",".join(f"{size / MIB:g}" for size in FUSION_THRESHOLDS_BYTES),
+    help="Fusion thresholds to try, in MiB; '' for none",
 )
 @click.option(
     "--candidates",
@@ -154,8 +155,8 @@ def tune(
     command: tuple[str, ...],
     output: Path | None,
     threads: tuple[int, ...] | None,
-    cycle_times_ms: tuple[float, ...] | None,
-    fusion_thresholds_mb: tuple[float, ...] | None,
+    cycle_times_ms: tuple[float, ...],
+    fusion_thresholds_mb: tuple[float, ...],
     limit: int,
     repeats: int,
     confirmations: int,
@@ -185,7 +186,9 @@ def tune(
     wish = here.Wish(n, command, **where)
     found = here.look(wish)
     rng = np.random.default_rng(seed)
-    candidates = _space(found, threads, cycle_times_ms, fusion_thresholds_mb).candidates(limit, rng)
+    fusion = tuple(round(size * MIB) for size in fusion_thresholds_mb)
+    space = Space(found.launchers(), found.threads() if threads is None else threads, cycle_times_ms, fusion)
+    candidates = space.candidates(limit, rng)
     if not candidates:
         raise click.UsageError("There is nothing to try beside the default; name at least one value.")
     effort = Effort(repeats, confirmations, budget_s=budget)
@@ -199,22 +202,6 @@ def tune(
     if output is not None and status == 0:
         _save(output, search, subject, wish.launcher if wish.launcher in here.WITH_A_CONTROLLER else None)
     return status
-
-
-def _space(
-    found: here.Here,
-    threads: tuple[int, ...] | None,
-    cycle_times_ms: tuple[float, ...] | None,
-    fusion_thresholds_mb: tuple[float, ...] | None,
-) -> Space:
-    """What is tried: the values that were asked for, else those that suit most machines."""
-    fusion = None if fusion_thresholds_mb is None else tuple(round(size * MIB) for size in fusion_thresholds_mb)
-    return Space(
-        found.launchers(),
-        found.threads() if threads is None else threads,
-        CYCLE_TIMES_MS if cycle_times_ms is None else cycle_times_ms,
-        FUSION_THRESHOLDS_BYTES if fusion is None else fusion,
-    )
 
 
 def _run(search: Search, subject: report.TunedJob) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import astuple
 from pathlib import Path
 
 from msgspec import structs
@@ -12,7 +13,7 @@ from hvdkit.common.json_files import Document, Part
 from hvdkit.common.units import share_text
 from hvdkit.run.launch import tuned
 from hvdkit.run.launch.tuned import Tuned
-from hvdkit.run.trials.space import DEFAULT, label
+from hvdkit.run.trials.here import DEFAULT, label
 from hvdkit.run.tune.search import CLOSING_LINE, CONFIDENCE, Search, Speedup
 
 
@@ -75,7 +76,8 @@ def text(search: Search, subject: TunedJob, *, interrupted: bool = False) -> str
     lines += [f"default: {subject.default}; {_measure(search)}", *subject.notes, ""]
     width = max(len(label(setting)) for setting in (DEFAULT, *search.candidates))
     lines.append(f"{'setting':{width}}  runs  median s  speed-up in the runs that select")
-    for setting in _shown(search):
+    by_speedup = sorted(search.candidates, key=lambda setting: -(search.screening.ratio(setting) or 0.0))
+    for setting in (DEFAULT, *by_speedup):
         seconds = [*search.screening.seconds(setting), *search.confirming.seconds(setting)]
         median = f"{statistics.median(seconds):.3f}" if seconds else "-"
         lines.append(f"{label(setting):{width}}  {len(seconds):4}  {median:>8}  {_selected(search, setting)}".rstrip())
@@ -214,28 +216,14 @@ def save(path: Path, search: Search, subject: TunedJob, launcher: str | None = N
 
 def _measured(search: Search, subject: TunedJob, *, interrupted: bool = False) -> MeasuredSettings:
     """What a search found, in the form of its file."""
-    confirmed = tuple(
-        Confirmed(
-            setting,
-            found.ratio,
-            found.low,
-            found.high if math.isfinite(found.high) else None,
-            found.confidence,
-            found.pairs,
-        )
-        for setting, found in search.confirmed().items()
-    )
+    # an endless interval is null in JSON
+    confirmed = tuple(Confirmed(setting, *astuple(found)) for setting, found in search.confirmed().items())
     return MeasuredSettings(
         **structs.asdict(subject),
         measure=search.measure,
         verdict=verdict(search, interrupted=interrupted),
         confirmed=confirmed,
     )
-
-
-def _shown(search: Search) -> list[Tuned]:
-    """The default, then the settings, by their speed-up."""
-    return [DEFAULT, *sorted(search.candidates, key=lambda setting: -(search.screening.ratio(setting) or 0.0))]
 
 
 def _selected(search: Search, setting: Tuned) -> str:

@@ -20,8 +20,8 @@ import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, LaunchError
 from hvdkit.run.launch.tuned import Tuned
+from hvdkit.run.trials.here import DEFAULT, label
 from hvdkit.run.trials.jobs import Run, TrialJob
-from hvdkit.run.trials.space import DEFAULT, label
 
 CLOSING_LINE = "closing line"
 WALL_TIME = "wall time"
@@ -202,7 +202,10 @@ class Search:
         self._warm_up()
         self.finalists = tuple(self._screen())
         if self.finalists:
-            self._confirm()
+            deadline = self._deadline(screening=False)
+            rounds = self.effort.confirmations
+            if not self._rounds(self.confirming, "fresh runs", self.finalists, rounds, deadline):
+                self.watcher.says("the budget is up")
 
     def _warm_up(self) -> None:
         """One job that is not counted: files get cached, and it shows what can be measured and how long it takes."""
@@ -236,13 +239,6 @@ class Search:
         ratios = {setting: self.screening.ratio(setting) for setting in settings if setting not in self.failures}
         known = {setting: ratio for setting, ratio in ratios.items() if ratio is not None}
         return sorted(known, key=known.__getitem__, reverse=True)
-
-    def _confirm(self) -> None:
-        in_time = self._rounds(
-            self.confirming, "fresh runs", self.finalists, self.effort.confirmations, self._deadline(screening=False)
-        )
-        if not in_time:
-            self.watcher.says("the budget is up")
 
     def _rounds(
         self, rounds: Rounds, stage: str, settings: Sequence[Tuned], count: int, deadline: float | None

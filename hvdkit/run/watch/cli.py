@@ -58,7 +58,9 @@ def watch(directory: Path, once: bool, want_json: bool, html: Path | None, inter
     if want_json:
         click.echo(json_files.encode(seen), nl=False)
     elif html is None:
-        shown = _console()
+        shown = console()
+        if not shown.is_terminal and "COLUMNS" not in os.environ:
+            shown.width = _COLUMNS
         with contextlib.suppress(KeyboardInterrupt):
             if once:
                 shown.print(_block(seen, windows, shown))
@@ -104,10 +106,3 @@ def _go_on(reader: Reader, shown: Console, interval: float) -> None:
 def _block(seen: Watched, windows: Sequence[HistoryWindow], shown: Console) -> Group:
     found = view.lines(seen, windows, shown.width)
     return Group(*(found if shown.encoding.lower().startswith("utf") else view.plain(found)))
-
-
-def _console() -> Console:
-    made = console()
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = _COLUMNS
-    return made

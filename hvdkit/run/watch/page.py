@@ -8,7 +8,6 @@ from pathlib import Path
 from hvdkit.common import render
 from hvdkit.common.drawing import Figure, Line, Rect, Text, line_through, number, shown_name, ticks
 from hvdkit.common.drawing import Path as Curve
-from hvdkit.common.files import replacing
 from hvdkit.common.render import Fact
 from hvdkit.common.table import Table
 from hvdkit.common.units import duration_text, printable
@@ -32,9 +31,7 @@ def write_page(seen: Watched, windows: Sequence[HistoryWindow], output: Path) ->
         DataError, InvalidArgumentError: it cannot be written.
         MissingFrameworkError: jinja2 is not installed.
     """
-    text = page(seen, windows)
-    with replacing(output, Path(seen.path)) as file:
-        file.write(text.encode("utf-8", "replace"))
+    render.write(output, lambda: page(seen, windows), Path(seen.path))
 
 
 def page(seen: Watched, windows: Sequence[HistoryWindow]) -> str:

@@ -63,12 +63,9 @@ def _head(seen: Watched) -> Text:
     if seen.state == "silent":
         text.append(f": no news for {_ago(seen, seen.updated)}; it hangs or was killed", "red")
     else:
-        text.append(f" {'after' if seen.state == 'ended' else 'for'} {span_text(_running(seen))}", "not bold")
+        word, until = ("after", seen.updated) if seen.state == "ended" else ("for", seen.at)
+        text.append(f" {word} {span_text(max(0.0, until - seen.started))}", "not bold")
     return text
-
-
-def _running(seen: Watched) -> float:
-    return max(0.0, (seen.updated if seen.state == "ended" else seen.at) - seen.started)
 
 
 def _ago(seen: Watched, time: float) -> str:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
-_TENSORFLOW = "tensorflow.python"
+_RUN_EAGERLY = "tensorflow.python.eager.polymorphic_function.eager_function_run"
 _ASKED = (
     ("HVDKIT_STACKS", "stalls", "hand_in_stacks_when_asked", None),
     ("HVDKIT_STACKS", "stalls", "tell_of_init", "horovod.common.basics"),
@@ -31,12 +31,7 @@ _ASKED = (
     ("HVDKIT_TRIAL", "trial_marks", "torch_optimizers", "torch.optim.optimizer"),
     ("HVDKIT_TRIAL", "trial_marks", "torch_dropout", "torch.nn.functional"),
     ("HVDKIT_TRIAL", "trial_marks", "torch_batch_norm", "torch.nn.modules.module"),
-    (
-        "HVDKIT_TRIAL",
-        "trial_marks",
-        "tensorflow_eagerly",
-        f"{_TENSORFLOW}.eager.polymorphic_function.eager_function_run",
-    ),
+    ("HVDKIT_TRIAL", "trial_marks", "tensorflow_eagerly", _RUN_EAGERLY),
     ("HVDKIT_TRIAL", "trial_marks", "tensorflow_seeds", "tensorflow.python.framework.random_seed"),
     ("HVDKIT_TRIAL", "trial_marks", "tensorflow_iterators", "tensorflow.python.data.ops.iterator_ops"),
     ("HVDKIT_TRIAL", "trial_marks", "keras_seeds", "keras.src.random.seed_generator"),

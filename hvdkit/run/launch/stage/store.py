@@ -179,9 +179,3 @@ def making(place: Path, prefix: Path) -> Iterator[Path]:
     finally:
         if part.exists():
             shutil.rmtree(part)
-
-
-def reason(error: OSError) -> str:
-    """What an error of the system says, with the file that it is about."""
-    where = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{where}"

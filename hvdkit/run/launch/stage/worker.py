@@ -210,7 +210,8 @@ def together(world: Any, step: Callable[[], _T]) -> _T:
     except HvdkitError as error:
         wrong = str(error)
     except OSError as error:
-        wrong = f"{store.reason(error)}; give a local directory that can be written with --stage-dir."
+        where = f" ({error.filename})" if error.filename else ""
+        wrong = f"{error.strerror or error}{where}; give a local directory that can be written with --stage-dir."
     told = [text for text in world.allgather(wrong and f"host {platform.node()}: {wrong}") if text]
     if not told:
         return result[0]

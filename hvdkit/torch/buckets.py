@@ -143,7 +143,8 @@ class Travelling(Protocol):
     def reach(self, parameter: Parameter) -> bool: ...
     def leave(self, wire: Wire, said: Said) -> None: ...
     def arrive(self) -> Said: ...
-    def abandon(self) -> None: ...
+    def abandon(self) -> bool: ...
+    def give_up(self, wire: Wire, said: Said) -> None: ...
 
 
 class Bucket:
@@ -210,11 +211,19 @@ class Bucket:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient in other memory, and its place here
         self._sent: tuple[int, torch.Tensor] | None = None
 
-    def abandon(self) -> None:
-        """Let arrive what is on its way, and forget it."""
-        if self._sent is not None:
-            synchronize(self._sent[0])
+    def abandon(self) -> bool:
+        """Let arrive what is on its way, and forget it; whether there was any."""
+        sent = self._sent
+        if sent is not None:
+            synchronize(sent[0])
         self._begin()
+        return sent is not None
+
+    def give_up(self, wire: Wire, said: Said) -> None:
+        """Give the other ranks, which wait for it, no gradient, and what this one says."""
+        self._tail.zero_()
+        self._say(said)
+        self._sent = wire.start(self._flat, self.name)
 
     def reach(self, parameter: Parameter) -> bool:
         """The parameter's gradient is there; whether all are now, and may leave.
@@ -287,14 +296,17 @@ class Bucket:
             return
         self._take()
         self._tail.copy_(self._all_there)
-        for place, one in enumerate(said, start=-len(said)):
-            if one:
-                self._tail[place] = one
+        self._say(said)
         for place in self._absent:
             self._tail[place] = 0
         if step_times.MONITORS:
             self._look()
         self._sent = wire.start(self._flat, self.name)
+
+    def _say(self, said: Said) -> None:
+        for place, one in enumerate(said, start=-len(said)):
+            if one:
+                self._tail[place] = one
 
     def _look(self) -> None:
         """Say of what this rank's own gradient is not finite, while it can be told from the others'."""
@@ -348,11 +360,16 @@ class SparseGradient:
         self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
         self._sent: tuple[int, int, int] | None = None
 
-    def abandon(self) -> None:
-        """Let arrive what is on its way, and forget it."""
-        for handle in (self._sent or ())[:2]:
+    def abandon(self) -> bool:
+        """Let arrive what is on its way, and forget it; whether there was any."""
+        handles, self._sent = (self._sent or ())[:2], None
+        for handle in handles:
             synchronize(handle)
-        self._sent = None
+        return bool(handles)
+
+    def give_up(self, wire: Wire, said: Said) -> None:  # noqa: ARG002
+        """Give the other ranks, which wait for it, no rows."""
+        self._send(wire, None)
 
     def reach(self, parameter: Parameter) -> bool:
         """Look at the gradient that is there now; whether it may leave.
@@ -372,12 +389,17 @@ class SparseGradient:
         if self._sent is not None:
             return
         parameter = self._parameter()
-        if parameter is None or parameter.grad is None:
+        gradient = None if parameter is None else parameter.grad
+        if parameter is not None and gradient is not None:
+            self.reach(parameter)
+        self._send(wire, gradient)
+
+    def _send(self, wire: Wire, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
             indices = torch.empty((0, 1), dtype=torch.int64, device=self._device)
             values = torch.empty((0, *self._shape[1:]), dtype=self._type, device=self._device)
         else:
-            self.reach(parameter)
-            gradient = parameter.grad.coalesce()
+            gradient = gradient.coalesce()
             indices, values = gradient.indices().t().contiguous(), gradient.values()
         rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))
         size = wire.process_set.size()

@@ -111,11 +111,13 @@ class Said(NamedTuple):
         changed: it needs another layout.
         late: it sends its gradients only in ``step()``.
         noted: it has looked at its parameters; see ``hvdkit.steps.parting``.
+        failed: an error ended its backward when some buckets had left, and it went on.
     """
 
     changed: float = 0.0
     late: float = 0.0
     noted: float = 0.0
+    failed: float = 0.0
 
 
 def obstacle_to(parameter: Parameter) -> str | None:

@@ -17,61 +17,18 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-import horovod.torch as hvd
 import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
 from hvdkit.torch.bucket_layout import BucketLayout, Named, Parameter, Said, strides
+from hvdkit.torch.wire import REDUCED, SparseGradient, Wire
 
 FUSION_BYTES = 4 * 2**20
 """Of Horovod's fusion buffer. Two full buckets do not fit into it, so that Horovod copies neither."""
 _HUGE_PAGE = 2**21
-_REDUCED = (torch.float16, torch.float32, torch.float64)  # what Horovod adds up; other types travel as float32
 _New = tuple[int, Parameter, torch.Tensor]  # a place, whose it is, and its gradient
-_NARROW = (torch.float32, torch.float64, torch.bfloat16)  # what compression="fp16" sends in half precision
-
-
-class Wire:
-    """Averages flat tensors, in place, over the ranks of a process set.
-
-    Args:
-        process_set: Horovod's.
-        compression: "none" or "fp16".
-        predivide: f: divide by f before and by size / f after the sum.
-    """
-
-    def __init__(self, process_set: Any, compression: str, predivide: float) -> None:
-        self.process_set, self._compression, self._predivide = process_set, compression, predivide
-
-    def carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as one that Horovod can send, itself where it can be."""
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if self._compression == "fp16" and real.dtype in _NARROW:
-            return real.half()
-        return real if real.dtype in _REDUCED else real.float()
-
-    def start(self, flat: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
-        """Begin to average; returns Horovod's handle and what travels."""
-        carried = self.carried(flat)
-        before, after = 1.0 / self._predivide, self._predivide / self.process_set.size()
-        if carried.dtype != torch.float16 and math.frexp(after)[0] == 0.5:  # exact, and now it is in the cache
-            before, after = before * after, 1.0
-        handle = hvd.allreduce_async_(
-            carried,
-            name=name,
-            op=hvd.Sum,
-            prescale_factor=before,
-            postscale_factor=after,
-            process_set=self.process_set,
-        )
-        return handle, carried
-
-    def gather(self, rows: torch.Tensor, name: str) -> int:
-        """Begin to collect all ranks' rows; returns Horovod's handle."""
-        handle: int = hvd.allgather_async(rows, name=name, process_set=self.process_set)
-        return handle
 
 
 def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -125,7 +82,8 @@ class Travelling(Protocol):
     def reach(self, parameter: Parameter) -> bool: ...
     def leave(self, wire: Wire, said: Said) -> None: ...
     def arrive(self) -> Said: ...
-    def abandon(self) -> None: ...
+    def abandon(self) -> bool: ...
+    def give_up(self, wire: Wire, said: Said) -> None: ...
 
 
 class Bucket:
@@ -161,7 +119,7 @@ class Bucket:
         self._tail: Any = flat[self._numbers :]
         self._all_there: Any = torch.ones_like(self._tail)
         self._all_there[-len(Said()) :] = 0
-        if flat.device.type == "cpu" and flat.dtype in _REDUCED:  # a word costs a tenth through NumPy
+        if flat.device.type == "cpu" and flat.dtype in REDUCED:  # a word costs a tenth through NumPy
             self._tail, self._all_there = self._tail.numpy(), self._all_there.numpy()
         self._owners = self._count_owners(range(len(self._views)))
 
@@ -194,11 +152,19 @@ class Bucket:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient in other memory, and its place here
         self._sent: tuple[int, torch.Tensor] | None = None
 
-    def abandon(self) -> None:
-        """Let arrive what is on its way, and forget it."""
-        if self._sent is not None:
-            synchronize(self._sent[0])
+    def abandon(self) -> bool:
+        """Let arrive what is on its way, and forget it; whether there was any."""
+        sent = self._sent
+        if sent is not None:
+            synchronize(sent[0])
         self._begin()
+        return sent is not None
+
+    def give_up(self, wire: Wire, said: Said) -> None:
+        """Give the other ranks, which wait for it, no gradient, and what this one says."""
+        self._tail[:] = 0
+        self._say(said)
+        self._sent = wire.start(self._flat, self.name)
 
     def reach(self, parameter: Parameter) -> bool:
         """The parameter's gradient is there; whether all are now, and may leave.
@@ -273,14 +239,17 @@ class Bucket:
             return
         self._take(bool(said.changed))
         self._tail[:] = self._all_there
-        for place, one in enumerate(said, start=-len(said)):
-            if one:
-                self._tail[place] = one
+        self._say(said)
         for place in self._absent:
             self._tail[place] = 0
         if step_times.MONITORS:
             self._look()
         self._sent = wire.start(self._flat, self.name)
+
+    def _say(self, said: Said) -> None:
+        for place, one in enumerate(said, start=-len(said)):
+            if one:
+                self._tail[place] = one
 
     def _look(self) -> None:
         """Say of what this rank's own gradient is not finite, while it can be told from the others'."""
@@ -321,71 +290,6 @@ class Bucket:
         ):
             return None
         return parameter
-
-
-class SparseGradient:
-    """The sparse gradient of one parameter: the rows of all ranks, one after another, and equal ones added.
-
-    Args:
-        name, parameter: of a module with ``sparse=True``.
-    """
-
-    early = True
-
-    def __init__(self, name: str, parameter: Parameter) -> None:
-        self.name, self.holds, self._parameter = name, [id(parameter)], weakref.ref(parameter)
-        self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
-        self._sent: tuple[int, int, int] | None = None
-
-    def abandon(self) -> None:
-        """Let arrive what is on its way, and forget it."""
-        for handle in (self._sent or ())[:2]:
-            synchronize(handle)
-        self._sent = None
-
-    def reach(self, parameter: Parameter) -> bool:
-        """Look at the gradient that is there now; whether it may leave.
-
-        Raises:
-            InvalidArgumentError: it is dense.
-        """
-        if parameter.grad is not None and not parameter.grad.is_sparse:
-            raise InvalidArgumentError(
-                f"the gradient of {self.name} is dense, though its module has sparse=True (its weight has another use, "
-                "too); use distribute(..., sparse_as_dense=True)."
-            )
-        return self.early
-
-    def leave(self, wire: Wire, said: Said) -> None:  # noqa: ARG002
-        """Begin to travel, if it has not yet, with no rows where this rank has no gradient."""
-        if self._sent is not None:
-            return
-        parameter = self._parameter()
-        if parameter is None or parameter.grad is None:
-            indices = torch.empty((0, 1), dtype=torch.int64, device=self._device)
-            values = torch.empty((0, *self._shape[1:]), dtype=self._type, device=self._device)
-        else:
-            self.reach(parameter)
-            gradient = parameter.grad.coalesce()
-            indices, values = gradient.indices().t().contiguous(), gradient.values()
-        rows, numbers = (f"{self.name}.{part}" for part in ("indices", "values"))
-        size = wire.process_set.size()
-        self._sent = wire.gather(indices, rows), wire.gather(wire.carried(values).contiguous(), numbers), size
-
-    def arrive(self) -> Said:
-        """Wait; then the gradient, where some rank had one, is the mean. Says nothing more."""
-        rows, numbers, size = self._sent  # type: ignore[misc]
-        parameter = self._parameter()
-        indices, values = synchronize(rows), synchronize(numbers)
-        if self._type.is_complex:
-            values = torch.view_as_complex(values.contiguous())
-        if len(indices) and parameter is not None:
-            values = values.to(self._type) / size
-            parameter.grad = torch.sparse_coo_tensor(
-                indices.t(), values, parameter.shape, check_invariants=False
-            ).coalesce()
-        self._sent = None
-        return Said()
 
 
 def in_buckets(named: Named, layout: BucketLayout, sparse: set[int]) -> list[Travelling]:

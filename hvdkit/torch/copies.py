@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 _LOOKED_AT = 16
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -35,7 +36,13 @@ class Copies:
         if not replaced:
             return
         kinds = {(shape.numel(), dtype) for shape, dtype, _ in replaced}
-        for one in gc.get_objects():
+        objects = gc.get_objects()
+        # Until its first update, PyTorch's average of the weights is what it will not use.
+        averages = (one for one in objects if type(one) is AveragedModel and not one.n_averaged)
+        unused = {id(one) for average in averages for one in average.parameters()}
+        for one in objects:
+            if id(one) in unused:
+                continue
             if type(one) in _PLAIN and (one.numel(), one.dtype) in kinds and (held := print_of(one)) in replaced:
                 self._found.append((replaced[held], weakref.ref(one), held))
 

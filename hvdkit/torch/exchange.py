@@ -22,11 +22,16 @@ from hvdkit.steps.parting import Parting
 from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.bucket_layout import BucketLayout, Members, Parameter, Said, obstacle_to
-from hvdkit.torch.buckets import Travelling, Wire, in_buckets, total_norm
+from hvdkit.torch.buckets import Travelling, in_buckets, total_norm
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
+from hvdkit.torch.wire import Wire
 
 _NUMBERS = itertools.count()
+_FAILED = (
+    "backward() ended with an error on some ranks, which went on without it; skip a step on every rank or on none: "
+    "raise the error, or make batches that fit into memory."
+)
 
 
 _HELD: list[weakref.ref[Exchange]] = []
@@ -263,6 +268,8 @@ class Exchange:
         if not self.exchanging:
             return
         heard = self._heard()
+        if heard.failed:
+            raise AgreementError(_FAILED)
         if heard.noted and self._agreed is not None:  # also where they train others from now on
             self._compare(self._agreed)
         if heard.changed or self._agreed is None:
@@ -327,9 +334,18 @@ class Exchange:
         return [name for name, _ in self._training()]
 
     def abandon(self) -> None:
-        """An error ended backward, on every rank: what is on its way arrives, for nothing."""
-        for bucket in self._buckets():
-            bucket.abandon()
+        """An error ended backward: what is on its way arrives, for nothing.
+
+        Raises:
+            AgreementError: it ended on some ranks; on every rank, for the others wait for the rest.
+        """
+        unsent = [bucket for bucket in self._buckets() if not bucket.abandon()]
+        if 0 < len(unsent) < len(self._buckets()):
+            for bucket in unsent:
+                bucket.give_up(self._wire, self._said._replace(failed=1.0))
+            heard = Said(*map(max, zip(Said(), *(bucket.arrive() for bucket in unsent), strict=True)))
+            if 0 < heard.failed < 1 - 0.5 / self._ranks.size():
+                raise AgreementError(_FAILED)
 
     def forget_agreement(self) -> None:
         """The ranks are others now, and what was on its way is lost."""

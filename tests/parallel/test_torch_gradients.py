@@ -1052,6 +1052,28 @@ def test_a_backward_that_raises_leaves_nothing_behind(hk, world):
     assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < 1e-9
 
 
+@on_ranks("torch", n=(2, 3))
+def test_a_backward_that_raises_on_one_rank_is_one_error_on_every_rank(hk, world):
+    """Out of memory, which the program catches: the other ranks wait for the gradients that it has not sent."""
+    model = net()
+    optimizer = hk.distribute(adam(model), model, bucket_mb=1e-5)
+
+    def fail(gradient):
+        raise ArithmeticError("out of memory")
+
+    with pytest.raises(hvdkit.AgreementError, match="ended with an error on some ranks"):
+        for step, (x, y) in enumerate(batches(world)):
+            optimizer.zero_grad()
+            hook = model[0].weight.register_hook(fail if (step, world.rank) == (2, 0) else lambda gradient: gradient)
+            try:
+                loss_of(model, x, y).backward()
+            except ArithmeticError:
+                continue
+            finally:
+                hook.remove()
+            optimizer.step()
+
+
 @on_ranks("torch", n=2)
 def test_a_sum_stays_the_sum_when_gradients_accumulate(hk, world, everyone):
     model = net()

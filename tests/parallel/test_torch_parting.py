@@ -393,6 +393,13 @@ def average_of_weights(hk: Any, world: Any, model: Any) -> Any:
     return {name: one.clone() for name, one in model.state_dict().items()}
 
 
+def average_that_has_none_yet(hk: Any, world: Any, model: Any) -> Any:
+    """As in PyTorch's own example: its first update takes the model's weights."""
+    import torch
+
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
 def broadcast_as_well(hk: Any, world: Any, model: Any) -> Any:
     other = copy.deepcopy(model)
     hk.broadcast_state(other)
@@ -421,6 +428,7 @@ def what_cannot_be_read(hk: Any, world: Any, model: Any) -> list[Any]:
         (network, False, True),
         (average_of_weights, False, True),
         (network, True, False),
+        (average_that_has_none_yet, False, False),
         (broadcast_as_well, False, False),
         (other_model, False, False),
         (what_cannot_be_read, False, False),

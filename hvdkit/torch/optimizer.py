@@ -4,7 +4,7 @@ A hook on every parameter puts its fresh gradient into a bucket, which travels w
 callback at the end of backward sends the rest and waits, so that whatever reads gradients after it (clipping, a
 GradScaler, a closure, the step) sees the mean. The optimizer stays the user's own object.
 
-Read on in ``exchange``, then ``buckets``, ``backward`` and ``every_step``.
+Read on in ``exchange``, then ``buckets``, ``wire``, ``backward`` and ``every_step``.
 """
 
 from __future__ import annotations

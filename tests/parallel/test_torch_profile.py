@@ -30,7 +30,7 @@ for step in range(int(sys.argv[1])):
 print("arguments", sys.argv[1:], __name__)
 """
 DDP = """
-import os, sys
+import os, sys, time
 for name in ("horovod", "hvdkit"):
     sys.modules[name] = None  # cannot be imported
 import torch
@@ -52,6 +52,7 @@ if __name__ == "__main__":
         model(x).sum().backward()
         optimizer.step()
     dist.destroy_process_group()
+    time.sleep(1)  # PyTorch aborts where Gloo's threads drop their last tensor while Python ends
 """
 
 

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import os
 import runpy
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,10 +71,13 @@ def test_a_horovod_program_for_pytorch(hk, world, everyone):
 
 @on_ranks("torch", n=2, fresh=True)
 def test_a_ddp_program(world, everyone):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = everyone(free.getsockname()[1])[0]
+    import torch
+
+    # A store that is there already, as torchrun's: a free port may be another job's by the time that rank 0 takes it.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = everyone(store.port)[0]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    where.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     rank = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
     before = trained(DATA / "ddp.py", **where, **rank)
     compare(everyone, trained(program("ddp.py")), before)

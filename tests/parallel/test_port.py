@@ -8,6 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import on_ranks
@@ -79,7 +80,9 @@ def test_a_ddp_program(world, everyone):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     where.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     rank = {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank)}
-    before = trained(DATA / "ddp.py", **where, **rank)
+    # Where the group ends while a thread of Gloo's drops its last tensor, each waits for the other, for ever.
+    with mock.patch.object(torch.distributed, "destroy_process_group"):
+        before = trained(DATA / "ddp.py", **where, **rank)
     compare(everyone, trained(program("ddp.py")), before)
 
 

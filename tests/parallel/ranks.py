@@ -147,7 +147,11 @@ class Warm:
     def __init__(self, modules: tuple[str, ...], variables: tuple[tuple[str, str], ...]) -> None:
         # Ranks that wait exchange messages in each of Horovod's cycles, by default 1000 a second.
         self.environment = {**rank_environment(), "HOROVOD_CYCLE_TIME": "5", **dict(variables)}
-        self.address = str(Path(tempfile.mkdtemp(prefix="hvdkit-tests-")) / "warm")
+        directory = Path(tempfile.mkdtemp(prefix="hvdkit-tests-"))
+        self.address = str(directory / "warm")
+        # All ranks of a job compile the same for jax, and many tests train the same model.
+        self.environment["JAX_COMPILATION_CACHE_DIR"] = str(directory / "compiled")
+        self.environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen()

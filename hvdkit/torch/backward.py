@@ -6,27 +6,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.profiler import record_function
 
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import step_times
+from hvdkit.torch import together
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-class Reached(Protocol):
-    """What wants to know when a backward that reached it begins and ends."""
-
-    number: int
-
-    def begin(self) -> None: ...
-    def depart(self) -> None: ...
-    def arrive(self) -> None: ...
-    def norm(self) -> torch.Tensor: ...
-    def abandon(self) -> None: ...
 
 
 def eagerly(function: _Function) -> _Function:
@@ -49,12 +38,12 @@ class Now:
     """The exchanges that the backward which runs now has reached; they end with it, together."""
 
     def __init__(self) -> None:
-        self._reached: list[Reached] = []
+        self._reached: list[together.Reached] = []
         self._thread = 0
         self._tasks: set[int] = set()
         self._ends: weakref.WeakSet[_End] = weakref.WeakSet()
 
-    def reach(self, exchange: Reached, parameter: torch.Tensor) -> None:
+    def reach(self, exchange: together.Reached, parameter: torch.Tensor) -> None:
         """Called in backward by every hook.
 
         Raises:
@@ -83,8 +72,7 @@ class Now:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _abandon(self) -> None:
-        for exchange in self._reached:
-            exchange.abandon()
+        together.abandon(self._reached)
         self._reached, self._tasks = [], set()
 
     @eagerly
@@ -99,16 +87,11 @@ class Now:
             self._exchange()
 
     def _exchange(self) -> None:
-        reached = sorted(self._reached, key=lambda one: one.number)
         step_times.ready()
         # A range costs microseconds, also where nobody looks.
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with record_function("hvdkit:allreduce_wait") if profiled else nullcontext():
-            # All depart before one is waited for: ranks may have reached them in another order.
-            for exchange in reached:
-                exchange.depart()
-            for exchange in reached:
-                exchange.arrive()
+            reached = together.exchange_all(self._reached)
         self._reached, self._tasks = [], set()
         step_times.arrived()
         if step_times.wants_norm():

@@ -10,7 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hvdkit.torch import parting
 from hvdkit.torch.backward import eagerly
-from hvdkit.torch.exchange import Exchange, exchanges
+from hvdkit.torch.exchange import Exchange
+from hvdkit.torch.together import exchanges
 
 
 @functools.cache

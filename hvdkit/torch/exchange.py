@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
@@ -25,6 +24,7 @@ from hvdkit.torch.bucket_layout import BucketLayout, Members, Parameter, Said, o
 from hvdkit.torch.buckets import Travelling, in_buckets, total_norm
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
+from hvdkit.torch.together import exchange_all, exchanges, hold, tell_how_many
 from hvdkit.torch.wire import Wire
 
 _NUMBERS = itertools.count()
@@ -32,14 +32,6 @@ _FAILED = (
     "backward() ended with an error on some ranks, which went on without it; skip a step on every rank or on none: "
     "raise the error, or make batches that fit into memory."
 )
-
-
-_HELD: list[weakref.ref[Exchange]] = []
-
-
-def exchanges() -> list[Exchange]:
-    """Those whose parameters are still in use, in the order of their numbers; a WeakSet makes microseconds of it."""
-    return [one for held in _HELD if (one := held()) is not None]
 
 
 def named_of(model: torch.nn.Module) -> Iterator[tuple[str, Parameter]]:
@@ -94,7 +86,7 @@ class Exchange:
         self.optimizer = weakref.ref(optimizer)  # parameters live longer than an optimizer, and hold their hooks
         self._model = weakref.ref(model)
         self.number = next(_NUMBERS)
-        self._options, self._layout, self._ranks = options, layout, ranks
+        self._options, self._layout, self.process_set = options, layout, ranks
         self._wire = Wire(ranks, options.compression, options.gradient_predivide_factor)
         self._members: dict[int, _Member] = {}
         self._followed: list[weakref.ref[Parameter]] = []
@@ -119,7 +111,7 @@ class Exchange:
             self.follow_groups()
 
         optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-        _HELD[:] = map(weakref.ref, [*exchanges(), self])
+        self.place = hold(self)
 
     # Which parameters ----------------------------------------------------------------------------------------------
 
@@ -176,7 +168,7 @@ class Exchange:
         return hooks
 
     def _times_ranks(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self._ranks.size() if self._among_others() else gradient
+        return gradient * self.process_set.size() if self._among_others() else gradient
 
     def release(self, parameter: Parameter) -> None:
         """Leave a parameter to another exchange."""
@@ -218,7 +210,7 @@ class Exchange:
         return False
 
     def _among_others(self) -> bool:
-        return bool(self._ranks.included() and self._ranks.size() > 1)
+        return bool(self.process_set.included() and self.process_set.size() > 1)
 
     @eagerly
     def _take(self, parameter: Parameter) -> None:
@@ -279,7 +271,7 @@ class Exchange:
                 bucket.leave(self._wire, self._said._replace(changed=0.0))
             heard = self._heard()
         self._parting.exchanged()
-        if 0 < heard.late < 1 - 0.5 / self._ranks.size():
+        if 0 < heard.late < 1 - 0.5 / self.process_set.size():
             raise AgreementError(
                 "some ranks call step() without a backward() that reaches this optimizer's parameters, and would not "
                 "clip what the others clip; call it on every rank, with 0 * output.sum() where there is no loss."
@@ -298,7 +290,7 @@ class Exchange:
         named = parting.own(agreed.members.living(), self.optimizer())
         names, roundings = [name for name, _ in named], [parting.rounding_of(one) for _, one in named]
         call = f"parameters.{agreed.number}"
-        self._parting.compare(TorchRanks(self._ranks), names, roundings, call)
+        self._parting.compare(TorchRanks(self.process_set), names, roundings, call)
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
@@ -306,10 +298,10 @@ class Exchange:
         sparse = {key for key, member in self._members.items() if member.sparse}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
-        ranks = TorchRanks(self._ranks)
+        ranks = TorchRanks(self.process_set)
         agreement.require_same_rows(ranks, rows, "train different parameters", "freeze and add them alike")
         # Ranks that came later have made fewer; the highest number is new on each of them.
-        number = int(np.concatenate(ranks.gather(np.array([self.number]), "hvdkit.gradients.number")).max())
+        number = tell_how_many(ranks, self.process_set, self.number)
         parting.warn_of_clipping_hooks(named)
         buckets = in_buckets(named, how, sparse)
         for bucket in buckets:
@@ -333,6 +325,10 @@ class Exchange:
         """Of the parameters that train."""
         return [name for name, _ in self._training()]
 
+    def travels(self) -> bool:
+        """Whether any of its buckets is on its way."""
+        return any(bucket.travels() for bucket in self._buckets())
+
     def abandon(self) -> None:
         """An error ended backward: what is on its way arrives, for nothing.
 
@@ -344,7 +340,7 @@ class Exchange:
             for bucket in unsent:
                 bucket.give_up(self._wire, self._said._replace(failed=1.0))
             heard = Said(*map(max, zip(Said(), *(bucket.arrive() for bucket in unsent), strict=True)))
-            if 0 < heard.failed < 1 - 0.5 / self._ranks.size():
+            if 0 < heard.failed < 1 - 0.5 / self.process_set.size():
                 raise AgreementError(_FAILED)
 
     def forget_agreement(self) -> None:
@@ -386,8 +382,7 @@ class Exchange:
                 parting.warn_of_clipped([one.grad for _, one in self._training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
-            self.depart()
-            self.arrive()
+            exchange_all([self])
         self._averaged = True
 
     def stepped(self, optimizer: Any) -> None:
@@ -418,7 +413,7 @@ class Exchange:
                 return loss
             op = hvd.Sum if self._options.op == "sum" else hvd.Average
             mine = torch.as_tensor(loss).detach()
-            whole = hvd.allreduce(mine.double(), name="hvdkit.loss", op=op, process_set=self._ranks)
+            whole = hvd.allreduce(mine.double(), name="hvdkit.loss", op=op, process_set=self.process_set)
             return whole.to(mine) if isinstance(loss, torch.Tensor) else whole.item()
 
         return averaged

@@ -12,8 +12,8 @@ import torch
 
 from hvdkit.steps import monitor, step_marks, torch_tensors
 from hvdkit.steps.topology import Topology
-from hvdkit.torch.exchange import exchanges
 from hvdkit.torch.state import RANKS
+from hvdkit.torch.together import exchanges
 
 
 class Monitor(monitor.Monitor):

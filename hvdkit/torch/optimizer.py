@@ -20,8 +20,9 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.bucket_layout import BucketLayout, Named
 from hvdkit.torch.every_step import look_at_steps
-from hvdkit.torch.exchange import Exchange, exchanges, named_of
+from hvdkit.torch.exchange import Exchange, named_of
 from hvdkit.torch.state import DISTRIBUTED, parameters_of
+from hvdkit.torch.together import exchanges
 
 
 def distributed(

@@ -79,7 +79,7 @@ def warn_of_clipping_hooks(named: Named) -> None:
                 warnings.warn(
                     f"a hook on {name} clips this rank's own gradient, and the mean of what is clipped is not what one "
                     "process clips. Clip after backward(): torch.nn.utils.clip_grad_value_(model.parameters(), limit).",
-                    stacklevel=10,
+                    stacklevel=11,
                 )
                 return
 

@@ -72,6 +72,10 @@ class SparseGradient:
         self._shape, self._type, self._device = parameter.shape, parameter.dtype, parameter.device
         self._sent: tuple[int, int, int] | None = None
 
+    def travels(self) -> bool:
+        """Whether it is on its way."""
+        return self._sent is not None
+
     def abandon(self) -> bool:
         """Let arrive what is on its way, and forget it; whether there was any."""
         handles, self._sent = (self._sent or ())[:2], None

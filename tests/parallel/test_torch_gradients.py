@@ -751,6 +751,31 @@ def test_a_program_equals_one_process_on_the_union_batch(hk, world, program):
         hk.check_agreement(model, None, world)
 
 
+@on_ranks("torch", n=(2, 3))
+def test_backwards_may_reach_other_optimizers_on_other_ranks(hk, world):
+    """An optimizer for each expert, of which each rank's batch takes one; nothing takes the last expert."""
+
+    def train(distribute, ranks):
+        experts = [net(seed) for seed in range(4)]
+        optimizers = [distribute(momentum(one.parameters(), weight_decay=0.3), one) for one in experts]
+        if distribute is hk.distribute:
+            hk.broadcast_state(experts[0], optimizers[0])
+        for step, (x, y) in enumerate(batches()):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for rank in ranks:
+                share = slice(rank, None, world.size)
+                loss = loss_of(experts[(rank + step) % world.size], x[share], y[share])
+                (loss / len(ranks)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return experts
+
+    ours, alone = train(hk.distribute, [world.rank]), train(plain, range(world.size))
+    assert furthest(alone[:2], [net(0), net(1)]) > 1e-3
+    assert furthest(ours, alone) < 1e-9
+
+
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("how", ["no_sync", "backward_passes_per_step"])
 @on_ranks("torch", n=2)
@@ -921,12 +946,15 @@ def test_a_step_within_backward_is_refused(hk, world, whose):
         loss_of(model, *next(batches(world))).backward()
 
 
+@pytest.mark.parametrize("beside", ["nothing", "another optimizer"])
 @pytest.mark.parametrize("first", [0, 2])
 @on_ranks("torch", n=3)
-def test_ranks_that_call_no_backward_before_a_step_are_one_error_on_every_rank(hk, world, first):
+def test_ranks_that_call_no_backward_before_a_step_are_one_error_on_every_rank(hk, world, first, beside):
     """They would clip what they have: nothing, where the others clip the mean."""
-    model = net()
+    model, other = net(), net(1)
     optimizer = hk.distribute(adam(model), model)
+    if beside != "nothing":
+        hk.distribute(adam(other), other)
     for step, (x, y) in enumerate(batches(world, steps=3)):
         with pytest.raises(hvdkit.AgreementError, match="without a backward") if step == first else nullcontext():
             optimizer.zero_grad()
@@ -1052,11 +1080,14 @@ def test_a_backward_that_raises_leaves_nothing_behind(hk, world):
     assert furthest(train(hk.distribute, batches(world)), train(plain, batches())) < 1e-9
 
 
+@pytest.mark.parametrize("beside", ["nothing", "another optimizer"])
 @on_ranks("torch", n=(2, 3))
-def test_a_backward_that_raises_on_one_rank_is_one_error_on_every_rank(hk, world):
+def test_a_backward_that_raises_on_one_rank_is_one_error_on_every_rank(hk, world, beside):
     """Out of memory, which the program catches: the other ranks wait for the gradients that it has not sent."""
-    model = net()
+    model, other = net(), net(1)
     optimizer = hk.distribute(adam(model), model, bucket_mb=1e-5)
+    if beside != "nothing":
+        hk.distribute(adam(other), other)
 
     def fail(gradient):
         raise ArithmeticError("out of memory")
@@ -1066,7 +1097,7 @@ def test_a_backward_that_raises_on_one_rank_is_one_error_on_every_rank(hk, world
             optimizer.zero_grad()
             hook = model[0].weight.register_hook(fail if (step, world.rank) == (2, 0) else lambda gradient: gradient)
             try:
-                loss_of(model, x, y).backward()
+                (loss_of(other, x, y) + loss_of(model, x, y)).backward()
             except ArithmeticError:
                 continue
             finally:

@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import operator
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -343,19 +344,22 @@ class ShardedStream:
                 filler = count, copy.deepcopy(batch)  # the loop may change what it gets
             yield with_weight(batch, weights[hvd.rank()], count)
 
-    @staticmethod
-    def _next(batches: Iterator[tuple[int, Any]], asked: _Sizes, copies: _Copies) -> tuple[int, Any]:
+    def _next(self, batches: Iterator[tuple[int, Any]], asked: _Sizes, copies: _Copies) -> tuple[int, Any]:
         try:
             size, contents = next(batches)
         except Exception as error:
-            size, contents = -1, error
+            # A ring of the error and the frames that it came through would hold the loader, and PyTorch waits 5 s for
+            # each worker of one that is collected so: no variable of a frame holds the error.
+            if self.num_workers:
+                traceback.clear_frames(error.__traceback__)
+            size, contents = -1, [error]
         asked.ask(size, copies.mark(contents))
         return size, contents
 
     def _require(self, sizes: list[int], contents: Any, *, first: bool) -> None:
         failed = [rank for rank, size in enumerate(sizes) if size < 0]
         if hvd.rank() in failed:
-            raise contents
+            raise contents.pop()
         if failed:
             raise DataError(f"the data set of {name_ranks(failed)} raised an error, which that rank shows.")
         empty = [rank for rank, size in enumerate(sizes) if size == 0]

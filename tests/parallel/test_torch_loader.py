@@ -5,6 +5,7 @@ import itertools
 import operator
 import random
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,10 @@ def test_a_stream_that_fails_on_a_rank_is_one_error_on_every_rank(hk, world, wor
     with pytest.raises(expected, match="10 cannot be read" if world.rank == 1 else "data set of rank 1 raised"):
         for _ in loader:
             pass
+    # In a ring it would wait for the garbage collector, and PyTorch then 5 s for each worker.
+    held = weakref.ref(loader)
+    del loader
+    assert held() is None
 
 
 @on_ranks("torch", n=(2, 3))

@@ -32,8 +32,9 @@ def missing() -> list[str]:
     lacking = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
     lacking += ["root"] if os.geteuid() != 0 else []
     if not lacking:
-        tried = subprocess.run(["ip", "netns", "add", "hvdkit-try"], capture_output=True)
-        subprocess.run(["ip", "netns", "del", "hvdkit-try"], capture_output=True)
+        name = f"hvdkit-try-{os.getpid()}"  # pytest-xdist's workers try at the same time
+        tried = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
         lacking = ["network namespaces"] if tried.returncode else []
     return lacking
 

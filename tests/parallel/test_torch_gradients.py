@@ -776,6 +776,30 @@ def test_backwards_may_reach_other_optimizers_on_other_ranks(hk, world):
     assert furthest(ours, alone) < 1e-9
 
 
+@on_ranks("torch", n=3, fresh=True)
+def test_ranks_of_a_process_set_may_reach_other_optimizers(hk, everyone):
+    """Ranks 0 and 2 train one of two models each; rank 1 trains both alone, and is asked by nobody."""
+    import horovod.torch as hvd
+
+    pair = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[pair])
+    world, models = hk.init(), [net(0), net(1)]
+    optimizers = [hk.distribute(momentum(one.parameters()), one, process_set=pair) for one in models]
+    both = [net(0), net(1)]
+    alone = [momentum(one.parameters()) for one in both]
+    for step, (x, y) in enumerate(batches()):
+        for optimizer in optimizers + alone:
+            optimizer.zero_grad()
+        chosen = range(2) if world.rank == 1 or step == 0 else [(world.rank // 2 + step) % 2]  # they meet in step 0
+        sum(loss_of(models[one], x, y) for one in chosen).backward()
+        weight = 1.0 if world.rank == 1 or step == 0 else 0.5
+        (weight * sum(loss_of(one, x, y) for one in both)).backward()
+        for optimizer in optimizers + alone:
+            optimizer.step()
+    everyone(None)  # the end of a rank would end the others' process set
+    assert furthest(models, both) < 1e-9
+
+
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("how", ["no_sync", "backward_passes_per_step"])
 @on_ranks("torch", n=2)

@@ -39,7 +39,8 @@ def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     size = length * dtype.itemsize
     if device.type != "cpu" or size < _HUGE_PAGE // 4 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(length, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE  # the kernel gives no huge page for a part of one
+    memory = mmap.mmap(-1, whole + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE

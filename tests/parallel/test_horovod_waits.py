@@ -78,6 +78,28 @@ def test_a_waiting_thread_starts_the_cycle(run_job, mpi):
         assert seconds < 30
 
 
+def idle_cycles(path: str) -> None:
+    """Do nothing for a second of 200 cycles, between two collectives."""
+    os.environ.update(HOROVOD_CYCLE_TIME="5", HOROVOD_TIMELINE=path, HOROVOD_TIMELINE_MARK_CYCLES="1")
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    for name in ("before", "after"):
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name=name).tolist() == [2.0, 2.0]
+        time.sleep(1)
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("mpi", [True, False], ids=["mpi", "gloo"])
+def test_ranks_without_a_tensor_leave_cycles_out(run_job, tmp_path, mpi):
+    """A cycle of each 5 ms would be 200 in a second; a slow machine makes fewer, never more."""
+    timeline = tmp_path / "timeline.json"
+    run_job("torch", idle_cycles, path=str(timeline), mpi=mpi)
+    after = timeline.read_text().rpartition('"before"')[2]
+    assert 1 <= after.count("CYCLE_START") < 100
+
+
 def test_a_group_starts_the_cycle(run_job):
     """TensorFlow has no thread that waits; sleeping out cycles of 2.5 s, six groups would take more than 12 s."""
     for seconds, results in run_job("tensorflow", tensorflow_waits, mpi=True):

@@ -1286,3 +1286,30 @@ def test_tensors_that_travel_in_parts_are_whole(hk, world):
         if dtype.is_floating_point:
             mean = hvd.allreduce(mine, op=hvd.Average, name=f"parts.mean.{number}", prescale_factor=2.0)
             assert torch.allclose(mean, 2 * expected / world.size, rtol=2e-3)
+
+
+@on_ranks("torch", n=1)
+def test_a_bucket_lies_in_whole_huge_pages(hk, world, monkeypatch):
+    """The kernel gives none for a part of one."""
+    import mmap
+
+    import torch
+
+    from hvdkit.torch import buckets
+
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    mapped, make = [], mmap.mmap
+
+    def keep(*given: Any) -> Any:
+        mapped.append(make(*given))
+        return mapped[-1]
+
+    monkeypatch.setattr(buckets.mmap, "mmap", keep)
+    page, cpu = 2**21, torch.device("cpu")
+    for length in (242_774, page // 4, page // 4 + 1, 3_000_001):
+        bucket = buckets._zeros(length, torch.float32, cpu)
+        start = torch.frombuffer(mapped[-1], dtype=torch.uint8).data_ptr()
+        assert bucket.data_ptr() % page == 0
+        assert bucket.data_ptr() + -(-bucket.nbytes // page) * page <= start + len(mapped[-1])
+    assert len(mapped) == 4

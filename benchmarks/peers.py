@@ -16,6 +16,8 @@ Each round starts every variant once, as whole processes, in random order. Of a 
 takes as long as on its slowest rank, and the run's time is the median over its steps. Ratios are geometric means over
 the rounds, with 95 % intervals by Student's t on their logarithms. A variant that fails, or whose ranks end with
 different weights, is reported and left out. Every rank has one thread and its data in memory.
+Before and after each run the time of a byte between two cores is taken (cores.py). Where a host moves the cores of its
+virtual machines, ``--cores-within`` repeats runs whose cores were further apart than so many nanoseconds.
 Progress goes to stderr, a Markdown table to stdout. Ctrl-C ends with the rounds that are complete.
 Ranks that share cores measure contention, not scaling.
 """
@@ -38,6 +40,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+from cores import round_trip
 from launch import ratio
 
 SCRIPTS = Path(__file__).parent / "peers"
@@ -55,6 +58,9 @@ STEPS = {"cnn": (100, 10), "mlp": (2000, 200), "deep": (250, 30), "wide": (60, 1
 SETTINGS = ("HOROVOD_", "HVDKIT_", "OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 """Environment variables that no rank inherits."""
 QUICK_ROUNDS = 2
+TRIES = 60
+"""Of a run, and pauses before it, until the cores stay together."""
+PAUSE_SECONDS = 5
 GRACE_SECONDS = 15
 
 
@@ -198,29 +204,53 @@ def step_seconds(directory, variant, n):
     return float(np.median(np.max([one["step_seconds"] for one in found], axis=0)))
 
 
+def run_together(args, variant, model):
+    """Run a variant, again where the cores were further apart than asked for.
+
+    Returns:
+        Its time per step in milliseconds, and how far the cores were before or after it, whichever is more.
+    Raises:
+        RunFailedError: as run, or the cores never stay together.
+    """
+    far = 0
+    for _ in range(TRIES):
+        before = round_trip() or 0
+        if not args.cores_within or before <= args.cores_within:
+            ms = run(args, variant, model)
+            far = max(before, round_trip() or 0)
+            if not args.cores_within or far <= args.cores_within:
+                return ms, far
+        else:
+            far = before
+            time.sleep(PAUSE_SECONDS)
+    raise RunFailedError(f"a byte between two cores took {far} ns, and --cores-within asks for {args.cores_within}")
+
+
 def measure(args, model):
     """Rounds of all variants of one model.
 
     Returns:
-        Complete rounds, a dict {variant: ms per step} each, and {variant: why it failed}.
+        Complete rounds, a dict {variant: ms per step} each; {variant: why it failed}; and how far the cores were apart
+        in each of these rounds, {variant: ns}.
     """
-    rounds, failed = [], {}
+    rounds, failed, apart = [], {}, []
     try:
         for number in range(1, args.rounds + 1):
-            times = {}
+            times, far = {}, {}
             variants = [variant for variant in args.variants if variant not in failed]
             for variant in random.sample(variants, len(variants)):
                 try:
-                    times[variant] = run(args, variant, model)
-                    said = f"{times[variant]:.3f} ms per step"
+                    times[variant], far[variant] = run_together(args, variant, model)
+                    said = f"{times[variant]:.3f} ms per step, cores {far[variant]} ns apart"
                 except RunFailedError as error:
                     failed[variant] = str(error)
                     said = f"FAILED and left out: {error}"
                 print(f"{model} round {number}/{args.rounds} {variant}: {said}", file=sys.stderr, flush=True)
             rounds.append(times)
+            apart.append(far)
     except KeyboardInterrupt:
         args.interrupted = True
-    return rounds, failed
+    return rounds, failed, apart
 
 
 def summary(rounds, failed):
@@ -274,8 +304,10 @@ def table(framework, summaries):
     return "\n".join(lines)
 
 
-def caption(args, counts):
-    rounds = ", ".join(f"{model} {count}" for model, count in counts.items())
+def caption(args, measured):
+    rounds = ", ".join(f"{model} {len(rounds)}" for model, (rounds, _, _) in measured.items())
+    far = [ns for _, _, apart in measured.values() for one in apart for ns in one.values() if ns]
+    cores = f" A byte took {min(far)} to {max(far)} ns from one core to another and back." if far else ""
     steps = ", ".join(f"{model} {steps} after {warm_up}" for model, (steps, warm_up) in args.amounts.items())
     build = (
         f"`horovodrun` and `mpirun` start the Horovod of {args.plain_python}, all else that of {sys.executable}."
@@ -286,7 +318,7 @@ def caption(args, counts):
     extra = f" Options of hvdkit launch: {shlex.join(args.launch_options)}." if args.launch_options else ""
     return (
         f"{args.framework}, {args.n} ranks of one thread on {os.cpu_count()} cores, synthetic data in memory. Rounds: "
-        f"{rounds}; measured steps in a run: {steps} warm-up steps. {build}{extra} Ratios with 95 % intervals."
+        f"{rounds}; measured steps in a run: {steps} warm-up steps. {build}{extra}{cores} Ratios with 95 % intervals."
     )
 
 
@@ -307,15 +339,17 @@ def as_json(args, measured, summaries):
         "versions": versions(),
         "plain_python": args.plain_python if args.plain_python != sys.executable else None,
         "launch_options": args.launch_options,
+        "cores_within_ns": args.cores_within,
         "models": {
             model: {
                 "steps": args.amounts[model][0],
                 "warm_up_steps": args.amounts[model][1],
                 "rounds_ms": rounds,
+                "cores_ns": apart,
                 "failed": failed,
                 "summary": summaries[model],
             }
-            for model, (rounds, failed) in measured.items()
+            for model, (rounds, failed, apart) in measured.items()
         },
     }
 
@@ -351,6 +385,7 @@ def arguments():
     add("--steps", type=at_least(1), help="measured steps of a run (default: by model, some seconds)")
     add("--quick", action="store_true", help="2 rounds and a tenth of the steps: does it work?")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds until a run has failed (default 300)")
+    add("--cores-within", type=at_least(1), metavar="NS", help="repeat runs whose cores were further apart than this")
     add("--launch-options", type=shlex.split, default=[], metavar="OPTIONS", help="for hvdkit launch, one string")
     add("--plain-python", default=sys.executable, metavar="PYTHON",
         help="interpreter with `hvdkit install --plain` for horovodrun and mpirun (default: this one)")  # fmt: skip
@@ -378,10 +413,10 @@ def main():
     for model in args.models:
         if not args.interrupted:
             measured[model] = measure(args, model)
-    summaries = {model: summary(*found) for model, found in measured.items()}
+    summaries = {model: summary(rounds, failed) for model, (rounds, failed, _) in measured.items()}
     print(table(args.framework, summaries))
-    print(f"\n{caption(args, {model: len(rounds) for model, (rounds, _) in measured.items()})}")
-    failures = {(model, variant): why for model, (_, failed) in measured.items() for variant, why in failed.items()}
+    print(f"\n{caption(args, measured)}")
+    failures = {(model, variant): why for model, (_, failed, _) in measured.items() for variant, why in failed.items()}
     for (model, variant), why in failures.items():
         print(f"\nLeft out: {model}, {label(variant, args.framework)}: {why}")
     if args.json:

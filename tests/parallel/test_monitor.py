@@ -3,6 +3,7 @@
 What is planted is large: ranks share busy cores here, and no test decides by a few milliseconds.
 """
 
+import gc
 import math
 import os
 import time
@@ -23,6 +24,8 @@ BYTES = 48 << 20
 
 def planted_on(world, what):
     """What rank 1 does in (its input, its computation) of each step."""
+    # Garbage of an earlier test in these processes would hide a growth in the window in which it is freed.
+    gc.collect()
     held = []
 
     def grow():

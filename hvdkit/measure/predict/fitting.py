@@ -161,7 +161,9 @@ def _told(relative: Array, knots: tuple[float, ...], stepped: bool) -> NDArray[n
 
 def _scale(errors: Array) -> float:
     """From which error on soft-L1 grows no faster than the error: the spread of most of them."""
-    return max(4 * _NOISE, 1.4826 * float(np.median(np.abs(errors))))
+    ordered = np.sort(np.abs(errors))
+    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2  # np.median takes ten times as long
+    return max(4 * _NOISE, 1.4826 * float(median))
 
 
 def _loss(errors: Array) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import libcst as cst
@@ -13,6 +15,9 @@ from hvdkit.common import files
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.prepare.check.source import read_script, too_deep
 
+_Expressions = dict[tuple[int, int, int, int], cst.BaseExpression]
+_Statements = dict[tuple[int, int], cst.BaseSmallStatement | cst.BaseCompoundStatement]
+
 
 class ScriptText:
     """One script, with LibCST's nodes for those of ``ast``.
@@ -20,7 +25,6 @@ class ScriptText:
     Attributes:
         tree: what ``check`` reads.
         module: what is rewritten.
-        parents: of LibCST's nodes.
     """
 
     def __init__(self, path: str, content: bytes, tree: ast.Module) -> None:
@@ -38,16 +42,27 @@ class ScriptText:
                 f"{path} holds characters between its lines that cannot be kept (a form feed); take them out."
             )
         self._lines = re.split(r"\r\n|\r|\n", content.decode(self.module.encoding).removeprefix("\ufeff"))
-        self._expressions: dict[tuple[int, int, int, int], cst.BaseExpression] = {}
-        self._statements: dict[tuple[int, int], cst.BaseSmallStatement | cst.BaseCompoundStatement] = {}
-        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        self.parents = wrapper.resolve(ParentNodeProvider)
-        for node, found in wrapper.resolve(PositionProvider).items():
+
+    @cached_property
+    def _wrapper(self) -> MetadataWrapper:
+        return MetadataWrapper(self.module, unsafe_skip_copy=True)
+
+    @cached_property
+    def parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
+        """Of LibCST's nodes."""
+        return self._wrapper.resolve(ParentNodeProvider)
+
+    @cached_property
+    def _places(self) -> tuple[_Expressions, _Statements]:
+        expressions: _Expressions = {}
+        statements: _Statements = {}
+        for node, found in self._wrapper.resolve(PositionProvider).items():
             place = (found.start.line, found.start.column, found.end.line, found.end.column)
             if isinstance(node, cst.BaseExpression):
-                self._expressions[place] = node
+                expressions[place] = node
             elif isinstance(node, (cst.BaseSmallStatement, cst.BaseCompoundStatement)):
-                self._statements[place[:2]] = node
+                statements[place[:2]] = node
+        return expressions, statements
 
     def _column(self, line: int, column: int) -> int:
         """In characters what ``ast`` counts in bytes of UTF-8."""
@@ -56,7 +71,7 @@ class ScriptText:
     def expression(self, node: ast.expr) -> cst.BaseExpression | None:
         """LibCST's node of an expression; None where it has none of its own."""
         end = node.end_lineno or node.lineno
-        return self._expressions.get(
+        return self._places[0].get(
             (node.lineno, self._column(node.lineno, node.col_offset), end, self._column(end, node.end_col_offset or 0))
         )
 
@@ -70,7 +85,7 @@ class ScriptText:
         """The statement that stands alone on its lines in a block; None where others share its line."""
         if not isinstance(node, ast.stmt):
             return None
-        found = self._statements.get((node.lineno, self._column(node.lineno, node.col_offset)))
+        found = self._places[1].get((node.lineno, self._column(node.lineno, node.col_offset)))
         if not isinstance(found, cst.BaseSmallStatement):
             return found
         parent = self.parents[found]

@@ -1,6 +1,6 @@
 # make demo   from nothing to CNNs trained by two Horovod processes on real handwritten digits
 # make test   the whole suite, on real ranks
-# make quick  the tests that start no ranks, for the inner loop
+# make quick  the tests that start no ranks, for the inner loop; without those marked slow, unless LEFT_OUT=parallel
 # make lint   the linters of code and prose, the formatter and the type checker
 # make release-check  sdist and wheel of the commit, looked at and tried as a stranger would
 # make docs   the documentation as a site, in docs/_build
@@ -14,6 +14,7 @@ FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What the tests need beside the demo's; without deepspeed (which brings PyTorch) where FRAMEWORKS leaves PyTorch out.
 EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,tensorboard,dev,docs
+LEFT_OUT ?= parallel or slow
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(VENV)/.demo
@@ -39,7 +40,7 @@ test: $(READY)
 	$(BIN)/python -m pytest tests $(PARALLEL)
 
 quick: $(READY)
-	$(BIN)/python -m pytest tests/contracts tests/steps tests/tools -m "not parallel" $(PARALLEL)
+	$(BIN)/python -m pytest tests/contracts tests/steps tests/tools -m "not ($(LEFT_OUT))" $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .

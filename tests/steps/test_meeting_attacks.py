@@ -16,6 +16,8 @@ from hvdkit.errors import LauncherError
 from hvdkit.steps import meeting
 from hvdkit.steps.secret import Key
 
+pytestmark = pytest.mark.slow
+
 KEY = Key(secrets.token_bytes(32), "a test")
 NONCE = "0" * 32
 HELLO = f"hvdkit-meeting 2 {NONCE}\n".encode()

@@ -74,7 +74,7 @@ def test_a_step_is_as_long_as_on_its_slowest_rank(peers, tmp_path):
         ("raises", "the peer has no network"),
         ("drifts", "the ranks ended with different weights"),
         ("forgets", "expected ranks 0 .. 1 of 2"),
-        ("hangs", "not done after 5 s"),
+        pytest.param("hangs", "not done after 5 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_variant_that_fails_is_left_out_and_said(peers, tmp_path, fault, why):

@@ -84,7 +84,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with Server() as running:
-        thread = threading.Thread(target=running.serve_forever)
+        thread = threading.Thread(target=running.serve_forever, args=[0.01])
         thread.start()
         yield running
         running.may_answer.set()

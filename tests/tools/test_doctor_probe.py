@@ -172,6 +172,7 @@ def test_the_missing_dependency_is_what_the_fix_installs(
     assert "pip install cloudpickle" in found(facts)["import-horovod"].fix
 
 
+@pytest.mark.slow
 def test_a_hanging_import_ends_at_the_time_limit_with_what_it_started(
     bare_python: str, packages: Callable[..., dict[str, str]]
 ) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from install_machine import StandIn, ended, write_source
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:

@@ -107,6 +107,7 @@ def test_elastic_jobs_refuse_what_horovodrun_does_itself(script):
         CliRunner().invoke(launch, options, catch_exceptions=False, standalone_mode=False)
 
 
+@pytest.mark.slow
 def test_a_job_is_started_again_until_it_succeeds(tmp_path):
     program = tmp_path / "train.py"
     program.write_text(

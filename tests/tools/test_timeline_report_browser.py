@@ -17,6 +17,8 @@ from hvdkit.measure.emulate import outputs
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 image = pytest.importorskip("PIL.Image", reason="pillow is not installed (pip install pillow)")
 
+pytestmark = pytest.mark.slow
+
 ATPESC = Path(__file__).parents[1] / "data" / "timelines" / "atpesc-2023-cpu-8ranks.json"
 SCRIPT = "<script>alert(1)</script>"
 HOSTILE = [SCRIPT, '"><img src=x onerror=alert(1)>', "</script><svg onload=alert(1)>", "größe/勾配", "long." * 3000]

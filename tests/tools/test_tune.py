@@ -412,6 +412,7 @@ def test_the_reason_of_a_failure_is_its_last_lines(tmp_path, monkeypatch):
     assert len(job.failure.splitlines()) == 9
 
 
+@pytest.mark.slow
 def test_a_job_over_its_time_is_ended(tmp_path, monkeypatch):
     text = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
     job = python_job(tmp_path, monkeypatch, text)(DEFAULT, 2)

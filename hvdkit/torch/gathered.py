@@ -14,7 +14,8 @@ _BITS = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # what Horovod c
 _SUMMED = (torch.float32, torch.float64)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# As torch.compiler.disable, which imports dynamo at once: a second, also in workers that only read data.
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def gather(rows: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks, in the order of the ranks, with gradients: for losses that compare the samples of a batch.
 
@@ -35,7 +36,7 @@ def gather(rows: torch.Tensor) -> torch.Tensor:
         return rows
     if torch.is_inference_mode_enabled():  # Horovod resizes what it returns, which no inference tensor allows
         with torch.inference_mode(False), torch.no_grad():
-            return gather(rows.clone())  # type: ignore[no-any-return]
+            return gather(rows.clone())
     counts = hvd.allgather(torch.tensor([len(rows)]), name="hvdkit.gather.counts")
     return gathered(rows, int(counts[: hvd.rank()].sum()), "hvdkit.gather")
 

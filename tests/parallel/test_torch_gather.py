@@ -1,5 +1,8 @@
 """hvdkit.torch.gather: all ranks' rows, whose gradients are summed. In training: test_published."""
 
+import subprocess
+import sys
+
 import pytest
 from ranks import on_ranks
 
@@ -65,3 +68,12 @@ def test_a_single_number_has_no_rows(hk, world):
 
     with pytest.raises(hvdkit.InvalidArgumentError, match=r"got a single number; give it number.reshape\(1\)"):
         hk.gather(torch.tensor(1.0))
+
+
+@pytest.mark.parallel
+def test_who_imports_hvdkit_waits_for_no_compiler():
+    """A second of processor time, which a spawned worker that only reads data has no use for."""
+    pytest.importorskip("horovod.torch")
+    show = "import sys, hvdkit.torch; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

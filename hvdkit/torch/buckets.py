@@ -61,9 +61,12 @@ def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
 
 
 def _owners(new: Iterable[_New]) -> list[tuple[int, int]]:
-    """How many hold each gradient, and its memory."""
+    """How many hold each gradient, in Python and as that of other tensors, and its memory."""
     storages = ((one, one.untyped_storage()) for _, _, one in new)
-    return [(sys.getrefcount(one), torch._C._storage_Use_Count(storage._cdata)) for one, storage in storages]
+    return [
+        (sys.getrefcount(one) + one._use_count(), torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+        for one, storage in storages
+    ]
 
 
 @functools.cache
@@ -71,6 +74,11 @@ def _owners_of_a_fresh_one() -> tuple[int, int]:
     probe = torch.nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)
     return _owners([(0, probe, probe.grad)])[0]
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether some of its numbers share memory, so that none can be written to: it was expanded."""
+    return bool(torch._debug_has_internal_overlap(tensor))
 
 
 class Travelling(Protocol):
@@ -187,22 +195,20 @@ class Bucket:
         self._there.add(key)
         return self.early and len(self._there) == len(self.holds)
 
-    def _take(self, changed: bool) -> None:
+    def _take(self, said: Said) -> None:
         """Put all gradients into their places, with zeros for those that this rank does not have.
 
-        Args:
-            changed: parameters may be others than those that the bucket was made for.
         Raises:
             InvalidArgumentError: a gradient that cannot lie in a bucket.
         """
-        new = self._elsewhere(changed)
+        new = self._elsewhere(bool(said.changed))
         self._leave_to_holders([place for place, _, _ in new] + [*self._absent])
         for place in self._absent:
             self._views[place].zero_()
         if new:
             torch._foreach_copy_([self._views[place] for place, _, _ in new], [one for _, _, one in new])
-        # What was there before this backward, and has another holder, is the program's own memory and has to stay.
-        grown = [one for one in new if one[2]._version]
+        # What no backward has just made, and has another holder, is the program's own memory and has to stay.
+        grown = [one for one in new if one[2]._version or (said.late and not _overlaps(one[2]))]
         kept = {one[0] for one, owners in zip(grown, _owners(grown), strict=True) if owners != _owners_of_a_fresh_one()}
         for place, parameter, gradient in new:
             if place in kept:
@@ -243,7 +249,7 @@ class Bucket:
         """Begin to travel, if it has not yet."""
         if self._sent is not None:
             return
-        self._take(bool(said.changed))
+        self._take(said)
         self._tail[:] = self._all_there
         self._say(said)
         for place in self._absent:

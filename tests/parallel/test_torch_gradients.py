@@ -602,6 +602,37 @@ def gradients_that_the_program_makes_and_holds(distribute, data):
     return [model]
 
 
+def gradients_of_a_copy_that_both_hold(distribute, data):
+    """A3C: the copy's gradients become the model's once, and grow there from then on."""
+    model = net()
+    worker = copy.deepcopy(model)
+    optimizer = distribute(momentum(model.parameters()), model)
+    for x, y in data:
+        worker.load_state_dict(model.state_dict())
+        worker.zero_grad(set_to_none=False)
+        loss_of(worker, x, y).backward()
+        for one, other in zip(model.parameters(), worker.parameters(), strict=True):
+            if one.grad is None:
+                one.grad = other.grad
+        optimizer.step()
+    return [model]
+
+
+def expanded_gradients_that_the_program_holds(distribute, data):
+    """Of a sum of weights: nothing can be written into their memory."""
+    import torch
+
+    model = net()
+    optimizer = distribute(momentum(model.parameters()), model)
+    for x, _ in data:
+        loss = sum(one.sum() for one in model.parameters()) * x.mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for one, gradient in zip(model.parameters(), gradients, strict=True):
+            one.grad = gradient
+        optimizer.step()
+    return [model]
+
+
 def freezing_between_forward_and_backward(distribute, data):
     """Autograd then adds no gradient, and still calls the hooks."""
     model = net()
@@ -724,6 +755,8 @@ PROGRAMS = [
     gradients_that_are_detached_in_place,
     gradients_in_one_flat_buffer,
     gradients_that_the_program_makes_and_holds,
+    gradients_of_a_copy_that_both_hold,
+    expanded_gradients_that_the_program_holds,
     freezing_between_forward_and_backward,
     hooks_on_what_adds_up,
     a_large_layer,

@@ -392,6 +392,33 @@ def test_a_model_not_yet_built_waits_for_its_first_batch(hk, world, everyone, tm
     assert int(parts.optimizer.iterations) == 12
 
 
+@on_ranks("keras")
+def test_a_model_not_yet_built_may_step_eagerly_and_fails_in_its_own_words(hk, world, everyone):
+    """What a step takes as a number no trace can have: it ended with variables that had no values."""
+    import keras
+    import tensorflow as tf
+
+    class Own(subclassed()):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(data[0]) - data[1]) ** 2)
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss.numpy()}
+
+    def run(eagerly: bool) -> Any:
+        keras.utils.set_random_seed(world.rank)
+        model = Own()
+        model.compile(hk.distribute(keras.optimizers.Adam(0.02)), run_eagerly=eagerly)
+        shards = hk.shard((LATENT, IMAGES), world, 6)
+        model.fit(shards, verbose=0, callbacks=[hk.BroadcastState()])
+        return model
+
+    mine = everything(run(eagerly=True))
+    assert everyone(mine) == [mine] * 2
+    with pytest.raises(AttributeError, match="no attribute 'numpy'"):
+        run(eagerly=False)
+
+
 @functools.cache
 def vae_class() -> type:
     """A VAE as in Keras' examples: an encoder, a decoder, a ``train_step``, three metrics, no ``call``."""

@@ -198,16 +198,20 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
 def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
     """For ``BUILD``: before the callbacks of ``fit`` begin, a model has its variables, as on the other backends.
 
-    They are made by tracing ``train_step`` for the first batch's shapes. No batch is read, and nothing is computed.
+    They are made by tracing ``train_step`` for the first batch's shapes, and where steps are computed eagerly, which a
+    trace may not follow, by Keras' own symbolic call. No batch is read, and nothing is computed.
     """
 
     def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         if self in WITHOUT_BATCH and state.unbuilt_layers(self) and self._distribute_strategy is None:
             import tensorflow as tf
 
-            step = tf.function(self._autoconvert_optionals(self.train_step), autograph=False)
-            with contextlib.suppress(Exception):  # what is wrong the first step says, in the user's own terms
-                step.get_concrete_function(iterator._distributed_dataset.element_spec)
+            shapes = iterator._distributed_dataset.element_spec
+            if self.run_eagerly:
+                with contextlib.suppress(Exception):  # no call(), say: who needs the variables says that there are none
+                    self._symbolic_build(data_batch=shapes)
+            else:  # an error leaves variables without values, and is the one of the first step
+                tf.function(self._autoconvert_optionals(self.train_step), autograph=False).get_concrete_function(shapes)
                 self.built = True  # but for layers that no step uses
         WITHOUT_BATCH.discard(self)
         plain(self, iterator=iterator, data_batch=data_batch)

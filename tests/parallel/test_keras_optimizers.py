@@ -415,8 +415,9 @@ def test_a_model_not_yet_built_may_step_eagerly_and_fails_in_its_own_words(hk, w
 
     mine = everything(run(eagerly=True))
     assert everyone(mine) == [mine] * 2
-    with pytest.raises(AttributeError, match="no attribute 'numpy'"):
+    with pytest.raises(AttributeError, match="no attribute 'numpy'") as failed:
         run(eagerly=False)
+    assert "; give it a keras.Input" in failed.value.__notes__[0]
 
 
 @functools.cache

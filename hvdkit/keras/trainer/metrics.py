@@ -26,8 +26,8 @@ class AverageMetrics(Callback):
     weighted by each rank's number of samples. What follows in the list, the history and the progress line see the
     result. ``fit`` begins with one on several ranks; one of your own averages what callbacks before it add. To validate
     on every sample exactly once, give each rank its part: ``x[world.rank::world.size]``, or call ``evaluate`` after
-    training. With ``remainder="exact"`` a filler is not counted (but where steps_per_execution > 1), and the loss is
-    weighted as in the gradient.
+    training. With ``remainder="exact"`` a filler is not counted (but where steps_per_execution > 1), and the loss of an
+    uneven last step counts by its weights twice: as in the gradient, and by samples.
 
     Args:
         world: the job.

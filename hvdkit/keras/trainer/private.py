@@ -198,8 +198,8 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
 def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
     """For ``BUILD``: before the callbacks of ``fit`` begin, a model has its variables, as on the other backends.
 
-    They are made by tracing ``train_step`` for the first batch's shapes, and where steps are computed eagerly, which a
-    trace may not follow, by Keras' own symbolic call. No batch is read, and nothing is computed.
+    They are made by tracing ``train_step`` for the first batch's shapes, but where steps are computed eagerly, which a
+    trace may not follow, by Keras' own symbolic call if it can. No batch is read, and nothing is computed.
     """
 
     def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
@@ -208,10 +208,18 @@ def build_by_first_batch(plain: Callable[..., Any]) -> Callable[..., Any]:
 
             shapes = iterator._distributed_dataset.element_spec
             if self.run_eagerly:
-                with contextlib.suppress(Exception):  # no call(), say: who needs the variables says that there are none
+                with contextlib.suppress(Exception):  # it has no call(), say
                     self._symbolic_build(data_batch=shapes)
-            else:  # an error leaves variables without values, and is the one of the first step
-                tf.function(self._autoconvert_optionals(self.train_step), autograph=False).get_concrete_function(shapes)
+            if not (self.run_eagerly and self.built):
+                step = tf.function(self._autoconvert_optionals(self.train_step), autograph=False)
+                try:
+                    step.get_concrete_function(shapes)
+                except Exception as error:  # which leaves variables without values
+                    error.add_note(
+                        f"hvdkit traced train_step to build the model {self.name!r}; give it a keras.Input, or call it "
+                        "on one batch before fit, and nothing is traced."
+                    )
+                    raise
                 self.built = True  # but for layers that no step uses
         WITHOUT_BATCH.discard(self)
         plain(self, iterator=iterator, data_batch=data_batch)

@@ -60,25 +60,18 @@ def _norm_type(tensor: torch.Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
-def _owners(new: Iterable[_New]) -> list[tuple[int, int]]:
-    """How many hold each gradient, in Python and as that of other tensors, and its memory."""
+def _owners(new: Iterable[_New]) -> list[tuple[int, int, int]]:
+    """How many hold each gradient, in Python and as that of a tensor (0 before PyTorch 2.5), and its memory."""
+    tensors = getattr(torch.Tensor, "_use_count", lambda _: 0)
     storages = ((one, one.untyped_storage()) for _, _, one in new)
-    return [
-        (sys.getrefcount(one) + one._use_count(), torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
-        for one, storage in storages
-    ]
+    return [(sys.getrefcount(one), tensors(one), torch._C._storage_Use_Count(its._cdata)) for one, its in storages]
 
 
 @functools.cache
-def _owners_of_a_fresh_one() -> tuple[int, int]:
+def _owners_of_a_fresh_one() -> tuple[int, int, int]:
     probe = torch.nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)
     return _owners([(0, probe, probe.grad)])[0]
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether some of its numbers share memory, so that none can be written to: it was expanded."""
-    return bool(torch._debug_has_internal_overlap(tensor))
 
 
 class Travelling(Protocol):
@@ -207,8 +200,9 @@ class Bucket:
             self._views[place].zero_()
         if new:
             torch._foreach_copy_([self._views[place] for place, _, _ in new], [one for _, _, one in new])
-        # What no backward has just made, and has another holder, is the program's own memory and has to stay.
-        grown = [one for one in new if one[2]._version or (said.late and not _overlaps(one[2]))]
+        # What no backward has just made, and has another holder, is the program's own memory and has to stay; but into
+        # what was expanded nothing can be written.
+        grown = [one for one in new if one[2]._version or (said.late and not torch._debug_has_internal_overlap(one[2]))]
         kept = {one[0] for one, owners in zip(grown, _owners(grown), strict=True) if owners != _owners_of_a_fresh_one()}
         for place, parameter, gradient in new:
             if place in kept:

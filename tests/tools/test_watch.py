@@ -295,6 +295,7 @@ def browser_page():
         started.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_overflows_on_a_phone(tmp_path, browser_page, scheme):
     name = "a_name_without_any_place_to_break_it" * 3

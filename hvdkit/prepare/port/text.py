@@ -71,7 +71,8 @@ class ScriptText:
     def expression(self, node: ast.expr) -> cst.BaseExpression | None:
         """LibCST's node of an expression; None where it has none of its own."""
         end = node.end_lineno or node.lineno
-        return self._places[0].get(
+        expressions, _ = self._places
+        return expressions.get(
             (node.lineno, self._column(node.lineno, node.col_offset), end, self._column(end, node.end_col_offset or 0))
         )
 
@@ -85,7 +86,8 @@ class ScriptText:
         """The statement that stands alone on its lines in a block; None where others share its line."""
         if not isinstance(node, ast.stmt):
             return None
-        found = self._places[1].get((node.lineno, self._column(node.lineno, node.col_offset)))
+        _, statements = self._places
+        found = statements.get((node.lineno, self._column(node.lineno, node.col_offset)))
         if not isinstance(found, cst.BaseSmallStatement):
             return found
         parent = self.parents[found]

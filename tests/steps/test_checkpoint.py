@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -260,7 +261,7 @@ def test_bad_directories_and_keep_are_refused(tmp_path):
             CheckpointDirectory(tmp_path, keep=keep)
 
 
-KILLED = """
+KILLED = r"""
 import os, sys
 from hvdkit.steps.checkpoint import CheckpointDirectory
 
@@ -271,7 +272,7 @@ def save_until_killed():
     while True:
         step += 1
         store.save(step, lambda path: [(path / str(n)).write_bytes(os.urandom(20000)) for n in range(5)])
-        print(step, flush=True)
+        os.write(1, b"%d\n" % step)  # print writes the end of the line apart where PYTHONUNBUFFERED is set
 
 for _ in sys.stdin:
     if os.fork() == 0:
@@ -292,7 +293,7 @@ def test_killed_at_any_of_a_hundred_moments_what_was_reported_saved_is_there(tmp
             reported = [processes.stdout.readline()]
             time.sleep(random.uniform(0, 0.03))  # noqa: S311
             os.kill(process, signal.SIGKILL)
-            reported += iter(processes.stdout.readline, "ended\n")
+            reported += takewhile(lambda line: line != "ended\n", processes.stdout)
             assert all(line.strip().isdecimal() for line in reported)
             newest = CheckpointDirectory(tmp_path).latest()  # verified: raises unless it is complete
             assert newest.step >= int(reported[-1]) > last

@@ -247,6 +247,7 @@ def test_an_adapter_without_its_framework_names_the_command_that_helps(adapter):
     assert said.keys() == {adapter} and "pip install" in said[adapter]
 
 
+@pytest.mark.slow
 def test_an_adapter_without_horovod_names_the_command_that_helps():
     """One process for all: it imports TensorFlow once."""
     over_horovod = set(ADAPTERS) - set(WITHOUT_HOROVOD)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -23,14 +24,24 @@ SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "{{ 7 * 7 }}", "a\u202eb\u2028c"]
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """results.json of 1, 2, 4 and 8 ranks on 4 cores, with recorded steps and a timeline."""
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A directory with results.json of 1, 2, 4 and 8 ranks on 4 cores, with recorded steps and a timeline."""
     pytest.importorskip("matplotlib")
-    machine = use(tmp_path, monkeypatch, Machine(lambda n: 0.010 * (0.1 + 0.9 / n) if n < 8 else 0.02, noise=0.005))
+    directory = tmp_path_factory.mktemp("recorded")
+    machine = Machine(lambda n: 0.010 * (0.1 + 0.9 / n) if n < 8 else 0.02, noise=0.005)
     machine.marks = True
-    assert run_bench("--timeline", ranks="1,2,4,8") == 0
-    return machine
+    with pytest.MonkeyPatch.context() as patch:
+        use(directory, patch, machine)
+        assert run_bench("--timeline", ranks="1,2,4,8") == 0
+    return directory
+
+
+@pytest.fixture
+def measured(recorded, tmp_path, monkeypatch):
+    """A copy of it, in which the test runs."""
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
 
 
 def analysis():

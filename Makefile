@@ -13,7 +13,8 @@ FRAMEWORKS ?= torch==2.13.0 tensorflow-cpu==2.21.0
 # PARALLEL= for one after the other.
 PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 # What the tests need beside the demo's; without deepspeed (which brings PyTorch) where FRAMEWORKS leaves PyTorch out.
-EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,tensorboard,dev,docs
+# libraries: what users train with on top of PyTorch; deliberately not in constraints.txt, so that the newest ones are tested.
+EXTRAS ?= mpi,examples,data,report,analysis,port,deepspeed,tensorboard,libraries,dev,docs
 LEFT_OUT ?= parallel or slow
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -59,7 +59,7 @@ $(DEMO): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hvdkit needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) pip setuptools wheel
-	$(PIP) $(FRAMEWORKS) --editable ".[mpi,examples]"
+	$(PIP) $(FRAMEWORKS) --editable ".[mpi,examples,port,report,analysis]"
 	touch $@
 
 $(READY): $(DEMO)

@@ -11,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 from example_runs import EXAMPLES, example, one_process_group
-from tutorials_page import LAUNCH, arguments
 
 MISSING = [name for name in ("torch", "horovod", "sklearn") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -31,24 +30,25 @@ FEW = ["--dim_in", "64", "--train_size", "400", "--batch_size", "16"]
 # Ten steps: Adam divides by the size of a gradient, so that differences in the last digit grow with every step.
 SYNCED = [*RESNET, "--data", "synthetic", "--samples", "160", "--sync_batch_norm"]
 SMALL = [*RESNET, "--data", "synthetic", "--samples", "64", "--batch_size", "8"]
+CHECKED = ["--check", "--batch_size", "32", "--niters", "41", "--log_interval", "40"]
 ON_TWO = {  # resnet9.py last: it seeds the process, which a script that seeds PyTorch itself would then be told of
-    "horovod": ("mlp.py", arguments(__file__, "mlp.py", "horovod")),
-    "ddp": ("mlp.py", arguments(__file__, "mlp.py", "ddp")),
+    "horovod": ("mlp.py", ["--backend", "horovod", *CHECKED]),
+    "ddp": ("mlp.py", ["--backend", "ddp", *CHECKED]),
     "diverged": ("mlp.py", ["--backend", "ddp", "--check", "--learning_rate", "1e30", "--niters", "3", *FEW]),
-    "collectives": ("collectives.py", arguments(__file__, "collectives.py")),
+    "collectives": ("collectives.py", ["--m", "255", "--k", "257", "--n", "254", "--repeats", "3"]),
     "long sums": ("collectives.py", ["--m", "100", "--k", "20000", "--n", "7", "--repeats", "1"]),
     "own, diverged": ("own_ddp.py", ["--learning_rate", "1e9", "--niters", "9", *FEW]),
     "fp16": ("mixed_precision.py", ["--epochs", "2", "--precision", "fp16", "--clip", "0.5"]),
     "bf16": ("mixed_precision.py", ["--epochs", "2"]),
     "resnet": ("resnet9.py", [*SYNCED, "--batch_size", "8", "--lr", "0.0005"]),  # two ranks make that rate 0.001
-    "digits": ("resnet9.py", arguments(__file__, "resnet9.py")),
+    "digits": ("resnet9.py", ["--data", "digits", "--epochs", "2", "--batch_size", "48"]),
     "whole": ("resnet9.py", [*SMALL, "--epochs", "2"]),
     "first": ("resnet9.py", [*SMALL, "--epochs", "1", "--checkpoint_dir", "saved"]),
     "again": ("resnet9.py", [*SMALL, "--epochs", "2", "--checkpoint_dir", "saved", "--resume"]),
 }
-OWN = arguments(__file__, "own_ddp.py")
+OWN = ["--niters", "13"]
 ON_ONE = {
-    "mlp": ("mlp.py", arguments(__file__, "mlp.py", lacking=("--backend",))),
+    "mlp": ("mlp.py", ["--niters", "201", "--log_interval", "40"]),
     "resnet": ("resnet9.py", [*SYNCED, "--batch_size", "16"]),
     "files": ("resnet9.py", ["--data", "cifar10", "--data_dir", "files", *RESNET]),
 }
@@ -209,10 +209,8 @@ def write_cifar(directory):
 
 
 @pytest.fixture
-def both(run_ranks, kept, monkeypatch):
+def both(run_ranks, kept):
     if "both" not in kept:
-        # The words of docs/tutorials.md, up to "python", start both; what follows are the scripts' own.
-        monkeypatch.setitem(run_ranks.__globals__, "launcher_argv", lambda *_: LAUNCH)
         kept["both"] = run_ranks(course, 2, runs=ON_TWO, own=OWN)
     return kept["both"]
 

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 from example_runs import example, one_process_group
-from tutorials_page import LAUNCH, arguments
 
 MISSING = [name for name in ("torch", "horovod", "sklearn", "deepspeed") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -26,7 +25,6 @@ RUNS = {
     "stage 2": [*TWIN, *HALF],
     "first": [*SAVED, "--epochs", "1"],
     "again": [*SAVED, "--resume"],
-    "page": arguments(__file__, "cnn_deepspeed.py"),
 }
 CONFIGURATIONS = {
     "list": "[1, 2]",
@@ -82,9 +80,8 @@ def kept():
 
 
 @pytest.fixture
-def both(run_ranks, kept, monkeypatch):
+def both(run_ranks, kept):
     if "both" not in kept:
-        monkeypatch.setitem(run_ranks.__globals__, "launcher_argv", lambda *_: LAUNCH)  # the words of docs/tutorials.md
         ranks = run_ranks(deepspeed, 2, runs=list(RUNS.values()))
         kept["both"] = [dict(zip(RUNS, runs, strict=True)) for runs in ranks]
     return kept["both"]

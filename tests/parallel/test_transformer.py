@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from ranks import rank_environment
-from tutorials_page import LAUNCH, arguments, tool
 
 from hvdkit.cli import run
 
@@ -35,11 +34,6 @@ MISTAKES = {
     ("--compile", "fast", 8): "--compile fast is no backend of torch.compile; give ",
     (0,): "must be at least 1, got 0",
 }
-OF_THE_PAGE = (
-    arguments(__file__, "transformer.py", lacking=("--backend",)),
-    arguments(__file__, "transformer.py", "--backend"),
-)
-"""What docs/tutorials.md gives one process, and two."""
 ALLREDUCE = {"horovod": "hvdkit:allreduce_wait", "ddp": "gloo:all_reduce"}
 
 
@@ -79,20 +73,15 @@ def exits(said, n):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """Run the example on n ranks, once for each tuple of words, which end in the samples of a rank's batch, or list.
-
-    A list is all that the example is given. Ranks are started with the words of docs/tutorials.md.
-    """
+    """Run the example on n ranks, once for each tuple of words, which end in the samples of a rank's batch."""
 
     def run_all(n, *runs):
         base = tmp_path_factory.mktemp("transformer")
         plans = [
-            (str(base / str(number)), words)
-            if isinstance(words, list)
-            else (str(base / str(number)), [*TINY, *words[:-1], "--batch_size", str(words[-1])])
+            (str(base / str(number)), [*TINY, *words[:-1], "--batch_size", str(words[-1])])
             for number, words in enumerate(runs)
         ]
-        start = LAUNCH if n > 1 else []
+        start = ["hvdkit", "launch", "-n", str(n), "--"] if n > 1 else []
         environment = {**rank_environment(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / "compiled")
         done = subprocess.run(
@@ -124,7 +113,6 @@ def alone(train, tmp_path_factory):
     kept = ("--backend", "ddp", "--data", "h5", "--data_file", str(path))
     plan = {
         "plain": ("--backend", "ddp", 16),
-        "page": OF_THE_PAGE[0],
         "workers": ("--backend", "ddp", "--data", "h5", "--workers", "2", 16),
         "first": (*kept, 16),
         "again": (*kept, 16),
@@ -154,11 +142,11 @@ def pair(train):
         ("--backend", backend, "--data", data, "--profile", "profile", *(["--compile", "aot_eager"] * compiled), 8)
         for backend, data, compiled in PAIR
     ]
-    (*found, page, other), said = train(
-        2, *words, OF_THE_PAGE[1], ("--data", "h5", "--data_file", f"../{WITH_FILE}/transformer.h5", "--seed", "1", 8)
+    (*found, other), said = train(
+        2, *words, ("--data", "h5", "--data_file", f"../{WITH_FILE}/transformer.h5", "--seed", "1", 8)
     )
     assert other.status == "2" and said.count("holds other data") == 2, "both ranks say so, and none waits forever"
-    return {**dict(zip(PAIR, found, strict=True)), "page": page}
+    return dict(zip(PAIR, found, strict=True))
 
 
 def test_ranks_that_end_in_any_order_are_told_apart():
@@ -170,15 +158,6 @@ def test_one_process_learns_and_leaves_no_file(alone):
     one = alone[0]["plain"]
     assert one.losses[1] < one.losses[0]
     assert list(one.directory.iterdir()) == [], "no file is written where none was asked for"
-
-
-def test_the_commands_of_the_page(alone, pair, capsys, monkeypatch):
-    """docs/tutorials.md: one process, two, and the summary of what those two recorded."""
-    for one in (alone[0]["page"], pair["page"]):
-        assert one.status == "0" and len(one.losses) == 1
-    monkeypatch.chdir(pair["page"].directory)
-    assert run(tool(__file__, "trace")) == 0
-    assert "rank 1 of 2" in capsys.readouterr().out
 
 
 def test_workers_read_the_file_for_themselves(alone):

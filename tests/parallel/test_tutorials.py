@@ -1,16 +1,15 @@
-"""docs/tutorials.md: every command in it runs, in the repository's own environment, and ends with status 0."""
+"""docs/tutorials.md: typed in order in the environment of `make demo`, every command ends with status 0."""
 
-import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import tutorials_page
-from ranks import BIN, rank_environment
-from tutorials_page import BLOCKS, LAUNCH, PAGE, ROOT, Block, lines_of
+from ranks import rank_environment
 
 from hvdkit.cli import COMMANDS
 
@@ -19,24 +18,22 @@ pytestmark = [
     pytest.mark.parallel,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)} (`make test` installs all)"),
 ]
-RUN = [block for block in BLOCKS if block.kind != "executed by"]
-ELSEWHERE = [block for block in BLOCKS if block.kind == "executed by"]
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorials.md").read_text()
 LONGEST_S = 280
-LEAN = Path(__file__).parent / "lean"
 
 
-def found(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
+class Block(NamedTuple):
+    """A block to type, and the package that the comment before it says it needs, or an empty string."""
+
+    needs: str
+    commands: str
 
 
-def name_of(block: Block) -> str:
-    """A block's script, or the command of hvdkit that it begins with."""
-    script = re.search(r"examples/\S+/(\w+\.py)(?: .*?(--backend \w+))?", block.commands)
-    command = re.search(r"hvdkit (\w[\w-]*)", block.commands)
-    return " ".join(part.strip() for match in (command, script) if match for part in match.groups() if part)
+BLOCKS = [
+    Block(*found)
+    for found in re.findall(r"^(?:<!-- needs: (.+?) -->\n)?```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+]
 
 
 def test_the_page_has_a_part_for_each_tutorial_and_commands_in_it():
@@ -72,50 +69,41 @@ def is_in(command: list[str], word: str) -> bool:
     return any(one == word or one.endswith(f"/{word}") for one in command)
 
 
-def taken(test: str) -> list[list[str]]:
-    """The commands that a test file asks the page for, and lists of words in it that could be one."""
-    path = ROOT / test
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("arguments", "tool"):
-            words = [one.value for one in node.args[1:] if isinstance(one, ast.Constant)]
-            options = {option.arg: ast.literal_eval(option.value) for option in node.keywords if option.arg}
-            found.append(getattr(tutorials_page, node.func.id)(str(path), *words, **options))
-        elif isinstance(node, ast.List):
-            found.append([one.value for one in node.elts if isinstance(one, ast.Constant)])
-    return found
-
-
-@pytest.mark.parametrize("block", ELSEWHERE, ids=name_of)
-def test_what_another_test_executes_is_executed_there_with_the_words_of_the_page(block):
-    for words in lines_of(block):
-        if words[0] == "hvdkit" and words[1] != "launch":
-            assert words[1:] in taken(block.what), words
-        else:
-            assert words[0] == "python" or words[: len(LAUNCH)] == LAUNCH
-            script = words.index("python") + 1
-            assert words[script + 1 :] in taken(block.what), words
-            assert words[script].rpartition("/")[2] in (ROOT / block.what).read_text()
-
-
-@pytest.mark.parametrize("block", RUN, ids=name_of)
-def test_the_commands_run(block, tmp_path):
-    kind, what, commands = block
-    if kind == "needs" and (absent := [name for name in what.split(", ") if not found(name)]):
-        pytest.skip(f"needs {', '.join(absent)}")
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = {**rank_environment(), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    environment["PYTHONPATH"] = f"{LEAN}{os.pathsep}{environment['PYTHONPATH']}"
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_S,
+@pytest.fixture
+def demo_environment(tmp_path):
+    """What `make demo` installs, and nothing else: a command must not need what only the tests install."""
+    made = tmp_path / "demo"
+    variables = {**rank_environment(), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    del variables["PYTHONPATH"]
+    make = subprocess.run(
+        ["make", "-C", str(ROOT), f"VENV={made}", str(made / ".demo")], env=variables, capture_output=True, text=True
     )
-    assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    if "hvdkit launch" in commands and "--dry-run" not in commands:
-        assert re.search(r"^\[0\] Hvd Procs 2 Total time: [\d.]+ second$", done.stdout, re.MULTILINE)
-    for written in re.findall(r"(?:-o|--plot|--json|--report|--timeline|--profile|--mpi-profile) ([\w.]+)", commands):
-        assert (tmp_path / written).exists(), written
+    assert make.returncode == 0, make.stdout + make.stderr
+    variables.update(PATH=f"{made / 'bin'}{os.pathsep}{os.environ['PATH']}", VIRTUAL_ENV=str(made))
+    subprocess.run(["hvdkit", "install"], env=variables, check=True, capture_output=True)
+    yield variables
+    shutil.rmtree(made)  # 2 GB
+
+
+@pytest.mark.timeout(900)
+def test_the_blocks_run_typed_in_order_after_make_demo(demo_environment, tmp_path):
+    for name in ("examples", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for needs, commands in BLOCKS:
+        if needs and importlib.util.find_spec(needs) is None:
+            continue
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", commands],
+            cwd=tmp_path,
+            env=demo_environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+        )
+        assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        if re.search(r"launch -n 2 .*cnn", commands):
+            assert re.search(r"^\[0\] Hvd Procs 2 Total time: [\d.]+ second$", done.stdout, re.MULTILINE), commands
+        for written in re.findall(
+            r"(?:-o|--plot|--json|--report|--timeline|--profile|--mpi-profile) ([\w.]+)", commands
+        ):
+            assert (tmp_path / written).exists(), written

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import make_slots, require_keras_3, shown, trained_variables
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import agreement, metrics
+from hvdkit.steps import agreement, metrics, untrained
 from hvdkit.steps.topology import Topology
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
 _HDF5_FILE, _HDF5_ARRAY = 16384, 4096
 """Bytes that HDF5 may need beside the numbers, for a file and for each array in it."""
+_FLOATS = ("float16", "float32", "float64")
 _started: list[Topology] = []
 
 
@@ -105,17 +106,51 @@ def layout(variable: Any) -> str:
 
 
 def average_statistics(variables: Sequence[Any]) -> None:
-    """Set floating variables that differ between ranks to their mean over the ranks; a collective."""
-    table = agreement.value_table(
-        [one.path for one in variables], [agreement.digest(value_of(one)) for one in variables]
-    )
-    tables = np.stack(TRANSPORT.gather(table, "hvdkit.statistics"))
-    differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0)
+    """Set floating variables that differ between ranks, but masks, to their mean over the ranks; a collective."""
+    values = [value_of(one) for one in variables]
+    table = agreement.value_table([one.path for one in variables], list(map(agreement.digest, values)))
+    masks = np.array(list(map(untrained.is_mask, values)), dtype=np.int64)
+    tables = np.stack(TRANSPORT.gather(np.column_stack([table, masks]), "hvdkit.statistics"))
+    differs = (tables[:, :, 1] != tables[0, :, 1]).any(axis=0) & ~tables[:, :, 2].all(axis=0)
     for variable in (variables[position] for position in np.flatnonzero(differs).tolist()):
         if keras.backend.is_float_dtype(keras.backend.standardize_dtype(variable.dtype)):
             mine = value_of(variable)
             total = TRANSPORT.sum(mine.astype(np.float64), "hvdkit.statistics")
             variable.assign((total / world().size).astype(mine.dtype))
+
+
+def untrained_state(model: Any, suspects: Collection[str]) -> untrained.Seen:
+    """What no gradient trains and every rank is to hold alike: not statistics, and not vectors of spectral norms."""
+    layers = model._flatten_layers()
+    kept = {id(one): one for layer in layers for one in layer._non_trainable_variables}
+    own = {
+        id(one)
+        for layer in layers
+        for one in layer._non_trainable_variables
+        if isinstance(layer, (keras.layers.BatchNormalization, keras.layers.SpectralNormalization))
+        or one.name.startswith(("moving_", "running_"))
+    }
+    variables = [one for one in model.non_trainable_weights if id(one) not in own]
+    frozen = len([one for one in variables if id(one) not in kept])
+    variables.sort(key=lambda one: id(one) in kept)
+    if keras.backend.backend() == "tensorflow":
+        from hvdkit.common import tf_variables  # loads TensorFlow
+
+        variables += tf_variables.beside_keras(model)
+    rows = [f"{layout(one)} number {place}" for place, one in enumerate(variables)]
+    values = {
+        row: (value_of(one).astype(np.float64), _rounding_of(one))
+        for row, one in zip(rows, variables, strict=True)
+        if row in suspects
+    }
+    return untrained.Seen(rows, TRANSPORT.digests(variables), values, rows[:frozen])
+
+
+def _rounding_of(variable: Any) -> float:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    if not keras.backend.is_float_dtype(dtype):
+        return 0.0
+    return 2.0**-7 if dtype == "bfloat16" else float(np.finfo(dtype).eps) if dtype in _FLOATS else 1.0
 
 
 def average(values: Mapping[str, Any], size: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -14,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps import parting
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
@@ -22,6 +22,8 @@ from hvdkit.steps.ranks import name_ranks
 Digests = npt.NDArray[np.int64]
 Words = TypeVar("Words")
 
+WARNING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Each ``CheckAgreement`` in use that warns and has the ranks train on, whatever differs."""
 CHUNK = 2**16  # words of a tensor that are mixed at once: they stay in a CPU's cache
 BROADCAST = "broadcast before training, and average every gradient that is applied"
 ITERATE_ALIKE = "shard the same data set with the same arguments on every rank, and iterate alike"
@@ -187,7 +189,7 @@ def require_same_rows(ranks: Collectives, rows: Sequence[str], fault: str = _MOD
     """
     difference = first_difference(ranks.gather(rows_table(rows), "hvdkit.layout"))
     if difference is not None:
-        raise _layout_error(difference, rows, ranks.rank(), fault, fix)
+        raise layout_error(difference, rows, ranks.rank(), fault, fix)
 
 
 def require_same_values(
@@ -219,7 +221,7 @@ def require_same_values(
         raise AgreementError("the ranks' digests differ, but not those of any tensor; this is an error of hvdkit.")
     difference = replace(found, groups=tuple(tuple(members[place] for place in group) for group in found.groups))
     if not difference.same_names:
-        raise _layout_error(difference, rows, ranks.rank())
+        raise layout_error(difference, rows, ranks.rank())
     name, value = value_at(difference.position)
     # Only a difference that all ranks have found, at the same place, can be measured together.
     largest = ranks.largest_difference(value) if among is None else math.nan
@@ -229,9 +231,10 @@ def require_same_values(
     )
 
 
-def _layout_error(
+def layout_error(
     difference: RanksDiffer, rows: Sequence[str], rank: int, fault: str = _MODELS, fix: str = _SAME_MODEL
 ) -> AgreementError:
+    """What to raise where rows, "name type shape", differ; see ``require_same_rows``."""
     mine = rows[difference.position] if difference.position < len(rows) else "nothing"
     return AgreementError(
         f"the ranks {fault}: rank {rank} has {mine} at position {difference.position}, which "
@@ -257,7 +260,7 @@ class EveryFewSteps:
         self._check, self._every, self._warns = check, every, on_disagreement == "warn"
         self.steps = 0
         if self._warns:
-            parting.WARNING.add(self)
+            WARNING.add(self)
 
     def step(self) -> None:
         """Count one step, and check when it is time.

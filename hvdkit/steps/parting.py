@@ -7,7 +7,6 @@ not by bits as ``check_agreement`` does: processors of different kinds may round
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import AgreementError
+from hvdkit.steps.agreement import WARNING
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.untrained import Seen, UntrainedState
 
 Facts = npt.NDArray[np.float64]
-WARNING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Each ``CheckAgreement`` in use that warns and has the ranks train on, whatever differs."""
 _EVERY = 1000
 _FIX = (
     "begin with broadcast_state on every rank, and let every rank take the same steps, with the same learning rate and "
@@ -85,14 +84,19 @@ def require_same_exchange(whole: Facts, said: Sequence[str]) -> None:
 class Parting:
     """When to look at the parameters, and what was seen; the next exchange of gradients compares it.
 
+    Args:
+        untrained: what is known of the model's other state.
     Attributes:
         noted: facts, see ``judge``, that are not compared yet.
+        seen: the other state when they were noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, untrained: UntrainedState) -> None:
         self._exchanges = 0
         self._asks = False
+        self._untrained = untrained
         self.noted: Facts | None = None
+        self.seen: Seen | None = None
 
     def exchanged(self) -> None:
         """Gradients have been exchanged: the same number of times on every rank."""
@@ -116,7 +120,16 @@ class Parting:
         seen, asked, self.noted, self._asks = self.noted, self._asks, None, False
         looked = seen is not None and len(seen) == len(names)
         mine = seen.ravel() if looked and seen is not None else np.zeros(2 * len(names))
-        whole = ranks.sum(np.concatenate([[1.0, asked, looked], mine, mine**2]), call)
-        if whole[1] < whole[0]:
+        mark = 0.0 if self.seen is None else self.seen.mark()
+        whole = ranks.sum(np.concatenate([[mark, mark**2, 1.0, asked, looked], mine, mine**2]), call)
+        marks, squares, *counts = whole[:5].tolist()
+        if counts[1] < counts[0]:
             self._exchanges = 0  # on every rank, so that they count alike from now on
-        judge(whole, names, roundings, max(self._exchanges, 1))
+        judge(whole[2:], names, roundings, max(self._exchanges, 1))
+        if WARNING or set(counts) != {ranks.size()} or self.seen is None:
+            return
+        if squares / counts[0] == (marks / counts[0]) ** 2:
+            self._untrained.suspects.clear()
+            return
+        self._untrained.compare(ranks, self.seen)
+        self._asks = bool(self._untrained.suspects)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hvdkit.errors import MissingFrameworkError
+from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import starting
 from hvdkit.steps.epochs import steps_per_epoch
@@ -43,6 +43,7 @@ from hvdkit.torch.agreement import CheckAgreement, check_agreement
 from hvdkit.torch.batch_norm import average_statistics, sync_batch_norm
 from hvdkit.torch.bucket_layout import BucketLayout
 from hvdkit.torch.buckets import FUSION_BYTES
+from hvdkit.torch.buffers import broadcast_each_step, end_each_step
 from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.ddp import init_process_group
@@ -214,7 +215,9 @@ def no_sync(model: torch.nn.Module) -> AbstractContextManager[None]:
 # 5 ------------------------------------------------------------------------------------------------------------------
 
 
-def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
+def broadcast_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0, *, buffers: str = "once"
+) -> None:
     """Give every rank the root's parameters, buffers and optimizer state, bit for bit (step 5).
 
     In place: the optimizer's groups, its states and the tensors in them stay the objects that a scheduler may hold.
@@ -226,16 +229,24 @@ def broadcast_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
             that the first step is the same as a single process's. After ``seed_everything`` PyTorch's generators move
             from the stream that all ranks share to this rank's own.
         root: rank to copy from.
+        buffers: "once", or "each step": in training every rank also gets the root's buffers (not those registered with
+            ``persistent=False``) before each forward of the model, as with DistributedDataParallel. Call it then
+            equally often on every rank. The next ``broadcast_state`` without it ends that.
     Raises:
-        InvalidArgumentError: a root that is not a rank, several models or optimizers, or lazy parameters that have no
-            shape yet.
+        InvalidArgumentError: a root that is not a rank, several models or optimizers, lazy parameters that have no
+            shape yet, or unknown ``buffers``.
         AgreementError: the ranks' models differ in names, shapes or types, or their optimizers in kind or parameter
             groups; raised on every rank.
         RootError: the root's optimizer holds what cannot be sent; the root raises the reason.
     """
     state.require_torch(model, optimizer)
+    if buffers not in ("once", "each step"):
+        raise InvalidArgumentError(f"buffers must be once or each step, got {buffers!r}.")
     with COPIES.found_after(model):
         state.broadcast(model, optimizer, root)
+    end_each_step(model)
+    if buffers == "each step" and hvd.size() > 1:
+        broadcast_each_step(model, root)
 
 
 # 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------

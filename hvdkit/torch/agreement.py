@@ -12,7 +12,7 @@ import torch
 from hvdkit.steps import agreement, torch_tensors
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
-from hvdkit.torch.batch_norm import local_statistics
+from hvdkit.torch.buffers import own_buffers
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.state import RANKS, layout, model_tensors
 
@@ -43,10 +43,8 @@ def check_agreement(
             layouts match, the largest difference.
         InvalidArgumentError: a loader that is not from ``shard``, or a model that is not built yet.
     """
-    tensors = {name: tensor.detach() for name, tensor in model_tensors(model).items()}
-    if not statistics:
-        for name in local_statistics(model):
-            del tensors[name]
+    own = own_buffers(model) if not statistics else set()
+    tensors = {name: tensor.detach() for name, tensor in model_tensors(model).items() if name not in own}
     if optimizer is not None:
         tensors.update(_optimizer_tensors(optimizer))
     fixes = {}

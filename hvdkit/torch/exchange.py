@@ -22,6 +22,7 @@ from hvdkit.torch import parting
 from hvdkit.torch.backward import NOW, eagerly
 from hvdkit.torch.bucket_layout import BucketLayout, Members, Parameter, Said, obstacle_to
 from hvdkit.torch.buckets import Travelling, in_buckets, total_norm
+from hvdkit.torch.buffers import look, untrained_of
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.state import TorchRanks, layout, parameters_of, plain_name
 from hvdkit.torch.together import exchange_all, exchanges, hold, tell_how_many
@@ -97,7 +98,8 @@ class Exchange:
         self._local: list[tuple[weakref.ref[Parameter], torch.Tensor, int]] = []
         self._agreed: _Agreed | None = None
         self._averaged = False
-        self._parting = Parting()
+        self._untrained = untrained_of(model)
+        self._parting = Parting(self._untrained)
         self._by_hand = parting.ByHand(self._among_others)
         self._within = parting.Within()
         self.follow_groups()
@@ -308,7 +310,7 @@ class Exchange:
             bucket.name = f"gradients.{number}.{bucket.name}"
         bucket_of = {key: bucket for bucket in buckets for key in bucket.holds}
         if self._agreed is None:
-            self._parting = Parting()
+            self._parting = Parting(self._untrained)
         self._agreed, self._seen = _Agreed(Members(named), number, buckets, bucket_of), []
         self._said = self._said._replace(noted=0.0)
 
@@ -403,6 +405,7 @@ class Exchange:
         if agreed and self._parting.wants_note() and self.steps_as(optimizer) and parting.can_look():
             named = parting.own(agreed.members.living(), self.optimizer())
             self._parting.noted = parting.facts_of(one for _, one in named)
+            self._parting.seen = look(self._model())
 
     def averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that returns what the loss is on all ranks, on which a line search decides alike."""

@@ -56,14 +56,24 @@ def require_torch(model: Any, optimizer: Any = None) -> None:
         )
 
 
+def buffers_of(model: torch.nn.Module, persistent: bool) -> dict[str, torch.Tensor]:
+    """Buffers by plain names: those that a checkpoint holds, or (``persistent=False``) this rank's caches."""
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (name not in getattr(module, "_non_persistent_buffers_set", ())) == persistent
+    }
+
+
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a model by their plain names.
+    """Parameters and persistent buffers of a model by their plain names.
 
     Raises:
         InvalidArgumentError: lazy parameters that have no shape yet.
     """
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {plain_name(name): tensor for name, tensor in named.items()}
+    parameters = {plain_name(name): one for name, one in model.named_parameters()}
+    tensors = {**parameters, **buffers_of(model, persistent=True)}
     lazy = [name for name, tensor in tensors.items() if torch.nn.parameter.is_lazy(tensor)]
     if lazy:
         raise InvalidArgumentError(
@@ -129,6 +139,10 @@ def require_same_training(model: torch.nn.Module, optimizer: torch.optim.Optimiz
 def send(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, root: int) -> None:
     """Give every rank the root's tensors and optimizer state, in place; a collective."""
     broadcast_tensors(model_tensors(model).values(), root)
+    caches = buffers_of(model, persistent=False)
+    table = agreement.rows_table(layout(name, one) for name, one in caches.items())
+    if agreement.agree([table], lambda mine: RANKS.minimum(mine, "hvdkit.caches")):  # else they grew with the batches
+        broadcast_tensors(caches.values(), root)
     _send_extra_states(model, root)
     if optimizer is None:
         return

@@ -6,6 +6,7 @@ replaces ``keras.Model.fit`` by one that averages the logs of each epoch before 
 
 - before training: the optimizer is distributed; epochs, and steps per epoch, are equal on all ranks;
 - before and after the first step, and after the last: weights and optimizer state are bit-identical on all ranks;
+- after the 1st, 2nd, 4th step and so on: what no gradient trains (masks, codebooks, counters) is the same;
 - at each epoch: no rank stops alone or uses another learning rate.
 
 Every failure is one error, raised on all ranks that are still there to raise it.
@@ -37,11 +38,14 @@ from hvdkit.keras.trainer.metrics import AverageOfFit, States
 from hvdkit.keras.trainer.requirements import UNKNOWN
 from hvdkit.keras.trainer.writers import on_the_root
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import agreement
+from hvdkit.steps import agreement, parting
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.streams import StreamInEpochs
+from hvdkit.steps.untrained import UntrainedState
 
 _ENDED, _AGREED_ON = -2, -3
+_FIX = "let BroadcastState give every rank the root's when fit begins"
+_OWN = "What each rank is to have for itself is kept in a tensor or array, not in a weight."
 
 
 def install() -> None:
@@ -189,6 +193,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._begun = self._stepped = False
         self._first_batch, self._last_batch = 0, -1
         self._epoch, self._batch, self._loss, self._stopped = 0, 0, None, False
+        self._untrained, self._steps = UntrainedState(_FIX, _OWN, stacklevel=8), 0
         self._watch: watch.Watch | None = None
         self._forget_filler: Callable[[], None] | None = None
 
@@ -227,6 +232,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             self._watch.at(self._epoch, batch)
         if batch > self._first_batch:
             self._check_first_step()
+            self._check_untrained()
         if self._data is not None and self._forget_filler is None and self._data.fills(batch):
             from_first = self._data.fills(self._first_batch)
             self._forget_filler = self.model.reset_metrics if from_first else _remember(self.model)
@@ -256,6 +262,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{epoch + 1}, and the other ranks wait for it; give every rank the same number of batches (shard)."
             )
         self._check_first_step()
+        self._check_untrained()
         self._average_statistics()
 
     def on_train_end(self, logs: Any = None) -> None:  # noqa: ARG002
@@ -316,6 +323,18 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         if not self._stepped and not self._alone:
             self._stepped = True
             self._check(self.model.trainable_variables, "after the first step")
+
+    def _check_untrained(self) -> None:
+        """A step has been taken: look now and then at what no gradient trains."""
+        self._steps += 1
+        told = parting.is_due(self._steps) or self._untrained.suspects
+        if self._alone or not told or agreement.WARNING or taking_part(held_by(self.model)) is not None:
+            return
+        seen = state.untrained_state(self.model, self._untrained.suspects)
+        if agreement.agree([seen.table()], lambda mine: TRANSPORT.minimum(mine, "hvdkit.untrained")):
+            self._untrained.suspects.clear()
+        else:
+            self._untrained.compare(TRANSPORT, seen)
 
     def _check(self, variables: list[Any], when: str) -> None:
         _compare(variables, held_by(self.model), f"{when} of fit")

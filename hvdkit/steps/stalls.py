@@ -1,4 +1,4 @@
-"""Where a process stands when the job no longer moves: shown to ``hvdkit launch --stall-timeout``, or ended by itself.
+"""What a rank says of itself to ``hvdkit launch``: where it stands when the job no longer moves, and what it lost.
 
 Also run by path in Pythons that have no hvdkit (``run/launch/stacks``): nothing but the standard library is imported
 at import time.
@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import functools
 import os
+import signal
 import stat
 import sys
 import threading
@@ -20,8 +21,8 @@ from typing import Any
 
 VARIABLE = "HVDKIT_STACKS"
 """``FD:INODE:SIGNAL``: a pipe to the process that watches this rank, and the signal at which stacks go into it."""
-IN_INIT, PAST_INIT = b"\0in init\n", b"\0past init\n"
-"""What ``tell_of_init`` writes into that pipe."""
+IN_INIT, PAST_INIT, KILLED_WORKER = b"in init", b"past init", b"killed worker"
+"""What a rank reports beside its stacks: a line that begins with a zero byte, numbers follow after blanks."""
 STALLED_STATUS = 75
 """Exit status of a job that was ended because it no longer moved (EX_TEMPFAIL of sysexits.h)."""
 
@@ -33,8 +34,8 @@ def hand_in_stacks_when_asked() -> bool:
     program sees nothing of it and goes on.
 
     Returns:
-        False when nobody asks, which is the case without ``hvdkit launch --stall-timeout``; also in a process that
-        inherited the variable but not the pipe.
+        False when nobody asks, which is the case without ``hvdkit launch``; also in a process that inherited the
+        variable but not the pipe.
     """
     asked = _asked()
     if asked is None:
@@ -44,28 +45,52 @@ def hand_in_stacks_when_asked() -> bool:
     return True
 
 
-def tell_of_init(basics: Any) -> None:
-    """Tell the launcher when this process goes into Horovod's ``init``, and when it is past it.
+def report(what: bytes) -> None:
+    """Tell the launcher, where there is one that listens."""
+    asked = _asked()
+    if asked is not None:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            os.write(asked[0], b"\0" + what + b"\n")
+
+
+@contextlib.contextmanager
+def reported_init() -> Iterator[None]:
+    """In here this process waits for all other ranks; the launcher knows of it."""
+    report(IN_INIT)
+    try:
+        yield
+    finally:
+        report(PAST_INIT)
+
+
+def report_init(basics: Any) -> None:
+    """Have each ``init`` of Horovod reported.
 
     Args:
         basics: ``horovod.common.basics``, which has just been imported.
     """
-    asked = _asked()
-    if asked is None:
-        return
-    init = basics.HorovodBasics.init
+    basics.HorovodBasics.init = reported_init()(basics.HorovodBasics.init)
 
-    @functools.wraps(init)
-    def told(*arguments: Any, **options: Any) -> Any:
-        with contextlib.suppress(OSError):  # nobody listens any more
-            os.write(asked[0], IN_INIT)
-        try:
-            return init(*arguments, **options)
-        finally:
-            with contextlib.suppress(OSError):
-                os.write(asked[0], PAST_INIT)
 
-    basics.HorovodBasics.init = told
+def report_killed_workers(popen: Any) -> None:
+    """Have each process of ``multiprocessing`` reported that a signal killed: PyTorch's loaders often do not say which.
+
+    SIGTERM is not: with it a pool ends its own workers.
+
+    Args:
+        popen: ``multiprocessing.popen_fork``, which has just been imported; spawned processes are of its class, too.
+    """
+    poll = popen.Popen.poll
+
+    @functools.wraps(poll)
+    def polled(self: Any, *arguments: Any, **options: Any) -> Any:
+        known = self.returncode
+        status = poll(self, *arguments, **options)
+        if known is None and status is not None and status < 0 and status != -signal.SIGTERM:
+            report(b"%b %d %d" % (KILLED_WORKER, self.pid, -status))
+        return status
+
+    popen.Popen.poll = polled
 
 
 def _asked() -> tuple[int, int] | None:

@@ -33,12 +33,13 @@ def start(horovod: Any, environ: Mapping[str, str]) -> Topology:
     _require_no_worker(environ)
     launched = launchers.detect(environ)
     stalls.hand_in_stacks_when_asked()
-    if launched is not None and bootstrap.is_needed(horovod, launched, environ):
-        os.environ.update(bootstrap.connect(launched, environ))
-    elif environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
-        # Else collectives go through an MPI that this Horovod has not started, and that ends the process.
-        os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
-    horovod.init()
+    with stalls.reported_init():
+        if launched is not None and bootstrap.is_needed(horovod, launched, environ):
+            os.environ.update(bootstrap.connect(launched, environ))
+        elif environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+            # Else collectives go through an MPI that this Horovod has not started, and that ends the process.
+            os.environ.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+        horovod.init()
     os.environ[_RANK_PROCESS] = str(os.getpid())  # for workers that this process starts
     world = of(horovod, launched.launcher if launched else "none")
     if launched is None:

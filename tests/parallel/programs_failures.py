@@ -1,7 +1,7 @@
 """A small training in which rank 1 fails after a few steps, for the failure matrix.
 
-``programs_failures.py torch|keras raise|kill|exit|leave|_exit|segfault|hang|before``: "before" hangs in front of
-init, and rank 1 prints when it fails.
+``programs_failures.py torch|keras raise|kill|exit|leave|_exit|segfault|hang|before|absent``: "before" hangs in front of
+init, "absent" ends there, and rank 1 prints when it fails.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         sys.exit(3)
-    if how == "leave":
+    if how in ("leave", "absent"):
         sys.exit(0)
     if how == "_exit":
         os._exit(4)
@@ -45,7 +45,7 @@ def train_with_torch(how: str) -> None:
 
         import hvdkit.torch as hk
 
-    if how == "before" and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")) == "1":
+    if how in ("before", "absent") and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("HOROVOD_RANK")) == "1":
         fail(how)
     world = hk.init()
     model = torch.nn.Linear(4, 1)

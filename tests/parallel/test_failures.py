@@ -4,10 +4,12 @@
 so that none fails beside it.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +31,17 @@ STALL_TIMEOUT_S = {"hang": 10, "before": 15}
 is one that imports its framework."""
 AT_A_TIME = 3
 
-STATUSES = {"raise": 1, "kill": 137, "exit": 3, "leave": 1, "_exit": 4, "segfault": 139, "hang": 75, "before": 75}
+STATUSES = {
+    "raise": 1,
+    "kill": 137,
+    "exit": 3,
+    "leave": 1,
+    "_exit": 4,
+    "segfault": 139,
+    "hang": 75,
+    "before": 75,
+    "absent": 1,
+}
 MATRIX = [
     *(("torch", how, launcher) for how in STATUSES for launcher in ("mpirun", "horovodrun")),
     *(
@@ -54,12 +66,12 @@ def needs(program: str) -> pytest.MarkDecorator:
 LAUNCHERS = [pytest.param(name, marks=needs(name)) for name in ("mpirun", "horovodrun")]
 
 
-def launch(directory, *words):
+def launch(directory, *words, inside=()):
     """``hvdkit launch -n 2`` of a script; gives status, standard output, lines of standard error, time of the end."""
     outer = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     environment.update(PYTHONPATH=str(HERE.parent.parent), TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
-    argv = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
+    argv = [*inside, sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", *words]
     done = subprocess.run(argv, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     return done.returncode, done.stdout, done.stderr.splitlines(), time.time()
 
@@ -67,8 +79,7 @@ def launch(directory, *words):
 def failing(framework, how, launcher):
     """The words for ``launch`` of one cell of the matrix.
 
-    All but some of PyTorch's ranks are forks of a process that has imported the framework. A fork does not say when it
-    goes into ``init``.
+    All but some of PyTorch's ranks are forks of a process that has imported the framework.
     """
     options, command = ["--launcher", launcher], [sys.executable, str(HERE / "programs_failures.py")]
     if how in STALL_TIMEOUT_S:
@@ -111,6 +122,9 @@ def test_the_failure_matrix(failures, framework, how, launcher):
 
     assert status == status_wanted, text
     assert "[0] Traceback" not in text, "the error of rank 0 is a consequence, to be folded"
+    if how == "before":
+        awaited = "hvdkit launch: rank 1 has not called init yet, where rank 0 waits; the job goes on."
+        assert sum(line.startswith(awaited) for line in errors) == 1
     if status == 75:
         check_the_explanation(errors[-1], directory / "stacks", STALL_TIMEOUT_S[how])
         return
@@ -118,6 +132,8 @@ def test_the_failure_matrix(failures, framework, how, launcher):
     assert re.fullmatch(r"hvdkit launch: rank 1 \(pid \d+\) (exited|was killed).*; the job was ended\.", errors[-1])
     if how == "leave":
         assert errors[-1].endswith("exited with status 0 before the others were done; the job was ended.")
+    if how == "absent":
+        assert errors[-1].endswith(" before it called init, where rank 0 waited for it; the job was ended.")
     if how == "raise":
         cause = "ValueError: the batch of rank 1 is bad"
         note = f"[1] hvdkit: rank 1 failed in epoch 1, batch 6 of 10: {cause}, while rank 0 went on."
@@ -139,6 +155,84 @@ def check_the_explanation(verdict, directory, seconds):
 
 
 RANK = "import os\nrank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('HOROVOD_RANK', '0')))\n"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_worker_that_was_killed_is_named_with_its_signal(tmp_path, launcher):
+    (tmp_path / "loads.py").write_text(f"""{RANK}
+import multiprocessing, signal
+worker = multiprocessing.Process(target=lambda: os.kill(os.getpid(), signal.SIGKILL))
+if rank == 1:
+    worker.start()
+    print("worker", worker.pid, flush=True)
+    worker.join()
+    raise RuntimeError("a worker exited unexpectedly")
+""")
+    status, out, errors, _ = launch(tmp_path, "--launcher", launcher, "loads.py")
+    worker = re.fullmatch(r"\[1\] worker (\d+)\n", out)
+    assert status == 1, errors
+    assert worker is not None, out
+    assert re.fullmatch(
+        rf"hvdkit launch: rank 1 \(pid \d+\) exited with status 1 after its worker \(pid {worker[1]}\) had been killed "
+        r"by SIGKILL; the job was ended\.",
+        errors[-1],
+    )
+
+
+@contextlib.contextmanager
+def cgroup(controller, **settings):
+    """A cgroup of version 1 of its own, gone at the end."""
+    place = Path("/sys/fs/cgroup", controller, f"hvdkit-test-{os.getpid()}")
+    try:
+        place.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroups of version 1: {error.strerror}")
+    try:
+        for name, value in settings.items():
+            (place / name.replace("__", ".")).write_text(value)
+        yield place
+    finally:
+        place.rmdir()
+
+
+def test_a_rank_that_the_kernel_killed_for_its_memory_is_named_with_the_limit(tmp_path):
+    (tmp_path / "hog.py").write_text(f"{RANK}held = bytearray(rank * 600_000_000)\n")
+    with cgroup("memory", memory__limit_in_bytes="300000000") as place:
+        inside = ["sh", "-c", f'echo $$ > {place}/tasks; exec "$@"', "sh"]
+        status, _, errors, _ = launch(tmp_path, "hog.py", inside=inside)
+    assert status == 137, errors
+    assert errors[-1].endswith(
+        " was killed by SIGKILL because memory ran out (the limit of its cgroup is 300 MB); the job was ended."
+    )
+
+
+def test_a_process_that_cannot_be_ended_is_named(tmp_path):
+    with cgroup("freezer") as place:
+        (tmp_path / "frozen.py").write_text(f"""{RANK}
+import sys, time
+from pathlib import Path
+if rank == 1:
+    if not (child := os.fork()):
+        Path("{place}/tasks").write_text(str(os.getpid()))
+        Path("{place}/freezer.state").write_text("FROZEN")
+        os._exit(0)
+    while Path("{place}/freezer.state").read_text() != "FROZEN\\n":
+        time.sleep(0.01)
+    print(child, flush=True)
+    sys.exit(3)
+time.sleep(300)
+""")
+        try:
+            status, out, errors, _ = launch(tmp_path, "frozen.py")
+        finally:
+            (place / "freezer.state").write_text("THAWED")
+            while (place / "tasks").read_text():
+                time.sleep(0.01)
+    assert status == 3, errors
+    child = re.fullmatch(r"\[1\] (\d+)\n", out)
+    assert child is not None, out
+    where = f"could not be ended: pid {child[1]} (D (disk sleep)) on host {socket.gethostname()}."
+    assert f"hvdkit launch: {where}" in errors
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

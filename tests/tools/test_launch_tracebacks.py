@@ -70,6 +70,29 @@ def test_an_own_error_after_a_lost_peer_that_was_survived_is_no_consequence():
     assert not errors.knock_on
 
 
+QUOTED = "Horovod has been shut down. This was caused by an exception on one of the ranks"
+
+
+@pytest.mark.parametrize(
+    ("chain", "knock_on"),
+    [
+        ([f"ValueError: another job said: {QUOTED}"], False),
+        ([f"ValueError: its log:\n{KNOCK_ON.decode()}"], False),
+        ([f"RuntimeError: {QUOTED}", f"horovod.common.exceptions.HorovodInternalError: {QUOTED}"], True),
+        (["RuntimeError: x", f"horovod.common.exceptions.HorovodInternalError: {QUOTED}"], False),
+        (["ValueError: bad", f"horovod.common.exceptions.HorovodInternalError: {QUOTED}"], False),
+        ([f"horovod.common.exceptions.HorovodInternalError: {QUOTED}", "SystemError: in a handler"], True),
+        ([f"tensorflow.python.framework.errors_impl.UnknownError: {{{{node}}}} {QUOTED} [Op:f]"], True),
+        (["hvdkit.errors.RootError: the root failed"], True),
+    ],
+)
+def test_a_consequence_is_known_by_what_the_first_cause_is_not_by_words_that_it_quotes(chain, knock_on):
+    head = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+    between = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    errors, _ = stream((between.join(head + one for one in chain) + "\n").encode())
+    assert errors.knock_on is knock_on
+
+
 def test_consequences_are_folded_and_the_cause_comes_last():
     texts = (KNOCK_ON, CAUSE, CAUSE, CAUSE.replace(b"BadBatch", b"Other"), b"no traceback\n", KNOCK_ON)
 

@@ -73,8 +73,9 @@ def launch(
     told to end, every process is ended. The traceback of the rank that failed first is printed last; ranks that only
     lost contact with it take one line each.
 
-    The exit status is that of the rank that failed first: its own, or 128 + N when signal N killed it (137: SIGKILL,
-    often because memory ran out). It is 130 after Ctrl-C, and 75 when a collective waited longer than --stall-timeout.
+    The exit status is that of the rank that failed first: its own, or 128 + N when signal N killed it (137: SIGKILL;
+    the last line says where memory ran out). It is 130 after Ctrl-C, and 75 when a collective waited longer than
+    --stall-timeout.
 
     \b
     Examples:

@@ -19,13 +19,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any, cast
 
 from hvdkit.common.signals import handled
-from hvdkit.run.launch.outcome import KNOCK_ON_MARKS, JobEnd
+from hvdkit.run.launch.outcome import JobEnd
 from hvdkit.run.launch.peer import ENDING
 from hvdkit.run.launch.start import start
+from hvdkit.run.launch.tracebacks import LOST_PEER
 
 _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
 """What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
-_LOST_PEER = (*_LOST_DAEMON, *KNOCK_ON_MARKS)
+_LOST_PEER = (*_LOST_DAEMON, *LOST_PEER)
 _DRAIN_S = 2.0
 """Seconds for what the launcher's own children still write when it has ended."""
 _PORT = 22

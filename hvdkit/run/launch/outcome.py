@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from hvdkit.common.signals import signal_name
 
-KNOCK_ON_MARKS = (b"HorovodInternalError", b"Horovod has been shut down", b"hvdkit.errors.RootError")
-"""What a rank says whose peer is gone, or that stops because the root failed."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -17,11 +18,15 @@ from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.outcome import RankEnd
 from hvdkit.run.launch.stall import StallReports
 from hvdkit.run.launch.tracebacks import ErrorStream
+from hvdkit.steps.stalls import IN_INIT, KILLED_WORKER, PAST_INIT
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a user or a batch system ends a job with."""
 RECEIVE_BYTES = 1 << 18
 """The most that is read at once."""
+_REPORTED = re.compile(
+    rb"\0(?:(?P<init>%b|%b)|%b (?P<worker>\d+) (?P<signal>\d+))\n" % (IN_INIT, PAST_INIT, KILLED_WORKER)
+)
 
 
 def listener() -> socket.socket:
@@ -44,7 +49,8 @@ class Peer:
         received: the beginning of a frame whose rest has not come yet.
         errors: what the rank writes to standard error.
         reports: Horovod's stall reports in it; None where nobody asked for them.
-        in_init: it is inside Horovod's ``init``; None until then, and where nobody asked.
+        in_init: it is inside Horovod's ``init``; None until then.
+        killed_workers: processes that it started and that a signal killed: process id and signal.
         stacks: the Python stacks that it handed in.
         end: how the rank ended, None until then.
     """
@@ -56,6 +62,7 @@ class Peer:
     errors: ErrorStream = field(default_factory=ErrorStream)
     reports: StallReports | None = None
     in_init: bool | None = None
+    killed_workers: list[tuple[int, int]] = field(default_factory=list)
     stacks: bytearray = field(default_factory=bytearray)
     end: RankEnd | None = None
 
@@ -63,6 +70,16 @@ class Peer:
         """Tell it to stop, kill or dump."""
         with contextlib.suppress(OSError):  # it has just ended by itself
             self.connection.send(order)
+
+    def report(self, data: bytes) -> None:
+        """Take what its Pythons say: stacks, and lines of ``stalls.report`` among them."""
+        self.stacks += data
+        for found in _REPORTED.finditer(bytes(self.stacks)):
+            if found["worker"]:
+                self.killed_workers.append((int(found["worker"]), int(found["signal"])))
+            else:
+                self.in_init = found["init"] == IN_INIT
+        self.stacks[:] = _REPORTED.sub(b"", self.stacks)
 
     def receive(self) -> bytes:
         """What has come; nothing when the connection is at its end."""

@@ -1,8 +1,8 @@
 """One rank of a job: starts the command, sends its output and its end to ``hvdkit launch``, ends it when told to.
 
-Run by path in an isolated interpreter (``python -I -S rank.py ADDRESS RANK_VARIABLE STACKS COMMAND ...``; STACKS is
-"stacks" when the command is to be ready to hand in its Python stacks, or "-"), so that it starts in milliseconds and
-nothing in the user's directory or environment can get in its way; it therefore imports the standard library only.
+Run by path in an isolated interpreter (``python -I -S rank.py ADDRESS RANK_VARIABLE COMMAND ...``), so that it starts
+in milliseconds and nothing in the user's directory or environment can get in its way; it therefore imports the standard
+library only.
 
 Frames to ``hvdkit launch``: kind (1 byte), length (4 bytes, big endian), payload. From it: single bytes. The end of
 the connection means the same as STOP, so that the ranks end when ``hvdkit launch`` dies, however it dies.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 HEADER = struct.Struct("!cI")
-HELLO, STDOUT, STDERR, STACKS, EXIT = b"H", b"O", b"E", b"T", b"X"
+HELLO, STDOUT, STDERR, REPORT, EXIT = b"H", b"O", b"E", b"T", b"X"
 HELLO_PAYLOAD = struct.Struct("!I")
 """Payload of HELLO: the rank."""
 EXIT_PAYLOAD = struct.Struct("!i?I")
@@ -49,20 +49,19 @@ STACKS_DIRECTORY = Path(__file__).parent / "stacks"
 
 def main(arguments: list[str]) -> int:
     """Run one rank; the status to exit with is the command's own, or 128 + N when signal N killed it."""
-    address, rank_variable, stacks, *command = arguments
+    address, rank_variable, *command = arguments
     rank = os.environ.get(rank_variable, "")
     if not rank.isdigit():
         sys.stderr.write(f"{rank_variable} must be the rank, got {rank!r}: another launcher started this process.\n")
         return 1
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + address)
-        return _Rank(connection, stacks == "stacks").run(int(rank), command)
+        return _Rank(connection).run(int(rank), command)
 
 
 class _Rank:
-    def __init__(self, connection: socket.socket, with_stacks: bool) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._with_stacks = with_stacks
         self._connected = True
         self._selector = selectors.DefaultSelector()
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,7 +84,7 @@ class _Rank:
         return self._leave(process.returncode)
 
     def _start(self, command: list[str]) -> "subprocess.Popen[bytes]":
-        stacks = _open_stacks_pipe() if self._with_stacks else None
+        reader, writer = _open_report_pipe()
         self._process = process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -99,9 +98,8 @@ class _Rank:
         for stream, kind in ((process.stdout, STDOUT), (process.stderr, STDERR)):
             if stream is not None:  # both are pipes
                 self._read(stream.fileno(), kind)
-        if stacks is not None:
-            os.close(stacks[1])
-            self._read(stacks[0], STACKS)
+        os.close(writer)
+        self._read(reader, REPORT)
         return process
 
     def _read(self, fd: int, kind: bytes) -> None:
@@ -177,7 +175,7 @@ class _Rank:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, _STACKS_SIGNAL)
         if not ready:
-            self._send(STACKS, b"It has no Python process that hands in its stacks (python -I and -S prevent it).\n")
+            self._send(REPORT, b"It has no Python process that hands in its stacks (python -I and -S prevent it).\n")
 
     def _on_signals(self) -> None:
         for number in self._wakeup.recv(64):
@@ -230,8 +228,8 @@ class _Rank:
             signal.signal(number, lambda *_: None)
 
 
-def _open_stacks_pipe() -> tuple[int, int]:
-    """A pipe for stacks, and this environment, which the command inherits, changed so that Python uses it."""
+def _open_report_pipe() -> tuple[int, int]:
+    """A pipe for what Python says of itself, and this environment, which the command inherits, changed to use it."""
     reader, writer = os.pipe()
     os.set_inheritable(writer, True)
     os.environ["HVDKIT_STACKS"] = f"{writer}:{os.fstat(writer).st_ino}:{int(_STACKS_SIGNAL)}"
@@ -263,14 +261,15 @@ def descendants(spared: Collection[int] = ()) -> list[int]:
     return [pid for pid in found[1:] if pid not in ended]
 
 
-def kill_descendants(spared: Collection[int] = ()) -> None:
-    """Kill every process below this one, also those that are started meanwhile."""
+def kill_descendants(spared: Collection[int] = ()) -> list[int]:
+    """Kill every process below this one, also those that are started meanwhile; those that a second did not end."""
     deadline = time.monotonic() + _KILL_S
     while (left := descendants(spared)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(OSError):  # it has just ended, or is another user's
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    return left
 
 
 def _descendants_that_catch(number: int) -> list[int]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import IO, cast
 
 from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
+from hvdkit.run.launch.memory import MemoryKills
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.mpirun import SESSIONS
 from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, left_early
@@ -29,7 +30,8 @@ from hvdkit.run.launch.shown import STDERR, STDOUT, JobOutput
 from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
 from hvdkit.run.launch.start import start
 from hvdkit.run.launch.tracebacks import HOLD_S, KNOCK_ON_HOLD_S
-from hvdkit.steps.stalls import IN_INIT, PAST_INIT, STALLED_STATUS
+from hvdkit.steps.ranks import name_ranks
+from hvdkit.steps.stalls import STALLED_STATUS
 
 SETTLE_S = 2.0
 """Seconds from the first failure to ending the job: time for the rank that caused it to be gone too."""
@@ -41,6 +43,9 @@ STOP_S = wire.STOP_GRACE_S + 1.0
 """Seconds from telling the ranks to end to killing them."""
 LEAVE_S = 1.5
 """Seconds that the launcher has to leave by itself after its last rank, and again after SIGTERM."""
+
+AWAITED_S = 6.0
+"""Seconds that a rank waits in ``init`` until those that live and have not come are named."""
 
 _REPORT_S = 0.3
 """Seconds from the first line of one of Horovod's stall reports to judging it: the rest of it comes meanwhile."""
@@ -113,6 +118,8 @@ class _Job:
         self._lost: list[RankEnd] = []
         self._signal: int | None = None
         self._stall: Stall | None = None
+        self._named_awaited = False
+        self._memory = MemoryKills()
 
     def run(self) -> JobEnd:
         """Start it, and see to it until the launcher and all ranks are gone."""
@@ -130,14 +137,15 @@ class _Job:
         while self._on_report():
             pass
         wire.adopt_orphans(False)
-        wire.kill_descendants(spared=before)
-        status = self._conclude()
+        left = wire.kill_descendants(spared=before)
+        if left:
+            self._shown.say(f"could not be ended: {_with_states(left)} on host {socket.gethostname()}.")
+        status = self._conclude(every_process="it could not end all processes" if left else "every process was ended")
         return JobEnd(status, interrupted=self._signal is not None or self._shown.unread)
 
     def _start(self) -> subprocess.Popen[bytes]:
         address = self._listener.getsockname()[1:].decode()
-        stacks = "-" if self._plan.stall_timeout is None else "stacks"
-        wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable, stacks)
+        wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable)
         argv = (*self._plan.launcher, *wrapper, *self._plan.command)
         return start(argv, self._plan.environment, stderr=subprocess.STDOUT)
 
@@ -177,6 +185,7 @@ class _Job:
         if kind == wire.HELLO:
             (peer.rank,) = wire.HELLO_PAYLOAD.unpack(payload)
             self._ranks.append(peer)
+            self._memory.watch(peer.pid)
             if self._plan.stall_timeout is not None:
                 peer.reports = StallReports(self._plan.stall_timeout)
             if self._all_started and self._plan.noisy_start:
@@ -185,18 +194,18 @@ class _Job:
             self._shown.show(peer.rank, STDOUT, payload)
         elif kind == wire.STDERR:
             self._on_errors(peer, payload)
-        elif kind == wire.STACKS:
-            self._on_stacks(peer, payload)
+        elif kind == wire.REPORT:
+            self._on_rank_report(peer, payload)
         elif kind == wire.EXIT:
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
 
-    def _on_stacks(self, peer: Peer, data: bytes) -> None:
-        """Take stacks, or a word of a rank that goes into Horovod's ``init``, where it waits for all others."""
-        if IN_INIT in data or PAST_INIT in data:
-            peer.in_init = data.rfind(IN_INIT) > data.rfind(PAST_INIT)
-            if peer.in_init and self._plan.stall_timeout is not None:
+    def _on_rank_report(self, peer: Peer, data: bytes) -> None:
+        was_in_init = peer.in_init
+        peer.report(data)
+        if peer.in_init and not was_in_init:
+            self._after(SETTLE_S, self._look_for_awaited, peer, SETTLE_S)
+            if self._plan.stall_timeout is not None:
                 self._after(self._plan.stall_timeout, self._end_if_awaited_in_init, peer)
-        peer.stacks += data.replace(IN_INIT, b"").replace(PAST_INIT, b"")
 
     def _on_errors(self, peer: Peer, data: bytes) -> None:
         """Show what a rank writes to standard error; a traceback only when the rank does not end by it."""
@@ -283,11 +292,32 @@ class _Job:
                 overdue.update(peer.reports.overdue())
         self._end_stalled(overdue)
 
+    def _awaited_in_init(self) -> list[int]:
+        """The ranks that have not come to ``init``."""
+        came = {peer.rank for peer in self._ranks if peer.in_init is not None}
+        return [rank for rank in range(self._plan.n) if rank not in came]
+
+    def _look_for_awaited(self, peer: Peer, waited_s: float) -> None:
+        """End the job when a rank waits in ``init`` for one that has ended; say once for whom it waits otherwise."""
+        awaited = self._awaited_in_init()
+        if not peer.in_init or not awaited or self._phase is not JobPhase.RUNNING:
+            return
+        if any(end.rank in awaited for end in self._ends):
+            self._stop()
+            return
+        self._after(SETTLE_S, self._look_for_awaited, peer, waited_s + SETTLE_S)
+        if waited_s >= AWAITED_S and not self._named_awaited:
+            self._named_awaited = True
+            has = "has" if len(awaited) == 1 else "have"
+            self._shown.say(
+                f"{name_ranks(awaited)} {has} not called init yet, where rank {peer.rank} waits; the job goes on. "
+                "(--stall-timeout S ends it after S seconds.)"
+            )
+
     def _end_if_awaited_in_init(self, peer: Peer) -> None:
         """End the job when a rank has waited in ``init`` for others that did not come."""
         if peer.in_init:
-            came = {other.rank for other in self._ranks if other.in_init is not None}
-            self._end_stalled({rank: ("init",) for rank in range(self._plan.n) if rank not in came})
+            self._end_stalled(dict.fromkeys(self._awaited_in_init(), ("init",)))
 
     def _end_stalled(self, missing: Mapping[int, tuple[str, ...]]) -> None:
         if missing and self._phase is JobPhase.RUNNING and self._stall is None:
@@ -350,11 +380,11 @@ class _Job:
 
     # What is said at the end
 
-    def _conclude(self) -> int:
-        """The exit status, and the sentence that explains it."""
+    def _conclude(self, every_process: str) -> int:
+        """The exit status, and the sentence that explains it; ``every_process``: whether all were ended."""
         if self._signal is not None:
             self._shown.tracebacks(self._ranks, None)
-            self._shown.say(f"interrupted by {signal_name(self._signal)}; every process was ended.")
+            self._shown.say(f"interrupted by {signal_name(self._signal)}; {every_process}.")
             return 128 + self._signal
         if self._shown.unread:
             return _BROKEN_PIPE_STATUS
@@ -365,10 +395,15 @@ class _Job:
         if self._stall is not None:
             return self._conclude_stall(self._stall)
         if early is not None:
-            self._shown.say(f"{early} before the others were done; the job was ended.")
+            waits = next((peer.rank for peer in self._ranks if peer.in_init), None)
+            missed = "before the others were done"
+            if waits is not None and early.rank in self._awaited_in_init():
+                missed = f"before it called init, where rank {waits} waited for it"
+            self._shown.say(f"{early} {missed}; the job was ended.")
             return 1
         if failure is not None:
-            self._shown.say(f"{failure}; the job was ended.")
+            killed = self._memory.cause() if failure.status == -signal.SIGKILL else self._worker_of(failure)
+            self._shown.say(f"{failure}{killed}; the job was ended.")
             return failure.exit_status
         if status == 0:
             return 0
@@ -378,9 +413,28 @@ class _Job:
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
         return status if status > 0 else 128 - status
 
+    def _worker_of(self, failure: RankEnd) -> str:
+        """What to add to the end of a rank that had lost a process of its own."""
+        for pid, number in (one for peer in self._ranks if peer.rank == failure.rank for one in peer.killed_workers):
+            cause = self._memory.cause() if number == signal.SIGKILL else ""
+            return f" after its worker (pid {pid}) had been killed by {signal_name(number)}{cause}"
+        return ""
+
     def _conclude_stall(self, stall: Stall) -> int:
         stacks = {peer.rank: bytes(peer.stacks) for peer in self._ranks if peer.rank is not None}
         where = write_stacks(self._plan.stall_dir or Path.cwd(), stall, stacks)
         waited = f"a collective waited longer than {self._plan.stall_timeout:g} s"
         self._shown.say(f"{waited}: {stall}; {where}; the job was ended.")
         return STALLED_STATUS
+
+
+def _with_states(pids: Sequence[int]) -> str:
+    """Process ids with the states that the kernel gives them: "pid 7 (D, uninterruptible)"."""
+    shown = []
+    for pid in pids:
+        state = ""
+        with contextlib.suppress(OSError, IndexError):  # it has ended after all
+            status = Path(f"/proc/{pid}/status").read_text()
+            state = f" ({status.split('State:')[1].splitlines()[0].strip()})"
+        shown.append(f"pid {pid}{state}")
+    return ", ".join(shown)

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Mapping
 
-from hvdkit.run.launch.outcome import KNOCK_ON_MARKS
 from hvdkit.run.launch.output import LineBuffer
 
 HOLD_S = 1.5
@@ -16,9 +15,19 @@ KNOCK_ON_HOLD_S = 10.0
 REPEAT_S = 15.0
 """A traceback that was shown longer than this before the end of its rank is not taken for the cause of that end."""
 
+LOST_PEER = (b"HorovodInternalError", b"Horovod has been shut down. This was caused by")
+"""Words of Horovod's own in a rank whose peer is gone; a program may quote them."""
+
 _STDERR = 2
 
+_KNOCK_ON = (b"HorovodInternalError", b"RootError")
+"""Exceptions of a rank whose peer is gone, or that stops because the root failed."""
+_SAME = 20
 _HEADER = b"Traceback (most recent call last):"
+_CHAINED = re.compile(
+    rb"\n\n(?:The above exception was the direct cause of the following exception"
+    rb"|During handling of the above exception, another exception occurred):\n\n(?=Traceback )"
+)
 _CRASH = b"Fatal Python error:"  # of faulthandler, at a segmentation fault
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?::|\s*$)")
 
@@ -54,8 +63,8 @@ class ErrorStream:
 
     @property
     def knock_on(self) -> bool:
-        """Whether it says that Horovod lost a peer: in its last traceback, or anywhere if there is none."""
-        return _lost_a_peer(self.last_report) if self.last_report else self._lost_a_peer
+        """Whether it ends because Horovod lost a peer: by its last traceback, or by any word of it if there is none."""
+        return _ends_by_a_peer(self.last_report) if self.last_report else self._lost_a_peer
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines to show now of ``data``, the next bytes of the stream."""
@@ -78,7 +87,7 @@ class ErrorStream:
     def _sort(self, lines: list[bytes]) -> list[bytes]:
         shown = []
         for line in lines:
-            self._lost_a_peer = self._lost_a_peer or _lost_a_peer(line)
+            self._lost_a_peer = self._lost_a_peer or any(words in line for words in LOST_PEER)
             if self._held or _HEADER in line or _CRASH in line:
                 self._held_since = self._held_since if self._held else time.monotonic()
                 self._held.append(line)
@@ -120,16 +129,30 @@ def last_words(
 
 
 def exception_name(report: bytes) -> str:
-    """The class of the exception that a traceback ends with, such as ``ValueError``.
+    """The class of the exception that a traceback ends with, such as ``ValueError``."""
+    return _exceptions(report)[-1][0].decode() or "an error"
 
-    It stands in the first line after the last header that is not indented: a message may have further lines.
+
+def _exceptions(report: bytes) -> list[tuple[bytes, bytes]]:
+    """Class, and class and message as written, of each exception of a chain, the cause first; empty without one.
+
+    It stands in the first line after a header that is not indented: what follows is of its message, which may quote
+    the traceback of another process.
     """
-    for line in report[report.rfind(_HEADER) :].splitlines()[1:]:
-        match = _EXCEPTION.match(line)
-        if match is not None:
-            return match[1].decode()
-    return "an error"
+    found = []
+    for part in _CHAINED.split(report[max(report.find(_HEADER), 0) :]):
+        lines = part.splitlines()[1:]
+        matches = ((match, at) for at, line in enumerate(lines) if (match := _EXCEPTION.match(line)) is not None)
+        match, at = next(matches, (None, 0))
+        found.append((match[1], b"\n".join(lines[at:])) if match is not None else (b"", b""))
+    return found
 
 
-def _lost_a_peer(text: bytes) -> bool:
-    return any(mark in text for mark in KNOCK_ON_MARKS)
+def _ends_by_a_peer(report: bytes) -> bool:
+    """Whether the first cause is Horovod's own error, which TensorFlow raises as a class of its own."""
+    (name, text), *later = _exceptions(report)
+    if name == b"RuntimeError" and later and later[0][0] in _KNOCK_ON:  # horovod.torch raises its own from that
+        if text.partition(b": ")[2][:_SAME] != later[0][1].partition(b": ")[2][:_SAME]:
+            return False
+        name = later[0][0]
+    return name in _KNOCK_ON or (text.startswith(b"tensorflow.") and any(words in text for words in LOST_PEER))

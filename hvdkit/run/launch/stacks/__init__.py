@@ -1,1 +1,1 @@
-"""The directory that ``hvdkit launch --stall-timeout`` puts first on PYTHONPATH, for the ``sitecustomize`` in it."""
+"""The directory that ``hvdkit launch`` puts first on PYTHONPATH, for the ``sitecustomize`` in it."""

@@ -19,7 +19,8 @@ _HERE = Path(__file__).resolve().parent
 _RUN_EAGERLY = "tensorflow.python.eager.polymorphic_function.eager_function_run"
 _ASKED = (
     ("HVDKIT_STACKS", "stalls", "hand_in_stacks_when_asked", None),
-    ("HVDKIT_STACKS", "stalls", "tell_of_init", "horovod.common.basics"),
+    ("HVDKIT_STACKS", "stalls", "report_init", "horovod.common.basics"),
+    ("HVDKIT_STACKS", "stalls", "report_killed_workers", "multiprocessing.popen_fork"),
     ("HVDKIT_TORCH_PROFILE", "torch_profile", "profile_steps", "torch.optim.optimizer"),
     ("HVDKIT_MARK_STEPS", "step_marks", "torch_loaders", "torch.utils.data.dataloader"),
     ("HVDKIT_MARK_STEPS", "step_marks", "torch_optimizers", "torch.optim.optimizer"),

@@ -87,7 +87,7 @@ class Cluster:
             "SlurmctldPidFile": directory / "slurmctld.pid",
             "SlurmdPidFile": directory / "slurmd.%n.pid",
             "ProctrackType": "proctrack/linuxproc",
-            "TaskPlugin": "task/none",
+            "TaskPlugin": "task/affinity",
             "SelectType": "select/cons_tres",
             "MpiDefault": "none",
             "ReturnToService": 2,

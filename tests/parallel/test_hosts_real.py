@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -153,6 +154,29 @@ def launch(hosts):
 
     yield start
     hosts.clear()
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_ranks_of_two_hosts_save_at_a_warning_and_when_the_job_is_told_to_end(launch, ranks_command, launcher):
+    """mpirun kills 0.25 s after SIGTERM, and ssh passes no signal on. Rank 1 handles none, and goes first."""
+    code = "import os, signal, sys, time\nnames = ('HOROVOD_RANK', 'OMPI_COMM_WORLD_RANK')\n"
+    code += "if '0' in map(os.environ.get, names):\n"
+    code += "    def save(number, frame):\n        if number == signal.SIGTERM: time.sleep(4)\n"
+    code += "        print(signal.Signals(number).name, flush=True)\n        if number == signal.SIGTERM: sys.exit(1)\n"
+    code += "    for number in (signal.SIGUSR2, signal.SIGTERM): signal.signal(number, save)\n"
+    code += "print('ready', flush=True)\nfor _ in range(3000): time.sleep(0.1)"
+    job = launch(launcher, 2, [sys.executable, "-c", code], ranks_command(1, "mpi")[1], "--grace", "60")
+    assert {job.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
+    job.send_signal(signal.SIGUSR2)
+    assert {job.stdout.readline()} == {"[0] SIGUSR2\n"}
+    job.send_signal(signal.SIGTERM)
+    output, errors = job.communicate(timeout=120)
+    assert output.splitlines()[0] == "[0] SIGTERM", errors
+    assert "[1] hvdkit launch: SIGUSR2 was not passed on to rank 1: no handler for it, or not yet." in errors
+    assert (job.returncode, errors.splitlines()[-1]) == (
+        143,
+        "hvdkit launch: interrupted by SIGTERM; the job was ended.",
+    )
 
 
 def test_over_gloo_as_under_srun(hosts, rank_of, compare):

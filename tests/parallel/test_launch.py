@@ -462,10 +462,39 @@ if os.fork() == 0:
 print("ready")
 """)
     (launch.directory / script).write_text((launch.directory / script).read_text() + WAIT_FOR_EVER)
-    process = launch.start("-n", "2", "--launcher", "mpirun", script)
+    process = launch.start("-n", "2", "--launcher", "mpirun", "--grace", "0.5", script)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=TIMEOUT_S)
+    errors = process.communicate(timeout=TIMEOUT_S)[1].decode()
     assert process.returncode == 130
+    assert "every process was ended, ranks 0-1 by SIGKILL (--grace allows more than 0.5 s)." in errors
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_save_when_the_batch_system_warns_and_when_it_ends_the_job(launch, launcher):
+    """Rank 0 saves longer than the usual 3 s, below a shell that handles no signal; rank 1 handles none, and goes."""
+    launch.script("""
+if rank == 0:
+    def save(number, frame):
+        if number == signal.SIGTERM: time.sleep(4)
+        print("saved at", signal.Signals(number).name)
+        if number == signal.SIGTERM: sys.exit()
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM): signal.signal(number, save)
+    if os.fork() == 0: time.sleep(300)  # a worker inherits the handlers, and is not to save
+print("ready")
+while True: time.sleep(0.1)
+""")
+    job = "python ranks.py; echo the shell goes on"
+    process = launch.start("-n", "2", "--launcher", launcher, "--grace", "60", "--", "bash", "-c", job)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        process.send_signal(number)
+        assert process.stdout.readline() == f"[0] saved at {number.name}\n".encode()
+        assert (
+            process.stderr.readline().decode().startswith(f"hvdkit launch: {number.name} was not passed on to rank 1:")
+        )
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output) == (143, b"[0] saved at SIGTERM\n"), errors
+    assert errors.decode() == "hvdkit launch: interrupted by SIGTERM; every process was ended.\n"
 
 
 @needs_mpi

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,7 +56,7 @@ def test_init_connects_the_tasks_of_two_nodes_without_mpi(cluster, environment, 
 
 
 def test_words_for_the_script_pass_srun_untouched(cluster, environment, tmp_path):
-    command = [sys.executable, "-m", "hvdkit.cli", "launch", "--launcher", "srun", "-n", "2", "--ppn", "1"]
+    command = [sys.executable, "-m", "hvdkit.cli", "launch", "--launcher", "srun", "-n", "2", "--ppn", "1", "--no-tag"]
     show = "import json, sys; print(json.dumps(sys.argv[1:]))"
     for words in (["--num", "-x", "", "a b", "$HOME", "a\nb", "*", "--"], ["a", ":", "--help", "日本", ":"]):
         done = cluster.run(*command, "--", sys.executable, "-c", show, *words, **environment)
@@ -105,7 +108,7 @@ def test_slurm_takes_every_option_of_hvdkit_job_from_a_site_of_ones_own(cluster,
     done = cluster.run("sbatch", "--wait", "job.sh", **environment)
     for index in ("3", "4"):
         text = (tmp_path / f"said.{index}").read_text()
-        assert text.split() == [index] * 4, text
+        assert sorted(text.splitlines()) == [f"[{rank}] {index}" for rank in range(4)], text
     assert done.returncode == 0
     refused = cluster.run(*told, *wanted, "--force", "--nodes", "3", "--", *program, **environment)
     assert refused.returncode == 2
@@ -127,3 +130,44 @@ def test_submit_shows_what_the_job_prints_and_ends_with_its_status(cluster, envi
     assert several.returncode == 0 and "has ended" not in several.stderr
     refused = cluster.run(*told, "--queue", "nowhere", "--", "true", **environment)
     assert refused.returncode == 1 and re.search(r"hvdkit: sbatch took no job: .*partition", refused.stderr)
+
+
+def test_the_rank_that_failed_is_named_lines_are_tagged_and_depth_binds(cluster, environment):
+    told = [sys.executable, "-m", "hvdkit.cli", "launch", "--launcher", "srun", "-n", "2", "--ppn", "1"]
+    code = "import os, sys, time; rank = os.environ['SLURM_PROCID']; print('I am', rank, flush=True)\n"
+    code += "print(len(os.sched_getaffinity(0)), 'core', file=sys.stderr, flush=True)\n"
+    code += "if rank == '1': time.sleep(1); sys.exit(3)\ntime.sleep(100)"
+    done = cluster.run(*told, "--depth", "1", "--", sys.executable, "-c", code, **environment)
+    assert sorted(done.stdout.splitlines()) == ["[0] I am 0", "[1] I am 1"]
+    assert {"[0] 1 core", "[1] 1 core"} <= {*done.stderr.splitlines()}
+    assert re.search(
+        r"^hvdkit launch: rank 1 \(pid \d+ on \S+\) exited with status 3; the job was ended.$", done.stderr, re.M
+    )
+    assert done.returncode == 3
+    plain = cluster.run(*told, "--no-tag", "--", "echo", "a line", **environment)
+    assert (plain.stdout, plain.returncode) == ("a line\na line\n", 0)
+
+
+def test_ranks_on_two_nodes_save_at_a_warning_and_when_the_job_is_told_to_end(cluster, environment):
+    """srun itself kills at SIGTERM. Rank 1 is done at once, which must not end rank 0."""
+    code = "import os, signal, sys, time\ndef save(number, frame):\n    if number == signal.SIGTERM:\n"
+    code += "        time.sleep(4 if os.environ['SLURM_PROCID'] == '0' else 0)\n"
+    code += "    print(signal.Signals(number).name, flush=True)\n    if number == signal.SIGTERM: sys.exit(1)\n"
+    code += "for number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, save)\n"
+    code += "print('ready', flush=True)\nfor _ in range(3000): time.sleep(0.1)"
+    told = [sys.executable, "-m", "hvdkit.cli", "launch", "--launcher", "srun", "-n", "2", "--ppn", "1"]
+    job = subprocess.Popen(
+        [*told, "--grace", "60", "--", sys.executable, "-c", code],
+        env={**os.environ, **cluster.environment, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert {job.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
+    job.send_signal(signal.SIGUSR1)
+    assert {job.stdout.readline() for _ in range(2)} == {"[0] SIGUSR1\n", "[1] SIGUSR1\n"}
+    job.send_signal(signal.SIGTERM)
+    output, errors = job.communicate(timeout=120)
+    assert output.splitlines() == ["[1] SIGTERM", "[0] SIGTERM"], errors
+    assert (job.returncode, errors.splitlines()[-1]) == (
+        143,
+        "hvdkit launch: interrupted by SIGTERM; the job was ended.",
+    )

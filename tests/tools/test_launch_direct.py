@@ -8,18 +8,20 @@ import threading
 import pytest
 
 from hvdkit.run.launch import direct
+from hvdkit.run.launch.model import Host, LaunchPlan
 
 LOST = "PRTE has lost communication with a remote daemon.\n"
 
 
 def run(program, hosts=()):
-    return direct.run([sys.executable, "-c", program], os.environ, hosts)
+    there = tuple(Host(name, 1) for name in hosts)
+    return direct.run(LaunchPlan(1, "mpirun", (sys.executable,), ("-c", program), {}, os.environ, "", hosts=there))
 
 
 def test_output_and_status_are_those_of_the_launcher(capfd):
     done = run("import os, sys; os.write(1, b'no end of line'); os.write(2, b'\\xff\\n' * 40000); sys.exit(3)")
     out, err = capfd.readouterr()
-    assert (done.status, done.interrupted, out) == (3, False, "no end of line")
+    assert (done.status, done.interrupted, out) == (3, False, "no end of line\n")
     assert err.count("\n") == 40000
     assert run("import os; os.kill(os.getpid(), 9)").status == 137
 
@@ -70,7 +72,7 @@ def test_the_hosts_that_no_longer_answer_are_named_on_a_line_of_their_own(capfd,
     assert capfd.readouterr().err.startswith(f"{begin}s b and c answered when the job began and no longer do: ")
     down.unlink()
     assert run(program.format(0), ["a", "b"]).status == 0
-    assert capfd.readouterr().err == "ends here"
+    assert capfd.readouterr().err == "ends here\n"
 
 
 def test_hosts_that_nothing_knows_are_named_when_the_launcher_fails(capfd, monkeypatch):

@@ -104,8 +104,8 @@ print("ready", flush=True)
     )  # fmt: skip
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["False\n", "ready\n"]
-    assert process.pid in wire._descendants_that_catch(signal.SIGRTMAX - 2)
-    assert process.pid not in wire._descendants_that_catch(signal.SIGRTMAX - 3)
+    assert wire._handles(process.pid, signal.SIGRTMAX - 2)
+    assert not wire._handles(process.pid, signal.SIGRTMAX - 3)
     os.kill(process.pid, signal.SIGRTMAX - 2)
     text, deadline = b"", time.monotonic() + 60
     os.set_blocking(reader, False)

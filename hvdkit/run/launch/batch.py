@@ -121,8 +121,10 @@ def _srun(request: Request, program: Path) -> LauncherLine:
     if request.cpu_bind is None and request.bind != "none":
         place = {"core": "cores", "socket": "sockets", "numa": "ldoms"}[request.bind]
         settings.append(Setting(f"--bind {request.bind}", (f"--cpu-bind={place}",)))
-    elif request.cpu_bind is None and request.depth is None:
-        # else Slurm ties a rank to its cpus-per-task, where the site has it tie at all
+    elif request.cpu_bind is None and request.depth is not None:
+        why = "each rank is tied to the cores of its --depth; by itself Slurm ties only ranks that fill their host"
+        settings.append(Setting(why, ("--cpu-bind=cores",)))
+    elif request.cpu_bind is None:
         settings.append(Setting(_UNTIED, ("--cpu-bind=none",)))
     settings += [
         *_given("the hosts that you named", ",".join(_chosen(request)[:nodes]) or None, "--nodelist={}"),
@@ -130,7 +132,14 @@ def _srun(request: Request, program: Path) -> LauncherLine:
         Setting("one Ctrl-C ends the job; otherwise srun asks for two", ("--quit-on-interrupt",)),
     ]
     exported = Setting("ranks on every host get the variables of this process", ("--export=ALL",))
-    return LauncherLine(program, tuple(settings), "", pass_on=lambda _added, _environ: exported)
+    return LauncherLine(
+        program,
+        tuple(settings),
+        "SLURM_PROCID",
+        pass_on=lambda _added, _environ: exported,
+        tag=("--label",),
+        tagged=re.compile(rb"^ *(\d+): ?"),
+    )
 
 
 def inside_a_step(environ: Mapping[str, str]) -> list[Setting]:

@@ -70,8 +70,8 @@ def launch(
     .py file is run by the Python that hvdkit is installed in. The ranks read nothing from standard input.
 
     Each line of output is tagged with the rank it comes from. When a rank fails, Ctrl-C is pressed or this program is
-    told to end, every process is ended. The traceback of the rank that failed first is printed last; ranks that only
-    lost contact with it take one line each.
+    told to end, every process is ended. SIGUSR1 and SIGUSR2 are passed on to the ranks that handle them. The traceback
+    of the rank that failed first is printed last; ranks that only lost contact with it take one line each.
 
     The exit status is that of the rank that failed first: its own, or 128 + N when signal N killed it (137: SIGKILL;
     the last line says where memory ran out). It is 130 after Ctrl-C, and 75 when a collective waited longer than
@@ -111,7 +111,7 @@ def launch(
         return 0
     if growing is not None:
         with recordings.recorded(request, job):
-            return direct.run([*job.launcher, *job.command], job.environment).status
+            return direct.run(replace(job, rank_variable="", hosts=()), tagged=tag).status
     if status := _prepared(command[0], job, before, first=first):
         return status
     with recordings.recorded(request, job):
@@ -153,7 +153,7 @@ def _could_train(job: LaunchPlan) -> bool:
 def _started(job: LaunchPlan, *, tagged: bool = False, verbose: bool = False) -> JobEnd:
     """Run a job once; how it ended."""
     if job.direct:
-        return direct.run([*job.launcher, *job.command], job.environment, [host.name for host in job.hosts])
+        return direct.run(job, tagged=tagged)
     return supervise.run(job, tagged=tagged, verbose=verbose)
 
 

@@ -1,32 +1,56 @@
 """Runs a launcher by itself: elastic jobs, and ranks on other hosts.
 
 Elastic ranks are watched by horovodrun, which must replace those that fail; ranks on other hosts cannot reach the
-socket of ``supervise``. Their output comes as the launcher passes it on, and it is the launcher that ends them. When
-such a job fails, the hosts that were lost, or that nothing knows, are named.
+socket of ``supervise``. Their output comes as the launcher passes it on, and it is the launcher that ends them. The
+process beside each rank (``rank``) says in that output how the rank ended. When such a job fails, the first rank that
+failed is named, and the hosts that were lost, or that nothing knows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
+import re
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import IO, Any, cast
 
-from hvdkit.common.signals import handled
-from hvdkit.run.launch.outcome import JobEnd
+from hvdkit.common.signals import handled, signal_name
+from hvdkit.run.launch import placement
+from hvdkit.run.launch import rank as wire
+from hvdkit.run.launch.model import LaunchPlan
+from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace
+from hvdkit.run.launch.output import LineBuffer
 from hvdkit.run.launch.peer import ENDING
 from hvdkit.run.launch.start import start
 from hvdkit.run.launch.tracebacks import LOST_PEER
+from hvdkit.steps.ranks import name_ranks
 
 _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to report back")
 """What Open MPI's mpirun says of a host that it lost, before it ends with status 0 (seen with 5.0)."""
 _LOST_PEER = (*_LOST_DAEMON, *LOST_PEER)
+_ENDED = re.compile(rb"\x1ehvdkit (\d+) (-?\d+) ([01]) (\d+) (\S+)\x1e")
+"""``rank.ENDED``"""
+_STEP = re.compile(rb"\x1ehvdkit step (\d+\.\d+)\x1e")
+"""``rank.STEP``"""
+_SSH = tuple(f"-o{word}" for word in ("PasswordAuthentication=no", "StrictHostKeyChecking=no", "ConnectTimeout=5"))
+"""As horovodrun calls it; a host that is lost does not keep it."""
+_LOOK_S = 0.2
+_LEAVE_S = 2.0
+"""Seconds that the ranks' hosts may be behind with what they say of an end."""
+_KILL_S = 6.0
+"""Seconds that a launcher has to kill its ranks; horovodrun takes 5."""
 _DRAIN_S = 2.0
 """Seconds for what the launcher's own children still write when it has ended."""
 _PORT = 22
@@ -37,77 +61,217 @@ _LOOK_UP_S = 5.0
 _AT_A_TIME = 64
 
 
-def run(argv: list[str], environment: Mapping[str, str], hosts: Sequence[str] = ()) -> JobEnd:
-    """Run a launcher to its end, passing signals on, a second one as SIGKILL; how it ended.
+def run(plan: LaunchPlan, *, tagged: bool = True) -> JobEnd:
+    """Run a launcher to its end, passing signals on; how the job ended.
 
     Args:
-        argv: the launcher, its options and the command.
-        environment: all its variables.
-        hosts: where the ranks run, as far as it is known; those that are lost are named on standard error.
+        plan: what to start; where it names no variable of the rank, the launcher alone sees to the ranks. The hosts
+            that are lost are named on standard error.
+        tagged: put ``[rank] `` before each line of output.
     Returns:
-        The launcher's status; 1 where it gives 0 although it lost a host.
+        The status of the rank that failed first, as far as ranks say how they end; else the launcher's, or 1 where it
+        gives 0 although it lost a host.
     Raises:
         LaunchError: it cannot be started.
     """
-    reach = Reach(hosts)
-    process: subprocess.Popen[bytes] | None = None
-    ended_by: list[int] = []
+    job = _Job(plan, tagged)
+    with handled((*ENDING, *wire.PASS_ON), job.on_signal):
+        return job.run()
 
-    def pass_on(number: int, _frame: object) -> None:
-        ended_by.append(number)
-        if process is None:
-            return  # it is told as soon as it runs
-        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-            os.killpg(process.pid, signal.SIGKILL if len(ended_by) > 1 else number)
 
-    with handled(ENDING, pass_on):
-        process = start(argv, environment)
-        if ended_by:
-            os.killpg(process.pid, ended_by[0])
-        pipes = (cast(IO[bytes], process.stdout), cast(IO[bytes], process.stderr))
-        copies = [_Copy(stream, fd, reach.suspect) for fd, stream in enumerate(pipes, start=1)]
-        status = process.wait()
-    for copy in copies:
-        copy.join(_DRAIN_S)
-        while copy.is_alive() and copy.writing:  # whoever reads takes its time
+class _Job:
+    def __init__(self, plan: LaunchPlan, tagged: bool) -> None:
+        self._plan, self._tagged = plan, tagged
+        self._reach = Reach([host.name for host in plan.hosts])
+        self._address = f"-{secrets.token_hex(8)}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._copies: list[_Copy] = []
+        self._signals: list[int] = []
+        self._kill_at = math.inf
+
+    def on_signal(self, number: int, _frame: object = None) -> None:
+        """Pass it on; what a second one that ends the job does is to kill."""
+        if number not in wire.PASS_ON:
+            self._signals.append(number)
+        if self._process is None:
+            return  # the launcher is told as soon as it runs
+        if number in wire.PASS_ON:
+            self._to_ranks(number)
+        elif len(self._signals) > 1:
+            self._kill_at = 0.0
+        elif self._plan.rank_variable:
+            self._kill_at = time.monotonic() + self._plan.grace_s + _LEAVE_S
+            self._to_ranks(signal.SIGALRM)
+        else:
+            self._to_launcher(number)
+
+    def run(self) -> JobEnd:
+        """Start it, and see to it until it is gone."""
+        launcher, *options = self._plan.launcher
+        beside = (*self._plan.beside_rank, self._address, self._plan.rank_variable, str(self._plan.grace_s))
+        tag = self._plan.tag if self._tagged else ()
+        command = (*(beside if self._plan.rank_variable else ()), *self._plan.command)
+        self._process = process = start([launcher, *tag, *options, *command], self._plan.environment)
+        if self._signals:
+            self._to_launcher(self._signals[0])
+        pattern = self._plan.tagged if tag or not self._plan.tag else None
+        for fd, stream in enumerate((process.stdout, process.stderr), start=1):
+            self._copies.append(_Copy(cast(IO[bytes], stream), fd, pattern, self._tagged, self._reach.suspect))
+        self._wait(process)
+        for copy in self._copies:
             copy.join(_DRAIN_S)
-    if ended_by:
-        return JobEnd(128 + ended_by[0], interrupted=True)
-    if any(copy.lost_daemon for copy in copies):
-        status = status or 1
-    if status and (sentence := reach.lost() or reach.unknown()) is not None:
-        begin = "\n" if copies[1].within_line else ""
-        sys.stderr.write(f"{begin}hvdkit launch: {sentence}\n")
-    return JobEnd(status if status >= 0 else 128 - status, interrupted=False)
+            while copy.is_alive() and copy.writing:  # whoever reads takes its time
+                copy.join(_DRAIN_S)
+        return self._conclude(process.returncode)
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the launcher, and end it: when all ranks have ended within the grace, or when that is over."""
+        while not _is_over(process, _LOOK_S):
+            ends = [end for copy in self._copies for end in copy.ends]
+            if self._signals and len(ends) == self._plan.n:
+                self._kill_at = 0.0
+            elif self._plan.launcher_name == "horovodrun" and self._kill_at == math.inf and first_failure(ends):
+                self._kill_at = time.monotonic() + _LEAVE_S  # it ends its ssh, and leaves what runs on other hosts
+            if time.monotonic() < self._kill_at:
+                continue
+            if self._plan.launcher_name == "horovodrun":
+                self._to_ranks(signal.SIGTERM)
+            self._to_launcher(signal.SIGTERM)  # srun and mpirun kill what runs on other hosts
+            if not _is_over(process, _KILL_S):
+                self._to_launcher(signal.SIGKILL)
+
+    def _to_launcher(self, number: int) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(self._process.pid, number)
+
+    def _to_ranks(self, number: int) -> None:
+        """Send a signal to the process beside each rank, in the way of the launcher."""
+        steps = [copy.step for copy in self._copies if copy.step]
+        if not self._plan.rank_variable:  # elastic ranks are of this host, or out of reach
+            for pid in wire.first_that_handle(number)[0]:
+                os.kill(pid, number)
+        elif self._plan.launcher_name == "horovodrun":
+            here, words = socket.gethostname(), [*self._plan.beside_rank, "signal", str(int(number)), self._address]
+            for host in self._plan.hosts:
+                self._helper((() if placement.is_here(host.name, here) else ("ssh", *_SSH, host.name)) + tuple(words))
+        elif self._plan.launcher_name == "srun" and number == signal.SIGALRM and steps:
+            self._helper(("scancel", "--signal=TERM", *steps))  # srun itself would kill
+        elif self._plan.launcher_name == "srun" and number == signal.SIGALRM:
+            self._to_launcher(signal.SIGTERM)
+        else:
+            self._to_launcher(number)
+
+    def _helper(self, words: Sequence[str]) -> None:
+        program = shutil.which(words[0], path=self._plan.environment.get("PATH")) or words[0]
+        try:
+            subprocess.Popen((program, *words[1:]), env=self._plan.environment, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            _say(f"{words[0]} cannot be started ({error.strerror}): the ranks are not told of the signal.")
+
+    def _conclude(self, status: int) -> JobEnd:
+        """How the job ended, and the sentence that explains it; ``status``: the launcher's."""
+        ends = [end for copy in self._copies for end in copy.ends]
+        if self._signals:
+            said = f"interrupted by {signal_name(self._signals[0])}; the job was ended"
+            silent = {*range(self._plan.n)} - {end.rank for end in ends} if self._plan.rank_variable else set()
+            said += killed_after_grace(ends, self._plan.grace_s)
+            if silent:
+                said += f"; {name_ranks(sorted(silent))} did not say how"
+            _say(f"{said}.")
+            return JobEnd(128 + self._signals[0], interrupted=True)
+        lost = {rank for copy in self._copies for rank in copy.lost_peers}
+        failure = first_failure(replace(end, knock_on=end.rank in lost) for end in ends)
+        if failure is None:
+            failure = next((end for end in ends if end.told), None)
+        if any(copy.lost_daemon for copy in self._copies):
+            status = status or 1
+        sentence = self._reach.lost() if status or failure else None
+        if failure is not None:
+            status = failure.exit_status or 128 + signal.SIGTERM
+            sentence = sentence or f"{failure}; the job was ended."
+        elif status and not ends:
+            sentence = sentence or self._reach.unknown()
+        if sentence:
+            _say(sentence)
+        return JobEnd(status if status >= 0 else 128 - status, interrupted=False)
+
+
+def _is_over(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"hvdkit launch: {sentence}\n")
 
 
 class _Copy(threading.Thread):
-    """Passes a stream of the launcher on as it comes, and looks in it for what says that a host was lost."""
+    """Passes a stream of the launcher on by lines, and looks in it for how ranks end, and whether a host was lost."""
 
-    def __init__(self, stream: IO[bytes], to: int, on_lost_peer: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        stream: IO[bytes],
+        to: int,
+        tagged: re.Pattern[bytes] | None,
+        tag: bool,
+        on_lost_peer: Callable[[], None],
+    ) -> None:
         super().__init__(daemon=True)
         self._stream = stream
         self._to = to
+        self._tagged, self._tag = tagged, tag
         self._on_lost_peer = on_lost_peer
         self.lost_daemon = False
-        self.within_line = False
+        self.lost_peers: set[int] = set()
+        self.ends: list[RankEnd] = []
+        self.step = ""
         self.writing = False
         self.start()
 
     def run(self) -> None:
-        before = b""
+        lines = LineBuffer()
         with self._stream, contextlib.suppress(OSError):  # nobody reads it any more: the launcher is to notice, too
             while data := os.read(self._stream.fileno(), 1 << 16):
-                seen = before + data
-                self.lost_daemon |= any(mark in seen for mark in _LOST_DAEMON)
-                if any(mark in seen for mark in _LOST_PEER):
-                    self._on_lost_peer()
-                before = seen[-max(map(len, _LOST_PEER)) :]
-                self.within_line = not data.endswith(b"\n")
-                self.writing = True
-                while data:
-                    data = data[os.write(self._to, data) :]
-                self.writing = False
+                self._pass_on(lines.feed(data))
+            self._pass_on(lines.close())
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        data = b"".join(shown for line in lines for shown in self._shown(line))
+        self.writing = True
+        while data:
+            data = data[os.write(self._to, data) :]
+        self.writing = False
+
+    def _shown(self, line: bytes) -> Iterator[bytes]:
+        """A line as it is to be seen, nothing where it only says how a rank ended; several where mpirun glued them."""
+        tags = [] if self._tagged is None else list(self._tagged.finditer(line))
+        bounds = [0, *(match.start() for match in tags if match.start()), len(line)]
+        for piece in (line[begin:end] for begin, end in itertools.pairwise(bounds)):
+            piece += b"" if piece.endswith((b"\n", b"\r")) else b"\n"
+            match = None if self._tagged is None else self._tagged.match(piece)
+            rank = None if match is None else int(match[1])
+            text = piece if match is None else piece[match.end() :]
+            self._look(rank, text)
+            rest = _STEP.sub(self._note_step, _ENDED.sub(self._note_end, text))
+            if rest.strip() or rest == text:
+                yield rest if rank is None or not self._tag else b"[%d] " % rank + rest
+
+    def _look(self, rank: int | None, text: bytes) -> None:
+        self.lost_daemon |= any(mark in text for mark in _LOST_DAEMON)
+        if any(mark in text for mark in _LOST_PEER):
+            self._on_lost_peer()
+            self.lost_peers |= set() if rank is None else {rank}
+
+    def _note_step(self, found: re.Match[bytes]) -> bytes:
+        self.step = found[1].decode()
+        return b""
+
+    def _note_end(self, found: re.Match[bytes]) -> bytes:
+        rank, status, told, pid = map(int, found.groups()[:4])
+        self.ends.append(RankEnd(rank, status, bool(told), pid=pid, host=found[5].decode(errors="replace")))
+        return b""
 
 
 class Reach:

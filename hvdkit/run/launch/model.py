@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdkit.run.launch import rank
 from hvdkit.run.launch.tuned import Tuned
 
 SECOND_PROGRAM = re.compile(":")
 """The word that parts two programs of one job, under every launcher but horovodrun."""
+BESIDE_RANK = (sys.executable, "-I", "-S", str(Path(rank.__file__)))
+GRACE_S, BATCH_GRACE_S = 3.0, 30.0
+"""Seconds from SIGTERM to SIGKILL for who waits at a terminal, and in a batch job, as Slurm's own KillWait."""
 BINDINGS = ("none", "core", "socket", "numa")
 
 
@@ -84,6 +89,7 @@ class Request:
         dry_run: the command line is only to be shown; the launcher may be missing.
         explain_job: absolute path of the directory for what explains the job, None for none.
         stage: the environment that the ranks are to find on their host's disk, None for that which hvdkit is in.
+        grace: seconds from SIGTERM to SIGKILL when the job is told to end, > 0, None for what suits where it runs.
     """
 
     n: int
@@ -115,6 +121,7 @@ class Request:
     cpu_bind: str | None = None
     explain_job: Path | None = None
     stage: Staged | None = None
+    grace: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +214,8 @@ class LauncherLine:
         noisy_start: it writes about itself before the ranks run although nothing is wrong.
         pass_on: makes the options that carry variables to ranks on other hosts, from those that the job adds and those
             that it inherits; None where the launcher carries all of them by itself.
+        tag: words that make it put a rank's number before each line.
+        tagged: how such a number looks in its output; None where it is as hvdkit writes it.
         taken: words that it takes for its own wherever they stand, also behind the program.
         notes: what the user should know before the job runs, full sentences.
     """
@@ -216,6 +225,8 @@ class LauncherLine:
     rank_variable: str
     noisy_start: bool = False
     pass_on: Callable[[Mapping[str, str], Mapping[str, str]], Setting] | None = None
+    tag: tuple[str, ...] = ()
+    tagged: re.Pattern[bytes] | None = None
     taken: re.Pattern[str] = SECOND_PROGRAM
     notes: tuple[str, ...] = ()
 
@@ -231,7 +242,7 @@ class LaunchPlan:
         command: what each rank runs; ``launcher`` followed by ``command`` is the whole command line.
         added: environment variables that the job gets beside those of this process.
         environment: all environment variables of the job.
-        rank_variable: see ``LauncherLine``.
+        rank_variable, tag, tagged: see ``LauncherLine``.
         noisy_start: see ``LauncherLine``.
         settings: every decision with its reason.
         notes: what the user should know before the job runs, full sentences.
@@ -240,6 +251,8 @@ class LaunchPlan:
         direct: the launcher runs by itself, since its ranks are (or may be) on other hosts, out of the reach of
             ``supervise``.
         hosts: where those ranks run, as far as it is known.
+        beside_rank: what starts the process beside each rank, see ``rank``.
+        grace_s: seconds from SIGTERM to SIGKILL when the job is told to end.
     """
 
     n: int
@@ -256,3 +269,7 @@ class LaunchPlan:
     stall_dir: Path | None = None
     direct: bool = False
     hosts: tuple[Host, ...] = ()
+    grace_s: float = GRACE_S
+    tag: tuple[str, ...] = ()
+    tagged: re.Pattern[bytes] | None = None
+    beside_rank: tuple[str, ...] = BESIDE_RANK

@@ -82,7 +82,7 @@ def line(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     # Hydra starts any number of ranks and passes on the whole environment
     settings = [Setting("one process per rank", ("-n", str(request.n))), *_hydra_hosts(request, mpi)]
     settings.append(_hydra_placement(request, facts, intel=mpi.implementation == "Intel MPI"))
-    return LauncherLine(mpi.mpirun, tuple(settings), "PMI_RANK")
+    return LauncherLine(mpi.mpirun, tuple(settings), "PMI_RANK", tag=("-prepend-rank",))
 
 
 def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
@@ -103,7 +103,15 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
         allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         settings.append(Setting("you are root, whom Open MPI refuses without both variables", variables=allow))
     pass_on = _pass_on if request.hosts else None
-    return LauncherLine(mpi.mpirun, tuple(settings), "OMPI_COMM_WORLD_RANK", pass_on=pass_on, taken=_TAKEN)
+    return LauncherLine(
+        mpi.mpirun,
+        tuple(settings),
+        "OMPI_COMM_WORLD_RANK",
+        pass_on=pass_on,
+        tag=("--output", "tag") if mpi.version >= (5,) else ("--tag-output",),
+        tagged=re.compile(rb"\[[^\[\],]*,(\d+)\]<std(?:out|err)>: ?"),
+        taken=_TAKEN,
+    )
 
 
 def _pass_on(added: Mapping[str, str], environ: Mapping[str, str]) -> Setting:

@@ -20,7 +20,7 @@ from hvdkit.common.commands import (
     shortened,
 )
 from hvdkit.run.launch import plan
-from hvdkit.run.launch.model import BINDINGS
+from hvdkit.run.launch.model import BATCH_GRACE_S, BINDINGS, GRACE_S
 
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
@@ -234,6 +234,14 @@ OPTIONS = (
         default=0,
         metavar="K",
         help="Restart a failed job at most K times; COMMAND resumes from its own checkpoints (HVDKIT_RESTART counts)",
+    ),
+    click.option(
+        "--grace",
+        type=float,
+        callback=seconds_above_0,
+        metavar="S",
+        help="Seconds that the ranks have to save and end when this program is told to end; they get SIGTERM at once, "
+        f"then SIGKILL  [default: {GRACE_S:g}, in a batch job {BATCH_GRACE_S:g}]",
     ),
     click.option(
         "--min-np", type=AT_LEAST_1, metavar="N", help="Elastic: minimum number of ranks; below it the job waits."

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvdkit.common.signals import signal_name
+from hvdkit.steps.ranks import name_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class RankEnd:
         told: it was told to end, by this launcher or by mpirun, before it ended.
         knock_on: it wrote that Horovod lost a peer, or that the root failed.
         pid: process id of its command, 0 when it is not known.
+        host: where it ran; "" on one host.
     """
 
     rank: int
@@ -25,6 +28,7 @@ class RankEnd:
     told: bool = False
     knock_on: bool = False
     pid: int = 0
+    host: str = ""
 
     @property
     def exit_status(self) -> int:
@@ -32,7 +36,8 @@ class RankEnd:
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} (pid {self.pid})" if self.pid else f"rank {self.rank}"
+        where = f" on {self.host}" if self.host else ""
+        who = f"rank {self.rank} (pid {self.pid}{where})" if self.pid else f"rank {self.rank}{where}"
         if self.status >= 0:
             return f"{who} exited with status {self.status}"
         return f"{who} was killed by {signal_name(-self.status)}"
@@ -78,3 +83,9 @@ def left_early(ends: Iterable[RankEnd]) -> RankEnd | None:
     if (failure is None and not any(end.told for end in known)) or (failure is not None and not failure.knock_on):
         return None
     return next((end for end in known if end.status == 0 and not end.told), None)
+
+
+def killed_after_grace(ends: Iterable[RankEnd], grace_s: float) -> str:
+    """The ranks that were told to end and had to be killed, for the end of a sentence; "" where there are none."""
+    killed = sorted(end.rank for end in ends if end.told and end.status == -signal.SIGKILL)
+    return f", {name_ranks(killed)} by SIGKILL (--grace allows more than {grace_s:g} s)" if killed else ""

@@ -117,14 +117,14 @@ class Signals:
 
 @contextlib.contextmanager
 def watched_signals() -> Iterator[Signals]:
-    """Collect the signals that end a job or say that a child has ended."""
+    """Collect the signals that end a job, that its ranks handle, or that say that a child has ended."""
     receiver, sender = socket.socketpair()
     with receiver, sender:
         sender.setblocking(False)
         signals = Signals(receiver)
         previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         try:
-            with handled((signal.SIGCHLD, *ENDING), signals.note):
+            with handled((signal.SIGCHLD, *ENDING, *wire.PASS_ON), signals.note):
                 yield signals
         finally:
             signal.set_wakeup_fd(previous_fd)

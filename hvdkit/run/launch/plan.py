@@ -22,9 +22,20 @@ from hvdkit.run.launch import (
     stall,
 )
 from hvdkit.run.launch.command import Command, as_one_word, through_mpi4py
-from hvdkit.run.launch.model import LauncherLine, LaunchFacts, LaunchPlan, Mpi, Request, Setting
+from hvdkit.run.launch.model import (
+    BATCH_GRACE_S,
+    BESIDE_RANK,
+    GRACE_S,
+    LauncherLine,
+    LaunchFacts,
+    LaunchPlan,
+    Mpi,
+    Request,
+    Setting,
+)
 from hvdkit.run.launch.stage import job as staging
 from hvdkit.steps import step_times
+from hvdkit.steps.launchers import batch_job
 
 _OF_PROGRAM: dict[str, Callable[[Request, Path], LauncherLine]] = {"horovodrun": horovodrun.line, **batch.LINES}
 LAUNCHERS = ("mpirun", *_OF_PROGRAM)
@@ -267,6 +278,9 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         added=added,
         environment={**environ, **added},
         rank_variable=line.rank_variable,
+        tag=line.tag,
+        tagged=line.tagged,
+        beside_rank=staging.moved_words(BESIDE_RANK, request.stage),
         noisy_start=line.noisy_start,
         settings=tuple(settings),
         notes=(*line.notes, *_notes(name, request, facts, environ, direct=direct)),
@@ -274,6 +288,7 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
         stall_dir=request.stall_dir,
         direct=direct,
         hosts=request.hosts if direct else (),
+        grace_s=request.grace or (BATCH_GRACE_S if batch_job(environ) else GRACE_S),
     )
 
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from hvdkit.run.launch import rank as wire
 from hvdkit.run.launch.memory import MemoryKills
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.mpirun import SESSIONS
-from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, left_early
+from hvdkit.run.launch.outcome import JobEnd, RankEnd, first_failure, killed_after_grace, left_early
 from hvdkit.run.launch.peer import RECEIVE_BYTES, Peer, Signals, listener, watched_signals
 from hvdkit.run.launch.shown import STDERR, STDOUT, JobOutput
 from hvdkit.run.launch.stall import DUMP_S, Stall, StallReports, write_stacks
@@ -117,6 +116,8 @@ class _Job:
         self._ends: list[RankEnd] = []
         self._lost: list[RankEnd] = []
         self._signal: int | None = None
+        self._end_order = wire.STOP
+        self._unhandled: dict[int, set[int]] = {}  # signal to ranks
         self._stall: Stall | None = None
         self._named_awaited = False
         self._memory = MemoryKills()
@@ -145,7 +146,7 @@ class _Job:
 
     def _start(self) -> subprocess.Popen[bytes]:
         address = self._listener.getsockname()[1:].decode()
-        wrapper = (sys.executable, "-I", "-S", str(Path(wire.__file__)), address, self._plan.rank_variable)
+        wrapper = (*self._plan.beside_rank, address, self._plan.rank_variable)
         argv = (*self._plan.launcher, *wrapper, *self._plan.command)
         return start(argv, self._plan.environment, stderr=subprocess.STDOUT)
 
@@ -171,7 +172,7 @@ class _Job:
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_peer(peer))
         if self._phase is JobPhase.STOPPING:
-            peer.order(wire.STOP)
+            peer.order(self._end_order)
 
     def _on_peer(self, peer: Peer) -> None:
         data = peer.receive()
@@ -196,6 +197,8 @@ class _Job:
             self._on_errors(peer, payload)
         elif kind == wire.REPORT:
             self._on_rank_report(peer, payload)
+        elif kind == wire.UNHANDLED and peer.rank is not None:
+            self._unhandled[wire.UNHANDLED_PAYLOAD.unpack(payload)[0]].add(peer.rank)
         elif kind == wire.EXIT:
             self._on_rank_end(peer, *wire.EXIT_PAYLOAD.unpack(payload))
 
@@ -237,6 +240,7 @@ class _Job:
         self._shown.end_of(peer.rank)
         if first_failure(self._ends) is not None:
             self._stop_soon()
+        self._release_ended()
 
     def _on_peer_gone(self, peer: Peer) -> None:
         if peer.end is None and peer.rank is not None:
@@ -246,8 +250,14 @@ class _Job:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         self._peers.remove(peer)
+        self._release_ended()
         if self._phase is JobPhase.STOPPING and not self._peers:
             self._leave_launcher()
+
+    def _release_ended(self) -> None:
+        """Let ranks that were told to end leave together: at the first one the launcher kills those that still save."""
+        if self._end_order == wire.TERMINATE and all(peer.end for peer in self._peers):
+            self._order(wire.STOP)
 
     # What happens: the launcher writes, signals come
 
@@ -276,11 +286,26 @@ class _Job:
             if number == signal.SIGCHLD:
                 if self._launcher.poll() is not None and self._peers:
                     self._stop()
+            elif number in wire.PASS_ON:
+                self._pass_on(number)
             elif self._signal is None:
                 self._signal = number
-                self._stop()
+                self._stop(wire.TERMINATE, self._plan.grace_s)
             else:
                 self._kill()
+
+    def _pass_on(self, number: int) -> None:
+        """Send a signal to the ranks; those that are not there yet, or do not handle it, are named."""
+        if number not in self._unhandled:
+            self._after(_REPORT_S, self._report_unhandled, number)
+        here = {peer.rank for peer in self._ranks}
+        self._unhandled[number] = {rank for rank in range(self._plan.n) if rank not in here}
+        self._order(wire.PASS_ON[signal.Signals(number)])
+
+    def _report_unhandled(self, number: int) -> None:
+        if ranks := self._unhandled.pop(number):
+            why = "no handler for it, or not yet"
+            self._shown.say(f"{signal_name(number)} was not passed on to {name_ranks(sorted(ranks))}: {why}.")
 
     # What is done: the job is ended
 
@@ -340,13 +365,13 @@ class _Job:
             self._after(KNOCK_ON_SETTLE_S, self._stop)
         self._phase = JobPhase.SETTLING
 
-    def _stop(self) -> None:
+    def _stop(self, order: bytes = wire.STOP, kill_after_s: float = STOP_S) -> None:
         """Tell every rank to end, and see to it that they do."""
         if self._phase is JobPhase.STOPPING:
             return
-        self._phase = JobPhase.STOPPING
-        self._order(wire.STOP)
-        self._after(STOP_S, self._kill)
+        self._phase, self._end_order = JobPhase.STOPPING, order
+        self._order(order)
+        self._after(kill_after_s, self._kill)
         if not self._all_started:
             self._signal_launcher(signal.SIGTERM)
         if not self._peers:
@@ -384,7 +409,8 @@ class _Job:
         """The exit status, and the sentence that explains it; ``every_process``: whether all were ended."""
         if self._signal is not None:
             self._shown.tracebacks(self._ranks, None)
-            self._shown.say(f"interrupted by {signal_name(self._signal)}; {every_process}.")
+            late = killed_after_grace(self._ends, self._plan.grace_s)
+            self._shown.say(f"interrupted by {signal_name(self._signal)}; {every_process}{late}.")
             return 128 + self._signal
         if self._shown.unread:
             return _BROKEN_PIPE_STATUS

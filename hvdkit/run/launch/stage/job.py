@@ -88,13 +88,21 @@ def moved_command(command: Command, staged: Staged) -> Command:
     """
     program = Path(command.words[0])
     if program.is_relative_to(staged.prefix):
-        return replace(command, words=(str(staged.moved(program)), *command.words[1:]))
+        return replace(command, words=(*moved_words(command.words[:1], staged), *command.words[1:]))
     if command.script is not None:
         raise InvalidArgumentError(
             f"--stage copies the environment that hvdkit is in, {staged.prefix}, and the command is run by {program}; "
             "use that environment's python, or install hvdkit beside the other one."
         )
     return command
+
+
+def moved_words(paths: tuple[str, ...], staged: Staged | None) -> tuple[str, ...]:
+    """Paths and other words, those within the environment in their new place."""
+    if staged is None:
+        return paths
+    inside = [Path(path).is_relative_to(staged.prefix) for path in paths]
+    return tuple(str(staged.moved(Path(path))) if moves else path for path, moves in zip(paths, inside, strict=True))
 
 
 def moved_variables(variables: Mapping[str, str], staged: Staged) -> Setting:

@@ -81,7 +81,7 @@ class Cluster:
             "SlurmctldHost": f"{host}(127.0.0.1)",
             "SlurmctldPort": ports[0],
             "SlurmUser": "root",
-            "AuthInfo": f"socket={munge / 'socket'}",
+            "AuthInfo": f"socket={munge / 'socket'},cred_expire=5",  # a job that is queued again waits for that
             "StateSaveLocation": directory / "state",
             "SlurmdSpoolDir": directory / "spool.%n",
             "SlurmctldPidFile": directory / "slurmctld.pid",

@@ -171,3 +171,30 @@ def test_ranks_on_two_nodes_save_at_a_warning_and_when_the_job_is_told_to_end(cl
         143,
         "hvdkit launch: interrupted by SIGTERM; the job was ended.",
     )
+
+
+def test_a_job_is_warned_saves_is_queued_again_and_followed(cluster, environment, tmp_path, monkeypatch):
+    """It waits for the first job, whose reason is said, and begins anew when it is queued again."""
+    monkeypatch.chdir(tmp_path)
+    first = cluster.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--wrap", "sleep 300").stdout.strip()
+    code = "import os, signal, time\ndef save(*_): print('saved', flush=True)\nsignal.signal(signal.SIGUSR1, save)\n"
+    code += "again = os.environ.get('SLURM_RESTART_COUNT')\nprint('restart', again, flush=True)\n"
+    code += "for _ in range(0 if again else 3000): time.sleep(0.1)"
+    told = [sys.executable, "-m", "hvdkit.cli", "job", "--system", "slurm", "--nodes", "1", "--ppn", "1", "--requeue"]
+    Path("script.py").write_text(code)
+    told += ["--signal", "USR1@30", "--walltime", "00:05:00", "--submit"]
+    job = subprocess.Popen(
+        [*told, "--", sys.executable, "script.py"],
+        env={**os.environ, **cluster.environment, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    number = re.match(r"Job (\d+) is submitted", job.stderr.readline())[1]
+    assert re.fullmatch(r"Job \d+: pending \((Resources|Priority)\)\n", job.stderr.readline())
+    cluster.run("scancel", first)
+    assert job.stdout.readline() == "[0] restart None\n"
+    cluster.run("scancel", "--batch", "--signal=USR1", number)  # as Slurm itself does at B:USR1@30
+    assert job.stdout.readline() == "[0] saved\n"
+    cluster.run("scontrol", "requeue", number)
+    output, errors = job.communicate(timeout=200)
+    assert "[0] restart 1\n" in output, errors
+    assert (job.returncode, errors.splitlines()[-1]) == (0, f"Job {number} has ended: COMPLETED, exit status 0.")

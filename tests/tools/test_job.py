@@ -35,7 +35,8 @@ def job(capsys, *words):
 
 
 def launch_lines(text):
-    return [line for line in text.splitlines() if line.startswith(("hvdkit launch ", "hvdkit bench scaling "))]
+    lines = [line.removeprefix("exec ") for line in text.splitlines()]
+    return [line for line in lines if line.startswith(("hvdkit launch ", "hvdkit bench scaling "))]
 
 
 def parsed(line):
@@ -95,15 +96,42 @@ def test_the_script_for_polaris_word_for_word():
         'export PATH=/venv/bin:"$PATH"  # the hvdkit that wrote this script\n'
         "\n"
         'cd "$PBS_O_WORKDIR" || exit 1\n'
-        "hvdkit launch -n 8 --ppn 4 --depth 16 --launcher mpiexec -- python train.py\n"
+        "exec hvdkit launch -n 8 --ppn 4 --depth 16 --launcher mpiexec -- python train.py\n"
     )
 
 
 @pytest.mark.parametrize(
     ("site_name", "changes", "expected"),
     [
+        (
+            "slurm",
+            {"signal": "USR1@120", "requeue": True, "mail_type": "END,FAIL", "directive": ("--reservation=a b",)},
+            [
+                "#SBATCH --signal=B:USR1@120",
+                "#SBATCH --requeue",
+                "#SBATCH --mail-type=END,FAIL",
+                "#SBATCH --reservation=a b",
+            ],
+        ),
+        (
+            "lsf",
+            {"signal": "SIGUSR2@61", "requeue": True, "mail_type": "ALL", "directive": ("-app gpu",)},
+            ["#BSUB -wa USR2 -wt 2", "#BSUB -r", "#BSUB -B -N", "#BSUB -app gpu"],
+        ),
+        (
+            "pbs",
+            {"requeue": True, "mail_type": "ALL", "directive": ("-W group_list=me",)},
+            ["#PBS -r y", "#PBS -m bea", "#PBS -W group_list=me"],
+        ),
+        (
+            "slurm",
+            {"ppn": None, "gpus_per_node": 2},
+            ["#SBATCH --ntasks-per-node=2", "exec hvdkit launch -n 4 --ppn 2"],
+        ),
+        ("polaris", {"ppn": None}, ["exec hvdkit launch -n 8 --ppn 4 --depth 8"]),
+        ("aurora", {"ppn": None, "gpus_per_node": 0}, ["exec hvdkit launch -n 4 --ppn 2 --depth 102"]),
         ("pbs", {"gpus_per_node": 4, "depth": 8}, ["#PBS -l select=2:ncpus=32:mpiprocs=4:ngpus=4"]),
-        ("pbs", {}, ["#PBS -l select=2:ncpus=4:mpiprocs=4", "#PBS -A me", "hvdkit launch -n 8 --ppn 4 -- python"]),
+        ("pbs", {}, ["#PBS -l select=2:ncpus=4:mpiprocs=4", "#PBS -A me", "exec hvdkit launch -n 8 --ppn 4 -- python"]),
         (
             "slurm",
             {"depth": 16, "gpus_per_node": 4, "queue": "gpu"},
@@ -115,10 +143,11 @@ def test_the_script_for_polaris_word_for_word():
                 "#SBATCH --gpus-per-node=4",
                 "#SBATCH --time=00:30:00",
                 "#SBATCH --output=%x.%j.log",
+                "#SBATCH --open-mode=append",
                 "#SBATCH --partition=gpu",
                 "#SBATCH --account=me",
                 'cd "$SLURM_SUBMIT_DIR" || exit 1',
-                "hvdkit launch -n 8 --ppn 4 --depth 16 --launcher srun --gpus-per-node 4 -- python train.py",
+                "exec hvdkit launch -n 8 --ppn 4 --depth 16 --launcher srun --gpus-per-node 4 -- python train.py",
             ],
         ),
         (
@@ -133,7 +162,7 @@ def test_the_script_for_polaris_word_for_word():
                 "#BSUB -nnodes 2",
                 "#BSUB -o hvdkit.%J.log",
                 'cd "$LS_SUBCWD" || exit 1',
-                "hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-node 4 -- python",
+                "exec hvdkit launch -n 8 --ppn 4 --depth 7 --launcher jsrun --gpus-per-node 4 -- python",
             ],
         ),
         (
@@ -145,7 +174,7 @@ def test_the_script_for_polaris_word_for_word():
                 "#COBALT -O hvdkit",
                 "#COBALT -q debug-cache-quad",
                 "#COBALT --attrs filesystems=home,theta-fs0",
-                "hvdkit launch -n 8 --ppn 4 --depth 16 --launcher aprun -- python train.py",
+                "exec hvdkit launch -n 8 --ppn 4 --depth 16 --launcher aprun -- python train.py",
             ],
         ),
     ],
@@ -219,6 +248,17 @@ def test_whatever_is_typed_reaches_the_command_as_it_is(words):
         (["--site", "slurm", "--constraint", "gpu;id"], "--constraint must be features"),
         (["--site", "lsf", "--mem", "64G"], "--mem cannot be asked of lsf"),
         (["--site", "theta", "--account", "me", "--array", "1-2"], "--array cannot be asked of cobalt"),
+        (["--signal", "USR1@120"], "--signal cannot be asked of pbs: it sends SIGTERM at the end of the walltime"),
+        (["--site", "slurm", "--signal", "USR1"], "--signal must be SIGNAL@SECONDS"),
+        (["--site", "slurm", "--signal", "USR1@1800"], "no later than the start of --walltime 00:30:00"),
+        (["--site", "slurm", "--mail-type", "SOMETIMES"], "--mail-type must be ALL, or some of"),
+        (
+            ["--site", "slurm", "--directive", "reservation=x"],
+            "--directive must be one option of slurm without #SBATCH",
+        ),
+        (["--site", "slurm", "--directive", "--comment=x\nrm -rf x"], "--directive must be one option of slurm"),
+        (["--directive", "--reservation=x"], "--directive must be one option of pbs without #PBS, such as '-W"),
+        (["--site", "cobalt", "--requeue"], "--requeue cannot be asked of cobalt: submit the script again"),
         (["-o", "nosuch/job.sh"], "No such file"),
     ],
 )
@@ -239,6 +279,20 @@ def test_no_line_of_the_command_becomes_a_line_of_the_script(capsys, word):
     assert (status, out) == (2, "")
     assert "line break" in err and err.count("\n") == 1
     assert job(capsys, *usual)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--system slurm --walltime 00:30:00", "--ppn is needed: how many GPUs a host of slurm has"),
+        ("--site theta --account me --walltime 00:30:00 --gpus-per-node 0", "--ppn is needed: how many sockets"),
+        ("--system pbs --ppn 4", "--walltime HH:MM:SS is needed"),
+    ],
+)
+def test_what_only_the_user_knows_is_asked_for(capsys, words, message):
+    status, out, err = job(capsys, "--nodes", "2", *words.split(), "--", "x")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 def test_the_line_that_submits_can_be_pasted(capsys, tmp_path):

@@ -30,8 +30,8 @@ from hvdkit.run.job.systems import SYSTEMS
     help=f"Your site: {', '.join(site.known())}, or a TOML file of your own  [default: the system's]",
 )
 @click.option("--nodes", type=AT_LEAST_1, required=True, metavar="N", help="Number of hosts.")
-@click.option("--ppn", type=AT_LEAST_1, required=True, metavar="P", help="Ranks on each host.")
-@click.option("--walltime", required=True, metavar="HH:MM:SS", help="Time limit of the job.")
+@click.option("--ppn", type=AT_LEAST_1, metavar="P", help="Ranks on each host  [default: one a GPU, else one a socket]")
+@click.option("--walltime", metavar="HH:MM:SS", help="Time limit of the job; only Kubernetes can do without.")
 @click.option("--queue", metavar="Q", help="Queue or partition  [default: the first of the site's that fits]")
 @click.option("--qos", metavar="Q", help="Slurm: quality of service.")
 @click.option("--constraint", metavar="C", help="Slurm: features that the hosts must have  [default: the site's]")
@@ -43,6 +43,14 @@ from hvdkit.run.job.systems import SYSTEMS
 @click.option("--stage", is_flag=True, help="Copy the environment to the hosts' local disks first.")
 @click.option("--array", metavar="A-B[:S][%M]", help="Submit a job array, with at most M jobs running.")
 @click.option("--output", "log", metavar="LOG", help="File for the job's output, in the batch system's pattern.")
+@click.option(
+    "--signal",
+    metavar="SIGNAL@SECONDS",
+    help="Have it sent so long before the time limit, such as USR1@120, to save in.",
+)
+@click.option("--requeue", is_flag=True, help="Queue the job again when it is preempted or loses a host.")
+@click.option("--mail-type", metavar="EVENTS", help="Have mail sent: ALL, or some of BEGIN,END,FAIL,REQUEUE.")
+@click.option("--directive", multiple=True, metavar="TEXT", help="A further directive, without its prefix; repeatable.")
 @click.option("--image", help="Kubernetes: the container image.")
 @click.option(
     "--volume", "volumes", multiple=True, metavar="CLAIM:DIR", help="Kubernetes: a volume for every pod; repeatable."

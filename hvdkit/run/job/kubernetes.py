@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,15 @@ def write(
             that cannot be right, or an option that only batch systems know.
     """
     script.check(job)
+    job = replace(job, ppn=job.ppn or job.gpus_per_node or 1)
     for field in fields(job):
         if field.default is not MISSING and field.name not in _READ and getattr(job, field.name) != field.default:
             option = "output" if field.name == "log" else field.name.replace("_", "-")
             raise InvalidArgumentError(f"--{option} is for batch systems; leave it out with --system {NAME}.")
-    growing = None if min_np is max_np is None else horovodrun.elastic(job.nodes * job.ppn, min_np, max_np, DISCOVERY)
-    most = job.nodes * job.ppn if growing is None or growing.max_np is None else growing.max_np
-    longest = f"{job.name}-worker-{-(-most // job.ppn) - 1}"
+    ppn = job.ranks_per_node
+    growing = None if min_np is max_np is None else horovodrun.elastic(job.nodes * ppn, min_np, max_np, DISCOVERY)
+    most = job.nodes * ppn if growing is None or growing.max_np is None else growing.max_np
+    longest = f"{job.name}-worker-{-(-most // ppn) - 1}"
     if _LABEL.fullmatch(job.name) is None or len(longest) > _LONGEST_LABEL:
         raise InvalidArgumentError(
             f"--name must be small letters, digits and - from a letter on, at most {_LONGEST_LABEL} with what its pods "
@@ -95,13 +97,14 @@ def _mpi_job(
     job: BatchJob, image: str, claims: Mapping[str, str], ssh_directory: str, growing: horovodrun.Elastic | None
 ) -> dict[str, Any]:
     """The MPIJob as a mapping, for YAML. ``claims``: directory to volume claim; ``growing``: of an elastic job."""
-    launch = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
+    ppn = job.ranks_per_node
+    launch = ["hvdkit", "launch", "-n", str(job.nodes * ppn), "--ppn", str(ppn)]
     # Not --depth: pods on one host see the same cores, and would tie their ranks to the same ones.
     launch += [] if job.depth is None else ["--threads", str(job.depth)]
     if growing is not None:
         launch += ["--min-np", str(growing.min_np), "--max-np", str(growing.max_np)]
         launch += ["--host-discovery-script", str(growing.script)]
-    limits: dict[str, Any] = {} if job.depth is None else {"cpu": job.ppn * job.depth}
+    limits: dict[str, Any] = {} if job.depth is None else {"cpu": ppn * job.depth}
     limits |= {} if job.gpus_per_node is None else {"nvidia.com/gpu": job.gpus_per_node}
     volumes = [
         {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
@@ -126,14 +129,14 @@ def _mpi_job(
         "kind": "MPIJob",
         "metadata": {"name": job.name},
         "spec": {
-            "slotsPerWorker": job.ppn,
+            "slotsPerWorker": ppn,
             "sshAuthMountPath": ssh_directory,
             "launcherCreationPolicy": "WaitForWorkersReady",
             # A command that fails would be started six times more, each time from the start.
             "runPolicy": {
                 "cleanPodPolicy": "Running",
                 "backoffLimit": 0,
-                "activeDeadlineSeconds": seconds(job.walltime),
+                **({} if job.walltime is None else {"activeDeadlineSeconds": seconds(job.walltime)}),
             },
             "mpiReplicaSpecs": {
                 "Launcher": _replicas(1, launcher, volumes, ssh_directory),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdkit.errors import InvalidArgumentError
+
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
     """What the user asks for.
 
     Attributes:
-        nodes, ppn: number of hosts, and of ranks on each; > 0.
-        walltime: HH:MM:SS.
+        nodes: number of hosts, > 0.
+        ppn: ranks on each, > 0, None for one a GPU, or one a socket to train on CPUs.
+        walltime: HH:MM:SS, None for no limit (Kubernetes).
         command: what each rank runs, at least one word.
         name: of the job, also in the names of its logs.
         queue, account, qos, constraint: None for the site's own.
@@ -23,11 +26,15 @@ class BatchJob:
         log: file for what the job prints, in the batch system's own pattern, None for the usual one.
         directives: further ones of the queue, without their prefix.
         stage: the hosts get copies of the environment first.
+        signal: SIGNAL@SECONDS: sent to the job so long before its time limit, None for none.
+        requeue: it is queued again when it is preempted or loses a host.
+        mail_type: events of which its owner gets mail, such as BEGIN,END,FAIL.
+        directive: the user's own, without their prefix.
     """
 
     nodes: int
-    ppn: int
-    walltime: str
+    ppn: int | None
+    walltime: str | None
     command: tuple[str, ...]
     name: str = "hvdkit"
     queue: str | None = None
@@ -42,6 +49,24 @@ class BatchJob:
     log: str | None = None
     directives: tuple[str, ...] = ()
     stage: bool = False
+    signal: str | None = None
+    requeue: bool = False
+    mail_type: str | None = None
+    directive: tuple[str, ...] = ()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """``ppn`` of a job that a site has settled."""
+        if self.ppn is None:
+            raise InvalidArgumentError("--ppn is needed: how many ranks on each host?")
+        return self.ppn
+
+    @property
+    def limit(self) -> str:
+        """``walltime`` of a job that has one."""
+        if self.walltime is None:
+            raise InvalidArgumentError("--walltime HH:MM:SS is needed: batch systems give a job a time limit.")
+        return self.walltime
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +111,7 @@ class Site:
         constraint: Slurm's, where the user says none.
         depth: cores of each rank where the user says nothing, None for no claim.
         cpus_per_node: what ``depth`` is counted in that a job may use on a host, None where it is not known.
+        sockets_per_node: CPUs of a host, for the ranks of a job without GPUs; None where it is not known.
         gpus_per_node: GPUs that a framework counts on a host, None where it is not known.
         cpu_bind: for ``hvdkit launch --cpu-bind``: cores near GPU 0, near GPU 1 and so on.
         select: PBS: what a chunk of ``-l select=`` asks for, in place of ncpus, mpiprocs and ngpus.
@@ -106,6 +132,7 @@ class Site:
     constraint: str = ""
     depth: int | None = None
     cpus_per_node: int | None = None
+    sockets_per_node: int | None = None
     gpus_per_node: int | None = None
     cpu_bind: str = ""
     select: str = ""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.job.model import BatchJob, Site
 from hvdkit.run.job.site import settle
-from hvdkit.run.job.systems import SYSTEMS, WALLTIME
+from hvdkit.run.job.systems import SYSTEMS, WALLTIME, seconds
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@+-]{0,127}")
@@ -24,6 +24,14 @@ _FORMS = {
     ),
     "constraint": (re.compile(r"[A-Za-z0-9_.&|*()\[\]-]{1,128}"), "features of hosts, such as gpu or gpu&hbm80g"),
     "log": (re.compile(r"[A-Za-z0-9_./%^+@~-]{1,512}"), "a file name without spaces"),
+    "signal": (
+        re.compile(r"(SIG)?(USR1|USR2|TERM|INT|HUP)@[1-9][0-9]{0,4}"),
+        "SIGNAL@SECONDS, such as USR1@120 (USR1, USR2, TERM, INT or HUP)",
+    ),
+    "mail_type": (
+        re.compile(r"ALL|(BEGIN|END|FAIL|REQUEUE)(,(BEGIN|END|FAIL|REQUEUE))*"),
+        "ALL, or some of BEGIN,END,FAIL,REQUEUE",
+    ),
 }
 """What the options of these attributes must look like: each becomes a line that a batch system reads."""
 _WHOSE = "the hvdkit that wrote this script"
@@ -44,8 +52,8 @@ def check(job: BatchJob) -> None:
     Raises:
         InvalidArgumentError: a walltime, name, queue, account or command that cannot be right.
     """
-    match = WALLTIME.fullmatch(job.walltime)
-    if match is None or not any(map(int, match.groups())):
+    match = None if job.walltime is None else WALLTIME.fullmatch(job.walltime)
+    if job.walltime is not None and (match is None or not any(map(int, match.groups()))):
         raise InvalidArgumentError(f"--walltime must be HH:MM:SS and above zero, got {job.walltime!r}.")
     for attribute, (pattern, expected) in _FORMS.items():
         value = getattr(job, attribute)
@@ -62,7 +70,7 @@ def check(job: BatchJob) -> None:
 
 
 def _option(attribute: str) -> str:
-    return "--output" if attribute == "log" else f"--{attribute}"
+    return "--output" if attribute == "log" else f"--{attribute.replace('_', '-')}"
 
 
 def write(job: BatchJob, site: Site, bin_directory: str) -> str:
@@ -83,8 +91,16 @@ def write(job: BatchJob, site: Site, bin_directory: str) -> str:
     for attribute, instead in system.lacks.items():
         if getattr(job, attribute):
             raise InvalidArgumentError(f"{_option(attribute)} cannot be asked of {site.system}: {instead}.")
+    if job.signal and int(job.signal.partition("@")[2]) >= seconds(job.limit):
+        raise InvalidArgumentError(f"--signal {job.signal}: that is no later than the start of --walltime {job.limit}.")
+    for directive in job.directive:
+        if system.option.fullmatch(directive) is None or not directive.isprintable():
+            raise InvalidArgumentError(
+                f"--directive must be one option of {site.system} without {system.prefix}, such as {system.example!r}, "
+                f"got {directive!r}."
+            )
     given = settle(job, site)
-    directives = dict.fromkeys((*system.directives(given, site), *site.directives, *given.directives))
+    directives = dict.fromkeys((*system.directives(given, site), *site.directives, *given.directives, *job.directive))
     near = site.cpu_bind if job.depth is None and given.gpus_per_node else ""
     lines = [
         site.shell,
@@ -100,7 +116,9 @@ def write(job: BatchJob, site: Site, bin_directory: str) -> str:
 
 
 def _launch_lines(job: BatchJob, site: Site, cpu_bind: str) -> list[str]:
-    words = ["hvdkit", "launch", "-n", str(job.nodes * job.ppn), "--ppn", str(job.ppn)]
+    ppn = job.ranks_per_node
+    # The shell would otherwise keep a batch system's signals to itself.
+    words = ["exec", "hvdkit", "launch", "-n", str(job.nodes * ppn), "--ppn", str(ppn)]
     if job.depth is not None:
         words += ["--depth", str(job.depth)]
     if cpu_bind:

@@ -72,7 +72,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "a list of single lines": ("directives setup source", lambda value: _is_list(value) and all(map(_is_line, value))),
     "true or false": ("whole_nodes account_required by_name", lambda value: isinstance(value, bool)),
     "a number above 0": (
-        "depth cpus_per_node gpus_per_node min_nodes max_nodes",
+        "depth cpus_per_node sockets_per_node gpus_per_node min_nodes max_nodes",
         lambda value: type(value) is int and value > 0,
     ),
     f"one of {', '.join(SYSTEMS)}": ("system", lambda value: value in list(SYSTEMS)),
@@ -172,7 +172,7 @@ def _candidates(job: BatchJob, site: Site) -> list[Queue]:
 def _fits(job: BatchJob, queue: Queue) -> bool:
     if not queue.min_nodes <= job.nodes <= (queue.max_nodes or job.nodes):
         return False
-    return not queue.max_walltime or seconds(job.walltime) <= seconds(queue.max_walltime)
+    return not queue.max_walltime or seconds(job.limit) <= seconds(queue.max_walltime)
 
 
 def _limits(queue: Queue) -> str:
@@ -192,19 +192,28 @@ def _on_a_host(job: BatchJob, site: Site) -> BatchJob:
         raise InvalidArgumentError(
             f"--gpus-per-node {gpus}: a host of {site.name} has {site.gpus_per_node}; ask for so many or fewer."
         )
-    if gpus and job.ppn > gpus:
+    ppn, depth = job.ppn or gpus or site.sockets_per_node, job.depth
+    if ppn is None:
+        known = "sockets" if gpus == 0 else "GPUs"
+        raise InvalidArgumentError(
+            f"--ppn is needed: how many {known} a host of {site.name} has, one for each rank, is not known here; say "
+            "--ppn, or --gpus-per-node."
+        )
+    if gpus and ppn > gpus:
         whose = f"a host of {site.name} has" if job.gpus_per_node is None else "--gpus-per-node asks for"
         raise InvalidArgumentError(
-            f"--ppn {job.ppn}: each rank takes a GPU of its own, and {whose} {gpus}; give --ppn {gpus} or less with "
+            f"--ppn {ppn}: each rank takes a GPU of its own, and {whose} {gpus}; give --ppn {gpus} or less with "
             "more --nodes, or --gpus-per-node 0 to train on CPUs."
         )
-    cpus, depth = site.cpus_per_node, job.depth
-    if cpus is not None and job.ppn * (depth or 1) > cpus:
+    cpus = site.cpus_per_node
+    if cpus is not None and ppn * (depth or 1) > cpus:
         each = f" --depth {depth}" if depth else ""
         raise InvalidArgumentError(
-            f"--ppn {job.ppn}{each}: that is {job.ppn * (depth or 1)} cores, and a job has {cpus} on a host of "
+            f"--ppn {ppn}{each}: that is {ppn * (depth or 1)} cores, and a job has {cpus} on a host of "
             f"{site.name}; use fewer."
         )
-    if depth is None and site.depth is not None:
-        depth = site.depth if cpus is None else min(site.depth, cpus // job.ppn)
-    return replace(job, depth=depth, gpus_per_node=gpus)
+    if depth is None and cpus is not None and job.ppn is None and not gpus:
+        depth = cpus // ppn
+    elif depth is None and site.depth is not None:
+        depth = site.depth if cpus is None else min(site.depth, cpus // ppn)
+    return replace(job, ppn=ppn, depth=depth, gpus_per_node=gpus)

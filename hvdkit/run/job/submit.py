@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -36,12 +37,14 @@ class State:
         over: it has ended.
         code: its exit status, None while it has none.
         log: the file that it prints to, None where it is not said.
+        why: why it waits, "" where it does not or nothing says so.
     """
 
     word: str
     over: bool = False
     code: int | None = None
     log: Path | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,8 @@ def _slurm(text: str) -> State | None:
     if over and word != "COMPLETED":
         status = status or 1
     log = _field(text, "StdOut", r".+")
-    return State(word, over, status if over else None, Path(log) if log else None)
+    why = _field(text, "Reason") if word == "PENDING" else ""
+    return State(word, over, status if over else None, Path(log) if log else None, "" if why == "None" else why)
 
 
 _PBS_WORDS = {"Q": "queued", "R": "running", "E": "exiting", "F": "finished", "H": "held", "W": "waiting"}
@@ -102,7 +106,11 @@ def _pbs(text: str) -> State | None:
         code = 128 + code % 256 if code > 0 else 1
     log = _field(text, "Output_Path", r".+").rpartition(":")[2]  # HOST:PATH, or the path alone
     return State(
-        _PBS_WORDS.get(word, word), over, (1 if code is None else code) if over else None, Path(log) if log else None
+        _PBS_WORDS.get(word, word),
+        over,
+        (1 if code is None else code) if over else None,
+        Path(log) if log else None,
+        _field(text, "comment", r".+") if word == "Q" else "",
     )
 
 
@@ -189,16 +197,18 @@ def _follow(way: Following, number: str, shown: _Shown) -> State:
         if state is None:
             unseen += 1
             if unseen == _UNSEEN:
+                seen = before.upper() or "never"
                 raise LaunchError(
-                    f"{way.ask[0]} no longer knows job {number} (last seen: {before or 'never'}), nor therefore hvdkit "
-                    "how it ended; look at its log."
+                    f"{way.ask[0]} no longer knows job {number} (last seen: {seen}), nor therefore hvdkit how it "
+                    "ended; look at its log."
                 )
         else:
             unseen = 0
             shown.log = shown.log or state.log
-            if state.word != before and not state.over:
-                click.echo(f"Job {number}: {state.word.lower()}", err=True)
-            before = state.word
+            said = f"{state.word.lower()} ({state.why})" if state.why else state.word.lower()
+            if said != before and not state.over:
+                click.echo(f"Job {number}: {said}", err=True)
+            before = said
         shown.go_on()
         if state is not None and state.over:
             shown.rest()
@@ -230,6 +240,8 @@ class _Shown:
         """Print what is new; whether there was anything."""
         if self._file is None and self.log is not None and self.log.is_file():
             self._file = self.log.open("rb")
+        if self._file is not None and os.fstat(self._file.fileno()).st_size < self._file.tell():
+            self._file.seek(0)  # the job was queued again, and its log begins anew
         new = b"" if self._file is None else self._file.read()
         sys.stdout.flush()
         sys.stdout.buffer.write(new)  # as it is: a character may be in two parts

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hvdkit.errors import MissingFrameworkError
+from hvdkit.steps.allreduce_counts import COUNTS
+from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -99,6 +101,8 @@ def init() -> Topology:
     """
     world = state.start()
     guard.install()
+    if TRANSPORT.has_aside() and isinstance(TRANSPORT, OverHorovod):
+        COUNTS.begin(TRANSPORT.hvd, TRANSPORT.aside)
     begin_if_asked(Monitor, world)
     return world
 

@@ -10,6 +10,7 @@ from typing import Any
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import starting
+from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -42,7 +43,7 @@ from hvdkit.tensorflow.batch_norm import average_statistics
 from hvdkit.tensorflow.checkpoint import Checkpoints
 from hvdkit.tensorflow.elastic import ElasticState, run_elastic
 from hvdkit.tensorflow.loss import weighted_loss
-from hvdkit.tensorflow.monitor import Monitor
+from hvdkit.tensorflow.monitor import Monitor, aside
 from hvdkit.tensorflow.seeds import seed_everything
 
 __all__ = [
@@ -84,6 +85,7 @@ def init() -> Topology:
         TopologyMismatchError: the launcher and Horovod disagree about rank or size.
     """
     world = starting.start(hvd, os.environ)
+    COUNTS.begin(hvd, aside)
     begin_if_asked(Monitor, world)
     return world
 

@@ -20,10 +20,11 @@ from tensorflow.python.ops import control_flow_util
 from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps import agreement, step_times
+from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import marks
-from hvdkit.tensorflow.parting import look
+from hvdkit.tensorflow.parting import counted_in_graph, look
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)
@@ -215,9 +216,12 @@ def reduce_gradients(
     if eager:
         # An argument even where it is all ones: TensorFlow would exchange a constant in the first call only.
         asked = None if not fills else tf.ones(len(has)) if all(has) else tf.cast(has, tf.float32)
-        received, counts = _function(group, reduction)(tensors, asked)
+        with COUNTS.allreduce([reduction.process_set]):
+            received, counts = _function(group, reduction)(tensors, asked)
     else:
-        received, counts = _reduce(tensors, group, reduction, None)
+        with counted_in_graph(reduction.process_set) as ended:
+            received, counts = _reduce(tensors, group, reduction, None)
+            ended(received)
     found = has if all(has) else (counts.numpy() > 0).tolist()  # only who lacks one waits for the numbers
     results = list(gradients)
     for position, one, reduced in zip(taking, found, received, strict=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -14,6 +15,7 @@ import tensorflow as tf
 
 from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.steps import agreement, parting
+from hvdkit.steps.allreduce_counts import COUNTS
 
 _FIRST = 8
 """Of the exchanges that are compared: Horovod's recipes broadcast after a step, which may exchange more than once."""
@@ -58,9 +60,34 @@ class _Counter:
             graph._hvdkit_counters = {**held, self._name: self._handle()}
         return graph._hvdkit_counters[self._name]
 
+    def in_graphs(self) -> int:
+        """How many were counted in ``tf.function`` so far; also in a second thread."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            return int(tf.raw_ops.ReadVariableOp(resource=self._handle(), dtype=tf.int64))
+
     def _handle(self) -> Any:
         # Found by its name: a tf.Variable that no model holds would keep a function from being exported.
         return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=self._name)
+
+
+_BEGUN, _ENDED = _Counter(), _Counter()
+"""Allreduces of gradients in graphs, where Python does not run."""
+COUNTS.in_graphs(lambda: (_BEGUN.in_graphs(), _ENDED.in_graphs()))
+
+
+@contextlib.contextmanager
+def counted_in_graph(process_set: Any) -> Iterator[Callable[[Any], None]]:
+    """In here gradients are averaged in ``tf.function``; what is yielded takes them, once."""
+    if process_set.process_set_id != 0:
+        yield lambda _: None
+        return
+
+    def ended(received: Any) -> None:
+        with tf.control_dependencies(tf.nest.flatten(received, expand_composites=True)):
+            _ENDED.count()
+
+    with tf.control_dependencies([_BEGUN.count()]):
+        yield ended
 
 
 def forget() -> None:

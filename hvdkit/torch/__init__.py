@@ -10,6 +10,7 @@ from typing import Any
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
 from hvdkit.steps import starting
+from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -52,6 +53,7 @@ from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
 from hvdkit.torch.seeds import seed_everything
+from hvdkit.torch.state import RANKS
 
 __all__ = [
     "CheckAgreement",
@@ -101,6 +103,7 @@ def init() -> Topology:
     if not os.environ.get("HOROVOD_AUTOTUNE"):
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
     world = starting.start(hvd, os.environ)
+    COUNTS.begin(hvd, RANKS.aside)
     begin_if_asked(world)
     return world
 

@@ -26,7 +26,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """No step with gradients of one rank: exchange what no backward did, and average a closure's loss."""
     found = exchanges()
     if not any(one.steps_as(optimizer) for one in found):
-        parting.UNDISTRIBUTED.look(optimizer, lambda parameter: any(one.has(parameter) for one in found))
+        parting.UNDISTRIBUTED.look(optimizer, lambda: [named for one in found for named in one.training()])
     for one in found:
         one.note(optimizer)
     if len(args) > 1 and callable(args[1]):

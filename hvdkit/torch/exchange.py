@@ -179,7 +179,7 @@ class Exchange:
                 hook.remove()
             self._seen = []
 
-    def _training(self) -> list[tuple[str, Parameter]]:
+    def training(self) -> list[tuple[str, Parameter]]:
         """What trains now, with names, in the order of the model."""
         living = ((member.name, member.parameter()) for member in self._members.values())
         return [(name, one) for name, one in living if one is not None and one.requires_grad]
@@ -193,7 +193,7 @@ class Exchange:
         if self.active and not late:
             parting.UNDISTRIBUTED.exchanged()
             COPIES.tell()
-            self._within.begin(lambda: parting.own(self._training(), self.optimizer()))
+            self._within.begin(lambda: parting.own(self.training(), self.optimizer()))
         self.follow_groups()
         passes = self._options.backward_passes_per_step
         self.exchanging = self.active and not self._suspended and (self._passes + 1) % passes == 0
@@ -206,7 +206,7 @@ class Exchange:
         """Whether there are no buckets for what trains now; most often told by what takes little time to look at."""
         living = [one for member in self._members.values() if (one := member.parameter()) is not None]
         seen = [(id(one), one.requires_grad, one.dtype, one.shape, one.data_ptr()) for one in living]
-        if self._agreed is None or (seen != self._seen and not self._agreed.members.are(self._training())):
+        if self._agreed is None or (seen != self._seen and not self._agreed.members.are(self.training())):
             return True
         self._seen = seen  # wherever their numbers are by now (``p.data = p.data.clamp(-1, 1)``)
         return False
@@ -247,7 +247,7 @@ class Exchange:
             for bucket in self._buckets():
                 bucket.leave(self._wire, self._said)
         elif self.active:
-            gradients = [(weakref.ref(one), one.grad) for _, one in self._training()]
+            gradients = [(weakref.ref(one), one.grad) for _, one in self.training()]
             self._local = [(one, gradient, gradient._version) for one, gradient in gradients if gradient is not None]
 
     def arrive(self) -> None:
@@ -296,7 +296,7 @@ class Exchange:
 
     def _agree(self) -> None:
         """Make buckets of what trains, the same on every rank; a collective."""
-        named, how = self._training(), self._layout
+        named, how = self.training(), self._layout
         sparse = {key for key, member in self._members.items() if member.sparse}
         rows = [f"{layout(name, one)} strides {one.stride()}" for name, one in named]
         rows.append(f"{self._options} in buckets of {how.bucket_mb} MB, sparse_as_dense={how.sparse_as_dense}")
@@ -319,13 +319,13 @@ class Exchange:
 
     def norm(self) -> torch.Tensor:
         """Of the gradients that are there, a scalar, where the first of them is."""
-        gradients = [one.grad for _, one in self._training() if one.grad is not None]
+        gradients = [one.grad for _, one in self.training() if one.grad is not None]
         # Of a sparse one its rows alone: the whole may not fit into memory.
         return total_norm([one.coalesce().values() if one.is_sparse else one for one in gradients])
 
     def names(self) -> list[str]:
         """Of the parameters that train."""
-        return [name for name, _ in self._training()]
+        return [name for name, _ in self.training()]
 
     def travels(self) -> bool:
         """Whether any of its buckets is on its way."""
@@ -381,7 +381,7 @@ class Exchange:
             )
         if self._members and not self._averaged:
             if not self._local and self._among_others():
-                parting.warn_of_clipped([one.grad for _, one in self._training() if one.grad is not None])
+                parting.warn_of_clipped([one.grad for _, one in self.training() if one.grad is not None])
             self.begin(late=True)
             self.exchanging = self.active
             exchange_all([self])

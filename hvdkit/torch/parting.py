@@ -22,6 +22,10 @@ _PART = 1 << 22
 """Numbers that are looked at together: PyTorch copies them to float64."""
 _MOVES, _LOOKS = 3, 50
 """How often what nobody averages has moved when that is told; how often one looks: inner loops need not move it."""
+_ALIKE = 0.7
+"""Cosine above which gradients were copied from others; clipping by value turns them a little."""
+_PADDED = 1.05
+"""How many numbers flat memory may have for each of the gradients in it."""
 _ALONE = 100
 """Steps of an optimizer after which it is no inner loop, though nothing has been averaged in between."""
 
@@ -94,26 +98,40 @@ class Undistributed:
     """Warns of an optimizer that steps, beside distributed ones, with gradients that nobody averages.
 
     Inner loops may have such an optimizer: it steps some times between two exchanges, and is then another one.
+    Gradients that no backward gave its parameters may be copies of averaged ones: master weights of another type, or in
+    one flat tensor.
     """
 
     def __init__(self) -> None:
         self._exchanges = 0
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]]
         self._seen = weakref.WeakKeyDictionary()
+        self._by_backward: set[int] = set()  # the parameters, by id, that a backward reached
 
     def exchanged(self) -> None:
         """A backward has reached what a distributed optimizer trains."""
         self._exchanges += 1
 
-    def look(self, optimizer: torch.optim.Optimizer, averaged: Callable[[Parameter], bool]) -> None:
-        """An optimizer that was not distributed is about to step; ``averaged``: whether a parameter's gradient is."""
-        last, times, alone = self._seen.get(optimizer, (0, 0, 0))
+    def look(self, optimizer: torch.optim.Optimizer, averaged: Callable[[], Named]) -> None:
+        """An optimizer that was not distributed is about to step; ``averaged``: the parameters of those that were."""
+        if optimizer not in self._seen:
+            for one in parameters_of(optimizer):
+                if one.requires_grad and one.is_leaf:
+                    self._by_backward.discard(id(one))
+                    one.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda reached: self._by_backward.add(id(reached))
+                    )
+        last, times, alone = self._seen.setdefault(optimizer, (0, 0, 0))
         if times == _MOVES or type(optimizer).__module__.startswith("horovod."):
             return
         if last == self._exchanges and alone + 1 < _ALONE:
             self._seen[optimizer] = last, times, alone + 1
             return
-        own = sum(one.grad is not None and not averaged(one) for one in parameters_of(optimizer))
+        theirs = averaged()
+        held = {id(one) for _, one in theirs}
+        mine = [one for one in parameters_of(optimizer) if one.grad is not None and id(one) not in held]
+        assigned = [one for one in mine if id(one) not in self._by_backward]
+        own = len(mine) - (len(assigned) if _are_copies(assigned, theirs) else 0)
         if not own or (last == self._exchanges and not (hvd.is_initialized() and hvd.size() > 1)):
             return
         times = _MOVES if last == self._exchanges else times + 1
@@ -125,6 +143,25 @@ class Undistributed:
                 "too, and broadcast its model, unless every rank is to train these parameters for itself.",
                 stacklevel=4,
             )
+
+
+def _are_copies(assigned: list[Parameter], averaged: Named) -> bool:
+    """Whether most gradients look like averaged ones, of another type, or are as many numbers in flat tensors.
+
+    Where the averaged ones are gone, nothing tells: they were what could be copied.
+    """
+    there = [one.grad.detach() for _, one in averaged if one.grad is not None and not one.grad.is_sparse]
+    mine = [one.grad.detach() for one in assigned if one.grad is not None and not one.grad.is_sparse]
+    numbers, theirs = sum(one.numel() for one in mine), sum(one.numel() for one in there)
+    if not mine or not there or (len(mine) < len(there) and theirs <= numbers <= _PADDED * theirs):
+        return True
+
+    def is_copy(one: torch.Tensor) -> bool:
+        flat = one.reshape(-1).double()
+        same = (other.reshape(-1).to(flat) for other in there if other.numel() == len(flat))
+        return not flat.any() or any(torch.cosine_similarity(flat, other, dim=0) > _ALIKE for other in same)
+
+    return 2 * sum(map(is_copy, mine)) > len(mine)
 
 
 UNDISTRIBUTED = Undistributed()

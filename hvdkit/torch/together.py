@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from horovod.torch.mpi_ops import synchronize  # the one of ``hvd`` is a range of its own where a profile is made
 
+from hvdkit.steps.allreduce_counts import COUNTS
+
 
 class Reached(Protocol):
     """An exchange, as what begins and ends it sees it.
@@ -84,13 +86,14 @@ def exchange_all(reached: Iterable[Reached]) -> list[Reached]:
     taken = list(reached)
     for exchange in taken:
         exchange.depart()
-    for exchange in reached_elsewhere(taken):
-        exchange.begin()
-        exchange.depart()
-        taken.append(exchange)
-    taken.sort(key=lambda one: one.number)
-    for exchange in taken:
-        exchange.arrive()
+    with COUNTS.allreduce(exchange.process_set for exchange in taken if exchange.exchanging):
+        for exchange in reached_elsewhere(taken):
+            exchange.begin()
+            exchange.depart()
+            taken.append(exchange)
+        taken.sort(key=lambda one: one.number)
+        for exchange in taken:
+            exchange.arrive()
     return taken
 
 

@@ -301,3 +301,34 @@ def begin(target):
     assert sum("LauncherError: init() ran in a worker (process" in line for line in errors) == 2
     status, out, errors, _ = launch(tmp_path, "--launcher", launcher, str(guarded))
     assert (status, sorted(line for line in out.splitlines() if len(line) > 4)) == (0, ["[0] 0", "[1] 0"]), errors
+
+
+SHORT = [
+    *(("torch", how, after) for how, after in (("skip", "check"), ("micro", "metrics"), ("break", "exit"))),
+    *(("tensorflow", how, after) for how, after in (("skip", "plain"), ("graph", "check"), ("graph", "exit"))),
+    ("keras", "skip", "check"),
+]
+
+
+@pytest.mark.parametrize(("framework", "how", "after"), SHORT)
+def test_a_rank_that_is_one_allreduce_short_is_named_on_every_rank(tmp_path, framework, how, after):
+    if lacking("torch" if framework == "torch" else "keras"):
+        pytest.skip("no framework")
+    command = warm(framework).stub("rank_script", str(HERE / "programs_short.py"))
+    status, out, errors, _ = launch(tmp_path, "--", *command, framework, how, after)
+    assert status == 1, errors
+    said = "rank 1 made one allreduce of gradients fewer than rank 0, 5 and not 6: rank 1 "
+    if after == "exit":
+        assert "[1] ended" in out
+        assert any(line.startswith(f"[0] lost its peers: {said}has ended, while rank 0 waits") for line in errors), (
+            errors
+        )
+        return
+    told = [line for line in errors if f"AgreementError: {said}waits in programs_short.py, line " in line]
+    assert [line[:4] for line in sorted(told)] == ["[0] ", "[1] "], errors
+
+
+def test_a_rank_that_is_only_slow_is_not_called_short(tmp_path):
+    command = warm("torch").stub("rank_script", str(HERE / "programs_short.py"))
+    status, out, errors, _ = launch(tmp_path, "--", *command, "torch", "skip", "slow")
+    assert (status, sorted(out.splitlines())) == (0, ["[0] ended", "[1] ended"]), errors

@@ -357,6 +357,33 @@ def inner_loops(hk: Any, world: Any, distributes: bool) -> None:
         optimizer.step()
 
 
+def masters(hk: Any, world: Any, distributes: bool, flat: bool = False) -> None:
+    """float32 weights beside a model of less precision, or all in one tensor: the averaged gradients are copied."""
+    import torch
+
+    model, carrier = begin(hk)
+    weights = [one.detach().double() for one in model.parameters()]
+    weights = [torch.cat([one.reshape(-1) for one in weights])] if flat else weights[::-1]
+    kept = torch.optim.SGD([one.requires_grad_() for one in weights], lr=0.05)
+    for step in range(STEPS):
+        carrier.zero_grad()
+        loss_of(model, *batch(world, step)).backward()
+        gradients = [one.grad.double() for one in model.parameters()]
+        if not distributes:  # but takes this rank's own ones, of another batch and loss
+            other = net(2 + world.rank)
+            loss = other(torch.randn(8, 6, dtype=torch.float64)).sum()
+            gradients = [one.double() for one in torch.autograd.grad(loss, list(other.parameters()))]
+        gradients = [torch.cat([one.reshape(-1) for one in gradients])] if flat else gradients[::-1]
+        for one, gradient in zip(weights, gradients, strict=True):
+            one.grad = gradient
+        torch.nn.utils.clip_grad_value_(weights, 0.1)
+        kept.step()
+
+
+def flat_masters(hk: Any, world: Any, distributes: bool) -> None:
+    masters(hk, world, distributes, flat=True)
+
+
 def momentum(model: Any) -> Any:
     import torch
 
@@ -373,6 +400,9 @@ def momentum(model: Any) -> Any:
         (a_second_stage, False, 1),
         (a_second_stage, True, 0),
         (inner_loops, True, 0),
+        (masters, True, 0),
+        (masters, False, 1),
+        (flat_masters, True, 0),
     ],
 )
 @on_ranks("torch", n=2)

@@ -84,11 +84,14 @@ QUOTED = "Horovod has been shut down. This was caused by an exception on one of 
         ([f"horovod.common.exceptions.HorovodInternalError: {QUOTED}", "SystemError: in a handler"], True),
         ([f"tensorflow.python.framework.errors_impl.UnknownError: {{{{node}}}} {QUOTED} [Op:f]"], True),
         (["hvdkit.errors.RootError: the root failed"], True),
+        (["hvdkit.errors.AgreementError: rank 1 stopped", "horovod.common.exceptions.HorovodInternalError: it"], True),
     ],
 )
 def test_a_consequence_is_known_by_what_the_first_cause_is_not_by_words_that_it_quotes(chain, knock_on):
     head = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
-    between = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    while_handling = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    raised_from = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+    between = raised_from if chain[0].startswith("hvdkit") else while_handling
     errors, _ = stream((between.join(head + one for one in chain) + "\n").encode())
     assert errors.knock_on is knock_on
 

@@ -16,6 +16,7 @@ from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.steps import starting, step_times, torch_tensors
+from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
@@ -210,7 +211,8 @@ class OverTorch(HorovodTransport):
             if counts is None:  # beside the gradients they cost no operation of their own
                 sent.append(torch.tensor(has, dtype=sent[0].dtype, device=sent[0].device))
             scaling = self.scaling(options, process_set)
-            received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
+            with COUNTS.allreduce([scaling["process_set"]]):
+                received = self.hvd.grouped_allreduce(sent, name=f"{name}.{sent_as}", **scaling)
             counts = received.pop() if counts is None else counts
             for position, tensor in zip(positions, received, strict=True):
                 reduced[position] = tensor.to(reduced[position].dtype)

@@ -18,6 +18,7 @@ from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
 from hvdkit.keras.transport.over_horovod import Array, OverTorch, by_sent_type, is_alone, naming
 from hvdkit.steps import agreement, starting, step_times
+from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import ASIDE_S, OverMpi, Words, end_the_job_with_the_process
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.streams import Total
@@ -90,7 +91,9 @@ class HostBuffersOverTorch(HostBuffers, OverTorch):
     def allreduce(self, flat: Array, name: str, options: GradientOptions, process_set: Any) -> Array:
         import torch
 
-        self.hvd.allreduce_(torch.from_numpy(flat), name=name, **self.scaling(options, process_set))
+        scaling = self.scaling(options, process_set)
+        with COUNTS.allreduce([scaling["process_set"]]):
+            self.hvd.allreduce_(torch.from_numpy(flat), name=name, **scaling)
         return flat
 
 

@@ -27,6 +27,8 @@ DUMP_S = 1.5
 
 _SHOWN_TENSORS = 3
 _BEGIN = re.compile(rb"stall_inspector\.cc:\d+\]|submitted to be reduced, gathered or broadcasted by subset of ranks")
+_BESIDE = ("hvdkit.aside", "hvdkit.allreduce_counts")
+"""Collectives of hvdkit's second threads: no training waits for them, and a rank that compiles may be late for them."""
 _HEADING = b"Missing ranks:"
 _MISSING = re.compile(rb"(\d+)!?: \[(.*?)\]?\s*$")
 _OPERATION = re.compile(r"((?:grouped_)?(?:allreduce|allgather|broadcast|alltoall|reducescatter))\.(.+)", re.DOTALL)
@@ -112,7 +114,8 @@ class StallReports:
 
     def _note(self, rank: int, tensors: str) -> None:
         for tensor in tensors.split(", "):
-            self._current[rank, tensor] = self._previous.get((rank, tensor), 0) + 1
+            if not tensor.endswith(_BESIDE):
+                self._current[rank, tensor] = self._previous.get((rank, tensor), 0) + 1
 
 
 def write_stacks(directory: Path, stall: Stall, stacks: Mapping[int, bytes]) -> str:

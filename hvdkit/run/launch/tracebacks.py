@@ -24,9 +24,11 @@ _KNOCK_ON = (b"HorovodInternalError", b"RootError")
 """Exceptions of a rank whose peer is gone, or that stops because the root failed."""
 _SAME = 20
 _HEADER = b"Traceback (most recent call last):"
-_CHAINED = re.compile(
-    rb"\n\n(?:The above exception was the direct cause of the following exception"
-    rb"|During handling of the above exception, another exception occurred):\n\n(?=Traceback )"
+_WHILE_HANDLING = re.compile(
+    rb"\n\nDuring handling of the above exception, another exception occurred:\n\n(?=Traceback )"
+)
+_RAISED_FROM = re.compile(
+    rb"\n\nThe above exception was the direct cause of the following exception:\n\n(?=Traceback )"
 )
 _CRASH = b"Fatal Python error:"  # of faulthandler, at a segmentation fault
 _EXCEPTION = re.compile(rb"(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?::|\s*$)")
@@ -119,7 +121,10 @@ def last_words(
             continue
         whose = "" if tagged else f"rank {rank} "
         if lost_a_peer:
-            report = f"{whose}lost its peers: {exception_name(report)}\n".encode()
+            name, text = _exceptions(_WHILE_HANDLING.split(report)[-1])[-1]
+            said = _message(text)
+            said = said.splitlines()[0] if said.startswith(b"rank") else name  # why, in words of hvdkit
+            report = f"{whose}lost its peers: ".encode() + said + b"\n"
         elif report == cause:
             report = f"{whose}failed like rank {culprit}: {exception_name(report)}\n".encode()
         words.append((rank, report))
@@ -130,17 +135,17 @@ def last_words(
 
 def exception_name(report: bytes) -> str:
     """The class of the exception that a traceback ends with, such as ``ValueError``."""
-    return _exceptions(report)[-1][0].decode() or "an error"
+    return _exceptions(_WHILE_HANDLING.split(report)[-1])[-1][0].decode() or "an error"
 
 
 def _exceptions(report: bytes) -> list[tuple[bytes, bytes]]:
-    """Class, and class and message as written, of each exception of a chain, the cause first; empty without one.
+    """Class, and class and message as written, of exceptions that were each raised from the one before.
 
     It stands in the first line after a header that is not indented: what follows is of its message, which may quote
     the traceback of another process.
     """
     found = []
-    for part in _CHAINED.split(report[max(report.find(_HEADER), 0) :]):
+    for part in _RAISED_FROM.split(report[max(report.find(_HEADER), 0) :]):
         lines = part.splitlines()[1:]
         matches = ((match, at) for at, line in enumerate(lines) if (match := _EXCEPTION.match(line)) is not None)
         match, at = next(matches, (None, 0))
@@ -149,10 +154,22 @@ def _exceptions(report: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def _ends_by_a_peer(report: bytes) -> bool:
-    """Whether the first cause is Horovod's own error, which TensorFlow raises as a class of its own."""
-    (name, text), *later = _exceptions(report)
-    if name == b"RuntimeError" and later and later[0][0] in _KNOCK_ON:  # horovod.torch raises its own from that
-        if text.partition(b": ")[2][:_SAME] != later[0][1].partition(b": ")[2][:_SAME]:
-            return False
-        name = later[0][0]
-    return name in _KNOCK_ON or (text.startswith(b"tensorflow.") and any(words in text for words in LOST_PEER))
+    """Whether the first cause is Horovod's own error, or one that was raised from it or to say it."""
+    before = b""
+    for raised in _WHILE_HANDLING.split(report):
+        chain = _exceptions(raised)
+        if before and before != _message(chain[0][1])[:_SAME]:
+            return False  # an error of its own, and then one of Horovod's as it cleaned up
+        if any(name in _KNOCK_ON or _is_of_tensorflow(text) for name, text in chain):
+            return True
+        before = _message(chain[-1][1])[:_SAME]  # horovod.torch raises its own with the same words
+    return False
+
+
+def _is_of_tensorflow(text: bytes) -> bool:
+    """Whether it is what TensorFlow makes of Horovod's error: a class of its own."""
+    return text.startswith(b"tensorflow.") and any(words in text for words in LOST_PEER)
+
+
+def _message(text: bytes) -> bytes:
+    return text.partition(b": ")[2]

@@ -1,0 +1,208 @@
+"""Ranks that have averaged gradients a different number of times, and now wait for one another for ever.
+
+One rank skips a step on what it alone sees (a loss that is not finite), leaves the loop by ``break``, or has fewer
+micro-batches. Horovod pairs allreduces by name, so the rank's next one stands in for the one that it left out, and
+nothing is seen until the loop has ended: then a rank waits in an allreduce that another will never make, while that one
+waits in ``check_agreement``, saves, or has ended.
+
+A second thread of each rank shows the others once a second how many allreduces of gradients this one has made, and
+whether its first thread waits in Horovod, and where. All see the same table. Where every rank waits, none has moved for
+some seconds, and their numbers differ, no rank can go on. A rank that computes, reads or saves is never called short.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.errors import AgreementError
+from hvdkit.steps.ranks import name_ranks
+
+Words = npt.NDArray[np.int64]
+
+_PERIOD_S, _LEAVE_S = 1.0, 2.5
+_QUIET = 3
+"""Tables without a change after which ranks that wait will wait for ever."""
+_RUNS, _WAITS, _AVERAGES, _LEAVES = range(4)
+"""What a rank's first thread does: anything else, waits in Horovod, waits there for gradients, leaves the watch."""
+_PLACE_BYTES = 120
+_OWN = str(Path(__file__).parents[1])
+_FIX = (
+    "skip a step, or leave the loop, on every rank or on none: decide by what all ranks see, such as the averaged "
+    "gradients or average_metrics of the loss"
+)
+
+
+class AllreduceCounts:
+    """This process's part; one for all of its optimizers and tapes."""
+
+    def __init__(self) -> None:
+        self._made, self._averaging = 0, 0
+        self._in_graphs: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, horovod: Any, gather: Callable[[Words, str], Words]) -> None:
+        """Watch from now on, with all ranks; not in an elastic job, which goes on without a rank that is lost.
+
+        Nor where a timeline is recorded, in which it would wait longest.
+
+        Args:
+            horovod: Horovod's module for the framework, which has been started.
+            gather: every rank's words, int64 (size, n), in a second thread; a collective of that name.
+        """
+        elsewhere = os.environ.get("HOROVOD_ELASTIC") == "1" or os.environ.get("HOROVOD_TIMELINE")
+        if horovod.size() < 2 or elsewhere or self._is_watching():
+            return
+        self._rank, self._made, self._rows, self._leaves = horovod.rank(), 0, list[_Row](), False
+        self._horovod, self._gather, self._process = horovod, gather, os.getpid()
+        self._library = str(Path(sys.modules["horovod"].__path__[0]))
+        if not hasattr(horovod.join, "hvdkit_plain"):
+            horovod.join = self._leaving_before(horovod.join)
+            atexit.register(self.leave)  # before Horovod's own, which ends it for all ranks
+        self._told = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hvdkit allreduce counts", daemon=True)
+        self._thread.start()
+
+    def in_graphs(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Have allreduces counted that a graph begins and ends, where Python does not run."""
+        self._in_graphs = counts
+
+    @contextmanager
+    def allreduce(self, process_sets: Iterable[Any]) -> Iterator[None]:
+        """In here the first thread averages gradients over Horovod's process sets; only that of all ranks counts."""
+        counts = any(one.process_set_id == 0 for one in process_sets)
+        self._made += counts
+        self._averaging += counts
+        try:
+            yield
+        finally:
+            self._averaging -= counts
+
+    def leave(self) -> None:
+        """Show the others a last time how far this rank has come, and watch no more, on all ranks."""
+        if self._thread is not None and self._is_watching():
+            self._leaves = True
+            self._told.set()
+            self._thread.join(_LEAVE_S)
+
+    def _leaving_before(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def join(*arguments: Any, **options: Any) -> Any:
+            self.leave()  # what is on its way when a rank joins, Horovod would end without the others
+            return plain(*arguments, **options)
+
+        join.hvdkit_plain = plain  # type: ignore[attr-defined]
+        return join
+
+    def _is_watching(self) -> bool:
+        return self._thread is not None and self._thread.is_alive() and self._process == os.getpid()
+
+    def _watch(self) -> None:
+        before, quiet = None, 0
+        try:
+            while True:
+                self._told.wait(_PERIOD_S)
+                self._told.clear()
+                table = self._gather(self._row(), "hvdkit.allreduce_counts")
+                rows = [_Row(rank, row) for rank, row in enumerate(table)]
+                quiet = quiet + 1 if before is not None and np.array_equal(table, before) else 0
+                before = table
+                if any(row.state == _LEAVES for row in rows):
+                    self._explain(rows)
+                    return
+                waiting = all(row.state in (_WAITS, _AVERAGES) for row in rows)
+                if waiting and quiet >= _QUIET and len({row.made for row in rows}) > 1 and self._has_one_process_set():
+                    self._explain(rows)
+                    time.sleep(_PERIOD_S)  # until the others know it, too: a rank that waits fails at once
+                    getattr(self._horovod.shutdown, "hvdkit_plain", self._horovod.shutdown)()
+                    return
+        except Exception:  # Horovod has ended, and who waits for it gets an error, too
+            return
+
+    def _row(self) -> Words:
+        """What this rank shows: its allreduces, what its first thread does, and where."""
+        begun, ended = self._in_graphs()
+        made = self._made + begun
+        if self._leaves:
+            return np.array([made, _LEAVES, *np.zeros(_PLACE_BYTES // 8, np.int64)])
+        state = _AVERAGES if self._averaging or begun > ended else _RUNS
+        place, frame = "", sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and not place:
+            file = frame.f_code.co_filename
+            if file.startswith(self._library):
+                state = max(state, _WAITS)
+            elif not _is_library(frame):
+                place = f"{Path(file).name}, line {frame.f_lineno}"
+            frame = frame.f_back
+        text = place.encode()[:_PLACE_BYTES].ljust(_PLACE_BYTES, b"\0") if state else bytes(_PLACE_BYTES)
+        return np.array([made, state, *np.frombuffer(text, np.int64)])
+
+    def _has_one_process_set(self) -> bool:
+        """Ranks of several process sets may rightly differ, and wait in collectives that others have no part in."""
+        from horovod.common import process_sets
+
+        return len(process_sets._basics._get_process_set_ids_and_ranks()) == 1
+
+    def _explain(self, rows: list[_Row]) -> None:
+        """Have an error that ends this process, and that is of Horovod's end, say why that ended."""
+        plain = sys.excepthook
+
+        def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            left = [row for row in rows if row.state == _LEAVES]
+            if issubclass(kind, Exception) and not left:  # of whatever class: all waited in Horovod, which was ended
+                error = AgreementError(_sentence(rows))
+            elif issubclass(kind, Exception) and "Horovod has been shut down" in str(error):
+                made = self._made + self._in_graphs()[0]
+                short = [row for row in left if row.made < made]
+                if short:  # the launcher takes this class for a consequence: that rank may have failed
+                    error = HorovodInternalError(_sentence([*short, _Row(self._rank, np.array([made, _AVERAGES]))]))
+            plain(type(error), error, trace)
+
+        from horovod.common.exceptions import HorovodInternalError
+
+        sys.excepthook = explain
+
+
+class _Row:
+    """What one rank shows."""
+
+    def __init__(self, rank: int, words: Words) -> None:
+        self.rank, self.made, self.state = rank, int(words[0]), int(words[1])
+        self.place = words[2:].tobytes().rstrip(b"\0").decode(errors="replace")
+
+    @property
+    def doing(self) -> str:
+        if self.state == _LEAVES:
+            return "has ended"
+        what = "waits for gradients" if self.state == _AVERAGES else "waits"
+        return f"{what} in {self.place}" if self.place else what
+
+
+def _sentence(rows: list[_Row]) -> str:
+    fewest, most = min(row.made for row in rows), max(row.made for row in rows)
+    short = [row for row in rows if row.made == fewest]
+    others = [row for row in rows if row.made == most]
+    number = "one allreduce" if most - fewest == 1 else f"{most - fewest} allreduces"
+    who, than = (name_ranks([row.rank for row in some]) for some in (short, others))
+    return (
+        f"{who} made {number} of gradients fewer than {than}, {fewest} and not {most}: rank {short[0].rank} "
+        f"{short[0].doing}, while rank {others[0].rank} {others[0].doing}; {_FIX}."
+    )
+
+
+def _is_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return "site-packages" in file or file.startswith((_OWN, sys.prefix, sys.base_prefix, "<"))
+
+
+COUNTS = AllreduceCounts()

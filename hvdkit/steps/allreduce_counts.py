@@ -108,6 +108,7 @@ class AllreduceCounts:
         return self._thread is not None and self._thread.is_alive() and self._process == os.getpid()
 
     def _watch(self) -> None:
+        """The second thread: show the others where this rank is, until one leaves or none can go on."""
         before, quiet = None, 0
         try:
             while True:

@@ -87,6 +87,11 @@ class OverTensorflow(HorovodTransport):
 
         super().__init__(hvd, tf.constant)
 
+    def start(self) -> Topology:
+        from hvdkit.tensorflow import monitor  # noqa: F401  # a second thread may not be the first to import it
+
+        return super().start()
+
     def aside(self, words: Words, name: str) -> Words:
         from hvdkit.tensorflow.monitor import aside
 

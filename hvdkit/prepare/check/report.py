@@ -111,10 +111,13 @@ def _lines(checked: Checked, width: int) -> list[str]:
     used = f" ({', '.join(checked.modules)})" if checked.modules else ""
     lines = [f"{click.style(checked.path, bold=True)}: {LIBRARIES[checked.library]}{used}"]
     if checked.library == "none":
-        nothing = "No Horovod, hvdkit or DDP in this text: it trains in one process, and there is nothing to check."
+        nothing = "No Horovod, hvdkit or DDP in this text: it trains in one process, and there are no steps to check."
         others = f"It uses {', '.join(checked.others)}, which is not checked."
-        return [*lines, f"  {others if checked.others else nothing}"]
-    lines += [_step(number, verdict, width) for number, verdict in enumerate(checked.verdicts)]
+        lines.append(f"  {others if checked.others else nothing}")
+        if not checked.findings:
+            return lines
+    else:
+        lines += [_step(number, verdict, width) for number, verdict in enumerate(checked.verdicts)]
     for finding in checked.findings:
         place = click.style(f"{checked.path}:{finding.line}", bold=True)
         lines += ["", f"{place} [{finding.rule}]", *explanation(finding, width, hanging=8, end=".")]

@@ -55,6 +55,7 @@ def _blamed(number: int) -> Callable[[JudgedCase], Iterable[Place]]:
     return lambda case: case.verdicts[number - 1].blamed
 
 
+_REMOVED = "`{}` was removed: TensorFlow 2 and Keras 3 do not know it"
 RULES = (
     Rule(
         "rank-not-called",
@@ -179,21 +180,28 @@ RULES = (
     *(
         Rule(
             "removed",
-            "`{}` was removed: TensorFlow 2 and Keras 3 do not know it",
-            "it raises an error",
+            what,
+            "it raises an error, or is ignored",
             fix,
             find_it,
         )
-        for fix, find_it in (
+        for what, fix, find_it in (
             (
+                "`{}` is TensorFlow 1's, whose graphs neither hvdkit nor Keras 3 trains",
+                "write it as Keras' fit (hvdkit.keras), or as a loop over tf.GradientTape (hvdkit.tensorflow)",
+                removed.graphs,
+            ),
+            *((_REMOVED, fix, removed.arguments_named(called, *words)) for called, words, fix in removed.ARGUMENTS),
+            (_REMOVED, "see keras.io/guides/migrating_to_keras_3 for what replaces it", removed.names),
+            (
+                _REMOVED,
                 "TensorFlow 2 has no sessions: hk.pin_device(world), or "
                 "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
                 removed.sessions,
             ),
-            ("leave it out", removed.argument_named("experimental_run_tf_function", r"\.compile$")),
-            ("write learning_rate=", removed.argument_named("lr", r"^keras\.optimizers\.")),
-            ("call fit, evaluate or predict, which take such data, too", removed.generators),
+            (_REMOVED, "call fit, evaluate or predict, which take such data, too", removed.generators),
             (
+                _REMOVED,
                 "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "
                 "tensorflow.keras.preprocessing.image",
                 removed.image_generators,
@@ -311,15 +319,13 @@ RULES = (
 
 
 def examine(case: JudgedCase) -> list[BrokenRule]:
-    """The findings of a script, by line; none where no library distributes it."""
-    if case.library == "none":
-        return []
-    found: dict[tuple[int, str], BrokenRule] = {}
-    for rule in RULES:
+    """The findings of a script, by line; of one that no library distributes, what was removed since it was written."""
+    found: dict[tuple[int, str, str], BrokenRule] = {}
+    for rule in RULES if case.library != "none" else [one for one in RULES if one.name == "removed"]:
         for place in rule.find(case):
             line, piece = _place(place)
             finding = BrokenRule(line, rule.name, rule.what.format(piece), rule.why, rule.fix.format(piece))
-            found.setdefault((line, rule.name), finding)
+            found.setdefault((line, rule.name, rule.fix), finding)
     return sorted(found.values(), key=lambda finding: finding.line)
 
 

@@ -1,8 +1,9 @@
-"""Changes to a LibCST tree, collected first and made at once; what no change names stays byte for byte."""
+"""Changes to a LibCST tree, collected first and made at once, each once a node; all else stays byte for byte."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import libcst as cst
@@ -26,7 +27,7 @@ class Edits(cst.CSTTransformer):
 
     def change(self, node: cst.CSTNode, make: Change) -> None:
         """Make another node of an expression, after what is inside of it has changed."""
-        self._changes.setdefault(node, []).append(make)
+        _add(self._changes.setdefault(node, []), make)
 
     def edit(self, how: str, statement: cst.CSTNode, code: str = "") -> None:
         """Change a statement as a whole.
@@ -37,7 +38,7 @@ class Edits(cst.CSTTransformer):
                 "remove" it, with the comments directly above it; "unwrap" the block of a ``with``; "guard" it by a
                 condition.
         """
-        self._around.setdefault(statement, {}).setdefault(how, []).append(code)
+        _add(self._around.setdefault(statement, {}).setdefault(how, []), code)
 
     def made(self) -> bytes:
         """The script with all changes."""
@@ -101,6 +102,12 @@ class Edits(cst.CSTTransformer):
         return made
 
 
+def _add(made: list[Any], one: object) -> None:
+    """Two calls of ``fit`` may ask for the same change of the data set that they share."""
+    if one not in made:
+        made.append(one)
+
+
 def _under(lines: Iterable[cst.EmptyLine], statement: Any) -> Any:
     """A statement with these comments and empty lines above it."""
     return statement.with_changes(leading_lines=list(lines))
@@ -114,9 +121,10 @@ def _not_about(lines: Iterable[cst.EmptyLine]) -> list[cst.EmptyLine]:
     return found
 
 
-# Expressions ----------------------------------------------------------------------------------------------------------
+# Expressions: the functions are cached, so that the same change is the same object ------------------------------------
 
 
+@cache
 def to(code: str) -> Change:
     """Another expression in the place of this one."""
     return lambda old: cst.parse_expression(code).with_changes(
@@ -124,24 +132,25 @@ def to(code: str) -> Change:
     )
 
 
+@cache
 def around(template: str) -> Change:
     """An expression that holds this one where ``template`` says ``__``."""
     return lambda old: matchers.replace(cst.parse_expression(template), matchers.Name("__"), old)
 
 
+@cache
 def called(code: str) -> Change:
     """The same call of another function."""
     return lambda call: call.with_changes(func=cst.parse_expression(code))
 
 
-def without(places: Iterable[int], field: str = "args") -> Change:
+@cache
+def without(places: tuple[int, ...], field: str = "args") -> Change:
     """A call without the arguments at these places, or an import without these "names"."""
-    gone = set(places)
-
     def make(node: Any) -> Any:
         given = getattr(node, field)
-        kept = [one for place, one in enumerate(given) if place not in gone]
-        if kept and len(given) - 1 in gone:
+        kept = [one for place, one in enumerate(given) if place not in places]
+        if kept and len(given) - 1 in places:
             ending = {one: getattr(given[-1], one, None) for one in ("comma", "whitespace_after_arg")}
             kept[-1] = kept[-1].with_changes(**{one: value for one, value in ending.items() if value is not None})
         return node.with_changes(**{field: kept})
@@ -149,6 +158,7 @@ def without(places: Iterable[int], field: str = "args") -> Change:
     return make
 
 
+@cache
 def with_argument(value: str, keyword: str = "", place: int | None = None) -> Change:
     """A call with one more argument, at the end or at a place further up."""
 
@@ -174,6 +184,7 @@ def with_argument(value: str, keyword: str = "", place: int | None = None) -> Ch
     return make
 
 
+@cache
 def as_keyword(name: str, value: str | None = None) -> Change:
     """An argument under this name, "" for none; with another value."""
 

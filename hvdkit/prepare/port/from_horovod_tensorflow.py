@@ -94,7 +94,7 @@ def _distribute(plan: PortPlan, event: Event) -> None:
         raise Unsure(call, "which arguments it gets the text does not show", f"{plan.hk}.distribute(optimizer)")
     from_horovod.distribute(plan, call, {"optimizer": "", "gradtape": ""})
     if gone:
-        plan.change(call, without(gone))
+        plan.change(call, without(tuple(gone)))
 
 
 def _callback(plan: PortPlan, event: Event) -> None:

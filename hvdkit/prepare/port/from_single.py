@@ -55,8 +55,8 @@ def _start(plan: PortPlan, first: Event) -> None:
     else:
         body, last = plan.text.tree.body, plan.last_import()
         below = body if last is None else body[body.index(last) + 1 :]
-        begins = [one for one in below if not is_text(one)]
-        if not begins or plan.text.line(begins[0]) is None:
+        begins = [one for one in below if not is_text(one) and plan.text.line(one) is not None]
+        if not begins:
             raise Unsure(first.node, "the text does not show where the script begins", "call hk.init() first")
         start, code = begins[0], f"\n{code}"
     plan.start = start
@@ -195,7 +195,7 @@ def _loader(plan: PortPlan, event: Event) -> None:
     drops = [at for at, one in enumerate(call.keywords, len(call.args))
              if one.arg == "drop_last" or (one.arg == "sampler" and not ordered)]  # fmt: skip
     if drops:
-        plan.change(call, without(drops))
+        plan.change(call, without(tuple(drops)))
     plan.change(call, with_argument(plan.use_world(call), place=1))
     shuffles = len(call.args) == 3 or "shuffle" in names
     if not stars:

@@ -191,7 +191,7 @@ def _arrays(plan: PortPlan, call: ast.Call, x: ast.expr, y: ast.expr | None, wri
         elif 2 <= place < len(call.args):
             plan.rename(one, _FIT[place])
     if gone:
-        plan.change(call, without(gone))
+        plan.change(call, without(tuple(gone)))
 
 
 def _data_set(plan: PortPlan, node: ast.expr) -> None:

@@ -21,7 +21,7 @@ def port(plan: PortPlan) -> None:
     if removed.asks_for_keras_2(case):
         return
     plan.each(_compile, case.methods("compile"))
-    for keyword in dict.fromkeys(removed.argument_named("lr", r"^keras\.optimizers\.")(case)):
+    for keyword in dict.fromkeys(removed.arguments_named(r"^keras\.optimizers\.", "lr")(case)):
         with plan.sure():
             plan.rename(keyword.value, "learning_rate")
     plan.each(_generator, removed.generators(case))
@@ -35,7 +35,7 @@ def _compile(plan: PortPlan, event: Event) -> None:
     call = event.node
     places = [at for at, one in enumerate(call.keywords, len(call.args)) if one.arg == "experimental_run_tf_function"]
     if places and not has_stars(call):
-        plan.change(call, without(places))
+        plan.change(call, without(tuple(places)))
 
 
 def _generator(plan: PortPlan, event: Event) -> None:

@@ -11,6 +11,7 @@ from textwrap import fill
 import libcst as cst
 
 from hvdkit.common.units import count_text
+from hvdkit.prepare.check import removed
 from hvdkit.prepare.check.report import check_script
 from hvdkit.prepare.check.source import Script
 from hvdkit.prepare.check.verdict import UNDECIDED
@@ -75,7 +76,7 @@ def port(text: ScriptText) -> Ported:
     plan = PortPlan(text)
     library = plan.case.library
     after = text
-    if library in _FROM:
+    if library in _FROM and not any(removed.graphs(plan.case)):  # those are in the findings below
         try:
             _FROM[library](plan)
             plan.declare()
@@ -112,7 +113,7 @@ def _tidy(before: ScriptText, after: ScriptText) -> bytes:
         if line is not None and len(unused) == len(statement.names):
             edits.edit("remove", line)
         elif line is not None and unused:
-            edits.change(cst.ensure_type(line, cst.SimpleStatementLine).body[0], without(unused, "names"))
+            edits.change(cst.ensure_type(line, cst.SimpleStatementLine).body[0], without(tuple(unused), "names"))
     return edits.made() if edits else after.content
 
 

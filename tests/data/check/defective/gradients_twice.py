@@ -10,7 +10,7 @@ hvd.init()
 data = tf.data.Dataset.from_tensor_slices((x / 255.0, y)).shard(hvd.size(), hvd.rank()).shuffle(1000).batch(64)
 model = tf.keras.Sequential([tf.keras.layers.Flatten(), tf.keras.layers.Dense(10)])
 loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-optimizer = tf.compat.v1.train.AdamOptimizer(0.001 * hvd.size())
+optimizer = tf.compat.v1.train.AdamOptimizer(0.001 * hvd.size())  # finds: removed
 optimizer = hvd.DistributedOptimizer(optimizer)
 
 

@@ -2,7 +2,8 @@
 
 A trial records what a script's loaders gave and which weights its optimizers left, and then ends the script. Given the
 recorded batches of another script, its loaders give those instead: so two scripts can be compared step by step,
-whatever order each would draw, and one process can be given what several ranks had together.
+whatever order each would draw, and one process can be given what several ranks had together. Before it ends, a script
+reads the first epoch of its training data to the end, without training: which samples these are is recorded, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +41,16 @@ class WantedTrial:
         steps: optimizer steps until it is ended, > 0.
         batches: directory of the recording whose batches and learning rates it is given; "" for its own.
         dropout: whether its dropout layers drop anything.
+        draws: number of the seed under which its loaders draw: augmentation is another in each run, and shows by that.
+        reading_s: seconds in which the rest of the first epoch is read; then it counts as endless.
     """
 
     directory: str
     steps: int
     batches: str = ""
     dropout: bool = True
+    draws: int = 0
+    reading_s: float = 60.0
 
     def variable(self) -> str:
         """The value of the environment variable."""
@@ -62,14 +68,18 @@ class TrialRecording:
             as digests of all their bits; its "rate", None where that is no number; "finite"; "drew": random numbers
             were drawn between the batch and the step; "optimizer", a number.
         notes: what keeps ranks from being one process, by name.
+        epochs: of each loader that it trains on, in its first epoch: the number of "rows" in all, in the largest
+            "batch" and in the "last" one; "why": why they are not all known, or "".
         same: it would have drawn the batches that it was given; None where it was given none.
         arrays: "b0", "b1", ... of the batches; of each step s a part of the weights "w{s}" and of their gradients
-            "g{s}"; of each optimizer o the same part of its first weights "s{o}".
+            "g{s}"; of each optimizer o the same part of its first weights "s{o}"; of each epoch e and array c of its
+            batches "e{e}c{c}", a digest of each sample's part.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
     same: bool | None = None
     arrays: dict[str, Array] = field(default_factory=dict)
 
@@ -146,6 +156,19 @@ def _unpacked(form: dict[str, Any], arrays: dict[str, Array]) -> Any:
     return array.copy()
 
 
+def _samples(form: dict[str, Any], arrays: dict[str, Array]) -> list[Array]:
+    """A digest of each sample's part of each array in a batch; none of arrays that have no row for each sample."""
+    ((kind, value),) = form.items()
+    if kind == "is":
+        return []
+    if kind in ("list", "tuple", "dict"):
+        inside = value.values() if kind == "dict" else value
+        found = [one for each in inside for one in _samples(each, arrays)]
+        return [one for one in found if len(one) == len(found[0])]
+    rows = np.ascontiguousarray(arrays[value])
+    return [np.array([digest(row) for row in rows], dtype=np.int64)] if rows.ndim else []
+
+
 def union(ranks: Sequence[TrialRecording]) -> tuple[TrialRecording, str]:
     """The batches that one process is given for those of several ranks together, and why there are none, or "".
 
@@ -218,6 +241,25 @@ def _digest(form: dict[str, Any], arrays: dict[str, Array]) -> int:
 # The script's process -------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Epoch:
+    """One pass over a loader.
+
+    Attributes:
+        draw: gives its next batch.
+        samples: of each batch, what ``_samples`` says.
+        steps: the numbers of the optimizer steps before which it gave a batch.
+        ended: before which step it ended; None for not yet.
+        why: why its samples are not known, "" where they are.
+    """
+
+    draw: Callable[[], Any]
+    samples: list[list[Array]] = field(default_factory=list)
+    steps: set[int] = field(default_factory=set)
+    ended: int | None = None
+    why: str = ""
+
+
 class Trial:
     """Records a script, or gives it the batches of another. Called where a framework's own functions were."""
 
@@ -229,15 +271,33 @@ class Trial:
         self._weights: dict[int, int] = {}
         self._states: Any = None
         self._drew = False
+        self._epochs: dict[int, _Epoch] = {}  # by the loader's iterator
+        self._past: list[_Epoch] = []
+        self._keep: list[object] = []
+        self.batches: int | None = None
+        """How many batches are an epoch of ``fit``; None where the loader's end is the epoch's."""
+        self.evaluating = False
+        """Whether ``fit`` evaluates."""
 
     def note(self, what: str) -> None:
         """Something that keeps ranks from being one process."""
         if what not in self.made.notes:
             self.made.notes.append(what)
 
-    def batch(self, draw: Callable[[], Any]) -> Any:
+    def drawn(self, draw: Callable[[], Any]) -> Any:
+        """What a loader does under a seed of this run, so that only what is random in it differs between runs."""
+        seed(1000 * (self.draws + 1) + len(self.made.steps))
+        try:
+            return draw()
+        finally:
+            seed(len(self.made.steps) + 1)
+
+    def batch(self, draw: Callable[[], Any], loader: object = None) -> Any:
         """What a loader gives: the next batch, or another's.
 
+        Args:
+            draw: gives it.
+            loader: whose pass this is: its iterator.
         Raises:
             StopIteration: there is none.
         """
@@ -246,7 +306,7 @@ class Trial:
         value: Any = None
         ended: BaseException | None = None
         try:
-            value = draw()
+            value = self.drawn(draw)
             own = {"batch": _packed(value, arrays)}
         except _Unknown as unknown:
             own = {"unknown": str(unknown)}
@@ -254,6 +314,7 @@ class Trial:
             if not isinstance(error, StopIteration) and type(error).__name__ != "OutOfRangeError":
                 raise
             ended = error
+        self._passed(draw, loader, own, arrays)
         event = own
         if self._given is None:
             self.made.events.append(own)
@@ -270,9 +331,60 @@ class Trial:
             self.made.same = same and self.made.same is not False
         if "end" in event:
             raise ended or StopIteration
-        seed(len(self.made.steps) + 1)
         self._states, self._drew = _random_states(), False
         return value
+
+    def _passed(self, draw: Callable[[], Any], loader: object, event: dict[str, Any], arrays: dict[str, Array]) -> None:
+        """Note of a loader's pass what it gave."""
+        if self.evaluating:
+            return
+        if id(loader) not in self._epochs:
+            self._keep.append(loader)  # no other one will have its id
+            self._epochs[id(loader)] = _Epoch(draw)
+            self._past.append(self._epochs[id(loader)])
+        epoch = self._epochs[id(loader)]
+        if "end" in event:
+            epoch.ended = len(self.made.steps)
+            del self._epochs[id(loader)]  # the next epoch may have the same iterator
+            return
+        epoch.steps.add(len(self.made.steps))
+        samples = _samples(event["batch"], arrays) if "batch" in event else []
+        epoch.samples.append(samples)
+        if not samples:
+            epoch.why = f"a batch holds {event.get('unknown', 'no arrays')}"
+
+    def _read_first_epochs(self) -> None:
+        """Record the first epoch of each loader that is trained on, which is each that gives batches to each step."""
+        first = [one for one in self._past if 0 in one.steps]
+        first = [one for one in first if one.ended != 0] or first[-1:]  # what ended before a step was evaluated
+        trained = [one for one in first if 1 in one.steps] or first[-1:]
+        until = time.monotonic() + self._wanted.reading_s
+        for number, epoch in enumerate(trained if self.made.steps else ()):
+            while not epoch.why and epoch.ended is None and len(epoch.samples) != self.batches:
+                self._read_on(epoch, until)
+            columns = {len(one) for one in epoch.samples}
+            if len(columns) > 1:
+                epoch.why = epoch.why or "its batches have different forms"
+            sizes = [len(one[0]) for one in epoch.samples if one]
+            self.made.epochs.append({"rows": sum(sizes), "batch": max(sizes, default=0), "last": (sizes or [0])[-1],
+                                     "why": epoch.why})  # fmt: skip
+            for column in range(0 if epoch.why else columns.pop()):
+                self.made.arrays[f"e{number}c{column}"] = np.concatenate([one[column] for one in epoch.samples])
+
+    def _read_on(self, epoch: _Epoch, until: float) -> None:
+        """Read one more batch of an epoch."""
+        arrays: dict[str, Array] = {}
+        try:
+            samples = _samples(_packed(self.drawn(epoch.draw), arrays), arrays)
+            if time.monotonic() > until:
+                epoch.why = f"its end was not reached within {self._wanted.reading_s:g} s"
+            epoch.samples.append(samples)
+        except _Unknown as unknown:
+            epoch.why = f"a batch holds {unknown}"
+        except Exception as error:
+            if not isinstance(error, StopIteration) and type(error).__name__ != "OutOfRangeError":
+                epoch.why = f"reading on ended with {type(error).__name__}"
+            epoch.ended = len(self.made.steps)
 
     def rate(self) -> float | None:
         """The learning rate of the next step, where another's is to be used."""
@@ -307,6 +419,8 @@ class Trial:
     def epoch(self) -> None:
         """An epoch of Keras' ``fit`` ends: what it evaluates then comes from other loaders."""
         if self.made.steps:
+            for one in self._past:
+                one.ended = len(self.made.steps) if one.ended is None else one.ended
             self.finish()
 
     def finish(self) -> None:
@@ -320,6 +434,8 @@ class Trial:
 
     def write(self) -> None:
         """Write what there is."""
+        if not self.made.epochs:
+            self._read_first_epochs()
         self.made.write(Path(self._wanted.directory), self._rank)
 
     def drawing(self) -> None:
@@ -329,7 +445,12 @@ class Trial:
     @property
     def seed(self) -> int:
         """With which the script begins: another on each rank, so that what a broadcast makes equal was not before."""
-        return 1 + self._rank
+        return self._rank
+
+    @property
+    def draws(self) -> int:
+        """See ``WantedTrial``."""
+        return self._wanted.draws
 
     def drops(self) -> bool:
         """Whether dropout layers drop anything; one of them asks."""

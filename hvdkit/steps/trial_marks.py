@@ -16,12 +16,17 @@ from hvdkit.steps.trial import current
 
 
 def torch_loaders(module: ModuleType) -> None:
-    """A ``DataLoader``'s batches; ``torch.utils.data.dataloader``."""
+    """A ``DataLoader``'s batches, and the seeds of its workers; ``torch.utils.data.dataloader``."""
+
+    def begin(original: Any, self: Any, loader: Any) -> None:
+        current().drawn(functools.partial(original, self, loader))
+
+    step_marks.wrap(module._BaseDataLoaderIter, "__init__", begin)
     step_marks.wrap(module._BaseDataLoaderIter, "__next__", _given)
 
 
 def _given(original: Any, self: Any, *arguments: Any) -> Any:
-    return current().batch(functools.partial(original, self, *arguments))
+    return current().batch(functools.partial(original, self, *arguments), self)
 
 
 def torch_optimizers(module: ModuleType) -> None:
@@ -95,17 +100,30 @@ def torch_seeds(module: ModuleType) -> None:
 def tensorflow_seeds(module: ModuleType) -> None:
     """TensorFlow begins with another seed in every run; ``tensorflow.python.framework.random_seed``."""
     module.set_seed(current().seed)
-    step_marks.wrap(module, "get_seed", _drawing)
+
+    def seeds(original: Any, *arguments: Any) -> Any:
+        current().drawing()
+        graph, operation = original(*arguments)
+        if step_marks.eager() or operation is None:
+            return graph, operation
+        return graph, (operation + current().draws) % 2**31  # within a map of tf.data
+
+    step_marks.wrap(module, "get_seed", seeds)
 
 
 def keras_seeds(module: ModuleType) -> None:
     """Keras' layers draw by generators of their own; ``keras.src.random.seed_generator``."""
-    step_marks.wrap(module.SeedGenerator, "next", _drawing)
 
+    def seeds(original: Any, *arguments: Any, **options: Any) -> Any:
+        current().drawing()
+        found = original(*arguments, **options)
+        if step_marks.eager():
+            return found
+        import tensorflow as tf
 
-def _drawing(original: Any, *arguments: Any, **options: Any) -> Any:
-    current().drawing()
-    return original(*arguments, **options)
+        return found + tf.cast(current().draws, found.dtype)  # within a map of tf.data
+
+    step_marks.wrap(module.SeedGenerator, "next", seeds)
 
 
 def keras_dropout(module: ModuleType) -> None:
@@ -165,10 +183,24 @@ def _values(tensor: Any) -> Any:
 
 
 def keras_epochs(module: ModuleType) -> None:
-    """Epochs of ``fit``; ``keras.src.callbacks.callback_list``."""
+    """Epochs of ``fit``, and what it evaluates within them; ``keras.src.callbacks.callback_list``."""
 
-    def call(original: Any, *arguments: Any, **options: Any) -> Any:
+    def begin(original: Any, self: Any, *arguments: Any, **options: Any) -> Any:
+        current().batches = self.params.get("steps") if self.params else None
+        return original(self, *arguments, **options)
+
+    def end(original: Any, *arguments: Any, **options: Any) -> Any:
         current().epoch()
         return original(*arguments, **options)
 
-    step_marks.wrap(module.CallbackList, "on_epoch_end", call)
+    def evaluate(evaluating: bool) -> Any:
+        def call(original: Any, *arguments: Any, **options: Any) -> Any:
+            current().evaluating = evaluating
+            return original(*arguments, **options)
+
+        return call
+
+    step_marks.wrap(module.CallbackList, "on_epoch_begin", begin)
+    step_marks.wrap(module.CallbackList, "on_epoch_end", end)
+    step_marks.wrap(module.CallbackList, "on_test_begin", evaluate(True))
+    step_marks.wrap(module.CallbackList, "on_test_end", evaluate(False))

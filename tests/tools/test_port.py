@@ -179,6 +179,55 @@ def test_a_listed_line_is_that_of_the_ported_script() -> None:
     assert found.after.decode().splitlines()[found.left[0].line - 1] == "device = 'cuda:0'"
 
 
+TWO_FITS = """\
+import keras
+import numpy as np
+import tensorflow as tf
+data = {"train": tf.data.Dataset.from_tensor_slices((np.ones((8, 2)), np.ones((8, 1))))}
+train = data["train"].batch(2).repeat()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.1), loss="mse")
+model.fit(train, epochs=2, steps_per_epoch=4)
+model.compile(keras.optimizers.SGD(0.01), loss="mse")
+model.fit(train.map(lambda x, y: (x, y)), steps_per_epoch=len(x) // 2)
+"""
+ONE_TAPE = """\
+import keras
+import tensorflow as tf
+data = tf.data.Dataset.from_tensor_slices(tf.ones((8, 2))).batch(2)
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.1)
+
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x))
+    optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+for x in data:
+    step(x)
+for x in data:
+    step(x)
+"""
+
+
+def test_every_edit_is_made_once_a_node() -> None:
+    """Two calls of fit share a pipeline, two loops a tape."""
+    made = after(TWO_FITS)
+    assert made.count(".shard(") == 1 and made.count("hk.BroadcastState()") == 2
+    assert "steps_per_epoch=max(1, 4 // world.size)" in made
+    assert "steps_per_epoch=max(1, int(len(x) // 2) // world.size)" in made
+    made = after(ONE_TAPE)
+    assert made.count(".shard(") == made.count("hk.distribute(tf.GradientTape())") == 1
+    assert made.count("hk.distribute") == made.count("hk.broadcast_state") == 1
+
+
+@pytest.mark.parametrize("use", ["validation_data=train", "epochs=1)\nmodel.evaluate(train"])
+def test_data_that_fit_trains_and_evaluates_on_stay(use: str) -> None:
+    content = TWO_FITS.replace("epochs=2, steps_per_epoch=4", use)
+    assert any("trained and evaluated on" in one.why for one in ported(content).left)
+    assert ".shard(" not in after(content)
+
+
 # Horovod and DDP ------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +239,16 @@ def test_a_listed_line_is_that_of_the_ported_script() -> None:
         ("import horovod.torch as hvd\nimport horovod.tensorflow as h\nhvd.init()\nh.init()\n", "several of Horovod"),
         ("import horovod.spark as hvd\nhvd.run(print)\n", "starts its ranks"),
         ("import accelerate\nimport torch\n", "Accelerate distributes it"),
+        (
+            "import horovod.tensorflow as hvd\nimport tensorflow as tf\nhvd.init()\ne = tf.estimator.Estimator(f)\n"
+            "e.train(f, hooks=[hvd.BroadcastGlobalVariablesHook(0)])\n",
+            "is TensorFlow 1's",
+        ),
+        ("import tensorflow as tf\ntf.train.AdamOptimizer().minimize(loss)\n", "is TensorFlow 1's"),
+        (
+            "import tensorflow.compat.v1 as tf\ntf.disable_eager_execution()\nwith tf.Session() as s:\n    s.run(x)\n",
+            "is TensorFlow 1's",
+        ),
         ("print(1)\n", "nothing that trains"),
         ("import torch.distributed as dist\ndist.init_process_group()\ndist.scatter(1)\n", "torch.distributed.scatter"),
     ],

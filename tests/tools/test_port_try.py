@@ -31,18 +31,19 @@ def ported(tmp_path):
     return trial.Scripts(str(tmp_path / "train.py"), SCRIPT.encode(), SCRIPT.encode() + b"# ported")
 
 
-def recording(rank=0, size=1, *, steps=3, scale=1.0, start=0.0, gradient=(1.0, 2.0), draws=False):
-    """Gradient descent on numbers; ``scale`` is what is wrong with the gradient."""
+def recording(rank=0, size=1, *, steps=3, scale=1.0, start=0.0, gradient=(1.0, 2.0), draws=False, samples=None):
+    """Gradient descent on numbers, of which an epoch has 6 samples; ``scale`` is what is wrong with the gradient."""
     seen = Trial(WantedTrial("", 99), rank)
     weights = np.full(2, start)
-    for step in range(steps):
-        first = float(size * step + rank)
-        seen.batch(iter([np.arange(first, first + 1)]).__next__)
+    loader = iter([np.array([one]) for one in (range(rank, 6, size) if samples is None else samples)])
+    for _ in range(steps):
+        seen.batch(loader.__next__, loader)
         if draws:
             np.random.rand(700)
         seen.begin("sgd", [weights], [np.array(gradient)])
         weights = weights - 0.1 * scale * np.array(gradient)
         seen.end("sgd", [weights], 0.1 * size)
+    seen._read_first_epochs()
     return seen.made
 
 
@@ -70,7 +71,8 @@ def test_equal_weights_are_equal(monkeypatch, ported):
         "Equal: 1 rank takes the script's own steps, and 2 ranks those of one"
     )
     assert "3 steps at a learning rate of 0.1, bit for bit" in found.lines[0]
-    assert "2 ranks agree bit for bit" in found.lines[1] and "0.2" in found.lines[1]
+    assert found.lines[1] == "2 ranks: an epoch is the script's own 6 samples, each once."
+    assert "2 ranks agree bit for bit" in found.lines[2] and "0.2" in found.lines[2]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,8 @@ def test_equal_weights_are_equal(monkeypatch, ported):
         ({"ours-2": [recording(0, 2), recording(1, 2, scale=2)]}, False, "hold different weights in step 1", ""),
         ({"ours-2": [recording(0, 2), recording(1, 2, steps=2)]}, False, "ranks take 3 and 2 steps", ""),
         ({"ours-2": [recording(0, 2, scale=np.nan)] * 2}, False, "not finite", ""),
-        ({"ours-2": [recording(0, 2, scale=2)] * 2, "theirs-2": [recording(scale=2)]}, True, "Equal:", ""),
+        ({"ours-2": [recording(rank, 2, scale=2) for rank in (0, 1)], "theirs-2": [recording(scale=2)]}, True,
+         "Equal:", ""),
         ({"ours-2": [recording(rank, 2, scale=2) for rank in (0, 1)]}, False, "Differs: 2 ranks do not", "1.0e+00"),
         ({"theirs-2": [recording(scale=1.0001)]}, True, "Equal:", "1.0e-04 of the way"),
         ({"ours-2": [recording(rank, 2, draws=True) for rank in (0, 1)]}, True, "where that is defined", "random"),
@@ -101,6 +104,54 @@ def test_each_difference_has_its_verdict(monkeypatch, ported, runs, ok, verdict,
     assert line in " ".join(found.lines)
 
 
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (([0, 2, 4], [1, 3, 5]), "Equal: "),
+        (([0, 4, 2], [5, 3, 1]), "Equal: "),
+        (([0, 2, 4], [1, 3, 0]), "train on 1 of the script's 6 samples more often"),
+        (([0, 1, 2], [0.5, 1.5, 2.5]), "3 of the ranks' 6 are none of the script's"),
+        (([0, 2, 4, 1, 3, 5], [1, 3, 5, 0, 2, 4]), "train on 12 samples, and the script itself on 6"),
+    ],
+)
+def test_an_epoch_of_the_ranks_is_that_of_the_script(monkeypatch, ported, samples, said):
+    """Whatever their weights are: a port that drops half of the data has weights that look right."""
+    ours = [recording(rank, 2, samples=part) for rank, part in enumerate(samples)]
+    found = tried(monkeypatch, ported, **{"ours-2": ours})
+    assert said in found.as_text()
+    assert found.verdict.startswith("Equal: ") == ("Equal: " in said)
+    assert found.ok == ("none of" in said or "Equal" in said)
+
+
+def test_half_of_the_data_is_missed_and_what_a_run_draws_at_random_is_not_told_apart(monkeypatch, ported):
+    whole = {name: [recording(steps=2, samples=range(12))] for name in ("ours-1", "theirs-1", "theirs-2")}
+    half = [recording(rank, 2, steps=2, samples=range(rank, 6, 2)) for rank in (0, 1)]
+    found = tried(monkeypatch, ported, **whole, **{"ours-2": half})
+    assert found.verdict == "Differs: in an epoch 2 ranks train on 6 samples, and the script itself on 12."
+    drawn = [recording(samples=np.arange(6) + number / 8) for number in range(3)]
+    found = tried(monkeypatch, ported, **{"ours-1": drawn[:1], "theirs-1": [replace(drawn[1], same=True)]})
+    assert found.ok and found.verdict.startswith("Equal where that is defined")
+    assert "alters them at random" in " ".join(found.lines)
+
+
+def test_what_is_looked_at_or_evaluated_before_the_first_step_is_no_epoch():
+    seen, weights = Trial(WantedTrial("", 99), 0), np.zeros(2)
+    loaders = [iter([np.array([one]) for one in range(length)]) for length in (3, 2, 4)]
+    look, evaluation, training = loaders
+    seen.batch(look.__next__, look)
+    while True:
+        try:
+            seen.batch(evaluation.__next__, evaluation)
+        except StopIteration:
+            break
+    for _ in range(2):
+        seen.batch(training.__next__, training)
+        seen.begin("sgd", [weights], [np.ones(2)])
+        seen.end("sgd", [weights + 1], 0.1)
+    seen._read_first_epochs()
+    assert [(one["rows"], one["why"]) for one in seen.made.epochs] == [(4, "")]
+
+
 def test_where_the_script_itself_does_not_run_one_rank_stands_for_it(monkeypatch, ported):
     usual = {"ours-1": [recording()], "ours-2": [recording(rank, 2) for rank in (0, 1)], "theirs-2": [recording()]}
 
@@ -115,7 +166,9 @@ def test_where_the_script_itself_does_not_run_one_rank_stands_for_it(monkeypatch
     assert not found.ok and found.verdict.startswith(
         "Failed: the script itself ended.\n2 ranks are compared with 1 rank"
     )
-    assert len(found.lines) == 1 and "bit for bit those of one process" in found.lines[0]
+    assert "6 samples, each once" in found.lines[0] and "bit for bit those of one process" in found.lines[1]
+    usual["ours-2"] = [recording(rank, 2, samples=range(3)) for rank in (0, 1)]
+    assert "instead: Differs: in an epoch" in trial.attempt(ported, (), 3, 10.0).verdict
 
 
 def test_ranks_on_the_same_batches_are_no_training_on_shards(monkeypatch, ported):

@@ -56,6 +56,30 @@ def _blamed(number: int) -> Callable[[JudgedCase], Iterable[Place]]:
 
 
 _REMOVED = "`{}` was removed: TensorFlow 2 and Keras 3 do not know it"
+_OLD: tuple[tuple[str, str, Callable[[JudgedCase], Iterable[Place]]], ...] = (
+    (
+        "`{}` is TensorFlow 1's, whose graphs neither hvdkit nor Keras 3 trains",
+        "write it as Keras' fit (hvdkit.keras), or as a loop over tf.GradientTape (hvdkit.tensorflow)",
+        removed.graphs,
+    ),
+    *((_REMOVED, fix, removed.arguments_named(called, *words)) for called, words, fix in removed.ARGUMENTS),
+    (_REMOVED, "see keras.io/guides/migrating_to_keras_3 for what replaces it", removed.names),
+    (
+        _REMOVED,
+        "TensorFlow 2 has no sessions: hk.pin_device(world), or "
+        "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
+        removed.sessions,
+    ),
+    (_REMOVED, "call fit, evaluate or predict, which take such data, too", removed.generators),
+    (
+        _REMOVED,
+        "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "
+        "tensorflow.keras.preprocessing.image",
+        removed.image_generators,
+    ),
+)
+"""What is removed from TensorFlow and Keras, what to write, and where it is."""
+
 RULES = (
     Rule(
         "rank-not-called",
@@ -177,37 +201,7 @@ RULES = (
         "use hvdkit.keras: BroadcastState(), warmup(optimizer, world, steps_per_epoch); its fit averages the logs",
         removed.callbacks,
     ),
-    *(
-        Rule(
-            "removed",
-            what,
-            "it raises an error, or is ignored",
-            fix,
-            find_it,
-        )
-        for what, fix, find_it in (
-            (
-                "`{}` is TensorFlow 1's, whose graphs neither hvdkit nor Keras 3 trains",
-                "write it as Keras' fit (hvdkit.keras), or as a loop over tf.GradientTape (hvdkit.tensorflow)",
-                removed.graphs,
-            ),
-            *((_REMOVED, fix, removed.arguments_named(called, *words)) for called, words, fix in removed.ARGUMENTS),
-            (_REMOVED, "see keras.io/guides/migrating_to_keras_3 for what replaces it", removed.names),
-            (
-                _REMOVED,
-                "TensorFlow 2 has no sessions: hk.pin_device(world), or "
-                "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
-                removed.sessions,
-            ),
-            (_REMOVED, "call fit, evaluate or predict, which take such data, too", removed.generators),
-            (
-                _REMOVED,
-                "put keras.layers.RandomRotation, RandomTranslation and RandomZoom into the model, or import it from "
-                "tensorflow.keras.preprocessing.image",
-                removed.image_generators,
-            ),
-        )
-    ),
+    *(Rule("removed", what, "it raises an error, or is ignored", fix, find_it) for what, fix, find_it in _OLD),
     Rule(
         "broadcast-missing",
         "the state of model and optimizer is not sent from one rank to the others, or not all of it",

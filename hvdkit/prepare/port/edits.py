@@ -147,6 +147,7 @@ def called(code: str) -> Change:
 @cache
 def without(places: tuple[int, ...], field: str = "args") -> Change:
     """A call without the arguments at these places, or an import without these "names"."""
+
     def make(node: Any) -> Any:
         given = getattr(node, field)
         kept = [one for place, one in enumerate(given) if place not in places]

@@ -144,6 +144,10 @@ def _fit(plan: PortPlan, event: Event) -> None:
     strange = any(case.name(one) or case.class_of(one) or case.is_opaque(one) for one in others)
     if y is None and any(case.name(one).startswith("tensorflow.data.") for one in sources):
         _data_set(plan, x)
+        steps = argument(call, "steps_per_epoch")
+        if steps is not None and not is_constant(steps, None):
+            whole = "__" if isinstance(steps, (ast.Constant, ast.Name, ast.Attribute, ast.Call)) else "int(__)"
+            plan.change(steps, around(f"max(1, {whole} // {plan.use_world(call)}.size)"))
     elif y is not None or (sources and not strange):
         _arrays(plan, call, x, y, write)
     else:
@@ -205,7 +209,10 @@ def _data_set(plan: PortPlan, node: ast.expr) -> None:
     if [case.name(one) for one in sources] != [_SLICES] or partial:
         raise Unsure(node, "the text does not show a pipeline that begins with arrays and trains on all of them", write)
     source = sources[0]
-    if any(source in case.sources(loop) for loop in case.evaluation_loops):
+    evaluated = [argument(one.node, "validation_data", 7) for one in case.fits]
+    evaluated += [argument(one.node, "x", 0) for one in [*case.evaluations, *case.methods("predict")]]
+    looped = [call for loop in case.evaluation_loops for call in case.sources(loop)]
+    if source in [*looped, *case.calls(*evaluated, through=True)]:
         raise Unsure(source, "the same data are trained and evaluated on", write)
     plan.use_world(source)
     plan.change(source, around(f"__.batch({world}.size, drop_remainder=True).unbatch().{shard}"))

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ _SPARSE = (
     "as for a dense gradient; the script took dense ones here"
 )
 _OWN = "1 rank takes the script's own steps"
+_AGAIN = "data drawn without a seed are others on each rank, and in each run"
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,14 @@ def attempt(scripts: Scripts, arguments: Sequence[str], steps: int, timeout_s: f
     with tempfile.TemporaryDirectory(prefix="hvdkit-try-") as name:
         runs = _Runs(scripts, list(arguments), steps, timeout_s, Path(name))
         try:
-            found.ok = _one_rank(runs, found) and _two_ranks(runs, found)
+            found.ok = _compare_runs(runs, found)
         except (_Failed, DataError) as failed:
             found.verdict = str(failed)
     return found
 
 
-def _one_rank(runs: _Runs, found: ComparedTrial) -> bool:
-    """Compare the ported script on 1 rank with the script itself; whether 2 ranks are worth a comparison."""
+def _compare_runs(runs: _Runs, found: ComparedTrial) -> bool:
+    """Compare the ported script on 1 rank with the script itself and, where they are equal, 2 ranks with both."""
     (ours,) = runs.run("the ported script on 1 rank", "ours-1", 1)
     if not ours.steps:
         found.verdict = "Nothing was compared: no step of an optimizer of PyTorch or of Keras on TensorFlow was seen."
@@ -107,8 +109,8 @@ def _one_rank(runs: _Runs, found: ComparedTrial) -> bool:
     try:
         (theirs,) = runs.run("the script itself", "theirs-1", 0, batches="ours-1")
     except _Failed as failed:  # it was written for older libraries, say: one rank stands for it, and proves less
-        _two_ranks(runs, found, reference=1)
-        found.verdict = f"{failed}\n2 ranks are compared with 1 rank of the ported script instead:"
+        differs = "" if _two_ranks(runs, found, ours, ours, reference=1) else f" {found.verdict}"
+        found.verdict = f"{failed}\n2 ranks are compared with 1 rank of the ported script instead:{differs}"
         return False
     said, equal = _compare(ours, theirs)
     own = "" if theirs.same is not False else ", which was given the same batches: it draws another order"
@@ -121,11 +123,18 @@ def _one_rank(runs: _Runs, found: ComparedTrial) -> bool:
         found.verdict = "Differs: on 1 rank the ported script does not take the script's own steps."
         if theirs.steps and ours.steps[0]["start"] != theirs.steps[0]["start"]:
             found.verdict = "Nothing was compared: the script begins with other weights in each run. Let it set a seed."
-    return bool(equal)
+    return bool(equal) and _two_ranks(runs, found, theirs, ours)
 
 
-def _two_ranks(runs: _Runs, found: ComparedTrial, reference: int = 0) -> bool:
-    """Compare 2 ranks with the script itself, or with the ported one on 1 rank."""
+def _two_ranks(
+    runs: _Runs, found: ComparedTrial, whole: TrialRecording, again: TrialRecording, reference: int = 0
+) -> bool:
+    """Compare 2 ranks with the script itself, or with the ported one on 1 rank.
+
+    Args:
+        whole, again: two runs in one process, whose epoch is that of the script.
+        reference: ranks of the run to compare with; 0: the script itself.
+    """
     ranks = runs.run("the ported script on 2 ranks", "ours-2", 2, dropout=False)
     apart = next((at for at, pair in enumerate(zip(*(one.steps for one in ranks), strict=False), 1)
                   if len({(step["start"], step["digest"]) for step in pair}) > 1), None)  # fmt: skip
@@ -140,6 +149,12 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, reference: int = 0) -> bool:
     if trial.on_same_batches(ranks):
         found.verdict = "Differs: both of 2 ranks train on the same batches."
         return False
+    wrong, samples, unknown = _covered(whole, again, ranks)
+    if wrong:
+        found.verdict = f"Differs: {wrong}."
+        return False
+    found.lines += [f"2 ranks: {samples}."] if samples else []
+    found.lines += [f"not compared: the samples of an epoch: {unknown}."] if unknown else []
     given, why = trial.union(ranks)
     drew = any(step["drew"] for step in ranks[0].steps[1:] or ranks[0].steps)  # the first one may make weights
     if drew:
@@ -147,7 +162,8 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, reference: int = 0) -> bool:
     if "BatchNorm" in ranks[0].notes:
         why = "BatchNorm takes the statistics of each rank's own samples; sync_batch_norm takes those of all"
     agreed = "2 ranks agree bit for bit"
-    found.verdict = f"Equal: {_OWN}, and 2 ranks those of one process on both ranks' batches."
+    what = f"{_OWN}, and 2 ranks those of one process on both ranks' batches"
+    found.verdict = f"Equal where that is defined: {what}." if unknown else f"Equal: {what}."
     if why:
         found.lines += [f"{agreed}: {_steps(ranks[0].steps)}.", f"not compared: 2 ranks with one process: {why}."]
         found.verdict = f"Equal where that is defined: {_OWN}, and 2 ranks agree with each other."
@@ -162,6 +178,62 @@ def _two_ranks(runs: _Runs, found: ComparedTrial, reference: int = 0) -> bool:
     elif not equal:
         found.verdict = "Differs: 2 ranks do not take the steps of one process on both ranks' batches."
     return bool(equal)
+
+
+# An epoch's samples ---------------------------------------------------------------------------------------------------
+
+
+def _covered(whole: TrialRecording, again: TrialRecording, ranks: Sequence[TrialRecording]) -> tuple[str, str, str]:
+    """Whether the first epoch of the ranks together is that of one process, each sample once.
+
+    Args:
+        whole, again: two runs of one process; what differs between them is random.
+    Returns:
+        What is wrong, what was compared, and why not all was compared; "" each where there is nothing to say.
+    """
+    if not whole.epochs or len({len(one.epochs) for one in (whole, again, *ranks)}) > 1:
+        return "", "", "no loader that is known (DataLoader, tf.data, fit) gave the batches"
+    said: list[str] = []
+    for at, epoch in enumerate(whole.epochs):
+        runs = [epoch, again.epochs[at], *(one.epochs[at] for one in ranks)]
+        why = next((one["why"] for one in runs if one["why"]), "")
+        if why:
+            return "", "", why
+        rows, trained = epoch["rows"], sum(one["rows"] for one in runs[2:])
+        step = sum(one["batch"] for one in runs[2:])
+        # One process that drops its last partial batch leaves out samples that ranks may take, at most these.
+        slack = epoch["batch"] - 1 if epoch["last"] == epoch["batch"] else 0
+        if not -slack <= rows - trained <= (rows % step if step else 0):
+            return f"in an epoch 2 ranks train on {trained} samples, and the script itself on {rows}", "", ""
+        fixed = _fixed_columns(whole, again, at, slack)
+        if not fixed:
+            return "", f"an epoch of {trained} samples, of the script's {rows}", "each run alters them at random"
+        own = Counter(_rows(whole, fixed))
+        more = sum((Counter(_rows(one, fixed)) for one in ranks), Counter[bytes]()) - own
+        twice = sum(count for row, count in more.items() if row in own)
+        if twice > slack:
+            return (
+                f"in an epoch 2 ranks train on {twice} of the script's {rows} samples more often than it does",
+                "",
+                "",
+            )
+        if more.total() > slack:
+            return "", "", f"{more.total() - twice} of the ranks' {trained} are none of the script's: {_AGAIN}"
+        left = f", and leaves out {rows - trained}, which fill no step" if trained < rows else ""
+        said.append(f"an epoch is the script's own {rows} samples, each once{left}")
+    return "", "; ".join(dict.fromkeys(said)), ""
+
+
+def _fixed_columns(whole: TrialRecording, again: TrialRecording, epoch: int, slack: int) -> list[str]:
+    """The arrays of an epoch's batches whose samples two runs have in common."""
+    names = [one for one in whole.arrays if one.startswith(f"e{epoch}c") and one in again.arrays]
+    counts = {one: [Counter(run.arrays[one].tolist()) for run in (whole, again)] for one in names}
+    return [one for one, (once, anew) in counts.items() if (anew - once).total() <= slack]
+
+
+def _rows(recording: TrialRecording, columns: Sequence[str]) -> list[bytes]:
+    """A sample's parts as one, of each sample."""
+    return [row.tobytes() for row in np.stack([recording.arrays[one] for one in columns], axis=1)]
 
 
 # What was recorded ----------------------------------------------------------------------------------------------------
@@ -241,7 +313,8 @@ class _Runs:
         script = str(Path(self.scripts.path))
         source = self.directory / f"{name}.py"
         source.write_bytes(self.scripts.after if ranks else self.scripts.before)
-        wanted = WantedTrial(str(self.directory / name), self.steps, batches and str(self.directory / batches), dropout)
+        wanted = WantedTrial(str(self.directory / name), self.steps, batches and str(self.directory / batches), dropout,
+                             draws=2 * ranks + bool(batches), reading_s=self.timeout_s / 4)  # fmt: skip
         environment = {
             **os.environ,
             trial.VARIABLE: wanted.variable(),

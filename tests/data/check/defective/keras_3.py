@@ -25,7 +25,7 @@ callbacks = [
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3),  # finds: keras-3-callback
 ]
 if hvd.rank() == 0:
-    callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5"))
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5", period=5))  # finds: removed
     callbacks.append(tf.keras.callbacks.BackupAndRestore("backup"))  # finds: resume-on-some-ranks
 turned = ImageDataGenerator(rotation_range=8)  # finds: removed
 model.fit_generator(  # finds: removed

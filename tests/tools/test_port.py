@@ -22,6 +22,16 @@ DATA = ROOT / "tests" / "data" / "port"
 BEFORE = sorted((DATA / "before").glob("*.py"))
 CORPUS = sorted([*BEFORE, *(ROOT / "tests" / "data" / "check").glob("*/*.py"), *(ROOT / "examples").glob("*/*.py")])
 HEAD = "import torch\nfrom torch.utils.data import DataLoader\n"
+WRITES = """\
+import csv, json, logging, mlflow, os, wandb
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+def evaluate(model):
+    model.eval()
+    return model
+
+"""
 LOOP = """\
 data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
 model = torch.nn.Linear(2, 1)
@@ -79,7 +89,7 @@ def test_every_script_is_python_again_with_no_finding_that_is_not_listed_and_sta
         HEAD + LOOP,
         (HEAD + LOOP).replace("\n", "\r\n"),
         (HEAD + LOOP).replace("    ", "\t"),
-        "\ufeff" + HEAD + "# Größe\n" + LOOP + "print('ü', end='')",
+        "\ufeff" + HEAD + "# Größe\n" + LOOP + "x = 'ü'",
         HEAD + LOOP.replace("loader = ", "loader = \\\n  ").replace("lr=0.1)", "lr = 0.1 )  # a rate ;"),
     ],
 )
@@ -145,6 +155,53 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
 
 
 @pytest.mark.parametrize(
+    "lines",
+    [
+        ["writer = SummaryWriter()", "writer.add_scalar('loss', 1.0, 0)", "if writer:\n    writer.close()"],
+        ["wandb.init()", "wandb.log({'loss': 1.0})"],
+        ["run = mlflow.start_run()", "mlflow.log_metric('loss', 1.0)"],
+        ["logging.basicConfig(filename='log')"],
+        ["handler = logging.FileHandler('log')", "logging.getLogger().addHandler(handler)"],
+        ["file = open('log.csv', 'w')", "rows = csv.writer(file)", "rows.writerow([1])", "file.close()"],
+        ["with open('log', 'w') as file:\n    json.dump({}, file)"],
+        ["os.makedirs('out', exist_ok=True)"],
+        ["if epoch % 2: print(epoch)"],
+    ],
+)
+def test_what_writes_or_prints_does_so_on_the_root(lines: list[str]) -> None:
+    """And so does all that uses it: on the other ranks there is none."""
+    found = ported(HEAD + WRITES + LOOP + "\n".join(lines) + "\n")
+    made = found.after.decode()
+    assert found.left == () and made.count("if world.is_root:\n") == len(lines)
+    for line in lines:
+        inside = line.replace("\n", "\n    ")
+        assert f"if world.is_root:\n    {inside}\n" in made
+
+
+def test_a_progress_bar_is_that_of_the_root() -> None:
+    made = after(HEAD + WRITES + LOOP.replace("in loader", "in tqdm(loader)"))
+    assert "in tqdm(loader, disable=not world.is_root):" in made
+
+
+def test_seeds_make_the_data_the_same_and_each_ranks_numbers_its_own() -> None:
+    split = "data, _ = torch.utils.data.random_split(data, [6, 2])\nmodel = "
+    made = after(HEAD + LOOP.replace("model = ", split))
+    order = [
+        "hk.pin_device(world)\ntorch.manual_seed(0)\n",
+        "random_split",
+        "hk.seed_everything(0, world)\nhk.broadcast",
+    ]
+    assert sorted(order, key=made.index) == order
+    made = after(HEAD + LOOP.replace("model = ", "torch.manual_seed(3)\nmodel = "))
+    assert "hk.seed_everything(3, world)\nhk.broadcast_state(model, optimizer)\n" in made
+    assert "seed" not in after(HEAD + LOOP)
+    dropout = TWO_FITS.replace("[keras.Input", "[keras.layers.Dropout(0.5), keras.Input")
+    assert ported(dropout).left == ()
+    seeded = dropout.replace("data = ", "keras.utils.set_random_seed(1)\ndata = ", 1)
+    assert "same numbers from this seed" in one_reason(seeded)
+
+
+@pytest.mark.parametrize(
     ("old", "new", "why"),
     [
         ("for epoch", "device = 'cuda:0'\nfor epoch", "the same GPU on every rank"),
@@ -157,8 +214,13 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
         ("DataLoader(data", "DataLoader(*data", "the text does not show"),
         ("model.parameters()", "[p for m in (a, b) for p in both(m)]", "0 models"),
         ("loss.backward()", "total = loss / len(loader.dataset)\n        loss.backward()", "counts all samples"),
-        ("model = ", "data, _ = torch.utils.data.random_split(data, [6, 2])\nmodel = ", "split at random"),
-        ("optimizer.step()\n", "optimizer.step()\nlog = open('l', 'w')\n", "opens this file to write"),
+        ("optimizer.step()\n", "optimizer.step()\nlogs = [open('l', 'w')]\n", "`open` runs on every rank"),
+        ("for epoch", "with mlflow.start_run():\n  for epoch", "in a statement that trains, too"),
+        ("for epoch", "writer = SummaryWriter()\nruns = [writer]\nfor epoch", "as part of a larger statement"),
+        ("optimizer.step()\n", "optimizer.step()\nprint(evaluate(model))\n", "changes a model's mode"),
+        ("for epoch", "lr = wandb.config.lr\nfor epoch", "is read on every rank"),
+        ("model = ", "torch.manual_seed(args.seed)\nmodel = ", "draws the same numbers from this seed"),
+        ("model = ", "from numpy.random import rand\nmodel = rand() and ", "without a seed every rank draws"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, 'm')\ntorch.load('m')\n", "may read it"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, f'{d}/m')\ntorch.load(f'{d}/m')\n", "may read it"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, d + '/m')\ntorch.load(d + '/m')\n", "may read it"),
@@ -169,7 +231,10 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
 )
 def test_what_is_not_certain_is_listed(old: str, new: str, why: str) -> None:
     assert old in HEAD + LOOP
-    found = ported((HEAD + LOOP).replace(old, new, 1))
+    loop = LOOP.replace(old, new, 1)
+    if new.startswith("with "):
+        loop = loop.replace("\n    ", "\n      ")
+    found = ported(HEAD.replace(old, new, 1) + ("" if "import os;" in new else WRITES) + loop)
     assert any(why in one.why for one in found.left), found.left
     assert all(one.write and 1 <= one.line <= len(found.after.splitlines()) for one in found.left)
 

@@ -6,22 +6,16 @@ import ast
 import re
 
 from hvdkit.prepare.check import find
-from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, receiver
+from hvdkit.prepare.check.calls import argument, has_stars, is_constant, method
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
-from hvdkit.prepare.port import from_single_tensorflow, keras_2
+from hvdkit.prepare.port import from_single_tensorflow, keras_2, on_root, seeds
 from hvdkit.prepare.port.edits import around, called, with_argument, without
 from hvdkit.prepare.port.plan import PortPlan, Unsure, is_text
 
 RATES = {"SGD": "0.001", "Adam": "0.001", "AdamW": "0.001", "Adadelta": "1.0", "Adagrad": "0.01", "RMSprop": "0.01",
          "Adamax": "0.002", "NAdam": "0.002", "RAdam": "0.001", "ASGD": "0.01"}  # fmt: skip
 """The learning rates of torch.optim's optimizers where none is given."""
-_WRITES = ("torch.save", "torchvision.utils.save_image", "numpy.save", "numpy.savez", "numpy.savetxt",
-           "matplotlib.pyplot.savefig")  # fmt: skip
-_METHODS = ("save", "save_weights", "savefig", "save_pretrained", "to_csv", "export")
-_ALSO_OTHERS = ("save", "export")
-"""Those of them that other objects have, too, and that may do more than write a file."""
-_PATH = re.compile(r"path|file|ckpt|checkpoint")
 _SAMPLERS = [f"torch.utils.data.{one}Sampler" for one in ("Random", "WeightedRandom", "SubsetRandom", "Sequential")]
 
 
@@ -41,12 +35,13 @@ def port(plan: PortPlan) -> None:
     else:
         from_single_tensorflow.port(plan)
         keras_2.port(plan)
-    _files(plan)
+    on_root.port(plan)
 
 
 def _start(plan: PortPlan, first: Event) -> None:
     """``init`` and ``pin_device``: at the beginning of the function in which the training starts, or of the script."""
-    code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})"
+    same = seeds.same_data(plan)
+    code = f"{plan.world} = {plan.hk}.init()\n{plan.hk}.pin_device({plan.world})" + (f"\n{same}" if same else "")
     functions = plan.case.callees(first.stack[0]) if first.stack else []
     main = functions[0] if len(functions) == 1 and _holds_all(plan, first.stack[0]) else None
     plan.import_(f"import hvdkit.{plan.adapter} as {plan.hk}")
@@ -64,10 +59,11 @@ def _start(plan: PortPlan, first: Event) -> None:
 
 
 def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
-    """Whether all that trains or loads data happens in one call that the module makes: ``main()``."""
+    """Whether all that trains, loads data, writes or prints happens in one call that the module makes: ``main()``."""
     case = plan.case
     loaders = [one for one in case.events if case.name(one.node) in LOADERS]
-    inside = all(call in one.stack or not one.reached for one in [*case.steps, *case.optimizers, *loaders])
+    used = [*case.steps, *case.optimizers, *loaders, *on_root.events(plan), *seeds.drawn_data(plan)]
+    inside = all(call in one.stack or not one.reached for one in used)
     return inside and case.function(call) is None
 
 
@@ -112,6 +108,7 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
                     plan.change(value, around(scaled.format("__")))
     plan.scale(call, rate, default, "lr", scaled)
     model = models.pop()
+    seeds.of_each_rank(plan, plan.first_step(home, event) or home)
     plan.distribute(home, event, model, f"{hk}.sync_batch_norm({model})\n" if _normalizes(plan, call, model) else "")
 
 
@@ -185,8 +182,9 @@ def _loader(plan: PortPlan, event: Event) -> None:
     if any("Iterable" in ast.unparse(base) for klass in own for base in klass.bases):
         raise Unsure(call, "an IterableDataset must yield each rank's own samples", "yield every size-th of them")
     draws = ("random_split", "randperm", "permutation")
-    drawn = any(case.name(one).endswith(draws) for one in case.calls(given, through=True))
-    if drawn and not case.fixed_seed([given]):
+    drawn = [one for one in case.calls(given, through=True) if case.name(one).endswith(draws)]
+    seeded = {one.node for one in seeds.drawn_data(plan)}  # at the script's start, if not by itself
+    if not seeded.issuperset(drawn) and not case.fixed_seed([given]):
         raise Unsure(call, "the data are split at random, on each rank in another way", "torch.manual_seed(0) before")
     stars = [one for one in call.keywords if one.arg is None]
     plan.change(call, called(f"{hk}.shard"))
@@ -236,62 +234,3 @@ def _download(plan: PortPlan, event: Event) -> None:
     fetch = f"{plan.src(call.func)}({', '.join(kept)})"
     plan.edit("before", home, f"if {world}.local_rank == 0:\n    {fetch}\n{hvd}.barrier()")
     plan.rename(download, "download", "False")
-
-
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-def _files(plan: PortPlan) -> None:
-    """Step 6: what writes a file does so on the root."""
-    case = plan.case
-    writing = [one for one in case.events if _writes(plan, one.node) or (one.reached and _opens(plan, one.node))]
-    plan.each(_write, [one for one in writing if case.where(one) != "some ranks"])
-
-
-def _writes(plan: PortPlan, call: ast.Call) -> bool:
-    name = plan.case.name(call)
-    own = not name and bool(arguments(call)) and not plan.case.callees(call)
-    return name in _WRITES or (own and method(call) in _METHODS)
-
-
-def _opens(plan: PortPlan, call: ast.Call) -> bool:
-    """Whether a call opens a file to write."""
-    mode = argument(call, "mode", 1)
-    text = mode.value if isinstance(mode, ast.Constant) and isinstance(mode.value, str) else ""
-    return plan.case.name(call) in ("builtins.open", "io.open") and bool(set(text) & set("wax"))
-
-
-def _write(plan: PortPlan, event: Event) -> None:
-    call = event.node
-    if _opens(plan, call):
-        raise Unsure(call, "every rank opens this file to write", f"if {plan.world}.is_root: around what writes")
-    to_file = plan.case.holds_keras_model(receiver(call)) or any(map(_may_be_path, arguments(call)))
-    if not plan.case.name(call) and method(call) in _ALSO_OTHERS and not to_file:
-        raise Unsure(call, f"the text does not show what `{ast.unparse(call.func)}` does",
-                     f"if {plan.world}.is_root: around it, where all it does is write a file")  # fmt: skip
-    statement = plan.alone(call)
-    _require_unread(plan, event)
-    plan.edit("guard", statement, f"{plan.use_world(statement)}.is_root")
-
-
-def _may_be_path(node: ast.expr) -> bool:
-    match node:
-        case ast.Constant(value=str()) | ast.JoinedStr() | ast.BinOp():
-            return True
-        case ast.Call() if any(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in ast.walk(node)):
-            return True
-        case ast.Name() | ast.Attribute() | ast.Call():
-            return _PATH.search(ast.unparse(node).lower()) is not None
-    return False
-
-
-def _require_unread(plan: PortPlan, event: Event) -> None:
-    """A file that the script reads later must be there on every rank by then."""
-    paths = {ast.unparse(one) for one in arguments(event.node) if _may_be_path(one)}
-    for other in plan.case.events:
-        name = plan.case.name(other.node)
-        if other.order <= event.order or method(other.node) in _METHODS or name in (*_WRITES, "builtins.print"):
-            continue
-        if paths & {ast.unparse(one) for one in arguments(other.node)}:
-            why = f"every rank writes it, and line {other.node.lineno} may read it"
-            raise Unsure(event.node, why, f"if {plan.world}.is_root: around it, and a barrier before it is read")

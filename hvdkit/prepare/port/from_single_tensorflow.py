@@ -6,6 +6,7 @@ import ast
 
 from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method, receiver
 from hvdkit.prepare.check.trace import Event
+from hvdkit.prepare.port import seeds
 from hvdkit.prepare.port.edits import around, to, with_argument, without
 from hvdkit.prepare.port.plan import PortPlan, Unsure
 
@@ -28,7 +29,11 @@ def port(plan: PortPlan) -> None:
     plan.each(_optimizer, [one for one in made if one.node not in inner])
     if plan.adapter == "keras":
         plan.each(_compile, case.methods("compile"))
-        plan.each(_fit, [one for one in case.fits if one.reached])
+        fits = [one for one in case.fits if one.reached]
+        for fit in fits[:1]:
+            with plan.sure():
+                seeds.of_each_rank(plan, plan.statement(fit.node))
+        plan.each(_fit, fits)
         return
     with plan.sure():
         _tapes(plan)
@@ -79,9 +84,8 @@ def _compile(plan: PortPlan, event: Event) -> None:
 
 def _keras(plan: PortPlan) -> str:
     """How the script names Keras."""
-    for node in plan.case.nodes:
-        if isinstance(node, (ast.Name, ast.Attribute)) and plan.case.dotted(node) == "keras":
-            return ast.unparse(node)
+    if known := plan.called("keras"):
+        return known
     name = plan.free("keras", "keras_3")
     plan.import_("import keras" if name == "keras" else f"import keras as {name}")
     return name
@@ -108,6 +112,7 @@ def _tapes(plan: PortPlan) -> None:
         if first is None or not _is_built(plan, model):
             raise Unsure(update.event.node, "the text does not show where the model has its variables", write)
         plan.change(tapes.pop(), around(f"{hk}.distribute(__)"))
+        seeds.of_each_rank(plan, first)
         plan.edit("before", first, f"{hk}.broadcast_state({model}, {optimizer})")
 
 

@@ -179,6 +179,11 @@ class PortPlan:
         self._needs.add(self.case.function(node))
         return self.world
 
+    def called(self, module: str) -> str:
+        """How the script names a module, "" where it does not."""
+        nodes = (one for one in self.case.nodes if isinstance(one, (ast.Name, ast.Attribute)))
+        return next((ast.unparse(one) for one in nodes if self.case.dotted(one) == module), "")
+
     def use_horovod(self) -> str:
         """The name of Horovod's own module, which will be imported."""
         if not self._horovod:

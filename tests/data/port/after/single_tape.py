@@ -35,6 +35,7 @@ def step(images, labels):
 for epoch in range(2):
     for images, labels in dataset:
         loss = step(images, labels)
-    print("epoch", epoch, "loss", float(loss))
+    if world.is_root:
+        print("epoch", epoch, "loss", float(loss))
 if world.is_root:
     model.save_weights("net.weights.h5")

@@ -36,10 +36,12 @@ def test(model, device, loader):
     with torch.no_grad():
         for x, y in loader:
             correct += (model(x.to(device)).argmax(1) == y.to(device)).sum().item()
-    print(f"accuracy {correct / len(loader.dataset):.3f}")
+    if world.is_root:
+        print(f"accuracy {correct / len(loader.dataset):.3f}")
 
 
 def main():
+    global world
     world = hk.init()
     hk.pin_device(world)
     parser = argparse.ArgumentParser()
@@ -58,6 +60,7 @@ def main():
     hk.sync_batch_norm(model)
     optimizer = hk.distribute(optimizer, model)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+    hk.seed_everything(1, world)
     hk.broadcast_state(model, optimizer)
     for epoch in range(2):
         train(args, model, device, train_loader, optimizer)

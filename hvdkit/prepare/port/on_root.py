@@ -1,0 +1,154 @@
+"""What one rank does for all: it writes files, records experiments, prints, and shows progress."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from hvdkit.prepare.check.calls import argument, arguments, method, receiver
+from hvdkit.prepare.check.libraries import LOADERS
+from hvdkit.prepare.check.trace import Event
+from hvdkit.prepare.port.edits import with_argument
+from hvdkit.prepare.port.plan import PortPlan, Unsure
+
+_TRACKERS = r"(wandb|mlflow|neptune|comet_ml|clearml|aim|swanlab|dvclive)\."
+_WRITERS = re.compile(
+    r"torch\.(save|jit\.save|onnx\.export|utils\.tensorboard\.\w*SummaryWriter)|torchvision\.utils\.save_image"
+    r"|torchaudio\.save|safetensors\.\w+\.save_file|tensorboardX\.SummaryWriter|numpy\.save\w*"
+    r"|matplotlib\.pyplot\.(savefig|imsave)|(pickle|cloudpickle|joblib|json|yaml|toml)\.dump|csv\.(writer|DictWriter)"
+    r"|tensorflow\.(saved_model\.save|io\.(write_file|TFRecordWriter)|summary\.create_file_writer)"
+    r"|keras\.(utils\.plot_model|models\.save_model|saving\.save_model)|imageio\.\w*(write|save)|cv2\.imwrite"
+    r"|scipy\.io\.savemat|shutil\.(rmtree|move|copy\w*)|os\.(makedirs|mkdir|remove|unlink|rename|replace|rmdir)"
+    r"|logging\.(basicConfig|(handlers\.)?\w*Handler)|" + _TRACKERS + r".+"
+)
+"""Functions that write where they are called, and classes whose objects do."""
+PRINTS = re.compile(r"builtins\.print|pprint\.pprint|rich\.print|click\.echo|sys\.std(out|err)\.write")
+_BARS = re.compile(r"tqdm\.(\w+\.)*(tqdm|trange)")
+_METHODS = ("save", "save_weights", "savefig", "save_pretrained", "to_csv", "to_parquet", "to_pickle", "write_text",
+            "write_bytes", "tofile", "export", "mkdir")  # fmt: skip
+_ALSO_OTHERS = ("save", "export")
+"""Those of them that other objects have, too, and that may do more than write a file."""
+_PATH = re.compile(r"path|file|ckpt|checkpoint")
+_MODES = ("eval", "train", "requires_grad_")
+"""Methods after which a model is in another mode: on one rank alone it would stay there."""
+
+
+def events(plan: PortPlan) -> list[Event]:
+    """What writes or prints on every rank."""
+    found = [one for one in plan.case.events if plan.case.where(one) != "some ranks"]
+    return [one for one in found if _saves(plan, one.node) or (one.reached and _writes(plan, one.node))]
+
+
+def port(plan: PortPlan) -> None:
+    """Step 6, and prints: on the root alone."""
+    guarded: set[ast.AST] = set()
+    for event in events(plan):
+        if not guarded & set(plan.case.ancestors(event.node)):
+            with plan.sure():
+                _require_file(plan, event)
+                statements = set(_statements(plan, event.node, event.node))
+                guarded |= statements
+                for one in statements:
+                    if not guarded & set(plan.case.ancestors(one)):
+                        plan.edit("guard", one, f"{plan.use_world(one)}.is_root")
+    for node in plan.case.nodes:
+        named = (plan.case.dotted(node) or "") if isinstance(node, ast.Attribute) else ""
+        if re.match(_TRACKERS, named) and not guarded & set(plan.case.ancestors(node)):
+            plan.leave(node, f"`{ast.unparse(node)}` is read on every rank", f"if {plan.world}.is_root: around it")
+    for event in plan.case.events:
+        if _BARS.fullmatch(plan.case.name(event.node)) and event.reached and argument(event.node, "disable") is None:
+            with plan.sure():
+                plan.change(event.node, with_argument(f"not {plan.use_world(event.node)}.is_root", "disable"))
+
+
+def _saves(plan: PortPlan, call: ast.Call) -> bool:
+    named = plan.case.name(call)
+    own = not named and bool(arguments(call)) and not plan.case.callees(call)
+    return _WRITERS.fullmatch(named) is not None or (own and method(call) in _METHODS)
+
+
+def _writes(plan: PortPlan, call: ast.Call) -> bool:
+    """Whether a call prints, or opens a file to write."""
+    if method(call) == "summary" and not plan.case.name(call):
+        return plan.case.holds_keras_model(receiver(call))
+    return PRINTS.fullmatch(plan.case.name(call)) is not None or _opens(plan, call)
+
+
+def _opens(plan: PortPlan, call: ast.Call) -> bool:
+    mode = argument(call, "mode", 0 if method(call) == "open" and not plan.case.name(call) else 1)
+    text = mode.value if isinstance(mode, ast.Constant) and isinstance(mode.value, str) else ""
+    opens = plan.case.name(call) in ("builtins.open", "io.open", "gzip.open", "h5py.File", "zipfile.ZipFile")
+    return (opens or (method(call) == "open" and len(text) < 4)) and bool(set(text) & set("wax"))
+
+
+def _statements(plan: PortPlan, node: ast.expr, blamed: ast.Call, depth: int = 0) -> list[ast.stmt]:
+    """The statements that use what a call makes, and do nothing else: on the other ranks they are left out."""
+    case, name = plan.case, ast.unparse(blamed.func)
+    statement = case.statement(node)
+    if statement is not None and plan.text.line(statement) is None:
+        outer = case.parents[statement]  # `if x: print(x)` on one line
+        statement = outer if isinstance(outer, ast.If) and not outer.orelse else statement
+    statement = plan.statement(statement or node)
+    write = f"if {plan.world}.is_root: around all that uses it"
+    if why := _does_more(plan, statement):
+        raise Unsure(node, f"`{name}` runs on every rank, in a statement that {why}", write)
+    match statement:
+        case ast.Expr() | ast.If():
+            return [statement]
+        case ast.With(items=items) if any(node in ast.walk(one.context_expr) for one in items):
+            return [statement]
+        case ast.Assign(targets=[ast.Name() | ast.Attribute() as made], value=ast.Call() as value) if depth < 3:
+            text = ast.unparse(made)
+            nodes = [one for one in case.nodes if isinstance(one, (ast.Name, ast.Attribute))]
+            named = [one for one in nodes if isinstance(one.ctx, ast.Load) and ast.unparse(one) == text]
+            uses = [one for one in named if value in case.calls(one)]
+            return [statement, *(x for one in uses for x in _statements(plan, one, blamed, depth + 1))]
+    raise Unsure(node, f"`{name}` runs on every rank, as part of a larger statement", write)
+
+
+def _does_more(plan: PortPlan, statement: ast.stmt) -> str:
+    """What else a statement does that every rank has to do; "" for nothing."""
+    case, inside = plan.case, set(ast.walk(statement))
+    for event in case.events:
+        if inside & {event.node, *event.stack}:
+            if event in case.steps or event in case.optimizers or case.name(event.node) in LOADERS:
+                return "trains, too"
+            if inside & set(event.stack) and method(event.node) in _MODES:
+                return "changes a model's mode"
+    if isinstance(statement, (ast.Expr, ast.Assign)):
+        return ""
+    if any(isinstance(one, (ast.Break, ast.Continue, ast.Return, ast.Raise)) for one in inside):
+        return "may leave its loop or function"
+    made = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    after = [one for one in case.nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+    used = [one.id for one in after if one.id in made and one not in inside and one.lineno > statement.lineno]
+    return f"makes `{used[0]}`, which is used after it" if used else ""
+
+
+def _require_file(plan: PortPlan, event: Event) -> None:
+    """What is called writes a file for certain, which no other rank reads."""
+    call, case = event.node, plan.case
+    if _WRITERS.fullmatch(case.name(call)) is None and _writes(plan, call):
+        return
+    to_file = case.holds_keras_model(receiver(call)) or any(map(_may_be_path, arguments(call)))
+    if not case.name(call) and method(call) in _ALSO_OTHERS and not to_file:
+        raise Unsure(call, f"the text does not show what `{ast.unparse(call.func)}` does",
+                     f"if {plan.world}.is_root: around it, where all it does is write a file")  # fmt: skip
+    paths = {ast.unparse(one) for one in arguments(call) if _may_be_path(one)}
+    for other in case.events:
+        if other.order <= event.order or _saves(plan, other.node) or _writes(plan, other.node):
+            continue
+        if paths & {ast.unparse(one) for one in arguments(other.node)}:
+            why = f"every rank writes it, and line {other.node.lineno} may read it"
+            raise Unsure(call, why, f"if {plan.world}.is_root: around it, and a barrier before it is read")
+
+
+def _may_be_path(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=str()) | ast.JoinedStr() | ast.BinOp():
+            return True
+        case ast.Call() if any(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in ast.walk(node)):
+            return True
+        case ast.Name() | ast.Attribute() | ast.Call():
+            return _PATH.search(ast.unparse(node).lower()) is not None
+    return False

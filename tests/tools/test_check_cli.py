@@ -166,10 +166,11 @@ def test_a_long_script_is_checked_too(tmp_path: Path) -> None:
 
 
 def test_the_rules_are_told_apart_and_explained() -> None:
-    assert len({(rule.name, rule.fix) for rule in RULES}) == len(RULES)
+    assert len({(rule.name, str(rule.fix)) for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.name)
-        for text in (rule.what, rule.why, rule.fix):
+        fixes = [rule.fix] if isinstance(rule.fix, str) else rule.fix.values()
+        for text in (rule.what, rule.why, *fixes):
             assert text
             assert not text.endswith(".")
 

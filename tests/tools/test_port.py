@@ -154,6 +154,24 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
     assert "if world.is_root:\n    torch.save(model, 'm.pt')\n" in made
 
 
+def test_a_head_that_is_trained_first_is_sent_with_its_body() -> None:
+    """The bodies of the ranks began with other weights."""
+    model = "body, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)\nmodel = torch.nn.Sequential(body, head)"
+    made = after(HEAD + LOOP.replace("model = torch.nn.Linear(2, 1)", model).replace("model.par", "head.par"))
+    assert "hk.distribute(optimizer, model)" in made and "hk.broadcast_state(model, optimizer)" in made
+
+
+def test_advice_is_in_the_scripts_own_framework() -> None:
+    fits = TWO_FITS.replace("model.fit(train, epochs=2", "for _ in range(2):\n    model.fit(train, epochs=2")
+    for content, missing in [
+        (fits, "torch"),
+        (HEAD + LOOP.replace("in loader:", "in DataLoader(data, 2):"), "Broadcast"),
+    ]:
+        found = ported(content)
+        assert len(found.left) >= 2
+        assert all("hvd." not in one.write and missing not in one.write for one in found.left)
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -195,6 +213,8 @@ def test_seeds_make_the_data_the_same_and_each_ranks_numbers_its_own() -> None:
     made = after(HEAD + LOOP.replace("model = ", "torch.manual_seed(3)\nmodel = "))
     assert "hk.seed_everything(3, world)\nhk.broadcast_state(model, optimizer)\n" in made
     assert "seed" not in after(HEAD + LOOP)
+    noise = TWO_FITS.replace("(x, y))", "(x + tf.random.normal([2]), y))")
+    assert "seed" not in after(noise)  # which each rank is to draw by itself
     dropout = TWO_FITS.replace("[keras.Input", "[keras.layers.Dropout(0.5), keras.Input")
     assert ported(dropout).left == ()
     seeded = dropout.replace("data = ", "keras.utils.set_random_seed(1)\ndata = ", 1)

@@ -22,14 +22,14 @@ class Rule:
         name: for people and programs.
         what: what is wrong; ``{}`` is the piece of the script.
         why: what comes of it.
-        fix: what to write.
+        fix: what to write; of several, by library and framework: see ``_advice``.
         find: the places where that is certain.
     """
 
     name: str
     what: str
     why: str
-    fix: str
+    fix: str | dict[str, str]
     find: Callable[[JudgedCase], Iterable[Place]]
 
 
@@ -99,7 +99,11 @@ RULES = (
         "init-missing",
         "the library is used and never initialised",
         "every call to it fails before init",
-        "call hvd.init() (hk.init() in hvdkit, torch.distributed.init_process_group() for DDP) before anything else",
+        {
+            "ddp": "call torch.distributed.init_process_group() before anything else",
+            "hvdkit": "call world = hk.init() before anything else",
+            "horovod": "call hvd.init() before anything else",
+        },
         _blamed(1),
     ),
     Rule(
@@ -113,8 +117,12 @@ RULES = (
         "gpu-not-pinned",
         "a GPU is used and none is chosen by the local rank",
         "all processes of a host use the same GPU, or each takes memory on all of them",
-        "after init: torch.cuda.set_device(hvd.local_rank()), or "
-        "tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU'), or hk.pin_device(world)",
+        {
+            "ddp": 'after init: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
+            "hvdkit": "after init: hk.pin_device(world)",
+            "horovod torch": "after init: torch.cuda.set_device(hvd.local_rank())",
+            "horovod": "after init: tf.config.set_visible_devices(gpus[hvd.local_rank()], 'GPU')",
+        },
         _blamed(2),
     ),
     Rule(
@@ -129,15 +137,26 @@ RULES = (
         "the learning rate has no factor for the number of processes",
         "n processes average over n times the batch; with the rate of one process, training takes fewer and no larger "
         "steps",
-        "multiply it by hvd.size() or use hk.scale_lr(lr, world), with a warmup",
+        {
+            "hvdkit": "use hk.scale_lr(lr, world), with a warmup",
+            "horovod": "multiply it by hvd.size(), with a warmup",
+        },
         _blamed(3),
     ),
     Rule(
         "optimizer-not-distributed",
         "nothing averages the gradients over the processes",
         "every process trains a model of its own",
-        "wrap it: hvd.DistributedOptimizer(optimizer, ...), hvd.DistributedGradientTape(tape), "
-        "hk.distribute(optimizer, model), or DistributedDataParallel(model)",
+        {
+            "ddp": "train the wrapped model: model = DistributedDataParallel(model)",
+            "hvdkit torch": "optimizer = hk.distribute(optimizer, model)",
+            "hvdkit keras": "compile(optimizer=hk.distribute(optimizer))",
+            "hvdkit tensorflow": "tape = hk.distribute(tape)",
+            "hvdkit arrays": "take the mean of the gradients: hk.distribute(...)",
+            "horovod torch": "optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())",
+            "horovod keras": "compile(optimizer=hvd.DistributedOptimizer(optimizer))",
+            "horovod": "tape = hvd.DistributedGradientTape(tape)",
+        },
         find.not_distributed,
     ),
     Rule(
@@ -206,9 +225,15 @@ RULES = (
         "broadcast-missing",
         "the state of model and optimizer is not sent from one rank to the others, or not all of it",
         "the ranks start from different values and stay different: averaging gradients does not bring them together",
-        "before training: hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
-        "hvd.broadcast_optimizer_state(optimizer, root_rank=0); in Keras BroadcastGlobalVariablesCallback(0) in fit's "
-        "callbacks; in hvdkit hk.broadcast_state(model, optimizer)",
+        {
+            "ddp": "wrap the model in DistributedDataParallel, which sends it",
+            "hvdkit keras": "hk.BroadcastState() in fit's callbacks",
+            "hvdkit": "before the first step: hk.broadcast_state(model, optimizer)",
+            "horovod torch": "before training: hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+            "hvd.broadcast_optimizer_state(optimizer, root_rank=0)",
+            "horovod keras": "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in fit's callbacks",
+            "horovod": "after the first step: hvd.broadcast_variables of the model and of the optimizer, root_rank=0",
+        },
         _blamed(5),
     ),
     Rule(
@@ -238,8 +263,15 @@ RULES = (
         "dataset-not-sharded",
         "every rank trains on the whole data set",
         "n processes do the same work n times, in an epoch that is as long as that of one process",
-        "give each rank its part: DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank()), "
-        "dataset.shard(hvd.size(), hvd.rank()), x[hvd.rank()::hvd.size()] or hk.shard(dataset, world, batch_size)",
+        {
+            "ddp": "give each rank its part: DataLoader(dataset, sampler=DistributedSampler(dataset))",
+            "hvdkit torch": "give each rank its part: hk.shard(dataset, world, batch_size)",
+            "hvdkit": "give each rank its part: hk.shard((x, y), world, batch_size)",
+            "horovod torch": "give each rank its part: DistributedSampler(dataset, num_replicas=hvd.size(), "
+            "rank=hvd.rank())",
+            "horovod": "give each rank its part: dataset.shard(hvd.size(), hvd.rank()), or "
+            "x[hvd.rank()::hvd.size()] of arrays",
+        },
         _blamed(7),
     ),
     Rule(
@@ -298,7 +330,12 @@ RULES = (
         "download-without-barrier",
         "one rank downloads here and the others do not wait for it",
         "they look for files that are not there yet",
-        "add hvd.barrier() (torch.distributed.barrier() for DDP) after the download, on all ranks",
+        {
+            "ddp": "add torch.distributed.barrier() after the download, on all ranks",
+            "hvdkit torch": "add hvd.barrier() of horovod.torch after the download, on all ranks",
+            "horovod torch": "add hvd.barrier() after the download, on all ranks",
+            "": "add hvd.allgather_object(None) of horovod.tensorflow after the download, on all ranks",
+        },
         find.downloads_without_barrier,
     ),
     Rule(
@@ -318,9 +355,17 @@ def examine(case: JudgedCase) -> list[BrokenRule]:
     for rule in RULES if case.library != "none" else [one for one in RULES if one.name == "removed"]:
         for place in rule.find(case):
             line, piece = _place(place)
-            finding = BrokenRule(line, rule.name, rule.what.format(piece), rule.why, rule.fix.format(piece))
-            found.setdefault((line, rule.name, rule.fix), finding)
+            fix = rule.fix if isinstance(rule.fix, str) else _advice(rule.fix, case)
+            finding = BrokenRule(line, rule.name, rule.what.format(piece), rule.why, fix.format(piece))
+            found.setdefault((line, rule.name, fix), finding)
     return sorted(found.values(), key=lambda finding: finding.line)
+
+
+def _advice(fixes: dict[str, str], case: JudgedCase) -> str:
+    """What to write in the script's own library and framework: the first that names both, or the one."""
+    framework = "keras" if case.fits else next(iter(case.modules), "").rpartition(".")[2]
+    known = (one for one in fixes if f"{case.library} {framework}".startswith(one))
+    return fixes[next(known, next(reversed(fixes)))]
 
 
 def _place(place: Place) -> tuple[int, str]:

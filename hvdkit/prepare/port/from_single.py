@@ -6,7 +6,7 @@ import ast
 import re
 
 from hvdkit.prepare.check import find
-from hvdkit.prepare.check.calls import argument, has_stars, is_constant, method
+from hvdkit.prepare.check.calls import argument, arguments, has_stars, is_constant, method
 from hvdkit.prepare.check.libraries import LOADERS
 from hvdkit.prepare.check.trace import Event
 from hvdkit.prepare.port import from_single_tensorflow, keras_2, on_root, seeds
@@ -72,7 +72,13 @@ def _holds_all(plan: PortPlan, call: ast.Call) -> bool:
 
 def _torch(plan: PortPlan) -> None:
     case = plan.case
-    plan.each(_optimizer, [one for one in case.optimizers if one.reached])
+    made = [one for one in case.optimizers if one.reached]
+    for event in made[:1]:
+        with plan.sure():
+            home = plan.assigned(event.node)
+            if home is not None:
+                seeds.of_each_rank(plan, plan.first_step(home, event) or home)
+    plan.each(_optimizer, made)
     if not case.optimizers:
         raise Unsure(case.steps[0].node, "no optimizer is made in this text", f"{plan.hk}.distribute(optimizer, model)")
     loaders = {call for loop in case.training_loops for call in case.sources(loop) if case.name(call) in LOADERS}
@@ -108,14 +114,26 @@ def _optimizer(plan: PortPlan, event: Event) -> None:
                     plan.change(value, around(scaled.format("__")))
     plan.scale(call, rate, default, "lr", scaled)
     model = models.pop()
-    seeds.of_each_rank(plan, plan.first_step(home, event) or home)
     plan.distribute(home, event, model, f"{hk}.sync_batch_norm({model})\n" if _normalizes(plan, call, model) else "")
 
 
 def _whole(plan: PortPlan, text: str) -> str:
-    """``model`` for ``model.classifier``: what is broadcast is the whole model."""
+    """``model`` for ``model.classifier``, or for ``head`` of ``Sequential(body, head)``: all of it is broadcast."""
+    for node in plan.case.nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=whole)], value=ast.Call() as made) if whole != text:
+                parts = [one for given in arguments(made) for one in getattr(given, "elts", [given])]
+                if _is_module(plan, made) and text in map(ast.unparse, parts):
+                    return _whole(plan, whole)
     base = text.split(".")[0]
     return base if base != "self" and base in plan.case.holders else text
+
+
+def _is_module(plan: PortPlan, call: ast.Call) -> bool:
+    """Whether a call makes a module that may hold others."""
+    own = plan.case.class_of(call)
+    bases = [ast.unparse(one) for one in own.bases] if own is not None else []
+    return any(one.endswith("Module") for one in bases) or plan.case.name(call) == "torch.nn.Sequential"
 
 
 def _normalizes(plan: PortPlan, optimizer: ast.Call, model: str) -> bool:

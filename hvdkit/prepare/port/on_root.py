@@ -113,6 +113,8 @@ def _does_more(plan: PortPlan, statement: ast.stmt) -> str:
         if inside & {event.node, *event.stack}:
             if event in case.steps or event in case.optimizers or case.name(event.node) in LOADERS:
                 return "trains, too"
+            if event in case.evaluations:
+                return "evaluates, too, which all ranks may do together"
             if inside & set(event.stack) and method(event.node) in _MODES:
                 return "changes a model's mode"
     if isinstance(statement, (ast.Expr, ast.Assign)):

@@ -26,10 +26,14 @@ _LEFT_BEHIND = re.compile(
     r"horovod\.\w|torch\.distributed\b|torch\.nn\.parallel\b|torch\.utils\.data\.(distributed\.)?DistributedSampler$"
 )
 _BY_HAND = {
-    4: "hk.distribute(optimizer, model)",
-    5: "hk.broadcast_state(model, optimizer), before the first step",
-    7: "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own",
-}
+    4: {"keras": "hk.distribute(optimizer)", "tensorflow": "tape = hk.distribute(tape)",
+        "torch": "hk.distribute(optimizer, model)"},
+    5: {"keras": "callbacks=[hk.BroadcastState()] in fit",
+        **dict.fromkeys(("tensorflow", "torch"), "hk.broadcast_state(model, optimizer), before the first step")},
+    7: {**dict.fromkeys(("keras", "tensorflow"), "hk.shard((x, y), world, batch_size)"),
+        "torch": "hk.shard(dataset, world, batch_size), or draw each rank's samples by a seed of its own"},
+}  # fmt: skip
+"""By step and adapter."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ def port(text: ScriptText) -> Ported:
         for number, write in _BY_HAND.items():
             verdict = found.verdicts[number - 1]
             if verdict.status == UNDECIDED:
-                left.append(Left(1, f"whether step {number} is done is not certain: {verdict.note}", write))
+                left.append(
+                    Left(1, f"whether step {number} is done is not certain: {verdict.note}", write[plan.adapter])
+                )
     kept = {(one.line, one.why): one for one in left}
     return Ported(text, after.content, library, plan.adapter, tuple(sorted(kept.values(), key=lambda one: one.line)),
                   tuple(plan.notes))  # fmt: skip

@@ -19,7 +19,9 @@ _FAMILIES = {
 _SEEDS = {"torch": "torch.manual_seed", "numpy.random": "numpy.random.seed", "random": "random.seed",
           "tensorflow": "tensorflow.random.set_seed"}  # fmt: skip
 _ALL = "keras.utils.set_random_seed"
-_LAYERS = re.compile(r"keras\.layers\.(\w*Dropout\w*|Gaussian\w+|Random\w+)|tensorflow\.image\.random_\w+")
+_LAYERS = re.compile(
+    r"keras\.layers\.(\w*Dropout\w*|Gaussian\w+|Random\w+)|tensorflow\.(image\.random_|random\.(?!set_seed))\w+"
+)
 _LATER = ("random_split", "randperm", "permutation", "train_test_split", "random.shuffle")
 
 
@@ -28,8 +30,9 @@ def drawn_data(plan: PortPlan) -> list[Event]:
     case = plan.case
     first = next((one.order for one in case.steps if one.reached), 0)
     families = "|".join(draws for draws, _ in _FAMILIES.values())
-    return [one for one in case.events if one.reached and one.order < first
-            and re.fullmatch(families, case.name(one.node)) and argument(one.node, "generator") is None]  # fmt: skip
+    found = [one for one in case.events if one.reached and one.order < first
+             and re.fullmatch(families, case.name(one.node)) and argument(one.node, "generator") is None]  # fmt: skip
+    return [one for one in found if not any(map(case.function_arguments, one.stack))]  # not what ``map`` is given
 
 
 def _unseeded(plan: PortPlan) -> dict[str, Event]:
@@ -58,15 +61,17 @@ def same_data(plan: PortPlan) -> str:
 def of_each_rank(plan: PortPlan, first: ast.stmt) -> None:
     """Give each rank numbers of its own from ``first`` on, where the script seeds all ranks alike."""
     case = plan.case
-    seeds = [one for one in case.events if case.name(one.node) in (*_SEEDS.values(), _ALL) and one.reached]
+    own = plan.adapter == "torch"
+    names = {*_SEEDS.values(), _ALL} - (set() if own else {_SEEDS["numpy.random"]})  # of which no layer draws
+    seeds = [one for one in case.events if case.name(one.node) in names and one.reached]
     if not seeds:
-        if plan.adapter == "torch" and _unseeded(plan):
+        if own and _unseeded(plan):
             plan.edit("before", first, f"{plan.hk}.seed_everything(0, {plan.use_world(first)})")
         return
     seed = seeds[0].node
     why = "every rank draws the same numbers from this seed, in augmentation and dropout, too"
     write = f"{plan.hk}.seed_everything(seed, {plan.world}), once the data are there and before the first step"
-    if plan.adapter != "torch":  # where Keras' layers take the rank's own numbers only if they are asked to in time
+    if not own:  # where Keras' layers take the rank's own numbers only if they are asked to in time
         if any(_LAYERS.fullmatch(name) for name in case.used):
             plan.leave(seed, why, write)
         return

@@ -15,6 +15,7 @@ from hvdkit.steps import metrics as averages
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
+from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.step_times import record_steps
 from hvdkit.steps.topology import Topology
@@ -212,8 +213,11 @@ def shard(
         seed: of the order, the same on every rank.
     Raises:
         InvalidArgumentError: arrays of different lengths, or bad numbers.
+        AgreementError: the ranks' arrays differ; raised on every rank. (All call it, as a collective.)
     """
     arrays = arrays_data.arrays_of(data)
+    if world.size > 1:
+        require_same_data(mpi.ranks(), world, arrays)
     return arrays_data.ShardedArrays(arrays, Shard(len(arrays[0]), world, batch_size, remainder, shuffle, seed))
 
 

@@ -23,8 +23,9 @@ from tensorflow.python.data.ops import dataset_ops
 from hvdkit.common.tf_functions import Flattened, Mapped, Shuffled, traced
 from hvdkit.common.tf_pass import PassIterator, StepsOfPass, flat, reading, repeated, windows
 from hvdkit.common.tf_samples import has_first, has_slices, held, in_memory, require_one_order, require_samples, untuned
-from hvdkit.errors import AgreementError, InvalidArgumentError
+from hvdkit.errors import InvalidArgumentError
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.streams import HEAD, SAME_ORDER, StreamInEpochs, StreamPosition, StreamShare, Total
 from hvdkit.steps.topology import Topology
 
@@ -56,7 +57,7 @@ class ShardedFiles(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[
 def arrays_or_stream(
     dataset: Any, world: Topology, ranks: Collectives, totals: Totals, weigh: Weigh, **options: Any
 ) -> tuple[Any, ShardedStream | None]:
-    """The samples as arrays where they are few, else a stream; a collective for a ``tf.data.Dataset``.
+    """The samples as arrays where they are few, else a stream; a collective.
 
     Args:
         ranks: how they reach each other.
@@ -68,7 +69,9 @@ def arrays_or_stream(
         AgreementError: the ranks' samples differ, or their order.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        return in_memory(dataset), None
+        arrays = in_memory(dataset)
+        require_same_data(ranks, world, tuple(tf.nest.flatten(arrays, expand_composites=True)))
+        return arrays, None
     require_samples(dataset)
     files = _find_files(dataset)
     arrays = held(dataset)
@@ -79,16 +82,8 @@ def arrays_or_stream(
     if not few and files is None and world.size > 1:
         require_one_order(dataset)
     stream = None if few else ShardedStream(dataset, _share(world, files is not None, **options), totals, weigh, files)
-    if world.size > 1:
-        mark = 0
-        for array in tf.nest.flatten(arrays) if few else ():
-            mark = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8)[:IN_MEMORY].data, mark)
-        everyone = {tuple(row[0]) for row in ranks.gather(np.array([[few, mark]], dtype=np.int64), "hvdkit.shard")}
-        if len(everyone) > 1:
-            raise AgreementError(
-                "the ranks' data sets hold different samples, or the same in different orders: some would be seen "
-                f"twice and others by nobody; give every rank the same data set, {SAME_ORDER}."
-            )
+    fix = f"give every rank the same data set, {SAME_ORDER}"
+    require_same_data(ranks, world, tuple(tf.nest.flatten(arrays)) if few else (), fix)
     return arrays, stream
 
 

@@ -17,6 +17,7 @@ from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
 from hvdkit.steps.monitor import begin_if_asked
+from hvdkit.steps.same_data import require_same_data
 from hvdkit.steps.shards import Shard
 from hvdkit.steps.topology import Topology
 
@@ -254,7 +255,7 @@ def shard(
         seed: of the order, the same on every rank.
     Raises:
         InvalidArgumentError: not arrays, arrays of several lengths, an endless data set, or bad numbers.
-        AgreementError: (a ``tf.data.Dataset``) the ranks' samples or their order differ.
+        AgreementError: the ranks' samples or their order differ; raised on every rank. (All call it, as a collective.)
     """
     if keras_data.is_tf_data(dataset):
         options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
@@ -263,7 +264,9 @@ def shard(
         if stream is not None:
             return stream
     arrays = keras_data.as_arrays(dataset)
-    n_samples = keras.tree.flatten(arrays)[0].shape[0]
+    leaves = keras.tree.flatten(arrays)
+    require_same_data(TRANSPORT, world, tuple(getattr(leaf, "flat_values", leaf) for leaf in leaves))  # of ragged ones
+    n_samples = leaves[0].shape[0]
     return keras_data.ShardedData(arrays, Shard(n_samples, world, batch_size, remainder, bool(shuffle), seed))
 
 

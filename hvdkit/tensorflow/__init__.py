@@ -252,8 +252,8 @@ def shard(
         seed: of the order, the same on every rank.
     Raises:
         InvalidArgumentError: an endless data set, arrays of several lengths, or bad numbers.
-        AgreementError: (a ``tf.data.Dataset``, for which this is a collective, or its first steps) the ranks' samples
-            or their order differ.
+        AgreementError: the ranks' samples or their order differ, here or (of a stream) in the first steps; raised on
+            every rank. (All call it, as a collective.)
     """
     options = {"batch_size": batch_size, "remainder": remainder, "shuffle": shuffle, "seed": seed}
     totals = partial(streams.total, hvd)

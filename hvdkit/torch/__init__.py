@@ -49,6 +49,7 @@ from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
+from hvdkit.torch.from_loader import Wanted
 from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
 from hvdkit.torch.monitor import Monitor, begin_if_asked
@@ -259,29 +260,33 @@ def broadcast_state(
 
 
 def shard(
-    dataset: torch.utils.data.Dataset[Any],
+    dataset: torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any],
     world: Topology,
-    batch_size: int,
+    batch_size: int | None = None,
     *,
-    remainder: str = "drop",
-    shuffle: bool = True,
+    remainder: str | None = None,
+    shuffle: bool | None = None,
     seed: int = 0,
     sampler: Iterable[int] | None = None,
     **loader_options: Any,
 ) -> Any:
-    """A ``DataLoader`` over this rank's part of the data set (step 7).
+    """A ``DataLoader`` over this rank's part of the data set (step 7). Every rank calls it, as a collective.
 
     Args:
         dataset: map-style, with a length, the same on every rank; between epochs it may grow or shrink, alike on all.
             Or an ``IterableDataset`` of unknown length that yields this rank's own samples: every rank then takes the
             same number of steps, until the first rank cannot fill a batch ("drop") or until no rank has a sample left
-            ("exact"); seed and shuffle are its own affair.
+            ("exact"); seed and shuffle are its own affair. HuggingFace's ``IterableDataset`` is dealt out to the ranks,
+            and while one is read RANK and WORLD_SIZE are set, which webdataset's ``split_by_node`` asks for. Or a
+            ``DataLoader``: its data set, batch size and options are taken, and what is given here goes before them.
         world: the job; rank and size are used.
-        batch_size: samples per step on one rank.
+        batch_size: samples per step on one rank; default: that of the ``DataLoader``.
         remainder: what becomes of the ragged end of an epoch, see ``Shard``: "drop", "pad", or "exact", with which
             each batch is ``(x, y, w)``, w float64 (m,), for ``weighted_loss``; a batch that is no plain tuple or list
-            but a tensor, dict, named tuple or object is ``(batch, w)``.
-        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume.
+            but a tensor, dict, named tuple or object is ``(batch, w)``. Default: "drop"; of a ``DataLoader`` without
+            ``drop_last`` "pad", as ``DistributedSampler`` does it.
+        shuffle: draw a new order each epoch, without any call; ``set_epoch`` exists to resume. Default: True, or what
+            the ``DataLoader`` does.
         seed: of the order, the same on every rank.
         sampler: what draws the order in the place of ``shuffle``, such as ``WeightedRandomSampler``, for the whole
             data set, all ranks together: its length is that of an epoch. See ``SampledShard``.
@@ -289,10 +294,11 @@ def shard(
     Raises:
         InvalidArgumentError: a data set or sampler without length, bad numbers, or an option that shard decides; over a
             stream, on every rank: one that is empty or, with "drop", fills no batch on some rank.
+        AgreementError: the ranks' data sets hold other lists, arrays or tables; raised on every rank.
         DataError: over a stream: the data set of another rank raised an error.
     """
-    order = {"shuffle": shuffle, "seed": seed}
-    return data.sharded(dataset, world, batch_size, remainder, sampler=sampler, options=loader_options, **order)
+    wanted = Wanted(dataset, batch_size, remainder, shuffle, sampler, loader_options)
+    return data.sharded(world, seed, wanted)
 
 
 # 8: steps_per_epoch is the neutral one -------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -48,7 +46,8 @@ def check_agreement(
     if optimizer is not None:
         tensors.update(_optimizer_tensors(optimizer))
     fixes = {}
-    for facts, fix in ((_loader_facts(loader), agreement.ITERATE_ALIKE), (seeds.facts(), agreement.SEED_ALIKE)):
+    loaders = {} if loader is None else require_sharded(loader).share.facts(loader.epoch)
+    for facts, fix in ((loaders, agreement.ITERATE_ALIKE), (seeds.facts(), agreement.SEED_ALIKE)):
         tensors.update({name: torch.tensor(value, dtype=torch.float64) for name, value in facts.items()})
         fixes.update(dict.fromkeys(facts, fix))
     if world.size > 1:
@@ -104,15 +103,6 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
 
     collect("optimizer", optimizer.state_dict())
     return tensors
-
-
-def _loader_facts(loader: Any) -> dict[str, float]:
-    if loader is None:
-        return {}
-    facts: dict[str, float] = require_sharded(loader).share.facts(loader.epoch)
-    if isinstance(loader.dataset, torch.utils.data.Subset):  # random_split draws another one where it is not seeded
-        facts["loader.subset"] = float(zlib.crc32(np.asarray(loader.dataset.indices, dtype=np.int64).tobytes()))
-    return facts
 
 
 def _on_host(name: str, tensor: torch.Tensor) -> tuple[str, npt.NDArray[Any]]:

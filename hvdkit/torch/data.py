@@ -6,11 +6,12 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import operator
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,10 +24,14 @@ from hvdkit.errors import DataError, InvalidArgumentError
 from hvdkit.steps import random_state
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.ranks import name_ranks
+from hvdkit.steps.same_data import fingerprint, require_same_data
 from hvdkit.steps.seeds import integer, seed_python
 from hvdkit.steps.shards import Batch, Indices, InEpochs, Position, Shard, require_loader, stream_weights
 from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
+from hvdkit.torch.from_loader import Wanted
+from hvdkit.torch.state import RANKS
+from hvdkit.torch.stream_sources import EVERY_NTH, known_rank, this_ranks_part
 
 _INSTEAD = {
     "batch_sampler": "shard makes the batches; give what draws the samples as sampler=",
@@ -36,32 +41,29 @@ _INSTEAD = {
 _MOST_DRAWS = 2**31  # without an end, as in minGPT's num_samples=int(1e10), they would fill the memory
 
 
-def sharded(
-    dataset: Any,
-    world: Topology,
-    batch_size: int,
-    remainder: str,
-    *,
-    sampler: Any,
-    options: dict[str, Any],
-    **order: Any,
-) -> ShardedLoader | ShardedStream:
-    """The inside of ``hvdkit.torch.shard``; ``order``: shuffle and seed."""
+def sharded(world: Topology, seed: int, wanted: Wanted) -> ShardedLoader | ShardedStream:
+    """The inside of ``hvdkit.torch.shard``."""
     for name, instead in _INSTEAD.items():
-        if name in options:
+        if name in wanted.options:
             raise InvalidArgumentError(f"shard takes no {name}: {instead}.")
+    dataset, sampler, batch_size, remainder = wanted.dataset, wanted.sampler, wanted.batch_size, wanted.remainder
     if isinstance(dataset, torch.utils.data.IterableDataset):
         if sampler is not None:
             raise InvalidArgumentError("an IterableDataset decides its order itself; leave sampler out.")
-        return ShardedStream(dataset, batch_size, remainder, **options)
-    if sampler is None:
-        share = Shard(_length(dataset), world, batch_size, remainder, **order)
-    else:
-        share = SampledShard(_draws(sampler), world, batch_size, remainder, **order, sampler=sampler)
-    return ShardedLoader(dataset, share, **options)
+        return ShardedStream(this_ranks_part(dataset, world), world, batch_size, remainder, **wanted.options)
+    samples = _length(dataset) if sampler is None else _draws(sampler)
+    for held in (dataset, *([] if sampler is None else [sampler])):  # before an error of this rank alone
+        require_same_data(RANKS, world, held)
+    order = (samples, world, batch_size, remainder, wanted.shuffle, seed)
+    share = Shard(*order) if sampler is None else SampledShard(*order, sampler=sampler)
+    return ShardedLoader(dataset, share, **wanted.options)
 
 
 def _length(dataset: Any) -> int:
+    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__"):
+        raise InvalidArgumentError(
+            f"shard picks samples by their index, and {type(dataset).__name__} can only be iterated. {EVERY_NTH}"
+        )
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -221,9 +223,26 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
             yield contents
 
 
-def _counted(collate: Callable[[list[Any]], Any], samples: list[Any]) -> tuple[int, Any]:
-    """A ``collate_fn`` that also says of how many samples the batch is, whatever its form."""
-    return len(samples), collate(samples)
+_NO_MARKS = np.zeros((0, 2), dtype=np.int64)
+_MOST_MARKS, _FEW_MARKS = 2**17, 16
+"""Fingerprints of all ranks that are compared, and up to which two equal ones may be chance within an epoch."""
+
+
+class _Counted:
+    """A ``collate_fn`` that also says of how many samples the batch is, whatever its form, and their fingerprints.
+
+    Attributes:
+        marked: how many more samples get a fingerprint in this process.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate, self.marked = collate, 2**13
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any, Any]:
+        worker = torch.utils.data.get_worker_info()
+        marks = [(worker.id if worker else 0, fingerprint(one)) for one in samples[: self.marked]]
+        self.marked -= len(marks)
+        return len(samples), np.array(marks, dtype=np.int64).reshape(-1, 2), self._collate(samples)
 
 
 class _Sizes:
@@ -244,56 +263,53 @@ class _Sizes:
         self._used.discard(self._name)
 
     @torch.inference_mode(False)
-    def ask(self, size: int, mark: int) -> None:
-        mine = torch.tensor([[size, mark]], dtype=torch.int64)
+    def ask(self, size: int) -> None:
+        mine = torch.tensor([size], dtype=torch.int64)
         self._unread[self._name] = hvd.allgather_async(mine, name=self._name)
 
     @torch.inference_mode(False)
-    def answers(self) -> tuple[list[int], list[int]]:
-        sizes, marks = hvd.synchronize(self._unread.pop(self._name)).T.tolist()
-        return sizes, marks
+    def answers(self) -> list[int]:
+        sizes: list[int] = hvd.synchronize(self._unread.pop(self._name)).tolist()
+        return sizes
 
 
 class _Copies:
-    """Warns where ranks or DataLoader workers begin with the same batch, since each reads the stream as a whole.
+    """Warns where several ranks or DataLoader workers read the same samples, since each reads the stream as a whole."""
 
-    Args:
-        workers: of a rank; its first batches come from one after the other.
-    """
+    def __init__(self) -> None:
+        self._warned = False
+        self._compare_at: float = 0  # step of a pass; never again after a complete one
 
-    def __init__(self, workers: int) -> None:
-        self._left = max(1, workers)
-        self._seen: set[int] = set()
+    def begin(self) -> None:
+        """A pass begins; in another one a sample may be another rank's."""
+        self._marks = [_NO_MARKS]
+        self._compare_at = 0 if self._compare_at < math.inf else math.inf
 
-    def mark(self, contents: Any) -> int:
-        """A checksum of a first batch; 0 of a later one, or where all numbers are equal, as in synthetic data."""
-        self._left -= 1
-        mark = 0
-        for tensor in _tensors(contents) if self._left >= 0 else ():
-            numbers = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            if bool((numbers != numbers[:1]).any()):
-                mark = zlib.crc32(numbers.view(torch.uint8).numpy().tobytes(), mark)
-        return mark
+    def add(self, marks: Any) -> None:
+        """Note what this rank has read: the worker that read a sample, and its fingerprint, int64 (m, 2)."""
+        if self._compare_at < math.inf:
+            self._marks.append(marks)
 
-    def compare(self, marks: list[int]) -> None:
-        """The marks of all ranks for one step."""
-        found = [mark for mark in marks if mark]
-        if hvd.rank() == 0 and (len(set(found)) < len(found) or self._seen.intersection(found)):
+    def compare(self, step: int, *, ended: bool) -> None:
+        """What all ranks have read, now and then in the first complete pass, and at its end; a collective."""
+        if step != self._compare_at and not (ended and self._compare_at < math.inf):
+            return
+        self._compare_at = math.inf if ended else 4 * step + 1
+        mine = np.concatenate(self._marks)[: max(64, _MOST_MARKS // hvd.size())]
+        mine = np.insert(mine, 0, hvd.rank(), axis=1)[mine[:, 1] > 0]
+        read = np.concatenate(RANKS.gather(mine, "hvdkit.stream.copies"))
+        by_reader, readers = np.unique(read, axis=0), len(np.unique(read[:, :2], axis=0))
+        several, again = len(by_reader) - len(np.unique(by_reader[:, 2])), len(read) - len(by_reader)
+        # Data that repeat themselves do so within each reader, too; what is drawn with replacement repeats a little.
+        copied = 5 * several >= len(read) > 0 and several > 4 * readers * again
+        if hvd.rank() == 0 and not self._warned and copied and (ended or len(read) > _FEW_MARKS):
+            self._warned = True
             warnings.warn(
-                "the stream begins with the same batch on several ranks or DataLoader workers: the training sees "
-                "copies; yield only the part of world.rank and torch.utils.data.get_worker_info().",
+                f"{several} of the {len(read)} samples that were read had been read by another rank or DataLoader "
+                "worker: the training sees copies; yield only the part of world.rank and "
+                "torch.utils.data.get_worker_info(), with webdataset nodesplitter=wds.split_by_node.",
                 stacklevel=4,
             )
-        self._seen.update(found)
-
-
-def _tensors(contents: Any) -> Iterator[torch.Tensor]:
-    if type(contents) is torch.Tensor:
-        if contents.layout == torch.strided and contents.device.type == "cpu" and not contents.is_nested:
-            yield contents
-    elif isinstance(contents, (list, tuple, Mapping)):
-        for part in contents.values() if isinstance(contents, Mapping) else contents:
-            yield from _tensors(part)
 
 
 class ShardedStream:
@@ -306,18 +322,24 @@ class ShardedStream:
     """
 
     def __init__(
-        self, dataset: torch.utils.data.IterableDataset[Any], batch_size: int, remainder: str, **options: Any
+        self,
+        dataset: torch.utils.data.IterableDataset[Any],
+        world: Topology,
+        batch_size: int,
+        remainder: str,
+        **options: Any,
     ) -> None:
         batch_size = whole("batch_size", batch_size, 1)
         if remainder not in ("drop", "exact"):
             raise InvalidArgumentError(
                 f"remainder must be drop or exact for a data set of unknown length, got {remainder!r}."
             )
-        collate = functools.partial(_counted, options.pop("collate_fn", None) or torch.utils.data.default_collate)
+        self._collate = _Counted(options.pop("collate_fn", None) or torch.utils.data.default_collate)
         # A worker's short last batch is no end of the stream: other workers still have batches.
         options["drop_last"] = remainder == "drop"
-        self._loader = torch.utils.data.DataLoader(dataset, batch_size, collate_fn=collate, **options)
-        self._remainder = remainder
+        self._loader = torch.utils.data.DataLoader(dataset, batch_size, collate_fn=self._collate, **options)
+        self._remainder, self._world = remainder, world
+        self._copies = _Copies()
         self.dataset, self.batch_size, self.num_workers = dataset, batch_size, self._loader.num_workers
 
     def __iter__(self) -> Iterator[Any]:
@@ -325,18 +347,21 @@ class ShardedStream:
             yield from self._steps(asked)
 
     def _steps(self, asked: _Sizes) -> Iterator[Any]:
-        batches, copies = itertools.chain(self._loader, itertools.repeat((0, None))), _Copies(self._loader.num_workers)
-        size, contents = self._next(batches, asked, copies)
+        """The batches of a pass, as the ranks agree on each."""
+        batches = itertools.chain(self._loader, itertools.repeat((0, _NO_MARKS, None)))
+        self._copies.begin()
+        size, contents = self._next(batches, asked)
         filler: tuple[int, Any] = 0, None
         for step in itertools.count():
-            sizes, marks = asked.answers()
+            sizes = asked.answers()
             self._require(sizes, contents, first=step == 0)
-            copies.compare(marks)
             weights = stream_weights(sizes, self.batch_size, self._remainder)
+            self._copies.compare(step, ended=weights is None)
             if weights is None:
+                self._collate.marked = 0
                 return
             count, batch = (size, contents) if size else (filler[0], copy.deepcopy(filler[1]))
-            size, contents = self._next(batches, asked, copies)
+            size, contents = self._next(batches, asked)
             if self._remainder == "drop":
                 yield batch
                 continue
@@ -344,16 +369,18 @@ class ShardedStream:
                 filler = count, copy.deepcopy(batch)  # the loop may change what it gets
             yield with_weight(batch, weights[hvd.rank()], count)
 
-    def _next(self, batches: Iterator[tuple[int, Any]], asked: _Sizes, copies: _Copies) -> tuple[int, Any]:
+    def _next(self, batches: Iterator[Any], asked: _Sizes) -> tuple[int, Any]:
         try:
-            size, contents = next(batches)
+            with known_rank(self._world):
+                size, marks, contents = next(batches)
+            self._copies.add(marks)
         except Exception as error:
             # A ring of the error and the frames that it came through would hold the loader, and PyTorch waits 5 s for
             # each worker of one that is collected so: no variable of a frame holds the error.
             if self.num_workers:
                 traceback.clear_frames(error.__traceback__)
             size, contents = -1, [error]
-        asked.ask(size, copies.mark(contents))
+        asked.ask(size)
         return size, contents
 
     def _require(self, sizes: list[int], contents: Any, *, first: bool) -> None:

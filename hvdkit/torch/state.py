@@ -24,6 +24,10 @@ class TorchRanks(OverHorovod):
     def __init__(self, process_set: Any = None) -> None:
         super().__init__(hvd, torch.from_numpy, process_set)
 
+    def size(self) -> int:
+        """1 where Horovod was not started: a job of ``torch.distributed`` shards, too, and its ranks are others."""
+        return super().size() if hvd.is_initialized() else 1
+
     gather = torch.inference_mode(False)(OverHorovod.gather)
     sum = torch.inference_mode(False)(OverHorovod.sum)
     minimum = torch.inference_mode(False)(OverHorovod.minimum)

@@ -39,11 +39,6 @@ def missing() -> list[str]:
     return lacking
 
 
-def pids(name):
-    """What runs on a host."""
-    return subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-
-
 class Hosts:
     """``names`` and ``addresses`` by number; ``inside(number)`` goes before a command to run it there.
 
@@ -97,7 +92,8 @@ class Hosts:
     def clear(self) -> None:
         """End everything that still runs on them."""
         for name in self.names:
-            for pid in pids(name):
+            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
+            for pid in found.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
 

@@ -1,8 +1,10 @@
 """hvdkit.torch.shard over streams, batches of every form and samplers, on real ranks."""
 
 import collections
+import importlib
 import itertools
 import operator
+import os
 import random
 import warnings
 import weakref
@@ -238,7 +240,7 @@ def test_a_stream_that_all_read_as_a_whole_is_a_warning(hk, world, workers):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             list(hk.shard(data, world, 2, num_workers=workers))
-        found = any("the same batch on several ranks or DataLoader workers" in str(one.message) for one in seen)
+        found = any("read by another rank or DataLoader worker" in str(one.message) for one in seen)
         assert found == (copies and world.is_root)
 
 
@@ -375,18 +377,32 @@ def test_a_sampler_that_draws_differently_on_each_rank_is_found(hk, world):
 
 
 @on_ranks("torch", n=2)
-def test_a_split_that_differs_between_ranks_is_found(hk, world):
-    """``random_split`` with PyTorch's generator, which a program has not seeded."""
+def test_a_dataloader_gives_its_data_set_and_options(hk, world, everyone):
     import torch
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-    def part(seed: int) -> Any:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.utils.data.random_split(map_style("number", 8), [6, 2], generator=generator)[0]
-
-    alike, apart = (hk.shard(part(seed), world, 2) for seed in (0, world.rank))
-    hk.check_agreement(torch.nn.ReLU(), None, world, loader=alike)
-    with pytest.raises(hvdkit.AgreementError, match=r"loader\.subset differs between rank 0 and rank 1"):
-        hk.check_agreement(torch.nn.ReLU(), None, world, loader=apart)
+    ten = torch.utils.data.TensorDataset(torch.arange(10.0))
+    doubled = {"collate_fn": lambda samples: (2 * torch.cat(samples),), "num_workers": 1, "persistent_workers": True}
+    loader = hk.shard(DataLoader([torch.tensor([one]) for one in range(10)], 2, shuffle=True, **doubled), world)
+    assert (loader.batch_size, loader.num_workers, loader.persistent_workers, loader.share.shuffle) == (
+        2,
+        1,
+        True,
+        True,
+    )
+    seen = sorted(itertools.chain(*everyone([int(one) for (x,) in loader for one in x])))
+    assert len(seen) == 12 and set(seen) == set(range(0, 20, 2))  # as DistributedSampler does it without drop_last
+    for given, options, shuffle, remainder in (
+        (DataLoader(ten, 2), {"batch_size": 2}, False, "pad"),
+        (DataLoader(ten, 2, drop_last=True), {}, False, "drop"),
+        (DataLoader(ten, 2), {"remainder": "exact", "shuffle": True}, True, "exact"),
+        (DataLoader(ten, batch_sampler=BatchSampler(RandomSampler(ten), 2, True)), {}, True, "drop"),
+    ):
+        loader = hk.shard(given, world, **options)
+        assert (loader.batch_size, loader.share.shuffle, loader.share.remainder) == (2, shuffle, remainder)
+    assert len(hk.shard(DataLoader(ten, 2, sampler=WeightedRandomSampler([1.0] * 10, 40)), world)) == 10
+    own = DataLoader(stream(own_numbers(world)), 2, drop_last=True)
+    assert {len(batch[0]) for batch in hk.shard(own, world)} == {2}
 
 
 @on_ranks("torch", n=2)
@@ -406,6 +422,7 @@ def test_a_loader_says_what_programs_ask_of_it(hk, world):
 def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
     import torch
     from torch.utils import data
+    from torch.utils.data.datapipes.iter import IterableWrapper
 
     class Endless(data.Dataset):
         def __getitem__(self, number: int) -> Any:
@@ -414,6 +431,10 @@ def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
     class Short(data.SequentialSampler):
         def __len__(self) -> int:
             return 5
+
+    class Repeated(data.DataLoader):
+        def __iter__(self) -> Any:
+            return itertools.chain(super().__iter__(), super().__iter__())
 
     ten = data.TensorDataset(torch.arange(10))
     for dataset, options, part in (
@@ -424,7 +445,16 @@ def test_what_shard_cannot_take_says_what_to_do_instead(hk, world):
         (ten, {"sampler": data.RandomSampler(ten, True, 10**10)}, "RandomSampler draws 10000000000 .* at most"),
         (stream(range(9)), {"sampler": range(9)}, "leave sampler out"),
         (Endless(), {}, r"a data set with a length, got Endless; .*Subset\(dataset, range\(n\)\)"),
-        (iter([1]), {}, "got list_iterator"),
+        (iter([1]), {}, r"list_iterator can only be iterated\. .*islice\(source, world.rank, None, world.size\)"),
+        (IterableWrapper(range(9)).sharding_filter(), {}, "sharding_filter deals out .* by torch.distributed"),
+        (data.DataLoader(ten, 4), {}, "has batch_size=4, and shard was given 2; both are samples per step on one rank"),
+        (data.DataLoader(ten, batch_size=None), {}, r"makes no batches .*: shard\(loader.dataset, world, batch_size\)"),
+        (data.DataLoader(ten, batch_sampler=[[0, 1]]), {}, "makes the batches, and the DataLoader has a list"),
+        (data.DataLoader(ten, 2, sampler=data.DistributedSampler(ten, 2, 0)), {}, "gives each rank a part"),
+        (data.DataLoader(ten, 2, drop_last=True), {"remainder": "pad"}, "drop_last=True, and .*'pad'; leave one out"),
+        (data.DataLoader(stream(range(9)), 2), {}, "last short batch of a stream .* remainder='drop'"),
+        (Repeated(ten, 2), {}, "Repeated has an __iter__ of its own"),
+        (hk.shard(ten, world, 2), {}, "from shard already"),
     ):
         with pytest.raises(hvdkit.InvalidArgumentError, match=part):
             hk.shard(dataset, world, 2, **options)
@@ -457,3 +487,49 @@ def test_parts_and_joins_of_data_sets_give_each_sample_once(hk, world, everyone)
     for dataset in (AtOnce(), data.Subset(AtOnce(), range(7)), tens, joined):
         mine = [batch[w > 0].tolist() for batch, w in hk.shard(dataset, world, 2, remainder="exact")]
         assert sorted(itertools.chain(*itertools.chain(*everyone(mine)))) == [10 * number for number in range(7)]
+
+
+@on_ranks("torch", n=(2, 3))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_webdataset_gives_each_sample_once(hk, world, everyone, workers, tmp_path):
+    import torch
+
+    wds = pytest.importorskip("webdataset")
+    urls = [str(tmp_path / f"{number}.tar") for number in range(6)]
+    if world.is_root:
+        for number, url in enumerate(urls):
+            with wds.TarWriter(url) as tar:
+                for sample in range(10 * number, 10 * number + 10):
+                    tar.write({"__key__": f"{sample:03d}", "txt": str(sample)})
+    everyone(None)
+
+    def numbers(splitter: Any) -> Any:
+        data = wds.WebDataset(urls, shardshuffle=6, nodesplitter=splitter).shuffle(20).decode().to_tuple("txt")
+        return data.map(lambda sample: torch.tensor(int(sample[0])))
+
+    loader = hk.shard(numbers(wds.split_by_node), world, 4, remainder="exact", num_workers=workers)
+    for _ in range(2):
+        require_each_once(everyone([(x.tolist(), w.tolist()) for x, w in loader]), list(range(60)))
+    assert "RANK" not in os.environ
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        list(hk.shard(numbers(iter), world, 4, num_workers=workers))
+    assert any("nodesplitter=wds.split_by_node" in str(one.message) for one in seen) == world.is_root
+
+
+@on_ranks("torch", n=(2, 3))
+def test_huggingface_streams_give_each_sample_once(hk, world, everyone):
+    datasets = pytest.importorskip("datasets")
+    split = importlib.import_module("datasets.distributed").split_dataset_by_node
+    whole = datasets.Dataset.from_dict({"x": list(range(60))})
+    for shards in (1, 6):
+        stream = whole.to_iterable_dataset(num_shards=shards)
+        for own in (stream, stream.shuffle(seed=1, buffer_size=20), split(stream, world.rank, world.size)):
+            loader = hk.shard(own.with_format("torch"), world, 4, remainder="exact")
+            require_each_once(everyone([(x["x"].tolist(), w.tolist()) for x, w in loader]), list(range(60)))
+        with pytest.raises(hvdkit.AgreementError, match=r"the random state .* dataset\.shuffle\(seed=0\)"):
+            hk.shard(stream.shuffle(seed=world.rank), world, 4)
+        with pytest.raises(hvdkit.HvdkitError, match=rf"was split for rank 0 of {world.size}, and this is rank"):
+            hk.shard(split(stream, 0, world.size), world, 4)
+    with pytest.raises(hvdkit.AgreementError, match=r"Dataset\[\d+\] is {'x': \d+} on rank 0 and"):
+        hk.shard(whole.train_test_split(test_size=0.2, seed=world.rank)["train"], world, 4)

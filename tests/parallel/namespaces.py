@@ -39,6 +39,11 @@ def missing() -> list[str]:
     return lacking
 
 
+def pids(name):
+    """What runs on a host."""
+    return subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+
+
 class Hosts:
     """``names`` and ``addresses`` by number; ``inside(number)`` goes before a command to run it there.
 
@@ -92,8 +97,7 @@ class Hosts:
     def clear(self) -> None:
         """End everything that still runs on them."""
         for name in self.names:
-            found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
-            for pid in found.split():
+            for pid in pids(name):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
 

@@ -179,6 +179,24 @@ def test_ranks_of_two_hosts_save_at_a_warning_and_when_the_job_is_told_to_end(la
     )
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+def test_no_rank_of_two_hosts_lives_on_where_hvdkit_itself_is_killed(hosts, launch, ranks_command, launcher):
+    """Their connections end, and no signal comes: what writes nothing would not notice."""
+    code = "import time\nprint('ready', flush=True)\ntime.sleep(600)"
+    job = launch(launcher, 2, [sys.executable, "-c", code], ranks_command(1, "mpi")[1])
+    assert {job.stdout.readline() for _ in range(2)} == {"[0] ready\n", "[1] ready\n"}
+    job.kill()
+    job.wait()
+
+    def living():
+        return [pid for name in hosts.names[:2] for pid in namespaces.pids(name)]
+
+    deadline = time.monotonic() + 60
+    while living():
+        assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in living()]
+        time.sleep(0.1)
+
+
 def test_over_gloo_as_under_srun(hosts, rank_of, compare):
     command, environment = rank_of(train)
     job = {"SLURM_JOB_ID": "900", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}

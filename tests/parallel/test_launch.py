@@ -453,6 +453,19 @@ def test_signals_end_every_process(signalled, launcher, sent):
         assert launch.processes() == []
 
 
+@needs_horovodrun
+def test_an_elastic_job_ends_where_hvdkit_itself_is_killed(launch):
+    (launch.directory / "hosts.sh").write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    (launch.directory / "hosts.sh").chmod(0o755)
+    script = launch.script(f"open(f'ready-{{rank}}', 'w').close(){WAIT_FOR_EVER}")
+    words = launch.argv("-n", "2", "--host-discovery-script", "hosts.sh", script)
+    job = subprocess.Popen(words, cwd=launch.directory, env=launch.environment, stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(list(launch.directory.glob("ready-*"))) == 2, "the ranks run")
+    job.kill()
+    job.wait()
+    wait_until(lambda: all(launch.processes() == [] for _ in range(5)), "the ranks end")  # one that forks may be unseen
+
+
 @needs_mpi
 def test_ranks_that_ignore_the_request_and_their_children_are_killed(launch):
     script = launch.script("""

@@ -78,6 +78,28 @@ def test_bad_scripts_are_named(script, tmp_path):
         horovodrun.discovered(plain, {})
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sleep 60", "did not end within 1 s and was ended"),
+        ("sleep 60 & echo a:1", "did not end within 1 s and was ended"),
+        ("exec yes a:1", r"printed more than 1\.05 MB and was ended"),
+        ("cat; echo down >&2; exit 4", "cannot be run: status 4: down"),
+    ],
+)
+def test_a_script_that_does_not_answer_is_ended_and_named(tmp_path, monkeypatch, line, said):
+    monkeypatch.setattr(horovodrun, "SCRIPT_S", 1.0)
+    file = tmp_path / "hosts.sh"
+    file.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\n{line}\n")
+    file.chmod(0o755)
+    with pytest.raises(InvalidArgumentError, match=said):
+        horovodrun.discovered(file, os.environ)
+    group = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        while True:  # killed, but perhaps not yet gone
+            os.killpg(group, 0)
+
+
 def test_hosts_without_slots_have_those_of_ppn(script):
     file = script("a", "b:1")
     found = horovodrun.discovered(file, {}, 4)

@@ -5,13 +5,19 @@ Its MPI mode is never used: it fails with Open MPI 5.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import selectors
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit.common.units import bytes_text
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.run.launch import placement
 from hvdkit.run.launch.model import LauncherLine, Request, Setting
@@ -24,7 +30,9 @@ _NEEDS_SSH = (
 _TAGGED = re.compile(rb"^\[(\d+)\]<std(?:out|err)>:")
 COOLDOWN_S = (2, 10)
 """Seconds, at least and at most, that a host is left out after one of its workers failed."""
-_SCRIPT_SECONDS = 30
+SCRIPT_S = 15.0
+"""Seconds that a host discovery script may take; horovodrun asks it again every second."""
+_ANSWER_BYTES = 1 << 20
 _HOST = re.compile(r"([A-Za-z0-9_.\-]+)(?::([1-9][0-9]*))?")
 
 
@@ -95,18 +103,8 @@ def discovered(script: Path, environ: Mapping[str, str], slots: int | None = Non
     Raises:
         InvalidArgumentError: it cannot be run, fails, or prints something else; a host without slots has none.
     """
-    try:
-        done = subprocess.run(
-            [str(script)], env=dict(environ), capture_output=True, text=True, timeout=_SCRIPT_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidArgumentError(
-            f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
-            "with status 0."
-        ) from error
     found: dict[str, int] = {}
-    for number, line in enumerate(done.stdout.splitlines(), start=1):
+    for number, line in enumerate(answer_of(script, environ).splitlines(), start=1):
         match = _HOST.fullmatch(line.strip())
         if match is None:
             raise InvalidArgumentError(
@@ -119,6 +117,63 @@ def discovered(script: Path, environ: Mapping[str, str], slots: int | None = Non
             )
         found[match[1]] = int(match[2] or slots or 0)
     return found
+
+
+def answer_of(script: Path, environ: Mapping[str, str]) -> str:
+    """What a host discovery script prints; it is killed where it does not end.
+
+    Raises:
+        InvalidArgumentError: it cannot be run, fails, takes longer than ``SCRIPT_S`` or prints more than a megabyte.
+    """
+    try:
+        process = subprocess.Popen(
+            [str(script)],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise _cannot_be_run(script, error.strerror or str(error)) from error
+    printed, deadline = {1: bytearray(), 2: bytearray()}, time.monotonic() + SCRIPT_S
+    with process, selectors.DefaultSelector() as selector:
+        for number, stream in ((1, process.stdout), (2, process.stderr)):
+            if stream is not None:  # both are pipes
+                selector.register(stream.fileno(), selectors.EVENT_READ, number)
+        try:
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    data = os.read(key.fd, _ANSWER_BYTES)
+                    printed[key.data] += data
+                    if not data:
+                        selector.unregister(key.fd)
+                if max(map(len, printed.values())) > _ANSWER_BYTES:
+                    raise InvalidArgumentError(
+                        f"the host discovery script {script} printed more than {bytes_text(_ANSWER_BYTES)} and was "
+                        "ended; let it print one HOST:SLOTS a line, and end."
+                    )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            if selector.get_map() or process.returncode is None:
+                raise InvalidArgumentError(
+                    f"the host discovery script {script} did not end within {SCRIPT_S:g} s and was ended; let it print "
+                    "the hosts that it knows of, and limit what it calls: timeout 5 COMMAND."
+                )
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # what it left behind, too
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        said = printed[2].decode(errors="replace").strip().splitlines()
+        raise _cannot_be_run(script, ": ".join([f"status {process.returncode}", *said[-1:]]))
+    return printed[1].decode(errors="replace")
+
+
+def _cannot_be_run(script: Path, reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"the host discovery script {script} cannot be run: {reason}; it must be executable, begin with #! and end "
+        "with status 0."
+    )
 
 
 def elastic_settings(n: int, job: Elastic, found: Mapping[str, int], slots: int | None = None) -> list[Setting]:

@@ -16,12 +16,14 @@ the connection means the same as STOP, so that the ranks end when ``hvdkit launc
 import contextlib
 import ctypes
 import os
+import select
 import selectors
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -132,7 +134,7 @@ class _Rank:
             # Hydra hands its ranks an open socket (PMI_FD), which has to reach the command.
             close_fds=False,
             process_group=0,
-            preexec_fn=_dying_with_parent(),
+            preexec_fn=dying_with_parent(signal.SIGKILL),
         )
         for stream, kind in ((process.stdout, STDOUT), (process.stderr, STDERR)):
             if stream is not None:
@@ -307,6 +309,16 @@ class _FarRank(_Rank):
     def _watch_signals(self) -> None:
         super()._watch_signals()
         signal.signal(signal.SIGALRM, lambda *_: self._terminate())
+        threading.Thread(target=self._end_without_reader, daemon=True).start()
+
+    @staticmethod
+    def _end_without_reader() -> None:
+        """Nobody reads the output any more: ``hvdkit launch`` was killed, and what it started with it, but not this."""
+        look = select.poll()
+        for fd in (1, 2):
+            look.register(fd, 0)
+        look.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _terminate(self) -> None:
         """End within the grace; and hold, since mpirun would kill the others, that still save, at the first end."""
@@ -430,13 +442,13 @@ def _send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _dying_with_parent() -> Callable[[], None]:
-    """What the child runs before the command: have the kernel kill it when this process is killed."""
+def dying_with_parent(number: int) -> Callable[[], None]:
+    """What the child runs before the command: have the kernel send it this signal when this process is killed."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl
 
     def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -8,6 +8,8 @@ Horovod was built with stands in its record.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import LaunchError
+from hvdkit.run.launch.horovodrun import answer_of
+from hvdkit.run.launch.rank import dying_with_parent
 from hvdkit.steps import rendezvous, secret
 
 
 def start(
-    argv: Sequence[str], environment: Mapping[str, str], *, stderr: int = subprocess.PIPE
+    argv: Sequence[str], environment: Mapping[str, str], *, stderr: int = subprocess.PIPE, ends_alone: bool = False
 ) -> subprocess.Popen[bytes]:
     """Start a launcher. The terminal's Ctrl-C does not reach it: this process then ends the job in order.
 
@@ -27,9 +31,13 @@ def start(
         argv: the launcher, its options and the command.
         environment: all its variables; a secret for the meeting of the ranks is put beside them where there is none.
         stderr: ``subprocess.PIPE``, or ``subprocess.STDOUT`` for one pipe with standard output.
+        ends_alone: its ranks end by themselves when this process is killed, and it with them.
     Raises:
         LaunchError: it cannot be started.
     """
+    # At SIGTERM a launcher ends its ranks, also on other hosts. horovodrun would wait for the output of those that it
+    # does not reach; without it what it has started here ends by itself, and each rank's output has no reader.
+    without_this = signal.SIGKILL if Path(argv[0]).name == "horovodrun" else signal.SIGTERM
     try:
         return subprocess.Popen(
             guarded(list(argv)),
@@ -38,6 +46,7 @@ def start(
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
+            preexec_fn=None if ends_alone else dying_with_parent(without_this),
         )
     except OSError as error:
         raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}.") from error
@@ -54,6 +63,8 @@ def guarded(argv: list[str]) -> list[str]:
 def main(argv: list[str]) -> Any:
     """Run horovodrun in this process, with another server."""
     from horovod.runner import gloo_run, launch
+    from horovod.runner.common.util.timeout import TimeoutException
+    from horovod.runner.elastic import discovery
     from horovod.runner.http import http_server
     from horovod.runner.util import network
 
@@ -88,8 +99,14 @@ def main(argv: list[str]) -> Any:
     http_server.RendezvousHandler.parse_request = rendezvous.only_with(token)
     for name, value in rendezvous.SERVER.items():
         setattr(http_server.RendezvousHTTPServer, name, value)
+    discovery.HostDiscoveryScript._execute_discovery_script = lambda self: answer_of(
+        Path(self._discovery_script), os.environ
+    )
     sys.argv = argv
-    return launch.run_commandline()
+    try:
+        return launch.run_commandline()
+    except TimeoutException as error:
+        return f"horovodrun: {error}"
 
 
 if __name__ == "__main__":

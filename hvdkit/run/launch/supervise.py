@@ -148,7 +148,7 @@ class _Job:
         address = self._listener.getsockname()[1:].decode()
         wrapper = (*self._plan.beside_rank, address, self._plan.rank_variable)
         argv = (*self._plan.launcher, *wrapper, *self._plan.command)
-        return start(argv, self._plan.environment, stderr=subprocess.STDOUT)
+        return start(argv, self._plan.environment, stderr=subprocess.STDOUT, ends_alone=True)
 
     @property
     def _all_started(self) -> bool:

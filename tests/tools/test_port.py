@@ -152,6 +152,11 @@ def test_files_are_written_by_the_root_and_data_fetched_once() -> None:
     assert "if world.local_rank == 0:\n    torchvision.datasets.MNIST('d', download=True)\nhvd.barrier()\n" in made
     assert "data = torchvision.datasets.MNIST('d', download=False)" in made
     assert "if world.is_root:\n    torch.save(model, 'm.pt')\n" in made
+    keras = TWO_FITS.replace("data = ", "_, (x, y) = keras.datasets.mnist.load_data()\ndata = ", 1)
+    assert (
+        "if world.local_rank == 0:\n    keras.datasets.mnist.load_data()\n"
+        "hvd.allgather_object(None)  # the others wait\n_, (x, y) = keras.datasets.mnist.load_data()\n"
+    ) in after(keras)
 
 
 def test_a_head_that_is_trained_first_is_sent_with_its_body() -> None:
@@ -212,6 +217,11 @@ def test_seeds_make_the_data_the_same_and_each_ranks_numbers_its_own() -> None:
     assert sorted(order, key=made.index) == order
     made = after(HEAD + LOOP.replace("model = ", "torch.manual_seed(3)\nmodel = "))
     assert "hk.seed_everything(3, world)\nhk.broadcast_state(model, optimizer)\n" in made
+    given = LOOP.replace("model = ", "torch.manual_seed(args.seed)\nmodel = ")
+    assert "hk.seed_everything(args.seed, world)\nhk.broadcast" in after(HEAD + "args = parse()\n" + given)
+    assert "same numbers from this seed" in one_reason(
+        HEAD + "args = parse()\nif args.seed:\n    torch.manual_seed(args.seed)\n" + LOOP
+    )
     assert "seed" not in after(HEAD + LOOP)
     noise = TWO_FITS.replace("(x, y))", "(x + tf.random.normal([2]), y))")
     assert "seed" not in after(noise)  # which each rank is to draw by itself
@@ -239,7 +249,6 @@ def test_seeds_make_the_data_the_same_and_each_ranks_numbers_its_own() -> None:
         ("for epoch", "writer = SummaryWriter()\nruns = [writer]\nfor epoch", "as part of a larger statement"),
         ("optimizer.step()\n", "optimizer.step()\nprint(evaluate(model))\n", "changes a model's mode"),
         ("for epoch", "lr = wandb.config.lr\nfor epoch", "is read on every rank"),
-        ("model = ", "torch.manual_seed(args.seed)\nmodel = ", "draws the same numbers from this seed"),
         ("model = ", "from numpy.random import rand\nmodel = rand() and ", "without a seed every rank draws"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, 'm')\ntorch.load('m')\n", "may read it"),
         ("optimizer.step()\n", "optimizer.step()\ntorch.save(model, f'{d}/m')\ntorch.load(f'{d}/m')\n", "may read it"),

@@ -35,6 +35,7 @@ def port(plan: PortPlan) -> None:
     else:
         from_single_tensorflow.port(plan)
         keras_2.port(plan)
+    plan.each(_download, [*find.downloads(case), *(one for one in case.events if _fetches(plan, one))])
     on_root.port(plan)
 
 
@@ -87,7 +88,6 @@ def _torch(plan: PortPlan) -> None:
         write = f"{plan.hk}.shard(dataset, {plan.world}, batch_size), or draw them by a seed of each rank"
         plan.leave(case.steps[0].node, "the training data come from no DataLoader that the text shows", write)
     _differing(plan)
-    plan.each(_download, find.downloads(case))
 
 
 def _optimizer(plan: PortPlan, event: Event) -> None:
@@ -235,20 +235,27 @@ def _whole_lengths(plan: PortPlan, call: ast.Call) -> None:
                         f"{plan.hk}.average_metrics({{'loss': (total, count)}}, {plan.world})")  # fmt: skip
 
 
+def _fetches(plan: PortPlan, event: Event) -> bool:
+    """Whether a call loads a data set of Keras, which it downloads to where every rank looks for it."""
+    return event.reached and re.fullmatch(r"keras\.datasets\.\w+\.load_data", plan.case.name(event.node)) is not None
+
+
 def _download(plan: PortPlan, event: Event) -> None:
     """One process of each host downloads, and the others wait."""
     call = event.node
     download = argument(call, "download")
     home = plan.statement(call)
     hvd, world = plan.use_horovod(), plan.use_world(call)
+    wait = f"{hvd}.barrier()" if plan.adapter == "torch" else f"{hvd}.allgather_object(None)  # the others wait"
     if download is None:
-        home = plan.alone(call)
-        plan.edit("swap", home, f"if {world}.local_rank == 0:\n    {plan.src(call)}\n{hvd}.barrier()")
+        how = "before" if _fetches(plan, event) else "swap"
+        home = home if how == "before" else plan.alone(call)
+        plan.edit(how, home, f"if {world}.local_rank == 0:\n    {plan.src(call)}\n{wait}")
         return
     kept = [plan.src(one) for one in call.args]
     kept += [f"{one.arg}={plan.src(one.value)}" for one in call.keywords if one.arg and "transform" not in one.arg]
     if has_stars(call):
         raise Unsure(call, "every rank downloads", "download where the local rank is 0, and let the others wait")
     fetch = f"{plan.src(call.func)}({', '.join(kept)})"
-    plan.edit("before", home, f"if {world}.local_rank == 0:\n    {fetch}\n{hvd}.barrier()")
+    plan.edit("before", home, f"if {world}.local_rank == 0:\n    {fetch}\n{wait}")
     plan.rename(download, "download", "False")

@@ -187,7 +187,7 @@ class PortPlan:
     def use_horovod(self) -> str:
         """The name of Horovod's own module, which will be imported."""
         if not self._horovod:
-            module = f"horovod.{self.adapter}"
+            module = f"horovod.{'torch' if self.adapter == 'torch' else 'tensorflow'}"
             imports = [alias for one in self.case.nodes if isinstance(one, ast.Import) for alias in one.names]
             known = [alias.asname or "" for alias in imports if alias.name == module]
             self._horovod = known[0] if known else self.free("hvd", "horovod_", "hvd_")

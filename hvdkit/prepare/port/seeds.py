@@ -78,8 +78,10 @@ def of_each_rank(plan: PortPlan, first: ast.stmt) -> None:
     inside = [one for one in case.events if {first} & {*case.ancestors(one.node), *map(case.statement, one.stack)}]
     begun = min((one.order for one in inside), default=0)
     given = argument(seed, "seed", 0)
-    plain = isinstance(given, ast.Constant) or (isinstance(given, ast.Name) and case.lookup(
-        given.id, case.scope(seed)) is case.lookup(given.id, case.scope(first)))  # fmt: skip
+    used = [one.id for one in ast.walk(given or seed) if isinstance(one, ast.Name)]
+    here, there = case.scope(seed), case.scope(first)
+    always = all(one.wraps or "__name__" in ast.unparse(one.test) for one in seeds[0].guards)
+    plain = always and all(case.lookup(one, here) is case.lookup(one, there) for one in used)
     later = [one for one in case.events if one.order > begun and one.reached]
     moved = [one for one in later if one in seeds or case.name(one.node).endswith(_LATER)]
     if given is None or not plain or moved or method(seed) == "seed_everything":

@@ -120,9 +120,7 @@ def _door(place: str, environ: Mapping[str, str], *, one_host: bool) -> tuple[st
     if one_host or not found.startswith("127."):
         return address, found
     for other in hosts.of_job(environ)[1:2]:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((hosts.address(other), 9))  # sends nothing; the kernel chooses the way
-            own = str(probe.getsockname()[0])
+        own = hosts.own_address(hosts.address(other))
         return own, own
     return address, ""
 

@@ -70,6 +70,19 @@ def address(host: str) -> str:
     return host
 
 
+def own_address(*others: str) -> str:
+    """The address with which this host goes to the first of these that is not known as 127.0.0.1 or the like.
+
+    A host may know its own name as 127.0.1.1 (Debian), which the others do not reach. Without another: 127.0.0.1.
+    """
+    found = [address for address in map(socket.gethostbyname, others) if not address.startswith("127.")]
+    if not found:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((found[0], 9))  # sends nothing; the kernel chooses the way
+        return str(probe.getsockname()[0])
+
+
 def of_job(environ: Mapping[str, str]) -> list[str]:
     """The hosts that the batch system gave, each once, in its order; empty where nothing says so.
 

@@ -5,13 +5,19 @@ innermost first: what a program starts inside a batch job sets variables beside 
 ``horovodrun`` and ``torchrun`` stand before MPI, and MPI before Slurm (Open MPI starts its daemons with ``srun``,
 whose variables the ranks inherit). jsrun, PALS and Flux set the variables of an MPI library beside their own, with the
 same values, and stand before it. A row counts as found when all variables of ``markers`` are set.
+
+A shell's export or an outer job can leave the variables of a launcher that did not start this process. The processes
+above this one have had those, too: of several rows, the one whose rank the fewest of them have is the innermost.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdkit.errors import LauncherError
 
@@ -138,26 +144,95 @@ BATCH_JOBS = {
 }
 """Which variable holds the number of the batch job, by batch system."""
 
+_RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_PORT",)
+_PLACES = re.compile(
+    r"HOROVOD_(HOSTNAME|((LOCAL_|CROSS_)?(RANK|SIZE))|CONTROLLER|GLOO_RENDEZVOUS_\w+|ELASTIC)|HVDKIT_RANK_PROCESS"
+    r"|((LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE))|TORCHELASTIC_\w+|MASTER_(ADDR|PORT)|TF_CONFIG"
+    r"|OMPI_((COMM_)?WORLD|UNIVERSE|FILE|FIRST|NUM_APP|APP|ARGV|COMMAND)\w*"
+    r"|OMPI_MCA_(num_procs|initial_wdir|pmix|ess\w*|orte_(ess_\w+|hnp_uri|local_daemon_uri|\w+_session_dir|app_num|launch))"
+    r"|PMIX_(?!MCA_)\w+|PRTE_LAUNCHED|MPI_LOCAL\w+|HYDI_\w+|MV2_COMM_WORLD_\w+|JSM_NAMESPACE\w*|ALPS_APP_\w+"
+    r"|PMI2?_(RANK|SIZE|FD|PORT|ID|JOBID|SPAWNED|APPNUM|HOSTNAME|UNIVERSE_SIZE|PROCESS_MAPPING|(LOCAL|CONTROL|SHARED)_\w+)"
+    r"|PALS_(APID|RANKID|NODEID|LOCAL_\w+)|FLUX_(TASK_\w+|JOB_SIZE)"
+    r"|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NTASKS|NPROCS)"
+)
+"""What launchers set for each process, Horovod's, PyTorch's and TensorFlow's own words for a place included."""
+
 KNOWN = tuple(dict.fromkeys(launcher.name for launcher in LAUNCHERS))
 """The names of the launchers, for messages."""
 
 
-def detect(environ: Mapping[str, str]) -> Launched | None:
+def detect(environ: Mapping[str, str], above: Sequence[Mapping[str, str]] | None = None) -> Launched | None:
     """What started this process, by its environment; None for a single process without a launcher.
 
     Args:
         environ: the process environment, ``os.environ`` or a recorded one.
+        above: the environments of the processes above it, the parent's first; default: those of this process where
+            ``environ`` is its own, none otherwise.
     Raises:
-        LauncherError: a launcher was found but its rank or size is missing, not a number or out of range. An unset
-            rank never becomes rank 0.
+        LauncherError: a launcher was found but its rank or size is missing, not a number or out of range, or was set
+            before the launcher was started. An unset rank never becomes rank 0.
     """
-    for row in LAUNCHERS:
-        if all(name in environ for name in row.markers) and (row.proves is None or row.proves(environ)):
-            return _read(row, environ)
+    found = [
+        row
+        for row in LAUNCHERS
+        if all(name in environ for name in row.markers) and (row.proves is None or row.proves(environ))
+    ]
+    if found:
+        if above is None:
+            above = _environments_above() if environ is os.environ else ()
+
+        def age(row: Launcher) -> int:
+            return _inherited(row.rank, environ, above)
+
+        row = min(found, key=age)
+        if row is LAUNCHERS[-1]:  # `hvdkit launch` says the place that any launcher gave in these words, too
+            said = _number(row, row.rank, environ), _number(row, row.size, environ)
+            same = [one for one in found[:-1] if _number(one, one.rank, environ) == said[0]]
+            same = [one for one in same if _number(one, one.size, environ) in (said[1], None)]
+            row = min(same, key=age, default=row)
+        if row.name == "horovodrun" and age(row) > _inherited(_RENDEZVOUS, environ, above):
+            raise LauncherError(
+                f"horovodrun started this process, but {row.rank[0]}={environ[row.rank[0]]} and {row.size[0]}="
+                f"{environ.get(row.size[0])} were set before, by another job, and hide its own: every process would "
+                f"train as this rank. Unset {row.rank[0]} and the like, or start the job with `hvdkit launch`."
+            )
+        return _read(row, environ)
     for row in LAUNCHERS:
         if row.name in _SIZE_IS_THEIRS and row.size[0] in environ:
             raise _incomplete(row, row.size[0], row.rank)
     return None
+
+
+def _inherited(names: Iterable[str], environ: Mapping[str, str], above: Sequence[Mapping[str, str]]) -> int:
+    """How many of the processes above, from the parent on, have the same value of the first name that is set."""
+    name = next((name for name in names if name in environ), "")
+    return next((count for count, one in enumerate(above) if one.get(name) != environ.get(name)), len(above))
+
+
+def _environments_above() -> list[dict[str, str]]:
+    """What the processes above this one were started with, the parent first; as far as Linux shows them."""
+    found = []
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # of another user, or no Linux
+        while pid > 1:
+            directory = Path("/proc", str(pid))
+            words = (directory / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
+            found.append(dict(word.split("=", 1) for word in words if "=" in word))
+            pid = int((directory / "stat").read_bytes().rpartition(b")")[2].split()[1])
+    return found
+
+
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what makes a process a rank of a job: what a launcher gives to those that it starts.
+
+    What tunes a library stays, and so does what describes a batch job.
+    """
+    left = {name for name in environ if _PLACES.fullmatch(name)}
+    if _RENDEZVOUS[0] in left:  # horovodrun chose these, for ranks over Gloo; over MPI they end Horovod by a crash
+        left |= {"HOROVOD_CPU_OPERATIONS", "HOROVOD_GLOO_IFACE"}
+        if environ.get("NCCL_SOCKET_IFNAME") == environ.get("HOROVOD_GLOO_IFACE"):
+            left.add("NCCL_SOCKET_IFNAME")
+    return {name: value for name, value in environ.items() if name not in left}
 
 
 def batch_job(environ: Mapping[str, str]) -> str | None:

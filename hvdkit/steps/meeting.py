@@ -36,7 +36,7 @@ from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.secret import Key
 
 _CANDIDATES = 24
-_PORTS = range(20000, 32768)  # registered ports; above them systems choose ports for outgoing connections
+PORTS = range(20000, 32768)  # registered ports; above them systems choose ports for outgoing connections
 _CONNECT_S = 2.0
 _PAUSE_S = 0.1
 _PROOF_S = 10.0
@@ -113,7 +113,7 @@ def meet(
 def ports(key: Key) -> list[int]:
     """The ports on which rank 0 of a job may listen, in the order in which it tries them."""
     seed = hmac.digest(key.value, b"ports", "sha256").hex()
-    return random.Random(seed).sample(_PORTS, _CANDIDATES)  # noqa: S311
+    return random.Random(seed).sample(PORTS, _CANDIDATES)  # noqa: S311
 
 
 class _Conversation:

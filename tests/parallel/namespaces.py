@@ -22,9 +22,10 @@ SYSTEM = Path("/etc/netns")
 SSH = """#!/bin/sh
 skip='while :; do case $1 in -[op]) shift 2 ;; -*) shift ;; *) break ;; esac; done'
 eval "$skip"; name=$1; shift; eval "$skip"
-exec ip netns exec "$name" unshare --uts sh -c "hostname $name; mount --bind {disks}/$name {disks}/own; $*"
+set -- unshare --uts sh -c "hostname $name; mount --bind {disks}/$name {disks}/own; $*"
+exec env -i HOME="$HOME" PATH="$PATH" ip netns exec "$name" "$@"
 """
-"""What launchers take for ``ssh [OPTION]... HOST COMMAND``."""
+"""What launchers take for ``ssh [OPTION]... HOST COMMAND``; like it, it hands no environment on."""
 
 
 def missing() -> list[str]:

@@ -1,5 +1,6 @@
 """Trainings on four hosts: namespaces with a name and an address each, over Gloo and over MPI."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import venv
 from pathlib import Path
@@ -19,6 +21,7 @@ from ranks import warm
 
 from hvdkit.run.job import kubernetes
 from hvdkit.run.job.model import BatchJob
+from hvdkit.steps import secret
 
 MISSING = [name for name in ("torch", "horovod") if importlib.util.find_spec(name) is None] + namespaces.missing()
 pytestmark = [
@@ -84,6 +87,43 @@ def go_on(marker, ranks, directory=""):
         if step == 5 and world.is_root:
             Path(marker).touch()
         time.sleep(0.01)
+
+
+def join(directory):
+    """Start torch.distributed from the environment, as programs that torchrun starts do."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([2.0 ** dist.get_rank()])
+    dist.all_reduce(total)
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "API_KEY", "HVDKIT_SECRET", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    found = {"sum": total.item(), "host": os.uname().nodename, **{name: os.environ.get(name) for name in names}}
+    Path(directory, f"joined-{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+class Spy(threading.Thread):
+    """Collects the command lines of all processes, as every user of a host can."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.seen = set()
+        self.stop = threading.Event()
+
+    def run(self):
+        while not self.stop.wait(0.02):
+            for process in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # it has just ended
+                    self.seen.add((process / "cmdline").read_bytes())
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop.set()
+        self.join()
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +318,7 @@ def test_the_environment_is_staged_on_every_hosts_own_disk_once(hosts, ranks_com
     done = start()
     assert done.returncode == 0, done.stdout + done.stderr
     at = hosts.disk.joinpath(*copies()[0].parts[-2:])
-    assert sorted(done.stdout.splitlines()) == sorted(f"{name} {at}" for name in hosts.names)
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{rank}] {name} {at}" for rank, name in enumerate(hosts.names))
     assert " to 4 of 4 hosts in " in done.stderr
     data = next(own_environment.glob("lib/python*/site-packages/data.bin"))
     before = [(copy / data.relative_to(own_environment)).stat().st_ino for copy in copies()]
@@ -299,6 +339,30 @@ def test_the_environment_is_staged_on_every_hosts_own_disk_once(hosts, ranks_com
     assert f"hvdkit launch: host {hosts.names[1]}: {at.parent} is not a directory of this user alone" in done.stderr
     assert "was not started, since the environment was not staged" in done.stderr
     assert [len(list(copy.parent.iterdir())) for copy in copies()] == [1] * 4  # and none has a part of it
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_torch_distributed_starts_from_the_environment_and_no_command_line_holds_a_secret(
+    hosts, launch, rank_of, launcher, tmp_path
+):
+    command, environment = rank_of(join, directory=str(tmp_path))
+    environment = {**environment, "API_KEY": 'it\'s\n"$HOME" ü', "MASTER_ADDR": "10.0.0.9", "RANK": "7"}
+    given = {"HVDKIT_SECRET": secret.new(), "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0"}
+    passed = ["--env", "API_KEY"] if launcher == "mpirun" else []
+    with Spy() as spy:
+        job = launch(launcher, 2, command, {**environment, **given}, *passed)
+        texts = job.communicate(timeout=120)
+    assert job.returncode == 0, texts
+    for rank in range(2):
+        found = json.loads((tmp_path / f"joined-{rank}.json").read_text())
+        assert (found["sum"], found["host"]) == (3.0, hosts.names[rank])
+        assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("0", "1")
+        assert (found["API_KEY"], found["HVDKIT_SECRET"]) == (environment["API_KEY"], given["HVDKIT_SECRET"])
+    token = (found["HOROVOD_GLOO_RENDEZVOUS_ADDR"] or "").rpartition("/")[2]
+    for line in spy.seen:
+        assert given["HVDKIT_SECRET"].encode() not in line and b"task_fn" not in line
+        assert environment["API_KEY"].encode() not in line
+        assert not token or token.encode() not in line
 
 
 LIMITS = {

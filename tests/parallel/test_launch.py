@@ -270,6 +270,44 @@ print([os.environ.get(name) for name in names], sys.argv[1:-1], sys.executable, 
     assert sorted(done.stdout.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
 
 
+LEFT = {
+    **{"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"},
+    **{"HOROVOD_GLOO_RENDEZVOUS_ADDR": "h9", "HOROVOD_GLOO_RENDEZVOUS_PORT": "9", "HOROVOD_CONTROLLER": "gloo"},
+    **{"HOROVOD_CPU_OPERATIONS": "gloo", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "PMI_RANK": "5"},
+    **{"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "5", "MASTER_ADDR": "h9", "MASTER_PORT": "9", "TF_CONFIG": "{}"},
+}
+"""What a rank of another job has, or a shell in which a user tried something."""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_another_job_left_never_places_a_rank_and_a_launcher_within_a_rank_works(launch, launcher):
+    launch.environment |= LEFT
+    (launch.directory / "inner.py").write_text("""
+import os
+from hvdkit.steps import launchers
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TF_CONFIG")
+found = launchers.detect(os.environ)
+print(found.launcher, found.rank, found.size, *(os.environ.get(name) for name in names), os.environ["MASTER_PORT"])
+""")
+    script = launch.script("""
+import subprocess
+exec(open("inner.py").read())
+for inner in sys.argv[1:-1] if rank == 1 else ():
+    words = [sys.executable, "-m", "hvdkit.cli", "launch", "-n", "2", "--launcher", inner, "inner.py"]
+    print(subprocess.run(words, capture_output=True, text=True))
+""")
+    done = launch.run("-n", "2", "--launcher", launcher, script, *HERE_ARE)
+    out, names = done.stdout.decode(), {"mpirun": "Open MPI", "horovodrun": "horovodrun"}
+    ports = set()
+    for name, place in (("", r"\[{0}\] "), *((one, r"(?:'|\\n)\[{0}\] ") for one in HERE_ARE)):
+        for rank in (0, 1):
+            line = f"{place.format(rank)}{names[name or launcher]} {rank} 2 {rank} 2 {rank} 2 127.0.0.1 None (\\d+)"
+            found = re.findall(line, out)
+            assert found, (line, out, done.stderr)
+            ports.update(found)
+    assert len(ports) == 1 + len(HERE_ARE) and not ports & {"9"}
+
+
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("given", [None, "7"])
 def test_a_set_of_words_has_the_same_order_on_every_rank(launch, launcher, given):

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 RANK = """
-import base64, http.client, json, os, socket, sys
+import base64, contextlib, glob, http.client, json, os, socket, sys
 port, found = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]), {}
 bomb = base64.b64decode(sys.argv[2])
 def ask(method, path, body=None):
@@ -31,6 +31,12 @@ found["stranger"] = [ask("GET", "/global_/0"), ask("HEAD", "/setup.cfg"), ask("P
                      ask("PUT", "/worker_addresses/localhost:0", bomb)]
 _, _, path = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")
 found["rank"] = ask("GET", f"/{path}:{port}/none/0")
+secrets = [one.encode() for one in (path, os.environ["HVDKIT_SECRET"], os.environ["API_KEY"])]
+lines = []
+for file in glob.glob("/proc/[0-9]*/cmdline"):
+    with contextlib.suppress(OSError), open(file, "rb") as line:
+        lines.append(line.read())
+found["seen"] = [line.decode() for line in lines if any(secret in line for secret in secrets)]
 try:
     socket.create_connection(("127.0.0.2", port), timeout=5)
     found["elsewhere"] = "open"
@@ -52,8 +58,9 @@ class Bomb:
 
 
 @pytest.mark.parametrize("kind", ["fixed", "elastic"])
-def test_only_ranks_read_and_write_where_ranks_are(ranks_command, tmp_path, kind):
+def test_only_ranks_read_and_write_where_ranks_are_and_no_command_line_says_how(ranks_command, tmp_path, kind):
     _, environment = ranks_command(1, "gloo")
+    environment["API_KEY"] = "known to the user alone"
     script, hosts = tmp_path / "rank.py", tmp_path / "hosts.sh"
     script.write_text(RANK)
     hosts.write_text("#!/bin/sh\necho localhost:2\n")
@@ -69,7 +76,7 @@ def test_only_ranks_read_and_write_where_ranks_are(ranks_command, tmp_path, kind
     assert not (tmp_path / "exploded").exists()
     for rank in range(2):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
-        assert found == {"stranger": [403] * 4, "rank": 404, "elsewhere": "closed"}
+        assert found == {"stranger": [403] * 4, "rank": 404, "elsewhere": "closed", "seen": []}
 
 
 def test_horovodrun_loads_no_framework_to_ask_what_horovod_was_built_with(ranks_command, tmp_path):

@@ -22,6 +22,78 @@ def test_recorded_environments_are_recognised(case):
         assert found == launchers.Launched(**expected)
 
 
+@pytest.mark.parametrize("case", RECORDED, ids=[case["case"] for case in RECORDED])
+def test_without_a_place_no_launcher_is_found(case):
+    assert launchers.detect(launchers.without_place(case["environ"])) is None
+
+
+def test_what_tunes_or_describes_stays():
+    kept = {
+        **{
+            "HOROVOD_GLOO_IFACE": "eth0",
+            "HOROVOD_CPU_OPERATIONS": "ccl",
+            "OMPI_MCA_btl": "self",
+            "PMIX_MCA_gds": "hash",
+        },
+        **{"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile", "PRTE_MCA_plm": "ssh", "PMI_MAX_KVS_ENTRIES": "9"},
+        **{"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2", "NCCL_SOCKET_IFNAME": "eth0"},
+        **{
+            "HYDRA_BOOTSTRAP": "ssh",
+            "FLUX_URI": "local:///x",
+            "I_MPI_PIN": "0",
+            "HVDKIT_SECRET": "x",
+            "PBS_JOBID": "1",
+        },
+    }
+    assert launchers.without_place(kept) == kept
+    horovodruns = {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo"}
+    assert launchers.without_place({**horovodruns, "NCCL_SOCKET_IFNAME": "lo"}) == {}
+
+
+HOROVODRUN = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("above", "launcher"),
+    [
+        ([], "horovodrun"),
+        ([HOROVODRUN, HOROVODRUN], "Open MPI"),  # left in the shell, mpirun in it
+        ([{**HOROVODRUN, **OPEN_MPI}, HOROVODRUN, {}], "Open MPI"),  # a wrapper around the rank
+        ([OPEN_MPI, OPEN_MPI], "horovodrun"),  # horovodrun in a rank of mpirun
+        (
+            [{**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}],
+            "horovodrun",
+        ),  # mpirun in a rank of mpirun, and the table's order
+        ([{}, HOROVODRUN], "horovodrun"),
+    ],
+)
+def test_the_innermost_launcher_counts(above, launcher):
+    found = launchers.detect({**HOROVODRUN, **OPEN_MPI}, above)
+    assert (found.launcher, found.rank) == (launcher, 0 if launcher == "horovodrun" else 1)
+
+
+def test_hvdkit_launch_says_the_place_of_another_launcher_in_the_words_of_torchrun():
+    words = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert (
+        launchers.detect({**HOROVODRUN, **OPEN_MPI, **words}, [{**HOROVODRUN, **OPEN_MPI}, HOROVODRUN, {}]).launcher
+        == "Open MPI"
+    )
+    assert launchers.detect({"ALPS_APP_PE": "1", **words}, [{"ALPS_APP_PE": "1"}, {}]).launcher == "aprun"
+    within = {**OPEN_MPI, **words, "WORLD_SIZE": "8"}  # what speaks like torchrun in a rank of mpirun
+    assert launchers.detect(within, [OPEN_MPI]).size == 8 and launchers.detect(within, []).size == 2
+
+
+def test_a_rank_that_horovodrun_did_not_give_is_an_error():
+    environ = {**HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": "5000"}
+    given = [{"HOROVOD_GLOO_RENDEZVOUS_PORT": "5000"}, {}]
+    assert (
+        launchers.detect(environ, given).launcher == launchers.detect(environ, [environ, {}]).launcher == "horovodrun"
+    )
+    with pytest.raises(LauncherError, match=r"HOROVOD_RANK=0 and HOROVOD_SIZE=1 were set before, by another job"):
+        launchers.detect(environ, [{**HOROVODRUN, "HOROVOD_GLOO_RENDEZVOUS_PORT": "4999"}])
+
+
 def test_a_launcher_without_its_rank_is_an_error_and_never_rank_zero():
     with pytest.raises(LauncherError, match=r"Open MPI started .* OMPI_COMM_WORLD_SIZE is not set.*known: horovodrun"):
         launchers.detect({"OMPI_COMM_WORLD_RANK": "0"})

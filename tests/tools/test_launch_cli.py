@@ -175,7 +175,7 @@ def test_help_teaches(capsys):
     assert status == 0
     for words in (
         "--dry-run",
-        "--env NAME=VALUE",
+        "--env NAME[=VALUE]",
         "hvdkit launch -n 2 train.py --epochs 3",
         "exit status",
         "Ctrl-C",

@@ -19,12 +19,10 @@ from hvdkit.common.signals import signal_name
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor import inside
 from hvdkit.prepare.doctor.facts import Failure
+from hvdkit.steps import launchers
 
-_LAUNCHED = re.compile(
-    r"HOROVOD_(?!GLOO_IFACE$)|OMPI_(COMM|UNIVERSE|FILE|FIRST|NUM|APP|ARGV|COMMAND|MCA_(ess|orte|pmix|prte|initial))"
-    r"|PMIX_|PMI_|PMI2_|PRTE_|MPI_LOCAL|HYDRA|HYDI_|PALS_|ALPS_|SLURM_(PROCID|LOCALID|STEP|TASK_PID|PMI|MPI)"
-)
-"""Variables that make a process part of a job, or change Horovod's behaviour: a probe is a single plain process."""
+_PART_OF_A_JOB = re.compile(r"HOROVOD_(?!GLOO_IFACE$)|PMI|PRTE_|HYDRA|PALS_|SLURM_(STEP|PMI|MPI)")
+"""Beside what places a rank: what changes how Horovod behaves, or how an MPI starts. A probe is one plain process."""
 
 
 class Children:
@@ -39,7 +37,8 @@ class Children:
     def __init__(self, python: str, environ: Mapping[str, str], seconds: float) -> None:
         self.python = python
         self.seconds = seconds
-        self.environ = {name: value for name, value in environ.items() if not _LAUNCHED.match(name)}
+        plain = launchers.without_place(environ)
+        self.environ = {name: value for name, value in plain.items() if not _PART_OF_A_JOB.match(name)}
         self.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # a look must not take the whole memory of a shared GPU
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()

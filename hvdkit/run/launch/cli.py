@@ -221,7 +221,7 @@ def _check_elastic(request: Request, *, alone: bool) -> None:
 
 def _elastic_plan(request: Request, wanted: horovodrun.Elastic) -> LaunchPlan:
     """The plan of a job that horovodrun runs by itself."""
-    here = replace(request, launcher="horovodrun", hosts=(), ppn=None)
+    here = replace(request, launcher="horovodrun", hosts=(), ppn=None, elastic=True)
     job = _plan(here)
     found = horovodrun.discovered(wanted.script, job.environment, request.ppn)
     if horovodrun.are_elsewhere(found):  # they share no cores with this machine

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from hvdkit.run.launch import batch, plan
 from hvdkit.run.launch.command import resolve
-from hvdkit.run.launch.machine import installed_horovod, recorded_horovod, usable_cores
+from hvdkit.run.launch.machine import free_port, installed_horovod, recorded_horovod, usable_cores
 from hvdkit.run.launch.model import LaunchFacts, LaunchPlan, Request
 from hvdkit.run.launch.mpirun import find_mpirun, identify
 from hvdkit.run.launch.recordings import recorder
 from hvdkit.steps import hosts as job_hosts
+from hvdkit.steps import launchers
 
 
 def own_python() -> Path:
@@ -75,6 +76,7 @@ def gather(request: Request, environ: Mapping[str, str]) -> LaunchFacts:
         programs=programs,
         batch=chosen,
         mpi_recorder=recorder(mpi_bin, environ, dry=request.dry_run) if records and not without_mpi else None,
+        master_port=None if request.elastic else free_port(),
     )
 
 
@@ -85,6 +87,7 @@ def planned(request: Request, environ: Mapping[str, str]) -> tuple[LaunchFacts, 
         InvalidArgumentError, LaunchError, InstallError: see ``gather``, ``command.resolve`` and ``plan.build``.
     """
     python = own_python()
+    environ = launchers.without_place(environ)  # an outer job's rank would win over that of the launcher
     command = resolve(request.command, request.variables.get("PATH", job_path(environ, python)), python)
     found = gather(request, environ)
     return found, plan.build(request, found, command, environ)

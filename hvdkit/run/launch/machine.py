@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
+import socket
 from pathlib import Path
 
 from hvdkit.common.ask import ask
@@ -11,6 +14,7 @@ from hvdkit.errors import LaunchError
 from hvdkit.prepare.doctor.host import cpu_quota
 from hvdkit.prepare.install.record import horovod_directory, mpi_bin, read_record
 from hvdkit.run.launch.model import Horovod
+from hvdkit.steps import meeting
 
 CGROUPS = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
@@ -72,6 +76,18 @@ def usable_cores() -> int:
     cores = physical_cores(os.sched_getaffinity(0), CPUS)
     quota = cpu_quota(Path("/proc/self/cgroup").read_text(encoding="utf-8"), CGROUPS)
     return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def free_port() -> int:
+    """A port on which nothing listens here, and that the system gives to no outgoing connection.
+
+    Raises:
+        LaunchError: a hundred of them are taken.
+    """
+    for port in random.sample(meeting.PORTS, 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise LaunchError(f"the ports {meeting.PORTS[0]} to {meeting.PORTS[-1]} of this machine are taken.")
 
 
 def physical_cores(cpus: set[int], directory: Path) -> int:

@@ -90,6 +90,7 @@ class Request:
         explain_job: absolute path of the directory for what explains the job, None for none.
         stage: the environment that the ranks are to find on their host's disk, None for that which hvdkit is in.
         grace: seconds from SIGTERM to SIGKILL when the job is told to end, > 0, None for what suits where it runs.
+        elastic: ranks come and go.
     """
 
     n: int
@@ -122,6 +123,7 @@ class Request:
     explain_job: Path | None = None
     stage: Staged | None = None
     grace: float | None = None
+    elastic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ class LaunchFacts:
         programs: paths of the launchers of batch systems that are installed, by name: see ``batch.LINES``.
         batch: launcher that the batch job around this process calls for, and why; None outside, and without one.
         mpi_recorder: the library that records MPI calls, None where none is to be recorded.
+        master_port: where rank 0 may listen for ``torch.distributed``, None where that has no place.
     """
 
     cores: int
@@ -186,6 +189,7 @@ class LaunchFacts:
     programs: Mapping[str, Path] = field(default_factory=dict)
     batch: tuple[str, str] | None = None
     mpi_recorder: Path | None = None
+    master_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

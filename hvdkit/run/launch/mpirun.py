@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from hvdkit.common import ask, mpi_names
@@ -102,7 +103,7 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     if facts.root:
         allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         settings.append(Setting("you are root, whom Open MPI refuses without both variables", variables=allow))
-    pass_on = _pass_on if request.hosts else None
+    pass_on = partial(_pass_on, request.variables) if request.hosts else None
     return LauncherLine(
         mpi.mpirun,
         tuple(settings),
@@ -114,10 +115,10 @@ def _open_mpi(request: Request, facts: LaunchFacts, mpi: Mpi) -> LauncherLine:
     )
 
 
-def _pass_on(added: Mapping[str, str], environ: Mapping[str, str]) -> Setting:
-    """What this job adds, of the inherited variables those that training reads, and the secret of the meeting."""
+def _pass_on(given: Mapping[str, str], added: Mapping[str, str], environ: Mapping[str, str]) -> Setting:
+    """What this job adds, what the user gives, what training reads of the inherited, and the secret of the meeting."""
     inherited = sorted(name for name in environ if name in _NAMES or name.startswith(_PREFIXES))
-    wanted = [name for name in (*added, *inherited) if not name.startswith(_NOT_MEANT_FOR_RANKS)]
+    wanted = [name for name in (*added, *given, *inherited) if not name.startswith(_NOT_MEANT_FOR_RANKS)]
     words = tuple(word for name in dict.fromkeys((*wanted, secret.VARIABLE)) for word in ("-x", name))
     return Setting("mpirun passes these on to other hosts, which have nothing of this environment otherwise", words)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +27,12 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 def environment_variables(_ctx: click.Context, _parameter: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
-    """Read ``NAME=VALUE`` pairs, for click."""
+    """Read ``NAME=VALUE`` pairs, and names of this environment, for click."""
     variables = {}
     for pair in pairs:
-        match = _VARIABLE.fullmatch(pair)
+        match = _VARIABLE.fullmatch(f"{pair}={os.environ[pair]}" if pair in os.environ else pair)
         if match is None:
-            raise click.BadParameter(f"expected NAME=VALUE, got {pair!r}")
+            raise click.BadParameter(f"expected NAME=VALUE, got {pair!r}; a name alone must be set here")
         variables[match[1]] = match[2]
     return variables
 
@@ -93,8 +94,9 @@ ENV = click.option(
     "variables",
     multiple=True,
     callback=environment_variables,
-    metavar="NAME=VALUE",
-    help="Set an environment variable in every rank; repeatable.",
+    metavar="NAME[=VALUE]",
+    help="Set an environment variable in every rank; a name alone takes its value from here, unseen by other users. "
+    "Repeatable.",
 )
 OF_HOROVOD = (
     click.option(

@@ -10,6 +10,7 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hvdkit.common.units import count_text
@@ -18,6 +19,7 @@ from hvdkit.run.launch import (
     batch,
     horovodrun,
     mpirun,
+    on_host,
     recordings,
     stall,
 )
@@ -107,6 +109,7 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
     if not environ.get("GLIBC_TUNABLES"):
         why = "memory comes in huge pages, where the kernel has them: large tensors are made and sent faster"
         settings.append(Setting(why, variables={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}))
+    settings += _for_torch(request, facts, direct=_is_direct(name, request))
     if request.timeline is not None:
         settings.append(Setting("--timeline", variables={"HOROVOD_TIMELINE": str(request.timeline)}))
     if request.mark_cycles:
@@ -120,6 +123,17 @@ def _variables(name: str, request: Request, facts: LaunchFacts, environ: Mapping
         limit = request.stall_timeout
         settings.append(_stall_check(limit, request.variables, environ, direct=_is_direct(name, request)))
     return settings
+
+
+def _for_torch(request: Request, facts: LaunchFacts, *, direct: bool) -> list[Setting]:
+    """What torchrun gives all ranks alike; ``rank`` or ``on_host`` adds what each has of its own."""
+    if facts.master_port is None:
+        return []
+    variables = {"WORLD_SIZE": str(request.n), "MASTER_PORT": str(facts.master_port)}
+    if not direct:
+        variables |= {"LOCAL_WORLD_SIZE": str(request.n), "MASTER_ADDR": "127.0.0.1"}
+    why = "as torchrun does, with RANK and LOCAL_RANK: what starts torch.distributed by itself trains as one job"
+    return [Setting(why, variables=variables)]
 
 
 def _for_speed(request: Request, name: str, environ: Mapping[str, str]) -> list[Setting]:
@@ -255,6 +269,10 @@ def build(request: Request, facts: LaunchFacts, command: Command, environ: Mappi
     settings = [Setting(f"launcher {name}: {why}"), *line.settings, *_variables(name, request, facts, environ)]
     command, changes = _as_started(name, line, request, facts, command, environ)
     settings += changes
+    if direct and facts.master_port is not None:
+        named = ",".join(host.name for host in request.hosts[:2]) if name not in batch.LINES else ""
+        place = staging.moved_words((str(facts.python), "-I", "-S", on_host.__file__), request.stage)
+        command = replace(command, words=(*place, "place", named, *command.words))
     if request.variables:
         settings.append(Setting("--env", variables=request.variables))
     settings += recordings.settings(request, environ)

@@ -77,6 +77,8 @@ def main(arguments: list[str]) -> int:
         return 1
     if address.startswith("-"):
         return _FarRank(float(command[0]), rank_variable).run(int(rank), command[1:])
+    if "WORLD_SIZE" in os.environ:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + address)
         return _Rank(connection).run(int(rank), command)

@@ -8,7 +8,9 @@ Horovod was built with stands in its record.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit.errors import LaunchError
+from hvdkit.run.launch import on_host
 from hvdkit.run.launch.horovodrun import answer_of
 from hvdkit.run.launch.rank import dying_with_parent
-from hvdkit.steps import rendezvous, secret
+from hvdkit.steps import bootstrap, hosts, rendezvous, secret
 
 
 def start(
@@ -53,17 +56,27 @@ def start(
 
 
 def guarded(argv: list[str]) -> list[str]:
-    """The command line to start instead; the same where it is not the horovodrun of this Python."""
-    program = Path(argv[0])
-    if program.name != "horovodrun" or program.parent != Path(sys.executable).parent:
+    """The command line to start instead: this Python's horovodrun in place of any; other launchers are left alone.
+
+    Raises:
+        LaunchError: this Python has no Horovod.
+    """
+    if Path(argv[0]).name != "horovodrun":
         return argv
+    if importlib.util.find_spec("horovod") is None:
+        raise LaunchError(
+            f"{argv[0]} belongs to another Python, where it would write your environment, passwords too, into command "
+            f"lines; install hvdkit beside Horovod, or use --launcher mpirun."
+        )
     return [sys.executable, "-P", "-m", "hvdkit.run.launch.start", *argv]
 
 
 def main(argv: list[str]) -> Any:
     """Run horovodrun in this process, with another server."""
     from horovod.runner import gloo_run, launch
+    from horovod.runner.common.util import env as exported
     from horovod.runner.common.util.timeout import TimeoutException
+    from horovod.runner.driver import driver_service
     from horovod.runner.elastic import discovery
     from horovod.runner.http import http_server
     from horovod.runner.util import network
@@ -71,14 +84,36 @@ def main(argv: list[str]) -> Any:
     from hvdkit.run.launch.machine import recorded_horovod
 
     token, listen_on = rendezvous.new_token(), ""
+    variables: dict[str, Any] = {}
 
     def find_port(new_server: Any) -> tuple[Any, int]:
         server = new_server((listen_on, 0))
         return server, server.server_address[1]
 
-    def environment(address: str, nics: Any, port: int, elastic: bool = False) -> dict[str, Any]:
-        variables: dict[str, Any] = plain_environment(address, nics, port, elastic)
-        return {**variables, "HOROVOD_GLOO_RENDEZVOUS_ADDR": rendezvous.address_with(token, address, port)}
+    def command_of_ranks(command: Sequence[str], address: str, nics: Any, port: int, elastic: bool = False) -> str:
+        variables.update(gloo_run.create_run_env_vars(address, nics, port, elastic))
+        variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = rendezvous.address_with(token, address, port)
+        return shlex.join(command)
+
+    def command_of_rank(command: str, environment: Mapping[str, str]) -> Any:
+        os.environ.update({**environment, **{name: str(value) for name, value in variables.items()}})
+
+        def build(slot: Any) -> str:
+            place = gloo_run.create_slot_env_vars(slot)
+            return " ".join(["env", *(f"{name}={shlex.quote(value)}" for name, value in place.items()), command])
+
+        return build
+
+    def elsewhere(command: str, **to: Any) -> str:
+        receive = f"{shlex.join([sys.executable, '-I', '-S', on_host.__file__, 'receive'])} {command}"
+        left = [word for name in os.environ if not exported.is_exportable(name) for word in ("-u", name)]
+        return f"{shlex.join(['env', *left, '-0'])} | {plain_remote(shlex.quote(receive), **to)}"
+
+    def interfaces(settings: Any, names: Any, remote: Any = None, fn_cache: Any = None) -> Any:  # noqa: ARG001
+        others = network.filter_local_addresses(names) if remote is None else remote
+        if settings.nics or not others:
+            return settings.nics or driver_service.get_local_interfaces(settings)
+        return [bootstrap.interface_of(hosts.own_address(*others))]
 
     def run(settings: Any, nics: Any, env: Any, address: str, command: Any) -> Any:
         nonlocal listen_on
@@ -90,8 +125,9 @@ def main(argv: list[str]) -> Any:
         listen_on = network.get_driver_ip(settings.nics) if settings.nics else ""
         return gloo_run.gloo_run_elastic(settings, *rest)
 
-    plain_environment = gloo_run.create_run_env_vars
-    gloo_run.create_run_env_vars = environment
+    plain_remote = gloo_run.get_remote_command
+    gloo_run.get_run_command, gloo_run._slot_info_to_command_fn = command_of_ranks, command_of_rank
+    gloo_run.get_remote_command, driver_service.get_common_interfaces = elsewhere, interfaces
     launch.gloo_run, launch.gloo_run_elastic = run, run_elastic
     if (built := recorded_horovod()) is not None:  # else horovodrun loads every framework to ask it
         launch.gloo_built = lambda verbose: built.gloo  # noqa: ARG005

@@ -58,7 +58,8 @@ class Wish:
         for option, value in named.items():
             words += [] if value is None else [option, str(value)]
         for name, value in self.variables.items():
-            words += ["--env", f"{name}={value}"]
+            # a value that is set here stays out of the command line, which every user reads
+            words += ["--env", name if os.environ.get(name) == value else f"{name}={value}"]
         return words
 
     def request(self, environ: Mapping[str, str]) -> Request:

@@ -86,7 +86,7 @@ def test_a_batch_script_of_hvdkit_job_trains_the_cnn_on_two_nodes(cluster, envir
     assert done.returncode == 0, text
     assert "All 2 ranks hold identical weights" in text
     assert float(re.search(r"Test accuracy: ([\d.]+) %", text)[1]) > 90
-    assert len(re.findall(r"^Hvd Procs 2 Total time: [\d.]+ second", text, re.MULTILINE)) == 1, text
+    assert len(re.findall(r"^\[0\] Hvd Procs 2 Total time: [\d.]+ second", text, re.MULTILINE)) == 1, text
     assert list((tmp_path / "with a blank").glob("step-*"))
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from hvdkit.common import json_files
+from hvdkit.common.masked import without_host_name
 from hvdkit.errors import HvdkitError
-from hvdkit.prepare.doctor.children import Children, without_host_name
+from hvdkit.prepare.doctor.children import Children
 from hvdkit.prepare.doctor.cli import examine
 from hvdkit.prepare.doctor.facts import DoctorFacts
 from hvdkit.prepare.doctor.finding import Found

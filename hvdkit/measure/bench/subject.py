@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 import hvdkit
+from hvdkit.common import masked
 from hvdkit.common.json_files import Part, Positive, Whole
 from hvdkit.measure.bench.laws import STRONG
 from hvdkit.run.launch.model import LaunchPlan, Setting
@@ -136,7 +137,7 @@ def look_around(here: Sequence[Here]) -> tuple[Environment, tuple[HowLaunched, .
 
 
 def _hider(here: Sequence[Here]) -> Callable[[str], str]:
-    """What puts other words in place of the names of hosts and of the home directory."""
+    """What puts other words in place of the names of hosts, of the home directory, and of keys and passwords."""
     hosts = [host.name for one in here for host in one.plan.hosts]
     names = {name: f"host{number}" for number, name in enumerate(dict.fromkeys(hosts), start=1)}
     replaced = sorted([(str(Path.home()), "~"), *names.items()], key=lambda pair: -len(pair[0]))
@@ -145,7 +146,7 @@ def _hider(here: Sequence[Here]) -> Callable[[str], str]:
         for found, instead in replaced:
             if len(found) > 1:
                 text = text.replace(found, instead)
-        return text
+        return masked.without_secrets(text)
 
     return hide
 
@@ -155,7 +156,7 @@ def _launch(plan: LaunchPlan, cores: int, hidden: Callable[[str], str]) -> HowLa
         Setting(
             hidden(one.why),
             tuple(map(hidden, one.words)),
-            {name: hidden(value) for name, value in one.variables.items() if name != "PATH"},
+            {name: hidden(masked.variable(name, value)) for name, value in one.variables.items() if name != "PATH"},
         )
         for one in plan.settings
     )

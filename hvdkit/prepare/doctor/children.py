@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, Any
 
+from hvdkit.common import masked
 from hvdkit.common.signals import signal_name
 from hvdkit.errors import HvdkitError
 from hvdkit.prepare.doctor import inside
@@ -114,7 +112,7 @@ class Children:
             ) from error
 
     def _end(self, status: int | None, errors: str) -> Failure:
-        detail = without_host_name(errors)[-inside.MAX_DETAIL :].strip()
+        detail = _shareable(errors)[-inside.MAX_DETAIL :].strip()
         told = [line.strip() for line in detail.splitlines() if re.search(r"\w", line)]
         last = f": {told[-1]}" if told else ""
         if status is None:
@@ -127,7 +125,7 @@ class Children:
 def _outcome(line: Mapping[str, Any]) -> Any:
     if "failure" not in line:
         return line["value"]
-    return Failure(**{name: without_host_name(text) for name, text in line["failure"].items()})
+    return Failure(**{name: _shareable(text) for name, text in line["failure"].items()})
 
 
 def _all_of(file: IO[bytes]) -> str:
@@ -135,14 +133,5 @@ def _all_of(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def without_host_name(text: str) -> str:
-    """A library's message without the name of this machine, so that a report can be shown to anybody."""
-    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "HOST", text)
-
-
-def without_names(text: str) -> str:
-    """A report without the names of this machine and of its user, whose directories bear it."""
-    text = re.sub(rf"{re.escape(str(Path.home()))}(?![\w.-])", "~", without_host_name(text))
-    with suppress(OSError, KeyError):  # a user without a name
-        text = re.sub(rf"(?<=/){re.escape(getpass.getuser())}(?![A-Za-z0-9])", "USER", text)
-    return text
+def _shareable(text: str) -> str:
+    return masked.without_secrets(masked.without_host_name(text))

@@ -8,9 +8,10 @@ from functools import partial
 
 import click
 
+from hvdkit.common import masked
 from hvdkit.common.commands import JSON, time_limit
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.prepare.doctor import check_frameworks, check_horovod, check_host, check_mpi, children
+from hvdkit.prepare.doctor import check_frameworks, check_horovod, check_host, check_mpi
 from hvdkit.prepare.doctor.facts import FRAMEWORKS, DoctorFacts
 from hvdkit.prepare.doctor.finding import Found, has_errors, worst_first
 from hvdkit.prepare.doctor.probe import DEFAULT_SECONDS, gather
@@ -61,7 +62,9 @@ def examine(facts: DoctorFacts) -> list[Found]:
 @click.command()
 @JSON
 @click.option(
-    "--report", is_flag=True, help="Print the text without colours and without host and user names, to be pasted."
+    "--report",
+    is_flag=True,
+    help="Print the text to be pasted: without colours, host and user names, tokens and keys.",
 )
 @time_limit(DEFAULT_SECONDS, "Time limit of each import and trial run; raise it on a slow network file system.")
 def doctor(json_: bool, report: bool, timeout: float) -> int:
@@ -100,7 +103,7 @@ def doctor(json_: bool, report: bool, timeout: float) -> int:
     if json_:
         click.echo(as_json(facts, findings), nl=False)
     elif report:
-        click.echo(click.unstyle(children.without_names(as_text(facts, findings, _WIDEST))))
+        click.echo(click.unstyle(masked.without_names(as_text(facts, findings, _WIDEST))))
     else:
         click.echo(as_text(facts, findings, min(shutil.get_terminal_size().columns, _WIDEST)))
     return 1 if has_errors(findings) else 0

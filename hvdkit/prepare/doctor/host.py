@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdkit.common import masked
 from hvdkit.common.ask import version
 from hvdkit.common.files import text_if_there
 from hvdkit.common.mpi_names import identify
@@ -26,7 +27,7 @@ _SCHEDULERS = ("srun", "aprun", "jsrun", "palsrun", "flux")
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that change a training, by name; HOROVOD_HOSTNAME, a host's name, is left out."""
     names = sorted(name for name in environ if name.startswith(_RELEVANT) and name != "HOROVOD_HOSTNAME")
-    return {name: environ[name] for name in names}
+    return {name: masked.variable(name, environ[name]) for name in names}
 
 
 def look(environ: Mapping[str, str]) -> DoctorHost:

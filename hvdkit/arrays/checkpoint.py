@@ -24,6 +24,7 @@ from hvdkit.errors import CheckpointError
 from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import CheckpointsBase
 
 _ARRAYS, _ROWS = "state.npz", "state.json"
@@ -86,12 +87,16 @@ class Checkpoints(CheckpointsBase):
             return state, None
         if self._ranks().rank() == 0:
             state = arrays_state.remade(state, leaves, [array for _, _, array in found])
-        state = arrays_state.broadcast(state, 0)
+        if self._is_started():
+            state = arrays_state.broadcast(state, 0)
         self._go_on_in_data(saved, loader)
         self._go_on_drawing(saved, randoms, state)
         return state, saved
 
-    def _ranks(self) -> Collectives:
+    def _is_started(self) -> bool:
+        return mpi.is_started()
+
+    def _all_ranks(self) -> Collectives:
         return mpi.ranks()
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:  # noqa: ARG002
@@ -116,9 +121,9 @@ class Checkpoints(CheckpointsBase):
         arrays = {str(number): _plain(array) for number, (_, _, array) in enumerate(model) if array is not None}
         np.savez(directory / _ARRAYS, allow_pickle=False, **arrays)
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:  # noqa: ARG002
+    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:  # noqa: ARG002
         """What puts the saved arrays in the place of what ``state.read`` found."""
-        arrays = _load(directory, model)
+        arrays = _load(saved.path, model)
 
         def put() -> None:
             model[:] = [(path, leaf, array) for (path, leaf, _), array in zip(model, arrays, strict=True)]
@@ -146,6 +151,7 @@ def _load(path: Path, found: list[tuple[str, Any, Array | None]]) -> list[Array 
             pairs = zip([*rows, "nothing"], [*mine, "nothing"], strict=False)
             saved, wanted = next(pair for pair in pairs if pair[0] != pair[1])
             raise CheckpointError(f"{path} does not fit this state: it holds {saved}, the state has {wanted}.")
+        require_stored(path / _ARRAYS)
         with np.load(path / _ARRAYS, allow_pickle=False) as file:
             for number, (_, _, array) in enumerate(found):
                 if array is None:

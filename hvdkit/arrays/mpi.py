@@ -60,6 +60,11 @@ def _mismatch(environ: Mapping[str, str]) -> TopologyMismatchError:
     )
 
 
+def is_started() -> bool:
+    """Whether ``init`` was called."""
+    return bool(_started)
+
+
 def everyone() -> Any:
     """The communicator of all ranks.
 

@@ -22,6 +22,7 @@ from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.lock import PATIENCE_S
+from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints
 
 
@@ -44,8 +45,10 @@ class Checkpoints(ModelCheckpoints[Saved]):
     _set_rates = staticmethod(keras_schedule.set_rates)
     _branch = staticmethod(seeds.branch)
 
-    def _ranks(self) -> Collectives:
-        state.world()  # or an error that says what to do first
+    def _is_started(self) -> bool:
+        return state.is_started()
+
+    def _all_ranks(self) -> Collectives:
         return TRANSPORT
 
     def _optimizers(self, model: Any, optimizer: Any) -> Any:
@@ -66,7 +69,8 @@ class Checkpoints(ModelCheckpoints[Saved]):
         if optimizer is not None:
             state.write_optimizers(directory / "optimizer.npz", optimizer, model)
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
+    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:  # noqa: ARG002
+        directory = saved.path
         slots = state.read_optimizers(directory / "optimizer.npz", optimizer, model) if optimizer else []
 
         def put() -> None:
@@ -81,7 +85,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
     def _random_states(self, model: Any) -> Any:
         state.model_variables(model)
-        return TRANSPORT.gather(random_state.capture(model), "hvdkit.random_states")
+        return self._ranks().gather(random_state.capture(model), "hvdkit.random_states")
 
     def _write_random(self, directory: Path, states: Any) -> None:
         np.savez(directory / "random.npz", *states)  # their lengths may differ
@@ -90,6 +94,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
         file = directory / "random.npz"
         if not file.exists():
             return None
+        require_stored(file)
         try:
             with np.load(file, allow_pickle=False) as archive:
                 return [archive[f"arr_{rank}"] for rank in range(len(archive.files))]

@@ -22,6 +22,7 @@ from hvdkit.common.keras_optimizer import make_slots, require_keras_3, shown, tr
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics, untrained
+from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.topology import Topology
 
 _WEIGHTS, _LAYOUT = "model.weights.h5", "model.layout.json"
@@ -41,6 +42,11 @@ def follow(new: Topology) -> Topology:
     """Remember this process's place after ranks have come or gone."""
     _started[:] = [new]
     return new
+
+
+def is_started() -> bool:
+    """Whether ``init`` was called."""
+    return bool(_started)
 
 
 def world() -> Topology:
@@ -179,6 +185,7 @@ def read_optimizers(file: Path, optimizers: Mapping[str, Any], model: Any) -> li
     Raises:
         CheckpointError: the file is missing or unreadable, or was written by other optimizers.
     """
+    require_stored(file)
     try:
         with np.load(file, allow_pickle=False) as archive:
             names = archive["names"].tolist() if "names" in archive else ["optimizer"]

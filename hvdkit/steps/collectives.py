@@ -113,6 +113,31 @@ class Collectives(ABC):
         return float(np.concatenate(everyone).view(np.float64).max())
 
 
+class Alone(Collectives):
+    """One process, where nothing was started."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def gather(self, rows: npt.NDArray[Any], name: str) -> list[npt.NDArray[Any]]:  # noqa: ARG002
+        return [rows]
+
+    def sum(self, values: npt.NDArray[np.float64], name: str) -> npt.NDArray[np.float64]:  # noqa: ARG002
+        return values
+
+    def minimum(self, values: Words, name: str) -> Words:  # noqa: ARG002
+        return values
+
+    def broadcast(self, flat: npt.NDArray[np.uint8], root: int, name: str) -> npt.NDArray[np.uint8]:  # noqa: ARG002
+        return flat
+
+    def broadcast_object(self, value: Any, name: str) -> Any:  # noqa: ARG002
+        return value
+
+
 class OverHorovod(Collectives):
     """Over Horovod, for any framework whose tensors turn into NumPy arrays.
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,27 @@ def verify(path: Path, *, contents: bool = True) -> dict[str, Any]:
         except OSError as error:
             raise CheckpointError(f"{shown} cannot be read ({error.strerror or error})") from error
     return manifest
+
+
+def require_stored(file: Path) -> None:
+    """Check that a zip archive (PyTorch's, NumPy's) holds its records as they are: reading takes no more than its size.
+
+    Raises:
+        CheckpointError: it is no archive, or its records are compressed, overlap, or claim more than is there.
+    """
+    try:
+        size = file.stat().st_size
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    packed = [one for one in records if one.compress_type != zipfile.ZIP_STORED or one.file_size != one.compress_size]
+    if packed or sum(one.file_size for one in records) > size:
+        name = (packed or records)[0].filename
+        raise CheckpointError(
+            f"{file} is refused: {f'its record {name} is compressed' if packed else 'its records claim more'} and "
+            f"would unpack to more than the {size} bytes of the file; hvdkit writes records as they are."
+        )
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import step_times
+from hvdkit.steps import launchers, step_times
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
-from hvdkit.steps.collectives import Collectives
+from hvdkit.steps.collectives import Alone, Collectives
 from hvdkit.steps.lock import PATIENCE_S
 
 Written = TypeVar("Written")
@@ -36,9 +36,43 @@ class CheckpointsBase(ABC):
     ) -> None:
         self._directory = CheckpointDirectory(directory, keep, keep_best, wait=wait)
 
-    @abstractmethod
+    def latest(self) -> Saved | None:
+        """The newest valid checkpoint: its path, step, score and metadata; None when there is none. A collective.
+
+        Raises:
+            CheckpointError: there are checkpoints, but not one of them is valid.
+        """
+        found: Saved | None = self._ranks().on_root(self._directory.latest)
+        return found
+
+    def best(self) -> Saved | None:
+        """The same of the valid checkpoint with the highest score; None when none has a score."""
+        found: Saved | None = self._ranks().on_root(self._directory.best)
+        return found
+
     def _ranks(self) -> Collectives:
-        """Between whom the checkpoints are."""
+        """Between whom the checkpoints are: this process alone where nothing was started, as for inference.
+
+        Raises:
+            InvalidArgumentError: a launcher started several ranks, and they are not connected yet.
+        """
+        if self._is_started():
+            return self._all_ranks()
+        launched = launchers.detect(os.environ)
+        if launched is not None and launched.size != 1:
+            raise InvalidArgumentError(
+                f"{launched.launcher} started this process as rank {launched.rank}, and the ranks are not connected "
+                "yet; call init() before Checkpoints are used."
+            )
+        return Alone()
+
+    @abstractmethod
+    def _is_started(self) -> bool:
+        """Whether ``init`` was called."""
+
+    @abstractmethod
+    def _all_ranks(self) -> Collectives:
+        """Between the ranks of the job, once it was."""
 
     @abstractmethod
     def _facts(self, optimizer: Any) -> dict[str, Any]:
@@ -57,8 +91,11 @@ class CheckpointsBase(ABC):
         """On the root: write the state into files."""
 
     @abstractmethod
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
-        """On the root: read what ``_write`` wrote, or raise CheckpointError. What is returned makes the state that."""
+    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], Any]:
+        """On the root: read what ``_write`` wrote, or raise CheckpointError. What is returned makes the state that.
+
+        That may return attributes of ``Saved``. The options are an adapter's own.
+        """
 
     def _read_extra(self, directory: Path) -> Any:  # noqa: ARG002
         """On the root: what was saved besides."""
@@ -128,7 +165,7 @@ class CheckpointsBase(ABC):
         return ranks.on_root(on_root)
 
     def _load(
-        self, model: Any, optimizer: Any, which: str, loader: Any, schedule: Any = None
+        self, model: Any, optimizer: Any, which: str, loader: Any, schedule: Any = None, **options: Any
     ) -> tuple[Saved | None, Any]:
         """Make the root's state that of a checkpoint; on all ranks: what was found, and the ranks' random states.
 
@@ -145,7 +182,7 @@ class CheckpointsBase(ABC):
             saved = self._directory.latest() if which == "latest" else self._directory.best()
             if saved is None:
                 return None, None
-            held.update(put=self._read(saved.path, model, optimizer), extra=self._read_extra(saved.path))
+            held.update(put=self._read(saved, model, optimizer, **options), extra=self._read_extra(saved.path))
             return saved, self._read_random(saved.path)
 
         saved, states = ranks.on_root(read)
@@ -157,10 +194,10 @@ class CheckpointsBase(ABC):
                 self._require_fit(saved, states, optimizer, loader, one)
 
         ranks.together(require_fit)
-        ranks.on_root(lambda: held["put"]())
+        found = ranks.on_root(lambda: held["put"]()) or {}
         if optimizer is not None or loader is not None:
             step_times.restored(saved.step)
-        return replace(saved, extra=self._broadcast_extra(held.get("extra"))), states
+        return replace(saved, extra=self._broadcast_extra(held.get("extra")), **found), states
 
     def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:  # noqa: ARG002
         """Raise CheckpointError or InvalidArgumentError where a checkpoint does not fit this rank; change nothing."""
@@ -230,8 +267,16 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
 
     def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:
         super()._require_fit(saved, states, optimizer, loader, schedule)
-        if schedule is not None and (not isinstance(schedule, self._warmup) or loader is None):
-            raise InvalidArgumentError("schedule must be from warmup, and needs the loader, which says how far it is.")
+        self._require_warmup(schedule, loader)
+
+    def _require_warmup(self, schedule: Any, loader: Any) -> None:
+        for one in several(schedule):
+            if not isinstance(one, self._warmup) or loader is None:
+                found = f"{type(one).__name__}{'' if loader is not None else ' without loader='}"
+                raise InvalidArgumentError(
+                    f"schedule must be from warmup, and needs the loader, which says how far it is; got {found}. In "
+                    "PyTorch save the state of another in extra={'schedule': schedule.state_dict()}."
+                )
 
     def save(
         self,
@@ -240,6 +285,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         *,
         step: int,
         loader: Any = None,
+        schedule: Any = None,
         score: float | None = None,
         **metadata: Any,
     ) -> Written:
@@ -249,6 +295,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
             model, optimizer: as for ``broadcast_state``.
             step: optimizer steps completed.
             loader: from ``shard``; its position, counted in samples, is saved too.
+            schedule: from ``warmup``, or a list of such: the loader's position says where they are.
             score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
             metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
         Returns:
@@ -261,6 +308,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
                 directory; earlier ones are intact.
         """
         optimizer = self._optimizers(model, optimizer)
+        self._require_warmup(schedule, loader)
         written: Written = self._save(model, optimizer, step, loader, score, metadata)
         return written
 
@@ -300,12 +348,18 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
                 call inside ``tf.function``.
             AgreementError: it does not fit on another rank.
         """
+        return self._restore(model, optimizer, loader, schedule, which)
+
+    def _restore(
+        self, model: Any, optimizer: Any, loader: Any, schedule: Any, which: str, **options: Any
+    ) -> Saved | None:
         optimizer = self._optimizers(model, optimizer)
         rates = [] if optimizer is None else self._rates(optimizer)  # those for this number of ranks
-        saved, states = self._load(model, optimizer, which, loader, schedule)
+        saved, states = self._load(model, optimizer, which, loader, schedule, **options)
         if saved is None:
             return None
-        self._broadcast(model, optimizer)
+        if self._is_started():
+            self._broadcast(model, optimizer)
         if optimizer is not None and not self._has_this_size(saved):
             self._set_rates(optimizer, rates)
         self._go_on_in_data(saved, loader)

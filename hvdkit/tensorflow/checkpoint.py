@@ -41,7 +41,10 @@ class Checkpoints(ModelCheckpoints[Saved]):
     _require_loader = staticmethod(require_sharded)
     _broadcast = staticmethod(state.broadcast)
 
-    def _ranks(self) -> Collectives:
+    def _is_started(self) -> bool:
+        return bool(hvd.is_initialized())
+
+    def _all_ranks(self) -> Collectives:
         return state.RANKS
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:
@@ -67,9 +70,9 @@ class Checkpoints(ModelCheckpoints[Saved]):
         state.require_eager("Checkpoints.save")
         return super()._save(*arguments)
 
-    def _load(self, *arguments: Any) -> tuple[Saved | None, Any]:
+    def _load(self, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
         state.require_eager("Checkpoints.restore")
-        return super()._load(*arguments)
+        return super()._load(*arguments, **options)
 
     def _write(self, directory: Path, model: Any, optimizer: Any) -> None:
         variables = state.model_variables(model)
@@ -81,7 +84,8 @@ class Checkpoints(ModelCheckpoints[Saved]):
 
                 np.save(directory / _TRAINED, trained_variables(optimizer, variables), allow_pickle=False)
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
+    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], None]:  # noqa: ARG002
+        directory = saved.path
         variables = state.model_variables(model)
         values = _read_variables(directory / "model", _keyed(variables), type(model).__name__)
         if optimizer is not None:
@@ -101,7 +105,7 @@ class Checkpoints(ModelCheckpoints[Saved]):
     def _random_states(self, model: Any) -> Any:
         """int64 (size, length)."""
         mine = random_state.capture(state.generator_states(model))
-        return hvd.allgather(mine[None], name="hvdkit.random_states").numpy()
+        return np.stack(self._ranks().gather(mine, "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
         random_state.restore(own, state.generator_states(model))

@@ -12,6 +12,7 @@ from hvdkit.steps.topology import Topology
 from hvdkit.torch import seeds
 from hvdkit.torch.buffers import own_buffers
 from hvdkit.torch.data import require_sharded
+from hvdkit.torch.nested import flattened
 from hvdkit.torch.state import RANKS, layout, model_tensors
 
 
@@ -45,6 +46,7 @@ def check_agreement(
     tensors = {name: tensor.detach() for name, tensor in model_tensors(model).items() if name not in own}
     if optimizer is not None:
         tensors.update(_optimizer_tensors(optimizer))
+    tensors = flattened(tensors)
     fixes = {}
     loaders = {} if loader is None else require_sharded(loader).share.facts(loader.epoch)
     for facts, fix in ((loaders, agreement.ITERATE_ALIKE), (seeds.facts(), agreement.SEED_ALIKE)):

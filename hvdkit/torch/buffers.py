@@ -14,6 +14,7 @@ from hvdkit.steps import torch_tensors
 from hvdkit.steps.untrained import Seen, UntrainedState
 from hvdkit.torch.backward import eagerly
 from hvdkit.torch.batch_norm import SyncBatchNorm, local_statistics
+from hvdkit.torch.nested import flattened
 from hvdkit.torch.state import broadcast_tensors, buffers_of, layout, plain_name, require_torch
 
 _STATES: weakref.WeakKeyDictionary[torch.nn.Module, UntrainedState] = weakref.WeakKeyDictionary()
@@ -65,10 +66,10 @@ def look(model: torch.nn.Module | None) -> Seen:
         {} if model in _EACH_STEP else {k: v for k, v in buffers_of(model, persistent=True).items() if k not in own}
     )
     weights = {plain_name(name): one.detach() for name, one in model.named_parameters() if not one.requires_grad}
-    tensors = {layout(name, one): one for name, one in {**shared, **weights}.items() if _is_plain(one)}
+    tensors = {layout(name, one): one for name, one in flattened({**shared, **weights}).items() if _is_plain(one)}
     wanted = untrained_of(model).suspects
     values = {row: _value(one) for row, one in tensors.items() if row in wanted}
-    frozen = {layout(name, one) for name, one in weights.items()}
+    frozen = {layout(name, one) for name, one in flattened(weights).items()}
     return Seen(list(tensors), torch_tensors.digests(list(tensors.values())), values, frozen)
 
 

@@ -20,11 +20,14 @@ from hvdkit.steps import random_state
 from hvdkit.steps.checkpoint import Saved
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.lock import PATIENCE_S
+from hvdkit.steps.manifest import require_stored
 from hvdkit.steps.resume import ModelCheckpoints, Write
 from hvdkit.torch import seeds, state
 from hvdkit.torch.data import require_sharded
 from hvdkit.torch.nested import rebuilt
 from hvdkit.torch.schedule import Warmup, set_rate
+
+_TRAINABLE = "trainable_only"  # in the manifest
 
 
 class Checkpoints(ModelCheckpoints["Saved | None"]):
@@ -66,8 +69,10 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         *,
         step: int,
         loader: Any = None,
+        schedule: Any = None,
         score: float | None = None,
         extra: dict[str, Any] | None = None,
+        trainable_only: bool = False,
         **metadata: Any,
     ) -> Saved | None:
         """Write model, optimizer and the ranks' random states as the checkpoint of ``step``.
@@ -76,10 +81,13 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             model, optimizer: as for ``broadcast_state``. Names are those of the model before it is compiled.
             step: optimizer steps completed.
             loader: from ``shard``; its position, counted in samples, is saved too.
+            schedule: from ``warmup``, or a list of such: the loader's position says where they are.
             score: how good it is, the higher the better, for ``keep_best`` and ``restore(which="best")``.
             extra: what else to save, the root's, by name: ``{"ema": ema.state_dict(), "scaler": scaler.state_dict()}``.
                 Tensors, numbers (inf and nan, too) and strings in dicts, lists and tuples, to find again in
                 ``Saved.extra`` of ``restore``, on every rank.
+            trainable_only: of the model save what training changes: parameters with ``requires_grad``, such as those of
+                adapters (LoRA), and persistent buffers.
             metadata: JSON values to find again in ``Saved.metadata``, for example ``accuracy=0.93``.
         Returns:
             The checkpoint, complete on disk; None when it is written asynchronously.
@@ -90,8 +98,41 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
                 directory; earlier ones are intact.
         """
         optimizer = self._optimizers(model, optimizer)
-        written: Saved | None = self._save(model, optimizer, step, loader, score, metadata, extra)
+        self._require_warmup(schedule, loader)
+        if trainable_only:
+            metadata = {**metadata, _TRAINABLE: True}
+        written: Saved | None = self._save(model, optimizer, step, loader, score, metadata, extra, trainable_only)
         return written
+
+    def restore(
+        self,
+        model: Any,
+        optimizer: Any | None = None,
+        *,
+        loader: Any = None,
+        schedule: Any = None,
+        which: str = "latest",
+        strict: bool = True,
+        trainable_only: bool = False,
+    ) -> Saved | None:
+        """As ``ModelCheckpoints.restore``, also of a part of the model.
+
+        Args:
+            model: compiled, in a DistributedDataParallel, or neither, whatever it was when it was saved.
+            optimizer, loader, schedule, which: see there.
+            strict: False loads what has the same name and shape in both, and names the rest in ``Saved.missing`` and
+                ``Saved.unexpected``; without optimizer, whose state belongs to all parameters.
+            trainable_only: load only what ``save(trainable_only=True)`` would save of this model, and leave the rest.
+        Raises:
+            CheckpointError: as there, and where types differ: a model in bfloat16 does not take float32.
+            InvalidArgumentError: as there, and ``strict=False`` with an optimizer.
+        """
+        if not strict and optimizer is not None:
+            raise InvalidArgumentError(
+                "strict=False restores a part of a model, and an optimizer's state belongs to all of it; leave the "
+                "optimizer out."
+            )
+        return self._restore(model, optimizer, loader, schedule, which, strict=strict, trainable_only=trainable_only)
 
     def wait(self) -> Saved | None:
         """Wait until the asynchronous write is on disk, and return what was written; None when there was none.
@@ -99,7 +140,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         Raises:
             CheckpointError: it could not be written.
         """
-        return cast("Saved | None", state.RANKS.on_root(self._finish))
+        return cast("Saved | None", self._ranks().on_root(self._finish))
 
     def _finish(self) -> Saved | None:
         writing, self._writing = self._writing, None
@@ -109,7 +150,10 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         state.require_torch(model, optimizer)
         return optimizer
 
-    def _ranks(self) -> Collectives:
+    def _is_started(self) -> bool:
+        return bool(hvd.is_initialized())
+
+    def _all_ranks(self) -> Collectives:
         return state.RANKS
 
     def _facts(self, optimizer: Any) -> dict[str, Any]:
@@ -131,10 +175,10 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             set_rate(group, rate)
 
     def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any, *more: Any) -> Saved | None:
-        (extra,) = more
+        extra, trainable_only = more
         if extra is not None and not isinstance(extra, dict):
             raise InvalidArgumentError(f"extra must be a dict of what to save by name, got {type(extra).__name__}.")
-        states = state.model_state(model), None if optimizer is None else optimizer.state_dict(), extra
+        states = state.model_state(model, trainable_only), None if optimizer is None else optimizer.state_dict(), extra
         if self._writer is None:
             written: Saved = super()._put(on_disk, *(rebuilt(one, state.plain_number) for one in states))
             return written
@@ -149,27 +193,30 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             if contents is not None:
                 _write_readable(directory / f"{name}.pt", contents)
 
-    def _load(self, model: Any, optimizer: Any, *arguments: Any) -> tuple[Saved | None, Any]:
+    def _load(self, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> tuple[Saved | None, Any]:
         self.wait()
-        state.require_same_training(model, optimizer)
-        return super()._load(model, optimizer, *arguments)
+        if self._is_started():
+            state.require_same_training(model, optimizer)
+        return super()._load(model, optimizer, *arguments, **options)
 
-    def _read(self, directory: Path, model: Any, optimizer: Any) -> Callable[[], None]:
-        file, other_file = directory / "model.pt", directory / "optimizer.pt"
-        contents = _read_file(file, model)
+    def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], dict[str, Any]]:
+        file, other_file = saved.path / "model.pt", saved.path / "optimizer.pt"
+        partly = saved.metadata.get(_TRAINABLE) is True
+        contents, left = _of_this_model(file, _read_file(file, model), model, partly, **options)
         slots = None if optimizer is None else _read_file(other_file, optimizer)
 
-        def put() -> None:
+        def put() -> dict[str, Any]:
             before = state.HostCopies().of("", state.model_state(model))
             try:
                 with _fitting(file, model):
-                    state.load_model(model, contents)
+                    state.load_model(model, contents, strict=False)
                 if slots is not None:
                     with _fitting(other_file, optimizer):
                         state.load_optimizer(optimizer, slots)
             except BaseException:
                 state.load_model(model, before)
                 raise
+            return left
 
         return put
 
@@ -178,7 +225,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         return _read_file(file, {}) if file.exists() else {}
 
     def _broadcast_extra(self, extra: Any) -> Any:
-        return state.broadcast_nested(extra, 0, "hvdkit.checkpoint_extra")
+        return state.broadcast_nested(extra, 0, "hvdkit.checkpoint_extra") if self._is_started() else extra
 
     def _require_fit(self, saved: Saved, states: Any, optimizer: Any, loader: Any, schedule: Any) -> None:
         super()._require_fit(saved, states, optimizer, loader, schedule)
@@ -196,12 +243,11 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
                 "without the optimizer."
             )
         if states is not None and self._has_this_size(saved):
-            _try_random_state(saved, states[hvd.rank()])
+            _try_random_state(saved, states[self._ranks().rank()])
 
-    @torch.inference_mode(False)
     def _random_states(self, model: Any) -> Any:  # noqa: ARG002
         """uint8 (size, length)."""
-        return hvd.allgather(_random_state().unsqueeze(0), name="hvdkit.random_states").numpy()
+        return np.stack(self._ranks().gather(_random_state().numpy(), "hvdkit.random_states"))
 
     def _set_random_state(self, saved: Saved, model: Any, own: Any) -> None:  # noqa: ARG002
         _set_random_state(own)
@@ -268,8 +314,66 @@ def _beneath(error: BaseException | None) -> OSError | None:
 
 
 def _read_file(file: Path, target: Any) -> Any:
+    require_stored(file)
     with _fitting(file, target):
         return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _of_this_model(
+    file: Path, saved: dict[str, Any], model: Any, partly: bool, strict: bool, trainable_only: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a saved model is to be loaded, and the attributes of ``Saved`` that name what is not.
+
+    Args:
+        partly: it was saved with ``trainable_only``.
+    Raises:
+        CheckpointError: it does not fit the model.
+    """
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{file} holds no state dict.")
+    kind = type(model).__name__
+    mine, current = state.bare_names(model.state_dict()), model.state_dict()
+    theirs = state.bare_names(saved)
+    wanted = state.trained_names(model) if trainable_only else mine.keys()
+    if partly and strict and not trainable_only and wanted - theirs.keys():
+        raise CheckpointError(
+            f"{file} holds what was trained alone (trainable_only); restore(trainable_only=True) leaves the rest of "
+            f"this {kind} as it is."
+        )
+    other = {name for name in wanted & theirs.keys() if _shape(current[mine[name]]) != _shape(saved[theirs[name]])}
+    missing = sorted((wanted - theirs.keys()) | other)
+    unexpected = sorted((theirs.keys() - (mine.keys() if trainable_only and not partly else wanted)) | other)
+    loaded = [name for name in theirs if name in wanted and name not in other]
+    if strict and (missing or unexpected):
+        shapes = [f"{one} is {_shape(saved[theirs[one]])}, not {_shape(current[mine[one]])}" for one in sorted(other)]
+        lacks = [f"it lacks {one}" for one in missing if one not in other]
+        alone = [f"it holds {one}, which the model has not" for one in unexpected if one not in other]
+        said = [*shapes, *lacks, *alone]
+        raise CheckpointError(
+            f"{file} does not fit this {kind}: {'; '.join(said[:3])}{'; ...' if len(said) > 3 else ''} ({len(said)} in "
+            "all). restore(strict=False) without optimizer loads what fits, and names the rest."
+        )
+    if not loaded:
+        raise CheckpointError(f"{file} does not fit this {kind}: no name and shape is in both.")
+    for name in loaded:
+        here, there = (getattr(one, "dtype", None) for one in (current[mine[name]], saved[theirs[name]]))
+        if here != there:
+            raise CheckpointError(
+                f"{file} does not fit this {kind}: {name} is {_typed(there)}, the model has {_typed(here)}; restore "
+                f"into a model of {_typed(there)}, and convert it then (model.to({here}))."
+            )
+    kept = type(saved)((full, value) for full, value in saved.items() if full in {theirs[name] for name in loaded})
+    if hasattr(saved, "_metadata"):
+        kept._metadata = saved._metadata  # type: ignore[attr-defined]
+    return kept, {} if strict else {"missing": tuple(missing), "unexpected": tuple(unexpected)}
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _typed(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager

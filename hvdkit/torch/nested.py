@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Leaf = Callable[[Any, tuple[Any, ...]], Any]
 
@@ -28,6 +29,33 @@ def rebuilt(value: Any, leaf: Leaf, path: tuple[Any, ...] = ()) -> Any:
     if _is_sequence(value):
         return _like(value, [rebuilt(item, leaf, (*path, index)) for index, item in enumerate(value)])
     return leaf(value, path)
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether it is a tensor of a subclass that is made of other tensors."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def flattened(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Named tensors with those of a subclass (torchao's) in the place of the one that they make up."""
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_wrapper(tensor):
+            plain.update(flattened({f"{name}.{part}": one for part, one in inner_of(tensor).items()}))
+        else:
+            plain[name] = tensor
+    return plain
+
+
+def remade(tensor: Any, inner: dict[str, Any]) -> Any:
+    """A tensor of the same subclass around other tensors."""
+    context = tensor.__tensor_flatten__()[1]
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+
+
+def inner_of(tensor: Any) -> dict[str, Any]:
+    """What a tensor of a subclass is made of."""
+    return {part: getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
 
 
 def _is_sequence(value: Any) -> bool:
@@ -53,6 +81,17 @@ class _Slot:
         self.shape, self.dtype, self.device_type = tuple(tensor.shape), tensor.dtype, tensor.device.type
 
 
+@dataclass
+class _Wrapped:
+    """Stands for a tensor of a subclass; what it is made of travels."""
+
+    kind: Any
+    context: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    inner: dict[str, Any]
+
+
 class Outline:
     """What the root tells of a nested value.
 
@@ -70,9 +109,13 @@ class Outline:
         """``value`` with stand-ins for its tensors; sparse and quantized ones stay."""
         return rebuilt(value, self._leaf)
 
-    def _leaf(self, value: Any, path: tuple[Any, ...]) -> Any:  # noqa: ARG002
+    def _leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        if id(value) not in self._stand_ins and is_wrapper(value):
+            inner = {part: self._leaf(one, path) for part, one in inner_of(value).items()}
+            context = cast(Any, value).__tensor_flatten__()[1]
+            return _Wrapped(type(value), context, tuple(value.shape), value.stride(), inner)
         if id(value) not in self._stand_ins and _is_dense(value):
             self._stand_ins[id(value)] = _Slot(value)
             self.tensors.append(value)
@@ -101,6 +144,8 @@ class Placing:
             return self._known[theirs.number]
         if isinstance(theirs, (torch.Tensor, _Slot)):
             return self._tensor(mine, theirs, device)
+        if isinstance(theirs, _Wrapped):
+            return self._wrapped(mine, theirs, device)
         if isinstance(theirs, dict):
             return self._dict(mine, theirs, device)
         if not _is_sequence(theirs):
@@ -125,6 +170,14 @@ class Placing:
         for key, item in items.items():
             made[key] = item
         return made
+
+    def _wrapped(self, mine: Any, theirs: _Wrapped, device: torch.device | None) -> Any:
+        alike = type(mine) is theirs.kind and mine.__tensor_flatten__()[1] == theirs.context
+        old = inner_of(mine) if alike else {}
+        inner = {part: self.place(old.get(part), one, device) for part, one in theirs.inner.items()}
+        if alike and all(inner[part] is one for part, one in old.items()):
+            return mine
+        return theirs.kind.__tensor_unflatten__(inner, theirs.context, theirs.shape, theirs.stride)
 
     def _tensor(self, mine: Any, theirs: torch.Tensor | _Slot, device: torch.device | None) -> torch.Tensor:
         if id(theirs) not in self._placed:
@@ -152,10 +205,12 @@ class Placing:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized
+    return tensor.layout == torch.strided and not tensor.is_quantized and not is_wrapper(tensor)
 
 
 def _fits(mine: Any, theirs: torch.Tensor | _Slot) -> bool:
+    if is_wrapper(mine) or is_wrapper(theirs):
+        return type(mine) is type(theirs) and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
     if not isinstance(mine, torch.Tensor) or not _is_dense(mine):
         return False
     if isinstance(theirs, torch.Tensor) and not _is_dense(theirs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,7 +15,7 @@ from hvdkit.steps import agreement
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.steps.root import on_root
 from hvdkit.torch import seeds, together
-from hvdkit.torch.nested import Outline, Placing, rebuilt
+from hvdkit.torch.nested import Outline, Placing, flattened, inner_of, is_wrapper, rebuilt, remade
 
 
 class TorchRanks(OverHorovod):
@@ -37,6 +37,8 @@ class TorchRanks(OverHorovod):
 
 
 RANKS = TorchRanks()
+_WRAPPER = "module."
+"""Before each name in the state of a model that DistributedDataParallel or DataParallel wraps."""
 DISTRIBUTED = "_hvdkit_distributed"
 """Attribute of an optimizer that ``distribute`` got, for the comparison of ranks: one that did alone waits forever."""
 
@@ -92,31 +94,56 @@ def layout(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """``model.state_dict()`` with plain names."""
-    return _renamed(model.state_dict(), plain_name, plain_name)
-
-
-def load_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """``model.load_state_dict`` of what ``model_state`` returned, for this model compiled or not."""
-    tensors = {plain_name(name): name for name in model.state_dict()}
-    modules = {plain_name(name): name for name, _ in model.named_modules(remove_duplicate=False)}
-    model.load_state_dict(
-        _renamed(
-            state,
-            lambda name: tensors.get(plain_name(name), name),
-            lambda name: modules.get(plain_name(name), name),
-        )
+def model_state(model: torch.nn.Module, trainable_only: bool = False) -> dict[str, Any]:
+    """``model.state_dict()`` by plain names, without what wraps the model; or what of it training changes."""
+    state: Any = model.state_dict()
+    named = bare_names(state)
+    wanted = trained_names(model) if trainable_only else named.keys()
+    kept: Any = OrderedDict((name, state[full]) for name, full in named.items() if name in wanted)
+    kept._metadata = OrderedDict(  # the versions of a model's modules
+        (name, state._metadata[full]) for name, full in _bare_modules(state, getattr(state, "_metadata", {})).items()
     )
+    return kept  # type: ignore[no-any-return]
 
 
-def _renamed(
-    state: dict[str, Any], tensor_name: Callable[[str], str], module_name: Callable[[str], str]
-) -> dict[str, Any]:
-    renamed: Any = OrderedDict((tensor_name(name), value) for name, value in state.items())
-    if hasattr(state, "_metadata"):  # the versions of a model's modules
-        renamed._metadata = OrderedDict((module_name(name), value) for name, value in state._metadata.items())
-    return renamed  # type: ignore[no-any-return]
+def bare_names(state: Iterable[str]) -> dict[str, str]:
+    """A state dict's names by those without ``_orig_mod.`` (torch.compile) and a ``module.`` before all (DDP)."""
+    named = {plain_name(name): name for name in state}
+    return {name[_wrapped(named) :]: full for name, full in named.items()}
+
+
+def _wrapped(names: Iterable[str]) -> int:
+    """How many letters come before each name because of a wrapper."""
+    names = list(names)
+    return len(_WRAPPER) if names and all(name.startswith(_WRAPPER) for name in names) else 0
+
+
+def _bare_modules(state: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+    start = _wrapped(map(plain_name, state))
+    named = {plain_name(name): name for name in modules}
+    return {name[start:]: full for name, full in named.items() if not start or name}
+
+
+def trained_names(model: torch.nn.Module) -> set[str]:
+    """The bare names of what training changes: parameters that train, and persistent buffers."""
+    trains = {plain_name(name) for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+    named = bare_names(model.state_dict())
+    return {
+        name for name, full in named.items() if plain_name(full) in trains | buffers_of(model, persistent=True).keys()
+    }
+
+
+def load_model(model: torch.nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+    """``model.load_state_dict`` of what ``model_state`` returned, for this model wrapped or not."""
+    mine = model.state_dict()
+    tensors = bare_names(mine)
+    modules = _bare_modules(mine, (name for name, _ in model.named_modules(remove_duplicate=False)))
+    renamed: Any = OrderedDict((tensors.get(name, name), state[full]) for name, full in bare_names(state).items())
+    versions = getattr(state, "_metadata", {})
+    renamed._metadata = OrderedDict(
+        (modules.get(name, name), versions[full]) for name, full in _bare_modules(state, versions).items()
+    )
+    model.load_state_dict(renamed, strict=strict)
 
 
 def broadcast(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, root: int = 0) -> None:
@@ -174,7 +201,8 @@ def _send_extra_states(model: torch.nn.Module, root: int) -> None:
 def broadcast_tensors(tensors: Iterable[torch.Tensor], root: int) -> None:
     """Broadcast in place, as bytes: exact for every dtype, those that Horovod cannot add up included."""
     pending = []
-    for number, tensor in enumerate(tensors):
+    plain = flattened({str(number): tensor for number, tensor in enumerate(tensors)})
+    for number, tensor in enumerate(plain.values()):
         if tensor.numel() == 0:
             continue
         contiguous = tensor.detach().contiguous()
@@ -256,9 +284,13 @@ class HostCopies:
         def copy(item: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(item, torch.Tensor):
                 return plain_number(item)
-            if id(item) not in copied:
+            if id(item) in copied:
+                return copied[id(item)]
+            own = item.detach()
+            if is_wrapper(item):
+                copied[id(item)] = remade(own, {part: copy(one, (*path, part)) for part, one in inner_of(own).items()})
+            else:
                 dense = item.layout == torch.strided and not item.is_quantized
-                own = item.detach()
                 copied[id(item)] = self._place(path, item).copy_(own) if dense else own.clone().cpu()
             return copied[id(item)]
 

@@ -101,7 +101,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         self._require_warmup(schedule, loader)
         if trainable_only:
             metadata = {**metadata, _TRAINABLE: True}
-        written: Saved | None = self._save(model, optimizer, step, loader, score, metadata, extra, trainable_only)
+        written: Saved | None = self._save(model, optimizer, step, loader, score, metadata, (extra, trainable_only))
         return written
 
     def restore(
@@ -175,7 +175,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
             set_rate(group, rate)
 
     def _put(self, on_disk: Callable[[Write], Saved], model: Any, optimizer: Any, *more: Any) -> Saved | None:
-        extra, trainable_only = more
+        ((extra, trainable_only),) = more
         if extra is not None and not isinstance(extra, dict):
             raise InvalidArgumentError(f"extra must be a dict of what to save by name, got {type(extra).__name__}.")
         states = state.model_state(model, trainable_only), None if optimizer is None else optimizer.state_dict(), extra
@@ -200,6 +200,7 @@ class Checkpoints(ModelCheckpoints["Saved | None"]):
         return super()._load(model, optimizer, *arguments, **options)
 
     def _read(self, saved: Saved, model: Any, optimizer: Any, **options: Any) -> Callable[[], dict[str, Any]]:
+        """Read both state dicts. Where putting them fails, the model is as before; see ``_of_this_model``."""
         file, other_file = saved.path / "model.pt", saved.path / "optimizer.pt"
         partly = saved.metadata.get(_TRAINABLE) is True
         contents, left = _of_this_model(file, _read_file(file, model), model, partly, **options)

@@ -286,10 +286,12 @@ class HostCopies:
                 return plain_number(item)
             if id(item) in copied:
                 return copied[id(item)]
-            own = item.detach()
-            if is_wrapper(item):
-                copied[id(item)] = remade(own, {part: copy(one, (*path, part)) for part, one in inner_of(own).items()})
+            if is_wrapper(item):  # whose own parts live as long as it does, and keep their identities
+                copied[id(item)] = remade(
+                    item, {part: copy(one, (*path, part)) for part, one in inner_of(item).items()}
+                )
             else:
+                own = item.detach()
                 dense = item.layout == torch.strided and not item.is_quantized
                 copied[id(item)] = self._place(path, item).copy_(own) if dense else own.clone().cpu()
             return copied[id(item)]

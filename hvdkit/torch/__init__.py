@@ -37,7 +37,7 @@ if not hasattr(hvd, "init"):
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
 
-from hvdkit.torch import data, device, state
+from hvdkit.torch import data, device, state, torchmetrics
 from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement
@@ -95,7 +95,8 @@ def init() -> Topology:
     """Start Horovod and say who this process is (step 1). Without a launcher: a job of one process.
 
     Unless HOROVOD_FUSION_THRESHOLD or HOROVOD_AUTOTUNE is set, Horovod's fusion buffer has 4 MiB: the buckets of
-    ``distribute`` then travel from where they are, and are not copied together.
+    ``distribute`` then travel from where they are, and are not copied together. ``compute()`` of torchmetrics' metrics
+    is from now on over all ranks, on which all must call it.
 
     Raises:
         LauncherError: the launcher's environment is incomplete.
@@ -105,6 +106,7 @@ def init() -> Topology:
         os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(FUSION_BYTES))
     world = starting.start(hvd, os.environ)
     COUNTS.begin(hvd, RANKS.aside)
+    torchmetrics.install()
     begin_if_asked(world)
     return world
 

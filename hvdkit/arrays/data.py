@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hvdkit.arrays import tree
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.shards import InEpochs, Position, Shard, require_loader
+from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 
 Array = npt.NDArray[Any]
 
@@ -54,13 +54,24 @@ class ShardedArrays(InEpochs):
         start, self._next = self._next, Position(self._next.epoch + 1)
         return self._batches(start)
 
+    def evaluation(self) -> Iterator[tuple[Array, ...]]:
+        """This rank's batches of an evaluation: each sample once on all ranks together, in the data set's order.
+
+        Batches are as in training, with "exact" of weight 1, and dealt out one by one; a rank may have one less than
+        another. No position moves.
+        """
+        return (self._rows(Batch(indices, 1.0)) for indices in self.share.once())
+
     def _batches(self, start: Position) -> Iterator[tuple[Array, ...]]:
         for taken, batch in enumerate(self.share.batches(start.epoch, start.samples), start=1):
             self.position = start.after(self.share, taken)
-            rows = tuple(array[batch.indices] for array in self._arrays)
-            if self.share.remainder == "exact":
-                rows += (np.full(len(batch.indices), batch.weight),)
-            yield rows
+            yield self._rows(batch)
+
+    def _rows(self, batch: Batch) -> tuple[Array, ...]:
+        rows = tuple(array[batch.indices] for array in self._arrays)
+        if self.share.remainder == "exact":
+            rows += (np.full(len(batch.indices), batch.weight),)
+        return rows
 
 
 require_sharded = functools.partial(require_loader, kinds=(ShardedArrays,))

@@ -35,6 +35,7 @@ BUFFER = 1024
 """Samples in the shuffle buffer of ``shuffle=True``."""
 _READ_AHEAD = 2  # batches: TensorFlow's own choice may be hundreds, and memory with them
 
+_plainly = tf.autograph.experimental.do_not_convert
 Weigh = Callable[[Any, Any], Any]
 Totals = Callable[[str], Total]
 
@@ -167,6 +168,52 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
     def prefetch(self, buffer_size: Any, name: str | None = None) -> ShardedStream:  # noqa: ARG002
         """Nothing: batches are read ahead already, and the ranks' steps only by one."""
         return self
+
+    def take(self, count: int, name: str | None = None) -> Any:  # noqa: ARG002
+        """This rank's first batches of the pass that comes next, for a look: the ranks ask each other nothing.
+
+        No position moves. Each call draws the order of another epoch.
+        """
+        place = self._place
+        start = StreamPosition(self._next.epoch + place.looks)
+        place.looks += 1
+        batches = self._batches(start, 0).map(_plainly(lambda _, parts: parts))
+        return self._handed_out(batches.take(count))
+
+    def evaluation(self, steps: int | None = None) -> Any:
+        """This rank's batches of an evaluation, as a ``tf.data.Dataset``: each sample once on all ranks together.
+
+        Batches are as in training, with "exact" of weight 1, in the stream's own order, and dealt out one by one; a
+        rank may have one less than another. The ranks ask each other nothing, and no position moves.
+
+        Args:
+            steps: batches of each rank at most.
+        """
+        share = self.share
+        mine = self._whole() if share.by_files else self._whole().shard(share.world.size, share.world.rank)
+        return self._handed_out(mine if steps is None else mine.take(steps))
+
+    def first_of_all(self) -> Any:
+        """The first batch of an evaluation, for a rank that has none."""
+        return self._handed_out(self._whole().take(1))
+
+    def _whole(self) -> Any:
+        batch = self._source.ragged_batch if has_slices(self._source) else self._source.batch
+        return batch(self.share.batch_size)
+
+    def _handed_out(self, batches: Any) -> Any:
+        """Batches as a pass hands them out, with "exact" of weight 1."""
+        if self.share.remainder == "exact":
+            is_tuple = isinstance(self._spec, tuple)
+            batches = batches.map(_plainly(lambda *parts: self._of_weight_1(parts if is_tuple else parts[0])))
+        for function, name in self._maps:
+            batches = batches.map(function, name=name)
+        return untuned(batches.prefetch(1).with_options(_options()))
+
+    def _of_weight_1(self, parts: Any) -> Any:
+        first = tf.nest.flatten(parts)[0]
+        rows = first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+        return self._weigh(parts, tf.ones([rows], tf.float64))
 
     def reader(self) -> ShardedStream:
         """The same for one ``fit``, whose iteration moves no position: ``advance`` does."""

@@ -46,7 +46,8 @@ from hvdkit.keras.seeds import seed_everything
 from hvdkit.keras.trainer import callbacks as keras_callbacks
 from hvdkit.keras.trainer import guard
 from hvdkit.keras.trainer.callbacks import BroadcastState, RecordSteps, RecordTimeline
-from hvdkit.keras.trainer.metrics import AverageMetrics, evaluate
+from hvdkit.keras.trainer.evaluation import evaluate
+from hvdkit.keras.trainer.metrics import AverageMetrics
 from hvdkit.keras.transport import TRANSPORT
 
 __all__ = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,7 @@ import keras
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
+from hvdkit.keras import state
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 from hvdkit.steps.streams import StreamInEpochs
 
@@ -63,7 +66,13 @@ def _instead_of(value: Any) -> str:
     """What to give in the place of data that has no rows to choose from."""
     classes = {f"{one.__module__.split('.')[0]}.{one.__name__}" for one in type(value).__mro__}
     if "torch.DataLoader" in classes:
-        return "give fit a DataLoader of this rank's part: hvdkit.torch.shard(loader.dataset, world, batch_size)"
+        if keras.backend.backend() == "torch":
+            return "give fit a DataLoader of this rank's part: hvdkit.torch.shard(loader.dataset, world, batch_size)"
+        return (
+            "give the samples of its data set as arrays: shard(tuple(map(np.stack, zip(*loader.dataset))), world, "
+            "batch_size), as a tf.data.Dataset.from_generator(lambda: iter(loader.dataset), output_signature=...) where "
+            "they are many, or set KERAS_BACKEND=torch and give fit hvdkit.torch.shard(loader.dataset, world, batch_size)"
+        )
     if isinstance(value, keras.utils.PyDataset):
         return (
             "a PyDataset makes its own batches: have it make this rank's (len = batches // world.size, item i = batch "
@@ -207,14 +216,33 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
     def on_epoch_end(self) -> None:
         self._training = False
 
-    def tf_dataset(self) -> Any:
+    def take(self, count: int) -> list[Any]:
+        """The first batches of the pass that comes next, for a look; no position moves."""
+        batches = self.share.batches(self._next.epoch, self._next.samples)
+        return [self._contents(batch) for batch in itertools.islice(batches, count)]
+
+    def evaluation(self, steps: int | None = None) -> Evaluation:
+        """What ``evaluate`` and ``predict`` read: each sample once on all ranks together, in the data set's order.
+
+        Batches are as in training, with "exact" of weight 1; a rank may have one less than another. Ranks need not
+        read alike, and no position moves.
+
+        Args:
+            steps: batches of each rank at most.
+        """
+        share = replace(self.share, world=state.world())
+        return Evaluation(self, [Batch(indices, 1.0) for indices in share.once()[:steps]])
+
+    def tf_dataset(self, plan: Callable[[], list[Batch]] | None = None) -> Any:
         """The same batches made by ``tf.data``, for Keras' tensorflow backend: a pass in each iteration."""
         from hvdkit.common.tf_samples import untuned
         from hvdkit.tensorflow import rows
 
         floatx = keras.config.floatx()
         batches = rows.batches(
-            self._parts, self._plan_pass, lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx))
+            self._parts,
+            plan or self._plan_pass,
+            lambda parts, weight, _: self._pack(parts, keras.ops.cast(weight, floatx)),
         )
         for function in self._maps:
             batches = batches.map(function).prefetch(1)
@@ -242,6 +270,32 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             return keras.utils.pack_x_y_sample_weight(*rows)
         y = rows[1] if self.parts > 1 else None
         return rows[0], y, keras.tree.map_structure(lambda one: one * weight, rows[-1])
+
+
+class Evaluation(keras.utils.PyDataset):  # type: ignore[misc]
+    """This rank's batches of an evaluation; made by ``ShardedData.evaluation``.
+
+    Attributes:
+        samples: of this rank. Without any it has a batch of another rank's all the same, by which the metrics are made.
+    """
+
+    def __init__(self, data: ShardedData, plan: list[Batch]) -> None:
+        super().__init__(workers=1, use_multiprocessing=False)
+        self.samples = sum(len(batch.indices) for batch in plan)
+        self._data, self._plan = data, plan or [Batch(data.share.order(0)[:1], 1.0)]
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data._contents(self._plan[index])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._data._contents(batch) for batch in (self._plan if self.samples else ()))
+
+    def tf_dataset(self) -> Any:
+        """As of ``ShardedData``."""
+        return self._data.tf_dataset(lambda: self._plan)
 
 
 def _mapped(batch: Any, functions: tuple[Callable[..., Any], ...]) -> Any:

@@ -117,6 +117,16 @@ class Shard:
             first = self.world.rank * self.batch_size
             yield Batch(chunk[first : first + self.batch_size], 1.0)
 
+    def once(self) -> list[Indices]:
+        """This rank's batches of an evaluation: each sample once on all ranks together, in the data set's order.
+
+        The batches are those of one process, dealt out: batch b is rank ``b % size``'s. A rank may have one less than
+        another, or none.
+        """
+        order, first = replace(self, shuffle=False).order(0), self.world.rank * self.batch_size
+        starts = range(first, self.n_samples, self.global_batch)
+        return [order[start : start + self.batch_size] for start in starts]
+
     def facts(self, epoch: int) -> dict[str, float]:
         """What must be the same on every rank, by name, for ``check_agreement``.
 

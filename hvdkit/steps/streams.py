@@ -277,7 +277,7 @@ class _Place:
         self.start, self.taken = StreamPosition(), 0
         self.exchange: StreamExchange | None = None
         self.lost = False
-        self.passes = 0
+        self.passes = self.looks = 0
 
 
 class StreamInEpochs(InEpochs):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -64,12 +65,13 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
 
     def __init__(self, arrays: Any, share: Shard) -> None:
         self._epochs = Epochs(arrays, share)
-        self._position = Position()
+        self._arrays = tf.nest.map_structure(rows.within_tensorflow, arrays)  # once, whatever reads them
+        self._position, self._looks = Position(), 0
         options = tf.data.Options()
         options.deterministic = True
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         self._settings = options
-        self._batches = rows.batches(arrays, self._epochs, self._epochs.pack).with_options(options)
+        self._batches = rows.batches(self._arrays, self._epochs, self._epochs.pack).with_options(options)
         self._untuned = untuned(self._batches)  # once: what iterates a new one first waits 50 ms
         self._set_length()
 
@@ -95,6 +97,30 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
             self._position = start.after(self.share, batches)
 
         return CountedIterator(self._untuned, begin, took, self._lose_count)
+
+    def take(self, count: int, name: str | None = None) -> tf.data.Dataset:  # noqa: ARG002
+        """This rank's first batches of the iteration that comes next, for a look: no position moves.
+
+        Each iteration of what is returned draws the order of another epoch.
+        """
+
+        def look() -> Iterator[Batch]:
+            start, self._looks = self._epochs.next, self._looks + 1
+            epoch = start.epoch + self._looks - 1
+            return itertools.islice(self.share.batches(epoch, start.samples), count)
+
+        return self._planned(look)
+
+    def evaluation(self) -> tf.data.Dataset:
+        """This rank's batches of an evaluation: each sample once on all ranks together, in the data set's order.
+
+        Batches are as in training, with "exact" of weight 1, and dealt out one by one; a rank may have one less than
+        another. No position moves.
+        """
+        return self._planned(lambda: (Batch(indices, 1.0) for indices in self.share.once()))
+
+    def _planned(self, plan: Callable[[], Iterator[Batch]]) -> tf.data.Dataset:
+        return untuned(rows.batches(self._arrays, plan, self._epochs.pack).with_options(self._settings))
 
     def _lose_count(self) -> None:
         self._epochs.counted = False

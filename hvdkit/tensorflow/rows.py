@@ -32,7 +32,7 @@ def batches(
         epoch: called when an iteration begins.
         pack: makes a batch of its rows, in the structure of ``arrays``, its weight (float64 scalar) and its indices.
     """
-    flat = [_within_tensorflow(array) for array in tf.nest.flatten(arrays)]
+    flat = [within_tensorflow(array) for array in tf.nest.flatten(arrays)]
     outside = [array for array in flat if isinstance(array, np.ndarray)]
 
     def contents(indices: tf.Tensor, length: tf.Tensor, weight: tf.Tensor) -> Any:
@@ -60,7 +60,7 @@ def batches(
     return MappedByTwo(steps, traced(contents, steps.element_spec)).prefetch(tf.data.AUTOTUNE)
 
 
-def _within_tensorflow(array: Any) -> Any:
+def within_tensorflow(array: Any) -> Any:
     """A tensor where TensorFlow reads the rows, else the array; what is mapped from a file stays there."""
     if not isinstance(array, np.ndarray):
         return array

@@ -36,6 +36,9 @@ if not hasattr(hvd, "init"):
     raise MissingFrameworkError(
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
+from hvdkit.torch import beside_tensorflow
+
+beside_tensorflow.give_back_process_sets()
 
 from hvdkit.torch import data, device, state, torchmetrics
 from hvdkit.torch import optimizer as averaging
@@ -299,6 +302,7 @@ def shard(
         AgreementError: the ranks' data sets hold other lists, arrays or tables; raised on every rank.
         DataError: over a stream: the data set of another rank raised an error.
     """
+    beside_tensorflow.refuse()
     wanted = Wanted(dataset, batch_size, remainder, shuffle, sampler, loader_options)
     return data.sharded(world, seed, wanted)
 

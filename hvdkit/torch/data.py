@@ -172,6 +172,10 @@ def with_weight(contents: Any, weight: float, samples: int) -> Any:
     return (*contents, weights) if type(contents) in (list, tuple) else (contents, weights)
 
 
+def _with_weights_of_1(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    return with_weight(collate(samples), 1.0, len(samples))
+
+
 class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
     """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.torch.shard``.
 
@@ -183,7 +187,7 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
     def __init__(self, dataset: torch.utils.data.Dataset[Any], share: Shard, **options: Any) -> None:
         self._begin(share)
         self._batches = EpochBatches(share)
-        self._given_generator = options.get("generator")
+        self._given_generator, self._options = options.get("generator"), options
         super().__init__(dataset, batch_sampler=self._batches, **options)
         self.__dict__["batch_size"] = share.batch_size  # PyTorch has None beside a batch_sampler
 
@@ -201,6 +205,21 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
                 f"which {self._next.samples} were taken; restore the data, too, or begin the epoch anew with set_epoch."
             )
         return replace(self.share, n_samples=samples)
+
+    def evaluation(self) -> torch.utils.data.DataLoader[Any]:
+        """A ``DataLoader`` of this rank's batches of an evaluation: each sample once on all ranks together, in order.
+
+        The order is that of the data set or, where one was given, of the sampler. Batches are as in training, with
+        "exact" of weight 1, and dealt out one by one; a rank may have one less than another. No position moves.
+        """
+        options, share = dict(self._options), self._next_share()
+        if share.remainder == "exact":
+            collate = options.get("collate_fn") or torch.utils.data.default_collate
+            options["collate_fn"] = functools.partial(_with_weights_of_1, collate)
+        if self._given_generator is None:
+            options["generator"] = seeds.workers_generator(0)
+        batches = [indices.tolist() for indices in share.once()]
+        return torch.utils.data.DataLoader(self.dataset, batch_sampler=batches, **options)
 
     def __len__(self) -> int:
         return self._next_share().steps_left(self._next.samples)

@@ -31,9 +31,9 @@ from hvdkit.errors import AgreementError, InvalidArgumentError
 from hvdkit.keras import agreement as keras_agreement
 from hvdkit.keras import monitor, state
 from hvdkit.keras import schedule as keras_schedule
-from hvdkit.keras.data import SHARDED, reader_of, set_trained_on
+from hvdkit.keras.data import SHARDED, Evaluation, reader_of, set_trained_on
 from hvdkit.keras.optimizer import held_by
-from hvdkit.keras.trainer import own_steps, private, requirements, watch
+from hvdkit.keras.trainer import additive, evaluation, own_steps, private, requirements, watch
 from hvdkit.keras.trainer.metrics import AverageOfFit, States
 from hvdkit.keras.trainer.requirements import UNKNOWN
 from hvdkit.keras.trainer.writers import on_the_root
@@ -55,6 +55,8 @@ def install() -> None:
         private.replace(private.LEGACY_FIT, _refusing)
     private.replace(private.FIT, _guarded)
     private.replace(private.TRAIN_ON_BATCH, _refusing_undistributed)
+    private.replace(private.EVALUATE, evaluation.evaluating)
+    private.replace(private.PREDICT, evaluation.predicting)
     private.replace(private.APPLY, own_steps.warning_of_undistributed)
     private.replace(private.REST, private.go_on_in_mid_epoch)
     if keras.backend.backend() == "tensorflow":
@@ -77,8 +79,13 @@ def _guarded(plain: Callable[..., Any]) -> Callable[..., Any]:
         call.apply_defaults()
         model, data = call.arguments["self"], call.arguments["x"]
         guard, weights = Guard(call.arguments), ""
+        if isinstance(call.arguments["validation_data"], (*SHARDED, Evaluation)):
+            held, samples = evaluation.part_of(call.arguments["validation_data"], call.arguments["validation_steps"])
+            call.arguments.update(validation_data=held, validation_steps=None)
+            guard.validates_nothing = samples == 0
         if state.world().size > 1:
             requirements.prepare(model)
+            additive.note(model, trains=True)
             exact = isinstance(data, SHARDED) and data.share.remainder == "exact"
             if exact:
                 weights = "batch and samples" if data.parts == 3 or call.arguments["class_weight"] else "batch"
@@ -184,6 +191,8 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         # on_train_batch_end only counts, in a thread of Keras' where that is late; a stream's next step waits for it.
         self.async_safe = not isinstance(data, StreamInEpochs)
         self.reader: Any = reader_of(data, arguments["class_weight"]) if sharded else None
+        self._shards_validation = isinstance(arguments["validation_data"], (*SHARDED, Evaluation))
+        self.validates_nothing = False
         validates = arguments["validation_data"] is not None or arguments["validation_split"]
         when = np.frombuffer(repr(arguments["validation_freq"]).encode(), dtype=np.uint8)
         self._validation = agreement.digest(when) if validates else UNKNOWN
@@ -202,13 +211,20 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
             return
         unknown = _AGREED_ON if isinstance(self._data, StreamInEpochs) else UNKNOWN
         facts = {"steps per epoch": self.params.get("steps") or unknown, "epochs": self.params["epochs"]}
-        mine = np.array([[*facts.values(), self._validation, self._mark]], dtype=np.int64)
+        mine = np.array([[*facts.values(), self._validation, self._mark, self._shards_validation]], dtype=np.int64)
         everyone = np.stack(TRANSPORT.gather(mine, "hvdkit.fit"))[:, 0]
         for name, values in zip(facts, everyone.T.tolist(), strict=False):
             requirements.require_same(name, values)
         if taking_part(held_by(self.model)) is None:
             requirements.warn_of_equal_data(everyone[:, 3].tolist())
         self._all_validate = bool((everyone[:, 2] == self._validation).all()) and self._validation != UNKNOWN
+        sharded = everyone[:, 4]
+        if sharded.any() and not (sharded.all() and self._all_validate):
+            raise AgreementError(
+                f"{name_ranks(np.flatnonzero(sharded).tolist())} gave fit validation data from shard, of which each "
+                "rank has a part, and other ranks gave other data, none, or another validation_freq; give every rank "
+                "the same, or the root alone the arrays themselves."
+            )
         self._watch = watch.begin(TRANSPORT)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -249,6 +265,11 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         self._without_filler()
         if self._all_validate:
             self._average_statistics()
+
+    def on_test_end(self, logs: Any = None) -> None:  # noqa: ARG002
+        """Called by Keras after a validation."""
+        if self.validates_nothing:
+            self.model.reset_metrics()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         if self._alone:

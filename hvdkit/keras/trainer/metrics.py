@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import numpy.typing as npt
 
-from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras import state
-from hvdkit.keras.data import as_arrays
+from hvdkit.keras.trainer import additive
 from hvdkit.keras.trainer.callbacks import Callback
 from hvdkit.keras.transport import TRANSPORT
 from hvdkit.steps import agreement, metrics
-from hvdkit.steps.numbers import whole
 from hvdkit.steps.topology import Topology
 
 
 class AverageMetrics(Callback):
     """Makes the logs of every epoch, validation included, those of all ranks together, the same on each rank.
 
-    The states of Keras' own metrics are added up, as if one process had seen all samples; other metrics and logs are
-    weighted by each rank's number of samples. What follows in the list, the history and the progress line see the
-    result. ``fit`` begins with one on several ranks; one of your own averages what callbacks before it add. To validate
-    on every sample exactly once, give each rank its part: ``x[world.rank::world.size]``, or call ``evaluate`` after
-    training. With ``remainder="exact"`` a filler is not counted (but where steps_per_execution > 1), and the loss of an
+    The states of metrics are added up, as if one process had seen all samples. Those of a metric of your own that do
+    not add up, and other logs, are averaged, weighted by each rank's number of samples. What follows in the list, the
+    history and the progress line see the result. ``fit`` begins with one on several ranks; one of your own averages
+    what callbacks before it add. ``fit(validation_data=shard(...))`` validates on every sample exactly once. With
+    ``remainder="exact"`` a filler is not counted in training (but where steps_per_execution > 1), and the loss of an
     uneven last step counts by its weights twice: as in the gradient, and by samples.
 
     Args:
@@ -99,18 +99,15 @@ class States:
         values: of the metrics' variables.
         samples: how many they have seen; None where Keras does not count them.
         samples_of_all: how many all ranks' have seen, once ``summed_results`` has added them up.
-        are_additive: whether all of them are Keras' own, whose states can be added up over the ranks.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._variables = [variable for metric in model.metrics for variable in metric.variables]
-        own = {id(variable) for metric in model.metrics for variable in _additive(metric)}
-        self._is_additive = [id(variable) in own for variable in self._variables]
+        self._metrics = list(additive.metrics_of(model))
+        self._variables = [variable for metric in self._metrics for variable in metric.variables]
         self.values = list(map(state.value_of, self._variables))
         self._trackers = [metric for metric in model.metrics if metric.name == "loss" and hasattr(metric, "count")]
         self.samples, self.samples_of_all = self._counted(), 0.0
-        self.are_additive = all(self._is_additive)
 
     def _counted(self) -> float | None:
         return state.number(self._trackers[0].count) if self._trackers else None
@@ -120,75 +117,85 @@ class States:
         for variable, value in zip(self._variables, values, strict=True):
             variable.assign(value)
 
-    def summed_results(self) -> dict[str, Any]:
-        """The metrics' results of the states summed over the ranks, by name; a collective. Leaves those states."""
-        flat = [np.zeros(0), *(value.reshape(-1).astype(np.float64) for value in self.values)]
+    def summed_results(self, weight: float | None = None) -> dict[str, Any]:
+        """The metrics' results of the states of all ranks, by name; a collective. Leaves those states.
+
+        Variables are added up, or combined as their ``aggregation`` says. Of a metric whose variables do not add up the
+        result is the mean of the ranks' results.
+
+        Args:
+            weight: of this rank in such a mean; default: its samples.
+        """
+        begin = [value for metric in self._metrics for value in additive.at_first(metric)]
+        triples = zip(self._variables, self.values, begin, strict=True)
+        added = [additive.part(variable, value - first, TRANSPORT).reshape(-1) for variable, value, first in triples]
+        reasons = [additive.why_not(metric) for metric in self._metrics]
+        flat = [np.array([bool(reason) for reason in reasons], np.float64), *added]
         total = TRANSPORT.sum(np.concatenate(flat), "hvdkit.metric_states")
-        parts = np.split(total, np.cumsum([value.size for value in self.values])[:-1]) if self.values else []
+        apart, *parts = np.split(total, np.cumsum([len(one) for one in flat])[:-1])
+        averaged = {
+            metric: reason or "on another rank it was called out of hvdkit's sight"
+            for metric, reason, ranks in zip(self._metrics, reasons, apart, strict=True)
+            if ranks
+        }
+        kept = {id(variable) for metric in averaged for variable in metric.variables}
         self.assign(
-            part.reshape(mine.shape).astype(mine.dtype) if additive else mine
-            for mine, part, additive in zip(self.values, parts, self._is_additive, strict=True)
+            value if id(variable) in kept else (part.reshape(value.shape) + first).astype(value.dtype)
+            for variable, value, part, first in zip(self._variables, self.values, parts, begin, strict=True)
         )
         self.samples_of_all = self._counted() or 0.0
-        results = self._model.get_metrics_result()
-        return {name: keras.ops.convert_to_numpy(value) for name, value in results.items()}
-
-
-def evaluate(model: Any, dataset: Any, world: Topology, batch_size: int) -> dict[str, Any]:
-    """``model.evaluate`` on all ranks together: each sample exactly once, the same result on every rank; a collective.
-
-    Rank r takes the samples r, r + size, r + 2 * size, ... of the data set, and the states of Keras' own metrics (loss,
-    accuracy, AUC, ...) are added up, as if one process had seen all samples. Other metrics are the mean of the ranks'
-    results, weighted by their numbers of samples.
-
-    Args:
-        model: built and compiled, the same on all ranks.
-        dataset: arrays as for ``shard``, the same on every rank; a rank may be left without a sample.
-        world: the job; rank and size are used.
-        batch_size: samples per step on one rank.
-    Returns:
-        Numbers by name, "loss" among them; an array where a metric gives one.
-    Raises:
-        InvalidArgumentError: not arrays, arrays of several lengths, no sample, a bad batch size, or a model that is
-            not built.
-        AgreementError: the ranks' metrics have different names; raised on every rank.
-    """
-    state.model_variables(model)
-    arrays = as_arrays(dataset)
-    batch_size = whole("batch_size", batch_size, 1)
-    samples = keras.tree.flatten(arrays)[0].shape[0]
-    if samples == 0:
-        raise InvalidArgumentError("evaluate needs at least one sample, got arrays of length 0.")
-    count = len(range(world.rank, samples, world.size))
-    mine = slice(world.rank, None, world.size) if count else slice(1)  # a sample more, which makes the metrics
-    parts = keras.tree.map_structure(lambda array: array[mine], arrays)
-    named = dict(zip(("x", "y", "sample_weight"), parts, strict=False))
-    own = model.evaluate(**named, batch_size=batch_size, verbose=0, return_dict=True)
-    if not count:
-        model.reset_metrics()
-    if world.size == 1:
-        return {name: _plain(value) for name, value in own.items()}
-    metrics.require_same_names(TRANSPORT, own)
-    states = States(model)
-    together = states.summed_results()
-    states.assign(states.values)
-    known = together.keys() == own.keys()  # a test_step of the user's own may return what no metric knows
-    results = {name: _plain(value) for name, value in (together if known else own).items()}
-    if known and states.are_additive:
+        results, whose = self._results(averaged)
+        if whose:
+            own = self.samples if weight is None else weight
+            results.update(_means({name: results[name] for name in whose}, whose, 1.0 if own is None else own))
         return results
-    numbers = {name: value for name, value in results.items() if isinstance(value, float)}
-    weighted = {name: (value * count, count) for name, value in numbers.items()}
-    return {**results, **state.average(weighted, world.size)}
+
+    def _results(self, averaged: Mapping[Any, str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The metrics' results by name, and of those that are to be averaged the reason."""
+        found: list[tuple[Any, str]] = []
+
+        def telling(result: Callable[[], Any], reason: str) -> Callable[[], Any]:
+            def told() -> Any:
+                value = result()
+                found.extend((one, reason) for one in [value, *keras.tree.flatten(value)])
+                return value
+
+            return told
+
+        for metric, reason in averaged.items():
+            vars(metric)["result"] = telling(metric.result, reason)
+        try:
+            results = self._model.get_metrics_result()
+        finally:
+            for metric in averaged:
+                del vars(metric)["result"]
+        whose = {name: reason for name, value in results.items() for one, reason in found if value is one}
+        return {name: keras.ops.convert_to_numpy(value) for name, value in results.items()}, whose
 
 
-def _plain(value: Any) -> Any:
-    """A number, or an array on the host."""
-    return float(value) if np.ndim(value) == 0 else np.asarray(keras.ops.convert_to_numpy(value))
+def _means(mine: Mapping[str, Any], whose: Mapping[str, str], weight: float) -> dict[str, Any]:
+    """The means of the ranks' results, weighted by their samples; a collective. Says so where they differ."""
+    values = [np.asarray(value, np.float64).reshape(-1) for value in mine.values()]
+    ends = np.cumsum([value.size for value in values])[:-1]
+    everyone = np.concatenate(TRANSPORT.gather(np.concatenate([[weight], *values])[None], "hvdkit.metric_results"))
+    weights, results = everyone[:, 0], everyone[:, 1:]
+    if weights.any():
+        weights, results = weights[weights > 0], results[weights > 0]
+    else:
+        weights = np.ones(len(results))
+    for name, spread in zip(mine, np.split(np.ptp(results, axis=0), ends), strict=True):
+        if spread.any() and TRANSPORT.rank() == 0:
+            _warn_of_mean(name, whose[name])
+    parts = np.split(weights @ results / weights.sum(), ends)
+    return {name: part.reshape(np.shape(value)) for (name, value), part in zip(mine.items(), parts, strict=True)}
 
 
-def _additive(metric: Any) -> list[Any]:
-    """Variables whose sum over the ranks is the state of the whole: those of Keras' own metrics."""
-    inside = list(getattr(metric, "metrics", []))
-    if inside:
-        return [variable for one in inside for variable in _additive(one)]
-    return list(metric.variables) if type(metric).__module__.split(".")[0] == "keras" else []
+@functools.cache
+def _warn_of_mean(name: str, reason: str) -> None:
+    warnings.warn(
+        f"the states of metric {name!r} are not added up over the ranks ({reason}): its value is the mean of the "
+        "ranks' results, weighted by their samples, which need not be that of all samples. Let update_state add to "
+        "variables (totals and counts) of which result() is a function, or compute it of what "
+        "model.predict(hvdkit.keras.shard(...)) returns.",
+        stacklevel=2,
+    )

@@ -21,7 +21,7 @@ import keras
 
 from hvdkit.errors import MissingFrameworkError
 from hvdkit.keras import random_state, state
-from hvdkit.keras.data import ShardedData
+from hvdkit.keras.data import Evaluation, ShardedData
 from hvdkit.steps import step_times
 from hvdkit.steps.streams import StreamInEpochs
 
@@ -56,6 +56,8 @@ class Inside:
 
 FIT = Inside("keras", "Model", "fit", "every fit must be guarded, and Keras has no hook that every fit passes")
 TRAIN_ON_BATCH = Inside("keras", "Model", "train_on_batch", "a step without fit must be guarded, too")
+EVALUATE = Inside("keras", "Model", "evaluate", "what shard made is to be evaluated on all ranks together")
+PREDICT = Inside("keras", "Model", "predict", "what shard made is to be predicted on all ranks together")
 APPLY = Inside("keras.optimizers", "Optimizer", "apply", "every step of a loop of the user's own passes it")
 REST = Inside(
     "keras.src.trainers.epoch_iterator",
@@ -91,12 +93,15 @@ BUILD = Inside(
 NEEDED = (
     FIT,
     TRAIN_ON_BATCH,
+    EVALUATE,
+    PREDICT,
     APPLY,
     REST,
     *([BUILD, TF_ITERATOR] if keras.backend.backend() == "tensorflow" else []),
     STANDARDIZE,
     TF_DATASET,
     Inside("keras", "Model", "_aggregate_additional_loss", "what layers give to add_loss counts as their batch"),
+    Inside("keras.src.trainers.compile_utils", "CompileMetrics", "metrics", "each metric's states add up, or do not"),
     Inside("keras", "Model", "_flatten_layers", "which layers normalise batches, and keep statistics"),
     Inside("keras.src.random.seed_generator", "", "GLOBAL_SEED_GENERATOR", "the random state of a checkpoint"),
     Inside("keras.src.backend.common.global_state", "", "get_global_attribute", "the random state of a checkpoint"),
@@ -231,7 +236,7 @@ def as_packed(plain: Callable[..., Any]) -> Callable[..., Any]:
     """For ``STANDARDIZE``."""
 
     def standardize(self: Any, batch: Any) -> Any:
-        return batch if isinstance(self.py_dataset, ShardedData) else plain(self, batch)
+        return batch if isinstance(self.py_dataset, (ShardedData, Evaluation)) else plain(self, batch)
 
     return standardize
 
@@ -240,7 +245,8 @@ def by_tf_data(plain: Callable[..., Any]) -> Callable[..., Any]:
     """For ``TF_DATASET``."""
 
     def get_tf_dataset(self: Any) -> Any:
-        return self.py_dataset.tf_dataset() if isinstance(self.py_dataset, ShardedData) else plain(self)
+        is_ours = isinstance(self.py_dataset, (ShardedData, Evaluation))
+        return self.py_dataset.tf_dataset() if is_ours else plain(self)
 
     return get_tf_dataset
 

@@ -1,0 +1,32 @@
+"""PyTorch's Horovod imported where TensorFlow's is at work; ranks reach each other over the first that was started."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import horovod.torch as hvd
+from horovod.common import process_sets
+
+from hvdkit.errors import InvalidArgumentError
+
+
+def _at_work() -> Any:
+    """``horovod.tensorflow`` where it has been started; None where not."""
+    module = sys.modules.get("horovod.tensorflow")
+    return module if module is not None and module.is_initialized() else None
+
+
+def give_back_process_sets() -> None:
+    """Have Horovod's process sets be TensorFlow's again: they are those of the framework that was imported last."""
+    if (at_work := _at_work()) is not None:
+        process_sets._setup(at_work.mpi_ops._basics)
+
+
+def refuse() -> None:
+    """Raise InvalidArgumentError where the ranks are connected for TensorFlow, and not for PyTorch."""
+    if not hvd.is_initialized() and _at_work() is not None:
+        raise InvalidArgumentError(
+            "shard of hvdkit.torch was called where the ranks are connected by hvdkit.tensorflow, or by hvdkit.keras on "
+            "its tensorflow backend; give that one's shard arrays or a tf.data.Dataset, or set KERAS_BACKEND=torch."
+        )

@@ -69,9 +69,9 @@ def _instead_of(value: Any) -> str:
         if keras.backend.backend() == "torch":
             return "give fit a DataLoader of this rank's part: hvdkit.torch.shard(loader.dataset, world, batch_size)"
         return (
-            "give the samples of its data set as arrays: shard(tuple(map(np.stack, zip(*loader.dataset))), world, "
-            "batch_size), as a tf.data.Dataset.from_generator(lambda: iter(loader.dataset), output_signature=...) where "
-            "they are many, or set KERAS_BACKEND=torch and give fit hvdkit.torch.shard(loader.dataset, world, batch_size)"
+            "give its samples as arrays, shard(tuple(map(np.stack, zip(*loader.dataset))), world, batch_size), many of "
+            "them as a tf.data.Dataset.from_generator(lambda: iter(loader.dataset), output_signature=...), or set "
+            "KERAS_BACKEND=torch and give fit hvdkit.torch.shard(loader.dataset, world, batch_size)"
         )
     if isinstance(value, keras.utils.PyDataset):
         return (

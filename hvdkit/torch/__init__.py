@@ -36,11 +36,8 @@ if not hasattr(hvd, "init"):
     raise MissingFrameworkError(
         "Horovod is installed without its PyTorch extension; run `hvdkit install --force --frameworks torch`."
     )
-from hvdkit.torch import beside_tensorflow
 
-beside_tensorflow.give_back_process_sets()
-
-from hvdkit.torch import data, device, state, torchmetrics
+from hvdkit.torch import beside_tensorflow, data, device, state, torchmetrics
 from hvdkit.torch import optimizer as averaging
 from hvdkit.torch import schedule as rates
 from hvdkit.torch.agreement import CheckAgreement, check_agreement

@@ -17,16 +17,15 @@ def _at_work() -> Any:
     return module if module is not None and module.is_initialized() else None
 
 
-def give_back_process_sets() -> None:
-    """Have Horovod's process sets be TensorFlow's again: they are those of the framework that was imported last."""
-    if (at_work := _at_work()) is not None:
-        process_sets._setup(at_work.mpi_ops._basics)
-
-
 def refuse() -> None:
     """Raise InvalidArgumentError where the ranks are connected for TensorFlow, and not for PyTorch."""
     if not hvd.is_initialized() and _at_work() is not None:
         raise InvalidArgumentError(
-            "shard of hvdkit.torch was called where the ranks are connected by hvdkit.tensorflow, or by hvdkit.keras on "
-            "its tensorflow backend; give that one's shard arrays or a tf.data.Dataset, or set KERAS_BACKEND=torch."
+            "shard of hvdkit.torch was called where hvdkit.tensorflow, or hvdkit.keras on its tensorflow backend, has "
+            "connected the ranks; give that one's shard arrays or a tf.data.Dataset, or set KERAS_BACKEND=torch."
         )
+
+
+# Horovod's process sets are those of the framework that was imported last, and TensorFlow's is at work.
+if (_connected := _at_work()) is not None:
+    process_sets._setup(_connected.mpi_ops._basics)

@@ -357,3 +357,31 @@ def test_the_same_data_on_several_ranks_is_one_warning(hk, world, everyone, same
     found = [text for texts in everyone(mine) for text in texts]
     assert len(found) == (1 if said else 0)
     assert not said or f"the same samples on {said}:" in found[0]
+
+
+@on_ranks("keras", "keras-jax", fresh=True)
+def test_a_data_loader_is_refused_with_advice_that_works_on_its_backend(hk, world):
+    """On TensorFlow, hvdkit.torch's own shard is one error, too, and Horovod goes on."""
+    import keras
+    import tensorflow as tf
+    import torch
+
+    from hvdkit.errors import InvalidArgumentError
+
+    x, y = torch.arange(48.0).reshape(12, 4) / 48, torch.ones(12, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=3)
+    with pytest.raises(InvalidArgumentError, match="set KERAS_BACKEND=torch"):
+        hk.shard(loader, world, 3)
+    import hvdkit.torch
+
+    if keras.backend.backend() == "tensorflow":
+        with pytest.raises(InvalidArgumentError, match="has connected the ranks; give that one's shard arrays"):
+            hvdkit.torch.shard(loader.dataset, world, 3)
+    row = (tf.TensorSpec((4,)), tf.TensorSpec((1,)))
+    stream = tf.data.Dataset.from_generator(lambda: iter(loader.dataset), output_signature=row)
+    arrays = tuple(map(np.stack, zip(*loader.dataset, strict=True)))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(hk.distribute(keras.optimizers.SGD(0.1)), "mse")
+    for data in (hk.shard(arrays, world, 3), hk.shard(stream, world, 3)):
+        model.fit(data, verbose=0, epochs=2, callbacks=[hk.BroadcastState()])
+    assert int(model.optimizer.iterations) == 8

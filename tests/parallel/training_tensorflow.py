@@ -112,9 +112,14 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 def accuracy(training: Training, data: Any, world: Any, batch_size: int) -> float:
     hits = samples = 0
-    for x, y, w in hk.shard(data, world, batch_size, remainder="exact", shuffle=False):
-        right = (tf.argmax(training.model(x), axis=1) == y)[w > 0].numpy()
+    data = hk.shard(data, world, batch_size, remainder="exact")
+    if world.is_root:  # a look
+        assert [len(y) for _, y, _ in data.take(1)] == [batch_size]
+    for x, y, w in data.evaluation():
+        right = (tf.argmax(training.model(x), axis=1) == y).numpy()
         hits, samples = hits + int(right.sum()), samples + len(right)
+        assert (w.numpy() == 1).all()
+    assert (data.epoch, data.position.samples) == (0, 0)
     return hk.average_metrics({"accuracy": (hits, samples)}, world)["accuracy"]
 
 

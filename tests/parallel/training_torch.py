@@ -110,9 +110,10 @@ def set_rate(optimizer: Any, rate: float) -> None:
 def accuracy(training: Training, data: Any, world: Any, batch_size: int) -> float:
     """Of every sample once."""
     hits = samples = 0
-    for x, y, w in hk.shard(data, world, batch_size, remainder="exact", shuffle=False):
-        right = training.model(x).argmax(dim=1) == y
-        hits, samples = hits + int(right[w > 0].sum()), samples + int((w > 0).sum())
+    loader = hk.shard(data, world, batch_size)
+    for x, y in loader.evaluation():
+        hits, samples = hits + int((training.model(x).argmax(dim=1) == y).sum()), samples + len(y)
+    assert (loader.epoch, loader.position.samples) == (0, 0)
     return hk.average_metrics({"accuracy": (hits, samples)}, world)["accuracy"]
 
 

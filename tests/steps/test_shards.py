@@ -33,6 +33,13 @@ def test_exact_uses_every_sample_once(n_samples, size, batch_size, epoch):
     assert samples(ranks) == Counter(range(n_samples))
 
 
+@given(**SIZES)
+def test_an_evaluation_deals_out_the_batches_of_one_process(n_samples, size, batch_size):
+    dealt = [Shard(n_samples, Topology(rank, size), batch_size, "pad").once() for rank in range(size)]
+    in_turn = [batch.tolist() for step in range(len(dealt[0])) for rank in dealt for batch in rank[step : step + 1]]
+    assert in_turn == [list(range(n_samples))[at : at + batch_size] for at in range(0, n_samples, batch_size)]
+
+
 @given(**SIZES, epoch=st.integers(0, 5))
 def test_exact_weights_make_the_mean_over_ranks_the_mean_over_the_global_batch(n_samples, size, batch_size, epoch):
     loss = np.random.default_rng(0).normal(size=n_samples)

@@ -49,6 +49,7 @@ def install() -> None:
 
 
 def _connect(module: Any) -> None:
+    """Replace ``Metric.sync`` and ``Metric._sync_dist`` of ``torchmetrics.metric``, which knows no other transport."""
     metric, own_check = module.Metric, module.jit_distributed_available
     plain_sync, plain_states = metric.sync, metric._sync_dist
     if hasattr(plain_sync, "hvdkit_plain"):

@@ -42,6 +42,10 @@ TORCH = {
     Place("agreement.md", "Tokens, pixels, class weights (PyTorch)", 1): Block(
         "hk world model=speaker batch", GRADIENTS
     ),
+    Place("agreement.md", "Evaluation"): Block(
+        "hk world model test_set=train_set",
+        "len(set(everyone(accuracy))) == 1 and sum(everyone(samples)) == len(test_set)",
+    ),
     Place("agreement.md", "check_agreement"): Block(
         "hk world model optimizer", "[check.step() for _ in range(99)] == [None] * 99"
     ),

@@ -102,6 +102,7 @@ def _trial(metric: Any) -> Any:
 
 
 def _tried(metric: Any, given: Any) -> str:
+    """Why the variables of a metric do not add up, found on random batches of the types ``given``; "" where they do."""
     trial, batches = _trial(metric), _draws(given)
 
     def after(states: Any, batch: Any) -> list[Any]:

@@ -43,7 +43,7 @@ TORCH = {
         "hk world model=speaker batch", GRADIENTS
     ),
     Place("agreement.md", "Evaluation"): Block(
-        "hk world model test_set=train_set",
+        "hk world everyone model test_set=train_set",
         "len(set(everyone(accuracy))) == 1 and sum(everyone(samples)) == len(test_set)",
     ),
     Place("agreement.md", "check_agreement"): Block(

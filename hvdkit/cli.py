@@ -77,6 +77,14 @@ def hvdkit_command() -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit; a user's mistake is one sentence on stderr, never a stack trace."""
     _open_what_is_closed()
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError as error:
+        sys.exit(
+            f"hvdkit: The current directory cannot be used ({error.strerror}): it was deleted or moved; cd to another."
+        )
+    if not os.environ.get("HOME"):  # some systems start jobs without; Open MPI then ends at once
+        os.environ["HOME"] = os.path.expanduser("~")  # noqa: PTH111 (it raises where the user has no entry)
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 

@@ -12,6 +12,7 @@ import importlib
 import io
 import math
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
@@ -65,6 +66,9 @@ def run(command: click.Command, argv: Sequence[str], name: str) -> int:
         _forget_output()
         return 0
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return _fail(f"This process may have {most} files open, which is too few; raise it: ulimit -n 1024.", 1)
         if error.errno not in _FULL:
             raise
         _forget_output()

@@ -100,3 +100,14 @@ def test_inside_a_job_a_probe_is_still_a_single_process() -> None:
     command = [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable, "-c", program]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
     assert result.stdout.split() == ["None", "None"], result.stderr
+
+
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit")
+def test_training_does_not_work_where_no_launcher_can_start_ranks() -> None:
+    """Every probe of a single process succeeds with so few open files."""
+    command = ["prlimit", "--nofile=24", sys.executable, "-m", "hvdkit.cli", "doctor", "--json"]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    (error,) = [finding for finding in json.loads(result.stdout)["findings"] if finding["level"] == "error"]
+    assert (result.returncode, error["check"]) == (1, "launch")
+    assert "this process may have 24 files open, too few for 2 ranks" in error["what"]

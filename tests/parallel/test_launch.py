@@ -596,6 +596,31 @@ def test_ctrl_c_before_the_ranks_run_ends_the_launcher(launch, launcher):
 
 
 @needs_mpi
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (
+            ["prlimit", "--nofile=24"],
+            "before any rank started: this process may have 24 files open, too few for 2 ranks",
+        ),
+        pytest.param(["unshare", "-n"], "started: this machine has no loopback interface", marks=pytest.mark.root),
+        (
+            ["sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh"],
+            "The current directory cannot be used",
+        ),
+        (["env", "-u", "HOME"], ""),  # which Open MPI does not start without
+    ],
+)
+def test_what_keeps_a_launcher_from_starting_is_one_sentence(launch, where, said):
+    if shutil.which(where[0]) is None or (where[0] == "unshare" and os.geteuid() != 0):
+        pytest.skip(f"needs {where[0]}, and root for a network namespace")
+    argv = [*where, *launch.argv("-n", "2", "--launcher", "mpirun", "--", "echo")]
+    done = subprocess.run(argv, cwd=launch.directory, env=launch.environment, capture_output=True, text=True)
+    assert said in done.stderr
+    assert (done.returncode == 0) == (said == "") and "Traceback" not in done.stderr
+
+
+@needs_mpi
 def test_a_command_that_cannot_be_started_is_named(launch):
     script = launch.directory / "no-interpreter"
     script.write_text("#!/nowhere/interpreter\n")

@@ -515,3 +515,9 @@ def test_families_of_mpi() -> None:
     assert same_family("", "MPICH")
     assert same_family("unknown MPI", "Open MPI")
     assert not same_family("Open MPI", "Intel MPI")
+
+
+def test_a_launch_that_fails_is_an_error_whatever_else_works():
+    found = only(replace(SOUND, launch_problem="mpirun exited with status 213 before any rank started."), "launch")
+    assert found.level == "error"
+    assert found.what == "A training of 2 ranks fails: mpirun exited with status 213 before any rank started."

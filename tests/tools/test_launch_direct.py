@@ -133,3 +133,16 @@ def test_a_host_that_answers_again_is_not_named(monkeypatch):
         hosts.suspect()
     assert hosts.lost() is None
     assert next(answers, "all") == "all"
+
+
+def test_a_host_without_this_environment_and_one_that_is_silent_are_named(capfd, monkeypatch):
+    monkeypatch.setattr(direct, "_ask", lambda host, _: host if host == "a" else None)
+    monkeypatch.setattr(direct, "_looked_up", lambda _host: [1])
+    monkeypatch.setattr(direct, "_answers_ssh", lambda host: host == "a")
+    say = "import os; os.write(2, b'sh: 1: /site/venv/bin/prted: not found\\n'); raise SystemExit(127)"
+    assert run(say, ["a"]).status == 127
+    assert (
+        "hvdkit launch: /site/venv/bin/prted does not exist on another host: this environment" in capfd.readouterr().err
+    )
+    assert run("raise SystemExit(1)", ["a", "firewalled"]).status == 1
+    assert "hvdkit launch: host firewalled does not answer on port 22, that of ssh" in capfd.readouterr().err

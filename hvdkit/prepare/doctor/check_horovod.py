@@ -198,6 +198,17 @@ _RUN_TEXTS = {
 }
 
 
+def launch_fails(facts: DoctorFacts) -> Iterator[Found]:
+    """Two ranks do not train, started as every training is."""
+    if facts.launch_problem is not None:
+        yield error(
+            "launch",
+            f"A training of 2 ranks fails: {facts.launch_problem.rstrip('.')}.",
+            "This was a real start, by 'hvdkit launch': a training of your own stops in the same way.",
+            "'hvdkit test' shows each step; 'hvdkit launch --explain -n 2 -- COMMAND' says what is started and why.",
+        )
+
+
 def record(facts: DoctorFacts) -> Iterator[Found]:
     """What hvdkit noted about the build: damaged, or not there, so that less is known and nothing was adjusted."""
     if facts.build_error is not None:

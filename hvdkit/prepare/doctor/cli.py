@@ -37,6 +37,7 @@ CHECKS: tuple[Check, ...] = (
     *_each(check_horovod.drift),
     *_each(check_horovod.extension_fails),
     *_each(check_horovod.run_fails),
+    check_horovod.launch_fails,
     check_mpi.drift,
     check_horovod.record,
     check_frameworks.horovod_on_keras3,
@@ -72,7 +73,8 @@ def doctor(json_: bool, report: bool, timeout: float) -> int:
 
     Looks at the environment that `hvdkit` itself runs in. It imports each framework, Horovod and mpi4py in a process of
     its own: a crash or a hang there becomes a finding. Then Horovod does an allreduce over MPI and over Gloo in each
-    framework. "working" means that this was done. Takes about ten seconds; changes nothing.
+    framework. "working" means that this was done. At last `hvdkit launch` trains on 2 ranks. Takes about fifteen
+    seconds; changes nothing.
 
     \b
     It compares

@@ -211,6 +211,8 @@ class DoctorFacts:
         mpi_launchers: what PATH has first, then those of the environment and of the build record.
         environ: the variables that matter to training (HOROVOD_*, OMP_NUM_THREADS, ...) and are set.
         timeline_problem: why HOROVOD_TIMELINE cannot be written, None when it can or is not set.
+        launch_problem: why a training of 2 ranks, started by ``hvdkit launch``, fails; None where it works, or where
+            no framework could be used for it.
         seconds_allowed: time limit of each probe.
     """
 
@@ -231,6 +233,7 @@ class DoctorFacts:
     mpi_launchers: tuple[MpiLauncher, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     timeline_problem: str | None = None
+    launch_problem: str | None = None
     seconds_allowed: float = 60.0
 
     @property

@@ -28,6 +28,8 @@ from hvdkit.prepare.doctor.facts import (
 )
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
 from hvdkit.prepare.install.record import BuildRecord, read_record
+from hvdkit.prepare.test.cli import train
+from hvdkit.steps import step_times
 
 DEFAULT_SECONDS = 60.0
 """Time that one child process may take; a first import from a parallel file system can take most of a minute."""
@@ -66,6 +68,12 @@ def gather(
             children.stop()
             raise
     facts = _Assembly(inventory, outcomes)
+    extensions = {name: facts.extension(name) for name in FRAMEWORKS} if facts.package("horovod").present else {}
+    usable = [name for name, extension in extensions.items() if None in extension.runs.values()]
+    problem = None
+    if usable and python == sys.executable:  # hvdkit launch starts the Python that it is installed in
+        trained = train(usable[0], "cpu", 2 * seconds, without_recordings(environ))
+        problem = next((tested.what for tested in trained if not tested.ok), None)
     return DoctorFacts(
         python=inventory["python"],
         python_tag=inventory["python_tag"],
@@ -76,7 +84,7 @@ def gather(
         tensorflow_keras_failure=facts.failure("tensorflow.keras"),
         keras_backend=facts.value("keras").get("backend"),
         devices={name: facts.devices(name) for name in FRAMEWORKS if facts.package(name).works},
-        extensions={name: facts.extension(name) for name in FRAMEWORKS} if facts.package("horovod").present else {},
+        extensions=extensions,
         builds=builds,
         build_error=build_error,
         mpi4py_mpi=_mpi_library(facts.value("mpi4py").get("mpi")),
@@ -84,8 +92,15 @@ def gather(
         mpi_launchers=launchers.result(),
         environ=host.relevant(environ),
         timeline_problem=host.timeline_problem(environ),
+        launch_problem=problem,
         seconds_allowed=seconds,
     )
+
+
+def without_recordings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a training that writes nothing."""
+    writing = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", step_times.MONITOR)
+    return {name: value for name, value in environ.items() if name not in writing}
 
 
 def plan(inventory: Mapping[str, Any]) -> list[list[str]]:

@@ -6,7 +6,9 @@ In a job: over Horovod where it connects the ranks, else over mpi4py, else each 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +18,9 @@ from typing import Any
 
 import msgspec
 
+from hvdkit.errors import TopologyMismatchError
 from hvdkit.prepare.preflight.report import Place, RankReport
+from hvdkit.steps import starting
 from hvdkit.steps.mpi_library import loaded_mpi
 
 Gather = Callable[[str], list[str]]
@@ -58,7 +62,8 @@ def _ask_horovod(own: RankReport) -> tuple[RankReport, Gather | None]:
     for name in ("torch", "tensorflow"):
         try:
             hvd: Any = importlib.import_module(f"horovod.{name}")
-            hvd.init()
+            with contextlib.suppress(TopologyMismatchError):  # a finding of its own
+                starting.start(hvd, os.environ)
         except Exception as error:  # an extension can fail in any way, and each is a finding
             errors.append(f"{name}: {_first_line(error)}")
         else:

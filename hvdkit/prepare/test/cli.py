@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -127,13 +127,16 @@ def checks(frameworks: Sequence[str], timeout_s: float) -> Iterator[Tested]:
         yield from train(framework, device, timeout_s)
 
 
-def train(framework: str, device: str, timeout_s: float) -> Iterator[Tested]:
+def train(
+    framework: str, device: str, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> Iterator[Tested]:
     """Start the ranks of a framework, and read what they say; after a check that failed there is no other.
 
     Args:
         framework: one of ``FRAMEWORKS``.
         device: "gpu" or "cpu".
         timeout_s: seconds until the job is ended.
+        environment: of the job, None for that of this process.
     """
     job = ["launch", "-n", str(RANKS), "--no-tag", "--", "python", "-m", "hvdkit.synthetic.smoke"]
     job += [framework, str(RANKS), device]
@@ -146,6 +149,7 @@ def train(framework: str, device: str, timeout_s: float) -> Iterator[Tested]:
             stderr=subprocess.STDOUT,
             timeout=timeout_s,
             check=False,
+            env=environment,
         )
         status, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as late:  # hvdkit launch leaves no rank behind, even when it is killed

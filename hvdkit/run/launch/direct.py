@@ -42,11 +42,15 @@ _LOST_DAEMON = (b"lost communication with a remote daemon", b"A daemon failed to
 _LOST_PEER = (*_LOST_DAEMON, *LOST_PEER)
 _ENDED = re.compile(rb"\x1ehvdkit (\d+) (-?\d+) ([01]) (\d+) (\S+)\x1e")
 """``rank.ENDED``"""
-_STEP = re.compile(rb"\x1ehvdkit step (\d+\.\d+)\x1e")
-"""``rank.STEP``"""
+_MISSING = re.compile(rb"(/\S+/(?:python[\d.]*|prted|orted)): (?:command )?(?:not found|No such file)")
+"""What the shell of another host says where this environment is not there."""
+_STARTED = re.compile(rb"\x1ehvdkit started (\d*\.\d*)\x1e")
+"""``rank.STARTED``"""
 _SSH = tuple(f"-o{word}" for word in ("PasswordAuthentication=no", "StrictHostKeyChecking=no", "ConnectTimeout=5"))
 """As horovodrun calls it; a host that is lost does not keep it."""
 _LOOK_S = 0.2
+_PATIENCE_S = 15.0
+"""Seconds without a rank after which hosts that do not answer are named; ssh itself gives up after two minutes."""
 _LEAVE_S = 2.0
 """Seconds that the ranks' hosts may be behind with what they say of an end."""
 _KILL_S = 6.0
@@ -126,7 +130,12 @@ class _Job:
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         """Wait for the launcher, and end it: when all ranks have ended within the grace, or when that is over."""
+        waits_until = time.monotonic() + _PATIENCE_S
         while not _is_over(process, _LOOK_S):
+            if time.monotonic() > waits_until and self._plan.rank_variable and self._plan.launcher_name != "srun":
+                waits_until = math.inf
+                if not any(copy.started for copy in self._copies) and (silent := self._reach.silent()):
+                    _say(f"no rank has started yet: {silent}")
             ends = [end for copy in self._copies for end in copy.ends]
             if self._signals and len(ends) == self._plan.n:
                 self._kill_at = 0.0
@@ -147,7 +156,7 @@ class _Job:
 
     def _to_ranks(self, number: int) -> None:
         """Send a signal to the process beside each rank, in the way of the launcher."""
-        steps = [copy.step for copy in self._copies if copy.step]
+        steps = [copy.started for copy in self._copies if len(copy.started) > 1]
         if not self._plan.rank_variable:  # elastic ranks are of this host, or out of reach
             for pid in wire.first_that_handle(number)[0]:
                 os.kill(pid, number)
@@ -174,7 +183,11 @@ class _Job:
         ends = [end for copy in self._copies for end in copy.ends]
         if self._signals:
             said = f"interrupted by {signal_name(self._signals[0])}; the job was ended"
-            silent = {*range(self._plan.n)} - {end.rank for end in ends} if self._plan.rank_variable else set()
+            silent = (
+                {*range(self._plan.n)} - {end.rank for end in ends}
+                if any(copy.started for copy in self._copies)
+                else set()
+            )
             said += killed_after_grace(ends, self._plan.grace_s)
             if silent:
                 said += f"; {name_ranks(sorted(silent))} did not say how"
@@ -191,7 +204,13 @@ class _Job:
             status = failure.exit_status or 128 + signal.SIGTERM
             sentence = sentence or f"{failure}; the job was ended."
         elif status and not ends:
-            sentence = sentence or self._reach.unknown()
+            missing = next((copy.missing for copy in self._copies if copy.missing), "")
+            if missing:
+                sentence = (
+                    f"{missing} does not exist on another host: this environment and this directory must lie at the "
+                    "same path on every host; install it there, or on a file system that all share."
+                )
+            sentence = sentence or self._reach.unknown() or self._reach.silent()
         if sentence:
             _say(sentence)
         return JobEnd(status if status >= 0 else 128 - status, interrupted=False)
@@ -224,9 +243,10 @@ class _Copy(threading.Thread):
         self._tagged, self._tag = tagged, tag
         self._on_lost_peer = on_lost_peer
         self.lost_daemon = False
+        self.missing = ""
         self.lost_peers: set[int] = set()
         self.ends: list[RankEnd] = []
-        self.step = ""
+        self.started = ""
         self.writing = False
         self.start()
 
@@ -254,18 +274,20 @@ class _Copy(threading.Thread):
             rank = None if match is None else int(match[1])
             text = piece if match is None else piece[match.end() :]
             self._look(rank, text)
-            rest = _STEP.sub(self._note_step, _ENDED.sub(self._note_end, text))
+            rest = _STARTED.sub(self._note_start, _ENDED.sub(self._note_end, text))
             if rest.strip() or rest == text:
                 yield rest if rank is None or not self._tag else b"[%d] " % rank + rest
 
     def _look(self, rank: int | None, text: bytes) -> None:
+        if rank is None and (found := _MISSING.search(text)):
+            self.missing = found[1].decode(errors="replace")
         self.lost_daemon |= any(mark in text for mark in _LOST_DAEMON)
         if any(mark in text for mark in _LOST_PEER):
             self._on_lost_peer()
             self.lost_peers |= set() if rank is None else {rank}
 
-    def _note_step(self, found: re.Match[bytes]) -> bytes:
-        self.step = found[1].decode()
+    def _note_start(self, found: re.Match[bytes]) -> bytes:
+        self.started = found[1].decode()
         return b""
 
     def _note_end(self, found: re.Match[bytes]) -> bytes:
@@ -317,6 +339,30 @@ class Reach:
             return None
         who = f"host {names[0]} is unknown" if len(names) == 1 else f"hosts {', '.join(names)} are unknown"
         return f"{who}: no name server has an address; correct --hosts or the host file, unless ssh has such an alias."
+
+    def silent(self) -> str | None:
+        """A sentence that names the hosts where no ssh server answers now, None without any."""
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            answers = dict(zip(self._hosts, pool.map(_answers_ssh, self._hosts), strict=True))
+        names = [host for host, answer in answers.items() if not answer]
+        if not names:
+            return None
+        who = f"host {names[0]} does" if len(names) == 1 else f"hosts {', '.join(names)} do"
+        return (
+            f"{who} not answer on port {_PORT}, that of ssh: a firewall is between, or the address is wrong; 'ssh HOST "
+            "true' must work from here."
+        )
+
+
+def _answers_ssh(host: str) -> bool:
+    """Whether a host says on port 22 that it is an ssh server; also where it refuses, and may have another port."""
+    try:
+        with socket.create_connection((host, _PORT), _WAIT_S) as connection:
+            return connection.recv(1) != b""
+    except ConnectionError:
+        return True
+    except OSError:
+        return False
 
 
 def _looked_up(host: str) -> list[Any] | None:

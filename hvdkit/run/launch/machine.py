@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import resource
 import socket
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from hvdkit.run.launch.model import Horovod
 from hvdkit.steps import meeting
 
 CGROUPS = Path("/sys/fs/cgroup")
+_FILES, _FILES_OF_A_RANK = 20, 8
+"""Open MPI's mpirun starts 2 ranks with 32 open files, not with 28."""
 CPUS = Path("/sys/devices/system/cpu")
 # The first framework whose part of Horovod loads answers for all: they share one build of the controllers.
 _PROBE = """
@@ -69,6 +72,18 @@ def recorded_horovod() -> Horovod | None:
     """
     record = read_record()
     return None if record is None else Horovod(record.mpi is not None, record.gloo, mpi_bin(record))
+
+
+def why_no_rank_starts(n: int) -> str:
+    """What keeps any launcher from starting ``n`` ranks here, for the middle of a sentence; "" for nothing."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < _FILES + _FILES_OF_A_RANK * n:
+        return f": this process may have {files} files open, too few for {n} ranks (raise it: ulimit -n)"
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+            return ""
+    except OSError as error:
+        return f": this machine has no loopback interface ({error.strerror}; 'ip link set lo up')"
 
 
 def usable_cores() -> int:

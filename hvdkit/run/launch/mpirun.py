@@ -64,6 +64,8 @@ def identify(mpirun: Path, environment: Mapping[str, str]) -> Mpi:
     answer = ask.version(mpirun, environment)
     implementation, version = mpi_names.identify(answer.text)
     numbers = re.match(r"\d+(\.\d+)*", version)
+    if not answer.ok:
+        raise LaunchError(f"{mpirun} does not work here: {answer.problem}; mend that, or use --launcher horovodrun.")
     if implementation not in _SUPPORTED or numbers is None:
         raise LaunchError(
             f"{mpirun} is neither Open MPI's nor MPICH's or Intel MPI's (Hydra): its --version says "

@@ -51,8 +51,8 @@ HOROVODRUN_GRACE_S = 4.0
 """The same on several hosts when horovodrun does, which waits 5 s."""
 ENDED = "\x1ehvdkit {} {} {:d} {} {}\x1e\n"
 """What a rank of several hosts says at its end: the fields of ``RankEnd``, without ``knock_on``."""
-STEP = "\x1ehvdkit step {}.{}\x1e\n"
-"""What rank 0 says at its start under srun, which does not pass SIGTERM on: the name by which scancel does."""
+STARTED = "\x1ehvdkit started {}.{}\x1e\n"
+"""What rank 0 says at its start. Under srun, which does not pass SIGTERM on: with the name by which scancel does."""
 
 _KILL_S = 1.0
 """Seconds that killed processes have to be gone; one that a file system holds is not waited for longer."""
@@ -304,9 +304,6 @@ class _FarRank(_Rank):
         own = {"SLURM_PROCID": grace_s, "HOROVOD_RANK": HOROVODRUN_GRACE_S}
         self._launcher_grace_s = own.get(rank_variable, LAUNCHER_GRACE_S)
         self._may_leave = True
-        step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-        if under_slurm and all(step) and os.environ["SLURM_PROCID"] == "0":
-            self._say(STEP.format(*step).encode())
 
     def _watch_signals(self) -> None:
         super()._watch_signals()
@@ -349,7 +346,9 @@ class _FarRank(_Rank):
 
     def _send(self, kind: bytes, payload: bytes) -> None:
         text = ""
-        if kind == EXIT:
+        if kind == HELLO and self._rank == 0:
+            text = STARTED.format(*(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")))
+        elif kind == EXIT:
             status, told, pid = EXIT_PAYLOAD.unpack(payload)
             text = ENDED.format(self._rank, status, told, pid, socket.gethostname())
         elif kind == UNHANDLED:

@@ -20,6 +20,7 @@ from typing import IO, cast
 
 from hvdkit.common.signals import signal_name
 from hvdkit.run.launch import rank as wire
+from hvdkit.run.launch.machine import why_no_rank_starts
 from hvdkit.run.launch.memory import MemoryKills
 from hvdkit.run.launch.model import LaunchPlan
 from hvdkit.run.launch.mpirun import SESSIONS
@@ -434,7 +435,7 @@ class _Job:
         if status == 0:
             return 0
         self._shown.launcher_at_end()
-        when = "" if self._ranks else " before any rank started"
+        when = ("" if self._ranks else " before any rank started") + why_no_rank_starts(self._plan.n)
         how = f"exited with status {status}" if status > 0 else f"was killed by {signal_name(-status)}"
         self._shown.say(f"{self._plan.launcher_name} {how}{when}; the job was ended.")
         return status if status > 0 else 128 - status

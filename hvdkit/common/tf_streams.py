@@ -174,9 +174,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
 
         No position moves. Each call draws the order of another epoch.
         """
-        place = self._place
-        start = StreamPosition(self._next.epoch + place.looks)
-        place.looks += 1
+        start = StreamPosition(self._next.epoch + next(self._looks))
         batches = self._batches(start, 0).map(_plainly(lambda _, parts: parts))
         return self._handed_out(batches.take(count))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,6 @@ from hvdkit.prepare.doctor.facts import (
 )
 from hvdkit.prepare.install.record import FILE_NAME as RECORD_NAME
 from hvdkit.prepare.install.record import BuildRecord, read_record
-from hvdkit.prepare.test.cli import train
 from hvdkit.steps import step_times
 
 DEFAULT_SECONDS = 60.0
@@ -72,8 +72,7 @@ def gather(
     usable = [name for name, extension in extensions.items() if None in extension.runs.values()]
     problem = None
     if usable and python == sys.executable:  # hvdkit launch starts the Python that it is installed in
-        trained = train(usable[0], "cpu", 2 * seconds, without_recordings(environ))
-        problem = next((tested.what for tested in trained if not tested.ok), None)
+        problem = _launch_problem(usable[0], environ, 2 * seconds)
     return DoctorFacts(
         python=inventory["python"],
         python_tag=inventory["python_tag"],
@@ -97,10 +96,32 @@ def gather(
     )
 
 
-def without_recordings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a training that writes nothing."""
+def _launch_problem(framework: str, environ: Mapping[str, str], seconds: float) -> str | None:
+    """Why a training of 2 ranks that ``hvdkit test`` starts, as every training is, fails; None where it works."""
     writing = ("HOROVOD_TIMELINE", "HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", step_times.MONITOR)
-    return {name: value for name, value in environ.items() if name not in writing}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "hvdkit.cli",
+            "test",
+            "--json",
+            "--framework",
+            framework,
+            "--timeout",
+            str(seconds),
+        ],
+        env={name: value for name, value in environ.items() if name not in writing},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    try:
+        checks = json.loads(done.stdout)["checks"]
+    except ValueError:
+        return done.stderr.decode(errors="replace").strip() or f"'hvdkit test' ended with status {done.returncode}"
+    return next((str(check["what"]) for check in checks if not check["ok"]), None)
 
 
 def plan(inventory: Mapping[str, Any]) -> list[list[str]]:

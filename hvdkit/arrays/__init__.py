@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
+from hvdkit.steps import passes
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.steps.learning_rate import scale_lr
@@ -162,6 +163,7 @@ def distribute(
     if progress not in ("thread", "calls"):
         raise InvalidArgumentError(f"progress must be thread or calls, got {progress!r}.")
     among = mpi.duplicate(comm)
+    passes.expect_steps()
     return Reduce(parameters, options, among, progress if mpi.threads_may_call() else "calls")
 
 

@@ -34,13 +34,12 @@ def arrays_of(data: Any) -> tuple[Array, ...]:
 
 
 class ShardedArrays(InEpochs):
-    """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.arrays.shard``.
+    """This rank's part of every global batch; a new order in each epoch. Made by ``hvdkit.arrays.shard``.
 
     A batch is a tuple of NumPy arrays, copies of the samples' rows.
 
     Attributes:
         share: which samples are this rank's.
-        position: how far the training has come in its data, all ranks together.
     """
 
     def __init__(self, arrays: Sequence[Array], share: Shard) -> None:
@@ -48,11 +47,11 @@ class ShardedArrays(InEpochs):
         self._begin(share)
 
     def __len__(self) -> int:
-        return self.share.steps_left(self._next.samples)
+        return len(self.share)
 
     def __iter__(self) -> Iterator[tuple[Array, ...]]:
-        start, self._next = self._next, Position(self._next.epoch + 1)
-        return self._batches(start)
+        begun = self._passes.begin(self._next, self.share)
+        return begun.counting(self._batches(begun.start))
 
     def evaluation(self) -> Iterator[tuple[Array, ...]]:
         """This rank's batches of an evaluation: each sample once on all ranks together, in the data set's order.
@@ -63,9 +62,7 @@ class ShardedArrays(InEpochs):
         return (self._rows(Batch(indices, 1.0)) for indices in self.share.once())
 
     def _batches(self, start: Position) -> Iterator[tuple[Array, ...]]:
-        for taken, batch in enumerate(self.share.batches(start.epoch, start.samples), start=1):
-            self.position = start.after(self.share, taken)
-            yield self._rows(batch)
+        return (self._rows(batch) for batch in self.share.batches(start.epoch, start.samples))
 
     def _rows(self, batch: Batch) -> tuple[Array, ...]:
         rows = tuple(array[batch.indices] for array in self._arrays)

@@ -20,7 +20,7 @@ from hvdkit.arrays.exchange.layout import Layout
 from hvdkit.arrays.exchange.shared import quiet
 from hvdkit.arrays.farewell import waits
 from hvdkit.errors import AgreementError, InvalidArgumentError
-from hvdkit.steps import step_times
+from hvdkit.steps import passes, step_times
 from hvdkit.steps.gradients import GradientOptions
 
 # The head: how many ranks have anything unusual to say; how many failed; the sum of weights; how many gave one; and for
@@ -110,6 +110,8 @@ class Reduce:
             if not self._head_is_zero:
                 self._head.fill(0)
             step_times.ready()
+            passes.stepped()
+            passes.stepped()
             self._add_up()
             self._head_is_zero = self._head.item(_UNUSUAL) == 0  # who writes elsewhere in the head writes there, too
             if self._head_is_zero:
@@ -171,6 +173,7 @@ class Reduce:
             for buffer in self._layout.buffers:
                 buffer.clear()
         step_times.ready()
+        passes.stepped()
         return True
 
     def _check(self, weight: float | None) -> None:

@@ -15,7 +15,8 @@ import tensorflow as tf
 from hvdkit.common.tf_functions import Mapped, traced
 from hvdkit.common.tf_samples import CountedIterator, of_one_shape
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps.streams import HEAD, StreamExchange, StreamPosition, StreamShare
+from hvdkit.steps.passes import Pass
+from hvdkit.steps.streams import HEAD, StreamShare
 
 
 def repeated(number: int) -> tf.data.Dataset:
@@ -70,19 +71,16 @@ class StepsOfPass:
 
     Args:
         batches: the native part.
-        exchange: of this pass.
-        share: this rank's part.
-        start: where the pass begins; what comes before is left out.
+        one: the pass; what comes before its start is left out.
         mark: a digest of the list of files, where the rank has some of its own.
     Attributes:
         digests: of the samples before the first one, the second one, ... up to ``HEAD``.
     """
 
-    def __init__(
-        self, batches: Any, exchange: StreamExchange, share: StreamShare, start: StreamPosition, mark: int
-    ) -> None:
-        self._batches, self._exchange, self._share, self._mark = iter(batches), exchange, share, mark
-        self._skipped, self._before = divmod(start.samples, share.global_batch)
+    def __init__(self, batches: Any, one: Pass, mark: int) -> None:
+        self._batches, self._exchange, self._mark = iter(batches), one.exchange, mark
+        self._share: StreamShare = one.share
+        self._skipped, self._before = divmod(one.start.samples, one.share.global_batch)
         self._first: Any = None
         self.digests = [0]
 
@@ -132,17 +130,14 @@ class PassIterator(CountedIterator):
     """An iterator of one pass that raises what went wrong there, and leaves together with the other ranks.
 
     Args:
-        exchange: of the pass.
-        place: counts what was taken where the iterator cannot.
+        one: the pass.
         steps: of the pass.
-        took, lost: see ``CountedIterator``.
+        is_counted: whether the pass takes the batches here.
     """
 
-    def __init__(
-        self, dataset: Any, exchange: StreamExchange, place: Any, steps: StepsOfPass, took: Any, lost: Any
-    ) -> None:
-        self._exchange, self._place, self._steps = exchange, place, steps
-        super().__init__(dataset, lambda: None, took, lost)
+    def __init__(self, dataset: Any, one: Pass, steps: StepsOfPass, *, is_counted: bool) -> None:
+        self._exchange, self._steps = one.exchange, steps
+        super().__init__(dataset, one, is_counted=is_counted)
 
     def _next_internal(self) -> Any:
         try:
@@ -155,7 +150,7 @@ class PassIterator(CountedIterator):
             raise
 
     def __del__(self) -> None:
+        super().__del__()
         if not sys.is_finalizing():
-            trained = self._place.taken if self._place.exchange is self._exchange else 0
-            self._exchange.settle(max(self._taken, trained))
+            self._exchange.settle(max(self._taken, self._pass.taken))
             self._steps.close()

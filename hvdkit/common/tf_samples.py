@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.passes import Pass
 
 
 def in_memory(dataset: Any) -> Any:
@@ -163,38 +165,53 @@ def _are_mapped_batches(dataset: tf.data.Dataset) -> bool:
 
 
 class CountedIterator(OwnedIterator):  # type: ignore[misc]
-    """A ``tf.data`` iterator that says how many batches the loop has taken; ``tf.data`` itself reads ahead.
+    """A ``tf.data`` iterator that counts how many batches the loop has taken; ``tf.data`` itself reads ahead.
 
     Args:
         dataset: what to iterate.
+        one: the pass that takes them.
         begin: called before the first batch.
-        took: called after each batch, with the number of batches until then.
-        lost: called when the iterator goes into a ``tf.function``, where nobody counts.
+        is_counted: False: somebody else counts.
     """
 
     def __init__(
-        self, dataset: Any, begin: Callable[[], None], took: Callable[[int], None], lost: Callable[[], None]
+        self, dataset: Any, one: Pass, begin: Callable[[], None] = lambda: None, *, is_counted: bool = True
     ) -> None:
         super().__init__(dataset)
-        self._begin, self._took, self._lost = begin, took, lost
+        self._pass, self._begin, self._is_counted = one, begin, is_counted
         self._taken = 0
 
     def _next_internal(self) -> Any:
         if not tf.executing_eagerly():
-            self._lost()
+            self._lose_count()
             return super()._next_internal()
         if self._taken == 0:
             self._begin()
-        contents = super()._next_internal()
+        try:
+            contents = super()._next_internal()
+        except tf.errors.OutOfRangeError:
+            self._pass.close(has_ended=True)
+            raise
         self._taken += 1
-        self._took(self._taken)
+        if self._is_counted:
+            self._pass.take()
         return contents
 
     def get_next_as_optional(self) -> Any:
-        self._lost()
+        self._lose_count()
         return super().get_next_as_optional()
 
     @property
     def _type_spec(self) -> Any:  # asked for when it is an argument of a tf.function
-        self._lost()
+        self._lose_count()
         return super()._type_spec
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _lose_count(self) -> None:
+        """It goes into a ``tf.function``, where nobody counts."""
+        if self._is_counted:
+            self._pass.lose_count()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._pass.close()

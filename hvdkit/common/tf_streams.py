@@ -124,8 +124,8 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
         self._maps: tuple[tuple[Any, str | None], ...] = ()
         self.in_fit = False
         self._begin_stream(share, totals if share.world.size > 1 else lambda _: lambda mine: mine)
-        self._passes: WeakValueDictionary[int, StepsOfPass] = WeakValueDictionary()
-        self._reader = None if files is not None else traced(*reading(source, self._passes))
+        self._steps: WeakValueDictionary[int, StepsOfPass] = WeakValueDictionary()
+        self._reader = None if files is not None else traced(*reading(source, self._steps))
         self._spec = self._batches(StreamPosition(), 0).element_spec[1]
         self._step = traced(self._agreed(), tf.TensorSpec((), tf.int64))
         self._element_spec = self._pipeline(0).element_spec
@@ -225,7 +225,8 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
     @property
     def failure(self) -> Exception | None:
         """Why the pass under way cannot go on, which TensorFlow says in a text of its own."""
-        return None if self._place.exchange is None else self._place.exchange.failure
+        under_way = self._passes.in_fit
+        return None if under_way is None else under_way.exchange.failure
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
@@ -233,21 +234,9 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
                 "this stream is iterated in tf.function, where the steps that were taken cannot be counted; loop over "
                 "it outside and call the tf.function for each batch."
             )
-        exchange, start = self._begin_pass()
-        number = self._place.passes
-        steps = self._passes[number] = StepsOfPass(
-            self._batches(start, number), exchange, self.share, start, self._mark
-        )
-        place = self._place
-
-        def took(batches: int) -> None:
-            if not self.in_fit and place.exchange is exchange:
-                place.taken = batches
-
-        def lost() -> None:
-            place.lost = not self.in_fit
-
-        return PassIterator(self._pipeline(number), exchange, place, steps, took, lost)
+        begun, number = self._begin_pass()
+        steps = self._steps[number] = StepsOfPass(self._batches(begun.start, number), begun, self._mark)
+        return PassIterator(self._pipeline(number), begun, steps, is_counted=not self.in_fit)
 
     def _batches(self, start: StreamPosition, number: int) -> Any:
         """The native part of a pass: (index (m,), samples), from the epoch's beginning."""
@@ -265,7 +254,7 @@ class ShardedStream(StreamInEpochs, tf.data.Dataset):  # type: ignore[misc]
 
     def _agreed(self) -> Callable[[Any], Any]:
         """What hands out the next batch of a pass when the ranks agree on it, and ends the pass."""
-        exact, passes, spec, weigh = self.share.remainder == "exact", self._passes, self._spec, self._weigh
+        exact, passes, spec, weigh = self.share.remainder == "exact", self._steps, self._spec, self._weigh
         kinds = flat(spec)
 
         def next_of(number: Any) -> list[Any]:

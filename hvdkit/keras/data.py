@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras import state
-from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
+from hvdkit.steps.shards import Batch, InEpochs, Shard, require_loader
 from hvdkit.steps.streams import StreamInEpochs
 
 
@@ -87,13 +87,12 @@ def _instead_of(value: Any) -> str:
 
 
 class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
-    """This rank's part of every global batch; a new order in each pass. Made by ``hvdkit.keras.shard``.
+    """This rank's part of every global batch; a new order in each epoch. Made by ``hvdkit.keras.shard``.
 
     A ``keras.utils.PyDataset`` for ``fit`` and ``evaluate``, and an iterable of batches for loops of your own.
 
     Attributes:
         share: which samples are this rank's.
-        position: how far the training has come in its data, all ranks together.
     """
 
     def __init__(self, arrays: tuple[Any, ...], share: Shard) -> None:
@@ -107,7 +106,7 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             self._weights = np.ones(share.n_samples, keras.config.floatx())
         self._maps: tuple[Callable[..., Any], ...] = ()
         self._plan: list[Batch] = []
-        self._training = False
+        self.in_fit = self._training = False
         self._read = 0
 
     def __len__(self) -> int:
@@ -115,8 +114,8 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int:
-        """What Keras reads in the pass that begins; outside of one, and for its progress line, a whole epoch."""
-        return self.share.steps_left(self._next.samples) if self._training else len(self)
+        """What Keras reads in the pass that begins; outside of ``fit``, and for its progress line, a whole epoch."""
+        return self.share.steps_left(self._next.samples) if self.in_fit else len(self)
 
     @property
     def steps_done(self) -> int:
@@ -137,9 +136,10 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
     def advance(self, steps: int) -> None:
         """Count steps that were trained in the pass that is under way."""
         for _ in range(steps):
-            self.position = self.position.after(self.share, 1)
-            under_way = self.position.samples > 0
-            self._next = Position(self.position.epoch + under_way)
+            under_way = self._passes.in_fit
+            if under_way is None or self._reached(under_way).epoch > under_way.start.epoch:
+                under_way = self._passes.in_fit = self._passes.begin(self._next, self.share)
+            under_way.train(1)
 
     @property
     def parts(self) -> int:
@@ -155,6 +155,8 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
             InvalidArgumentError: y is no array of classes, or the data have weights of the user's own.
         """
         reader = copy.copy(self)
+        reader._begin(self.share)
+        reader.in_fit = True
         if class_weight:
             weights = _class_weights(self._arrays[1], class_weight) if len(self._arrays) == 2 else None
             if weights is None:
@@ -177,8 +179,9 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def go_to(self, other: ShardedData) -> None:
         """Begin the next pass where ``other`` begins its."""
-        self.share, self.position, self._next = other.share, other._next, other._next
-        other.position = other._next
+        self.share = other.share
+        for one in (other, self):
+            one._go_on_at(other._next)
 
     def __getitem__(self, index: int) -> Any:
         """Batch ``index`` of the pass that Keras is in; outside of one, of the next pass.
@@ -201,14 +204,9 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
         return self._contents(self._plan[min(index, len(self._plan) - 1)])
 
     def __iter__(self) -> Iterator[Any]:
-        start = self.position = self._next
-        self._next = Position(start.epoch + 1)
-        return self._counted(start)
-
-    def _counted(self, start: Position) -> Iterator[Any]:
-        for taken, batch in enumerate(self.share.batches(start.epoch, start.samples), start=1):
-            self.position = start.after(self.share, taken)
-            yield self._contents(batch)
+        begun = self._passes.begin(self._next, self.share)
+        start = begun.start
+        return begun.counting(map(self._contents, self.share.batches(start.epoch, start.samples)))
 
     def on_epoch_begin(self) -> None:
         self._training = True
@@ -254,10 +252,10 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def _plan_pass(self) -> list[Batch]:
         """The batches of the pass that begins."""
-        plan = list(self.share.batches(self._next.epoch, self._next.samples))
-        if self._training:
-            self._next = Position(self._next.epoch + 1)
-        return plan
+        following = self._next
+        if self.in_fit and self._training:
+            self._go_on_at(following.next_epoch())
+        return list(self.share.batches(following.epoch, following.samples if self.in_fit else 0))
 
     def _contents(self, batch: Batch) -> Any:
         rows = keras.tree.map_structure(lambda array: _rows(array, batch.indices), self._parts)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import learning_rate, starting, step_times
+from hvdkit.steps import learning_rate, passes, starting, step_times
 from hvdkit.steps.collectives import Collectives
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.topology import Topology
@@ -128,6 +128,7 @@ class ElasticBase(ABC):
         """Called by Horovod when ranks are lost: back to the last commit."""
         copied, position, values = self._committed
         self._put_back(copied)
+        passes.go_on_elsewhere()
         self.loader.load_state(position)
         vars(self).update(copy.deepcopy(values))
 
@@ -140,6 +141,7 @@ class ElasticBase(ABC):
             self._broadcast(root)
             mine = (self.loader.state(), self._values(), self._commits, self._steps)
             everything = self._horovod.broadcast_object(mine, root_rank=root, name="hvdkit.elastic.values")
+        passes.go_on_elsewhere()
         position, values, self._commits, steps = everything
         self.loader.load_state(position)
         vars(self).update(values)

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hvdkit.errors import CheckpointError, InvalidArgumentError
-from hvdkit.steps import launchers, step_times
+from hvdkit.steps import launchers, passes, step_times
 from hvdkit.steps.checkpoint import CheckpointDirectory, Saved, checked
 from hvdkit.steps.collectives import Alone, Collectives
 from hvdkit.steps.lock import PATIENCE_S
@@ -215,6 +215,7 @@ class CheckpointsBase(ABC):
         return bool(saved.metadata.get("size") == self._ranks().size())
 
     def _go_on_in_data(self, saved: Saved, loader: Any) -> None:
+        passes.go_on_elsewhere()
         if loader is not None:
             loader.load_state(saved.metadata["data"])
 
@@ -334,7 +335,7 @@ class ModelCheckpoints(CheckpointsBase, Generic[Written]):
         only TensorFlow's ``tf.random`` operations inside a ``tf.function``, whose count cannot be read, begin anew.
 
         Args:
-            loader: from ``shard``, over the same data with the same seed; goes on where it was. In Keras that is the
+            loader: from ``shard``, over the same data in the same order; goes on where it was. In Keras that is the
                 next ``fit``, with ``initial_epoch=loader.epoch``, or the next loop over it.
             schedule: from ``warmup``, or a list of such; needs the loader. In Keras only for loops of your own: ``fit``
                 sees to it.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from hvdkit.errors import CheckpointError, InvalidArgumentError
 from hvdkit.steps.epochs import REMAINDERS, steps_per_epoch
 from hvdkit.steps.numbers import whole
+from hvdkit.steps.passes import Pass, Passes
 from hvdkit.steps.topology import Topology
 
 Indices = npt.NDArray[np.int64]
@@ -137,6 +138,10 @@ class Shard:
         choices = {"shuffle": self.shuffle, "remainder": REMAINDERS.index(self.remainder)}
         return {f"loader.{name}": float(value) for name, value in {**numbers, **choices}.items()}
 
+    def identity(self) -> dict[str, Any]:
+        """What tells its data and their order from others, for a checkpoint."""
+        return {"n_samples": self.n_samples, "seed": self.seed, "sampler": None, "shuffle": self.shuffle}
+
     def _exact_part(self, chunk: Indices) -> Batch:
         part = np.array_split(chunk, self.world.size)[self.world.rank]
         if len(part) == 0:
@@ -161,11 +166,14 @@ class Position:
         samples = min(self.samples + step * share.global_batch, share.n_samples)
         return Position(self.epoch, samples) if share.steps_left(samples) else Position(self.epoch + 1)
 
-    def state(self, share: Shard) -> dict[str, int]:
+    def next_epoch(self) -> Position:
+        """The beginning of the next epoch."""
+        return Position(self.epoch + 1)
+
+    def state(self, share: Shard) -> dict[str, Any]:
         """The position, counted in samples, as plain values for a checkpoint, with what tells this data and order."""
         counted = {"epoch": self.epoch, "position": self.samples}
-        samples = self.epoch * share.n_samples + self.samples
-        return {**counted, "samples": samples, "n_samples": share.n_samples, "seed": share.seed}
+        return {**counted, "samples": self.epoch * share.n_samples + self.samples, **share.identity()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], share: Shard) -> Position:
@@ -174,11 +182,12 @@ class Position:
         Raises:
             CheckpointError: it belongs to another data set or order, or is none.
         """
-        for name, mine in (("n_samples", share.n_samples), ("seed", share.seed)):
-            if state.get(name) != mine:
+        for name, mine in share.identity().items():
+            is_known = name in state or name in ("n_samples", "seed")  # older checkpoints do not say how they shuffle
+            if is_known and state.get(name) != mine:
                 raise CheckpointError(
                     f"the checkpoint's data had {name}={state.get(name)}, this loader has {mine}; shard the same data "
-                    "with the same seed, or restore without the loader."
+                    "with the same seed, shuffle and sampler, or restore without the loader."
                 )
         epoch, samples = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(samples, int) and min(epoch, samples) >= 0):
@@ -197,32 +206,67 @@ class InEpochs:
 
     Attributes:
         share: which samples are this rank's.
-        position: how far the training has come in its data, all ranks together.
     """
 
     share: Shard
-    position: Position
-    _next: Position
+    _passes: Passes
+    _uncounted: str
+    """What is said of a pass whose batches nobody counts."""
 
     def _begin(self, share: Shard) -> None:
         self.share = share
-        self.position = self._next = Position()
+        self._passes = Passes(Position())
+
+    @property
+    def position(self) -> Position:
+        """How far the training has come in its data, all ranks together.
+
+        Raises:
+            InvalidArgumentError: (TensorFlow) batches were taken where they cannot be counted.
+        """
+        current, base = self._passes.current(), self._base
+        if current is not None and not current.is_counted:
+            raise InvalidArgumentError(self._uncounted)
+        return base if current is None else self._reached(current)
+
+    @property
+    def _base(self) -> Position:
+        base: Position = self._passes.base
+        return base
+
+    def _reached(self, one: Pass) -> Position:
+        """How far the training has come in a pass, after its end the next one."""
+        start: Position = one.start
+        return start.next_epoch() if one.has_ended or not one.is_counted else start.after(one.share, one.reached)
+
+    @property
+    def _next(self) -> Position:
+        """Where the next pass begins."""
+        last = self._passes.epoch()
+        if last is None:
+            return self._base
+        here = self._reached(last)
+        return here if here.epoch > last.start.epoch else here.next_epoch()
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration will be; each iteration advances it by one when it begins."""
+        """The epoch that the next pass will be: one more once an optimizer has stepped in this one."""
         return self._next.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration ``epoch``, from its beginning: needed only to repeat an order.
+        """Make the next pass ``epoch``: needed only to repeat an order.
+
+        From its beginning, unless the loader goes on in the middle of this epoch: then the rest of it.
 
         Raises:
             InvalidArgumentError: not an integer >= 0.
         """
-        self._go_on_at(Position(whole("epoch", epoch, 0)))
+        epoch, following = whole("epoch", epoch, 0), self._next
+        if (following.epoch, following.samples > 0) != (epoch, True):
+            self._go_on_at(Position(epoch))
 
-    def state(self) -> dict[str, int]:
-        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after its last batch.
+    def state(self) -> dict[str, Any]:
+        """The position, counted in samples, for a checkpoint; in an epoch that is under way, after the last step's.
 
         Raises:
             InvalidArgumentError: (TensorFlow) batches were taken where they cannot be counted, see ``ShardedDataset``.
@@ -251,7 +295,7 @@ class InEpochs:
         self.share = share
 
     def _go_on_at(self, position: Position) -> None:
-        self.position = self._next = position
+        self._passes.begin_at(position)
 
 
 def require_loader(loader: Any, kinds: tuple[type, ...], made: str = "what shard returned", instead: str = "") -> Any:

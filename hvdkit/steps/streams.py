@@ -18,6 +18,7 @@ import numpy.typing as npt
 from hvdkit.errors import AgreementError, CheckpointError, DataError, InvalidArgumentError
 from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.numbers import whole
+from hvdkit.steps.passes import Pass, Passes
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.shards import InEpochs, Position, stream_weights
 from hvdkit.steps.topology import Topology
@@ -270,16 +271,6 @@ class StreamExchange:
             )
 
 
-class _Place:
-    """Where a pass began and what was taken of it; one for all loaders that ``map`` made of the same stream."""
-
-    def __init__(self) -> None:
-        self.start, self.taken = StreamPosition(), 0
-        self.exchange: StreamExchange | None = None
-        self.lost = False
-        self.passes = self.looks = 0
-
-
 class StreamInEpochs(InEpochs):
     """The part of a stream's loader that knows no framework. Every pass over it is a collective.
 
@@ -289,44 +280,32 @@ class StreamInEpochs(InEpochs):
 
     share: StreamShare  # type: ignore[assignment]
     in_fit = False
+    _uncounted = (
+        "the position in this stream is unknown, because its iterator went into a tf.function; loop over it outside, "
+        "or give it to hvdkit.keras' fit."
+    )
 
     def _begin_stream(self, share: StreamShare, totals: Callable[[str], Total]) -> None:
         self.share, self._totals = share, totals
-        self._place = _Place()
-        self._name = f"hvdkit.stream.{next(_streams)}"
+        self._passes = Passes(StreamPosition())
+        self._name, self._numbers = f"hvdkit.stream.{next(_streams)}", itertools.count()
+        self._looks = itertools.count()
 
-    def _begin_pass(self) -> tuple[StreamExchange, StreamPosition]:
-        place = self._place
-        start, place.lost = place.start.next_epoch() if place.lost else self._next, False
-        exchange = StreamExchange(self._totals(f"{self._name}.{place.passes}"), self.share, start)
-        place.start, place.taken, place.exchange = start, 0, exchange
-        place.passes += 1
-        return exchange, start
+    def _begin_pass(self) -> tuple[Pass, int]:
+        begun, number = self._passes.begin(self._next, self.share), next(self._numbers)
+        begun.exchange = StreamExchange(self._totals(f"{self._name}.{number}"), self.share, begun.start)
+        if self.in_fit:
+            self._passes.in_fit = begun
+        return begun, number
 
-    @property
-    def position(self) -> StreamPosition:  # type: ignore[override]
-        """How far the training has come in its data, all ranks together.
-
-        Raises:
-            InvalidArgumentError: batches were taken where they cannot be counted.
-        """
-        place = self._place
-        if place.lost:
-            raise InvalidArgumentError(
-                "the position in this stream is unknown, because its iterator went into a tf.function; loop over it "
-                "outside, or give it to hvdkit.keras' fit."
-            )
-        if place.exchange is None or not place.taken:
-            return place.start
-        here = place.start.after(self.share, place.taken)
-        if not place.exchange.goes_on_after(place.taken):
+    def _reached(self, one: Pass) -> StreamPosition:
+        start: StreamPosition = one.start
+        if not one.reached:
+            return start
+        here = start.after(self.share, one.reached)
+        if not one.is_counted or (one.reached == one.taken and not one.exchange.goes_on_after(one.taken)):
             return here.next_epoch()
-        return replace(here, order=place.exchange.order)
-
-    @property
-    def _next(self) -> StreamPosition:  # type: ignore[override]
-        here = self.position
-        return here.next_epoch() if self._place.taken and here.samples else here
+        return replace(here, order=one.exchange.order)
 
     def require_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError where ``state`` is not of this stream."""
@@ -341,9 +320,7 @@ class StreamInEpochs(InEpochs):
         self._go_on_at(StreamPosition.of(state, self.share))
 
     def _go_on_at(self, position: Position) -> None:
-        place = self._place
-        place.exchange, place.taken, place.lost = None, 0, False
-        place.start = position if isinstance(position, StreamPosition) else StreamPosition(position.epoch)
+        self._passes.begin_at(position if isinstance(position, StreamPosition) else StreamPosition(position.epoch))
 
     # What Keras' fit asks, where its guard counts the steps and not the iterator.
 
@@ -354,18 +331,18 @@ class StreamInEpochs(InEpochs):
 
     def advance(self, steps: int) -> None:
         """Count steps that were trained in the pass that is under way."""
-        place = self._place
-        place.taken += steps
-        if place.exchange is not None:  # several steps in one execution can be more than there were
-            place.taken = min(place.taken, place.exchange.answered)
+        under_way = self._passes.in_fit
+        if under_way is not None:  # several steps in one execution can be more than there were
+            under_way.train(min(steps, under_way.exchange.answered - under_way.taken))
 
     def fills(self, batch: int) -> bool:
         """Whether this rank has no sample of its own in a batch of the epoch, where that can be known."""
-        place = self._place
-        step = batch - place.start.samples // self.share.global_batch
-        return place.exchange is not None and place.taken > 0 and place.exchange.fills(step)
+        under_way = self._passes.in_fit
+        if under_way is None or not under_way.taken:
+            return False
+        return bool(under_way.exchange.fills(batch - under_way.start.samples // self.share.global_batch))
 
     def goes_on(self) -> bool:
         """Whether the pass that is under way has a step after those that were trained; True before the first."""
-        place = self._place
-        return place.exchange is None or not place.taken or place.exchange.goes_on_after(place.taken)
+        under_way = self._passes.in_fit
+        return under_way is None or not under_way.taken or under_way.exchange.goes_on_after(under_way.taken)

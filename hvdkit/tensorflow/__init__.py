@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import starting
+from hvdkit.steps import passes, starting
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
@@ -180,6 +180,7 @@ def distribute(
     reduction = averaging.Reduction(options, groups, sparse_as_dense, process_set or hvd.global_process_set)
     if isinstance(tape_or_optimizer, averaging.DistributedTape):
         raise InvalidArgumentError("this tape is distributed already; call distribute once.")
+    averaging.expect_steps()
     if not isinstance(tape_or_optimizer, tf.GradientTape):
         from hvdkit.common import keras_optimizer  # loads Keras, which a tape does not need
 
@@ -216,6 +217,10 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
         AgreementError: the ranks' models differ in names, shapes or types; raised on every rank.
     """
     state.broadcast(model, optimizer, root)
+    if optimizer is not None:
+        state.count_steps(optimizer)
+    if hasattr(model, "__weakref__"):  # no list of variables
+        passes.look_at_weights(model, state.sample_of)
 
 
 # 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------

@@ -12,38 +12,39 @@ from tensorflow.python.data.ops import dataset_ops
 
 from hvdkit.common.tf_samples import CountedIterator, untuned
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps.passes import Pass
 from hvdkit.steps.shards import Batch, InEpochs, Position, Shard, require_loader
 from hvdkit.tensorflow import rows
 
 
-class Epochs:
+class Epochs(InEpochs):
     """Which batches one epoch after the other has, for ``rows.batches``."""
 
     def __init__(self, arrays: Any, share: Shard) -> None:
-        self.share = share
-        self.next = Position()
-        self.counted = True  # whether somebody counts the batches that are taken from the last iteration begun
-        self._planned: list[Position] = []
+        self._begin(share)
+        self.planned: list[Position] = []
+        """Where the iteration begins that ``tf.data`` asks for next, when a loop counts its batches."""
         types = [tf.as_dtype(array.dtype) for array in tf.nest.flatten(arrays)]
         floating = [one for one in types if one.is_floating]
         self._weight_type = tf.float64 if floating[:1] == [tf.float64] else tf.float32
 
-    def begin(self) -> Position:
-        """Where the next iteration begins; it is the one that ``tf.data`` asks for next, and the caller counts."""
-        start, self.next = self.next, Position(self.next.epoch + 1)
-        self._planned, self.counted = [start], True
-        return start
+    def begin_pass(self) -> Pass:
+        """A pass over the data set."""
+        return self._passes.begin(self._next, self.share)
 
     def __call__(self) -> Iterator[Batch]:
-        if self._planned:
-            start = self._planned.pop()
-        elif self.next.samples:
-            raise InvalidArgumentError(
-                "this data set goes on within an epoch, which only a loop over it outside tf.function can; use such a "
-                "loop, or begin the epoch anew with set_epoch."
-            )
+        if self.planned:
+            start = self.planned.pop()
         else:
-            start, self.next, self.counted = self.next, Position(self.next.epoch + 1), False
+            begun = self.begin_pass()
+            start = begun.start
+            if start.samples:
+                raise InvalidArgumentError(
+                    "this data set goes on within an epoch, which only a loop over it outside tf.function can; use "
+                    f"such a loop, or restore without the loader and call set_epoch({start.epoch}), which begins the "
+                    "epoch anew."
+                )
+            begun.lose_count()
         return self.share.batches(start.epoch, start.samples)
 
     def pack(self, parts: Any, weight: tf.Tensor, indices: tf.Tensor) -> Any:
@@ -55,7 +56,7 @@ class Epochs:
 
 
 class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
-    """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.tensorflow.shard``.
+    """This rank's part of every global batch; a new order in each epoch. Made by ``hvdkit.tensorflow.shard``.
 
     A ``tf.data.Dataset``: it can be iterated eagerly and inside ``tf.function``, given to ``model.fit`` and mapped.
     Checkpoints and elastic trainings need its position, which can be counted only where a loop outside ``tf.function``
@@ -63,10 +64,16 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
     unknown part of what was read. (For ``fit`` there is ``hvdkit.keras``.)
     """
 
+    _uncounted = (
+        "the position in this data set is unknown, because it was iterated inside tf.function, by model.fit or "
+        "behind .map() and the like; iterate it directly, in a loop outside tf.function."
+    )
+
     def __init__(self, arrays: Any, share: Shard) -> None:
         self._epochs = Epochs(arrays, share)
         self._arrays = tf.nest.map_structure(rows.within_tensorflow, arrays)  # once, whatever reads them
-        self._position, self._looks = Position(), 0
+        self._looks = 0
+        self.share, self._passes = share, self._epochs._passes
         options = tf.data.Options()
         options.deterministic = True
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -82,21 +89,13 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
         super().__init__(pipeline, pipeline._variant_tensor)
 
     def __len__(self) -> int:
-        return self.share.steps_left(self._epochs.next.samples)
+        return len(self.share)
 
     def __iter__(self) -> Any:
         if not tf.executing_eagerly():
             return super().__iter__()
-        start = Position()
-
-        def begin() -> None:
-            nonlocal start
-            start = self._position = self._epochs.begin()
-
-        def took(batches: int) -> None:
-            self._position = start.after(self.share, batches)
-
-        return CountedIterator(self._untuned, begin, took, self._lose_count)
+        epochs, begun = self._epochs, self._epochs.begin_pass()
+        return CountedIterator(self._untuned, begun, lambda: epochs.planned.append(begun.start))
 
     def take(self, count: int, name: str | None = None) -> tf.data.Dataset:  # noqa: ARG002
         """This rank's first batches of the iteration that comes next, for a look: no position moves.
@@ -105,7 +104,7 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
         """
 
         def look() -> Iterator[Batch]:
-            start, self._looks = self._epochs.next, self._looks + 1
+            start, self._looks = self._next, self._looks + 1
             epoch = start.epoch + self._looks - 1
             return itertools.islice(self.share.batches(epoch, start.samples), count)
 
@@ -122,44 +121,14 @@ class ShardedDataset(InEpochs, dataset_ops.UnaryUnchangedStructureDataset):  # t
     def _planned(self, plan: Callable[[], Iterator[Batch]]) -> tf.data.Dataset:
         return untuned(rows.batches(self._arrays, plan, self._epochs.pack).with_options(self._settings))
 
-    def _lose_count(self) -> None:
-        self._epochs.counted = False
-
-    @property
-    def share(self) -> Shard:  # type: ignore[override]
-        """Which samples are this rank's, epoch by epoch."""
-        return self._epochs.share
-
     @property
     def n_samples(self) -> int:
         """Samples in the whole data set, before sharding."""
-        return self._epochs.share.n_samples
-
-    @property
-    def position(self) -> Position:  # type: ignore[override]
-        """How far the training has come in its data, all ranks together.
-
-        Raises:
-            InvalidArgumentError: batches were taken where they cannot be counted.
-        """
-        if not self._epochs.counted:
-            raise InvalidArgumentError(
-                "the position in this data set is unknown, because it was iterated inside tf.function, by model.fit or "
-                "behind .map() and the like; iterate it directly, in a loop outside tf.function."
-            )
-        return self._position
-
-    @property
-    def _next(self) -> Position:  # type: ignore[override]
-        return self._epochs.next
+        return self.share.n_samples
 
     def _set_share(self, share: Shard) -> None:
-        self._epochs.share = share
+        self.share = self._epochs.share = share
         self._set_length()
-
-    def _go_on_at(self, position: Position) -> None:
-        self._position = self._epochs.next = position
-        self._epochs.counted = True
 
 
 _INSTEAD = "; of arrays, .map and the like belong before shard, which then gets the tf.data.Dataset"

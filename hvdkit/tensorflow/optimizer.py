@@ -19,12 +19,12 @@ from tensorflow.python.ops import control_flow_util
 
 from hvdkit.common.tf_variables import canonical_name, native
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement, step_times
+from hvdkit.steps import agreement, passes, step_times
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
 from hvdkit.steps.numbers import whole
 from hvdkit.tensorflow import marks
-from hvdkit.tensorflow.parting import counted_in_graph, look
+from hvdkit.tensorflow.parting import Counter, counted_in_graph, look
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 _SENT = (tf.float16, tf.float32, tf.float64)
@@ -202,6 +202,7 @@ def reduce_gradients(
             "out there; a function of the forward pass alone may keep it."
         )
     taking = _taking(gradients, variables, reduction)
+    steps().count()
     if not taking or not reduction.process_set.included():
         return list(gradients)
     group = _group_name([names[position] for position in taking])
@@ -227,6 +228,18 @@ def reduce_gradients(
     for position, one, reduced in zip(taking, found, received, strict=True):
         results[position] = reduced if one else None
     return results
+
+
+@lru_cache(maxsize=1)
+def steps() -> Counter:
+    """Counts how often gradients were combined, each time for a step."""
+    return Counter()
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def expect_steps() -> None:
+    """Have ``passes`` look at ``steps``."""
+    passes.expect_steps(steps().total)
 
 
 def _fills(reduction: Reduction) -> bool:

@@ -21,13 +21,13 @@ _FIRST = 8
 """Of the exchanges that are compared: Horovod's recipes broadcast after a step, which may exchange more than once."""
 _IN_GRAPHS = 4
 """So many variables, the largest, are looked at in ``tf.function``, where each costs every step some microseconds."""
-_COUNTERS: dict[tuple[int, int, int], _Counter] = {}
+_COUNTERS: dict[tuple[int, int, int], Counter] = {}
 """By the first variable, the number of them, and the ranks that exchange."""
 _NUMBERS = itertools.count()
 _ROUNDINGS = {tf.float64: 2**-52, tf.float32: 2**-23, tf.float16: 2**-10, tf.bfloat16: 2**-7}
 
 
-class _Counter:
+class Counter:
     """Exchanges of some variables' gradients: eager ones, and those of ``tf.function``, where Python takes 0.1 ms."""
 
     def __init__(self) -> None:
@@ -50,6 +50,11 @@ class _Counter:
             tf.raw_ops.AssignAddVariableOp(resource=mine, value=tf.constant(1, tf.int64))
             return tf.raw_ops.ReadVariableOp(resource=mine, dtype=tf.int64)
 
+    def total(self) -> int:
+        """How many there were; outside of graphs."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            return self._eager + int(tf.raw_ops.ReadVariableOp(resource=self._handle(), dtype=tf.int64))
+
     def _in_graphs(self) -> Any:
         # One handle a graph: by it TensorFlow counts in the order of the program, which is the same on every rank.
         if tf.executing_eagerly():
@@ -70,7 +75,7 @@ class _Counter:
         return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=self._name)
 
 
-_BEGUN, _ENDED = _Counter(), _Counter()
+_BEGUN, _ENDED = Counter(), Counter()
 """Allreduces of gradients in graphs, where Python does not run."""
 COUNTS.in_graphs(lambda: (_BEGUN.in_graphs(), _ENDED.in_graphs()))
 
@@ -172,11 +177,11 @@ def _among_equals(call: str) -> str:
     return f"{call}.{graph._hvdkit_calls.count(call)}"
 
 
-def _counter(first: Any, number: int, process_set: Any) -> _Counter:
+def _counter(first: Any, number: int, process_set: Any) -> Counter:
     # Ranks outside a process set count for themselves what they exchange of the same variables.
     key = id(first), number, process_set.process_set_id
     if key not in _COUNTERS:
-        _COUNTERS[key] = _Counter()
+        _COUNTERS[key] = Counter()
         weakref.finalize(first, _COUNTERS.pop, key, None)
     return _COUNTERS[key]
 

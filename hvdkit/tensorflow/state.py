@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit.common.tf_variables import beside_keras, canonical_name, native
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.steps import agreement
+from hvdkit.steps import agreement, passes
 from hvdkit.steps.collectives import OverHorovod
 from hvdkit.tensorflow import seeds
 
 RANKS = OverHorovod(hvd, tf.constant)
+_COUNTED: WeakSet[Any] = WeakSet()
 
 
 def require_eager(what: str) -> None:
@@ -114,6 +116,26 @@ def by_name(optimizer: Any) -> dict[str, Any]:
         if not (hasattr(one, "build") and hasattr(one, "built") and hasattr(one, "variables")):
             raise InvalidArgumentError(f"optimizer must be a Keras 3 optimizer, got {type(one).__name__}.")
     return named
+
+
+def count_steps(optimizer: Any) -> None:
+    """Count the steps of optimizers that may never be distributed, nor their tapes, for ``passes``."""
+    _COUNTED.update(by_name(optimizer).values())
+    passes.expect_steps(_iterations)
+    passes.go_on_elsewhere()
+
+
+def sample_of(model: Any) -> bytes:
+    """Some of a model's weights, for ``passes``."""
+    weights = [one for one in map(native, model_variables(model)) if one.dtype.is_floating and one.trainable]
+    with tf.init_scope():
+        rows = [tf.reshape(one, [-1])[-4:].numpy() for one in weights[:: 1 + len(weights) // 32]]
+    return b"".join(one.tobytes() for one in rows)
+
+
+def _iterations() -> int:
+    with tf.init_scope():
+        return sum(int(native(one.iterations)) for one in _COUNTED)
 
 
 def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:

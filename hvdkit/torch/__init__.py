@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.steps import metrics as averages
-from hvdkit.steps import starting
+from hvdkit.steps import passes, starting
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.epochs import steps_per_epoch
 from hvdkit.steps.gradients import GradientOptions
@@ -49,6 +49,7 @@ from hvdkit.torch.checkpoint import Checkpoints
 from hvdkit.torch.copies import COPIES
 from hvdkit.torch.ddp import init_process_group
 from hvdkit.torch.elastic import ElasticState, run_elastic
+from hvdkit.torch.every_step import count_steps
 from hvdkit.torch.from_loader import Wanted
 from hvdkit.torch.gathered import gather
 from hvdkit.torch.loss import weighted_loss
@@ -253,6 +254,9 @@ def broadcast_state(
     end_each_step(model)
     if buffers == "each step" and hvd.size() > 1:
         broadcast_each_step(model, root)
+    if optimizer is not None:
+        count_steps(optimizer)
+        passes.look_at_weights(model, state.sample_of)
 
 
 # 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------

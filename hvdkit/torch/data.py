@@ -125,6 +125,10 @@ class SampledShard(Shard):
             raise InvalidArgumentError(f"{name} drew {len(order)} samples, its length is {self.n_samples}.")
         return order
 
+    def identity(self) -> dict[str, Any]:
+        """As of ``Shard``: the sampler shuffles."""
+        return {**Shard.identity(self), "sampler": type(self.sampler).__name__, "shuffle": None}
+
     def facts(self, epoch: int) -> dict[str, float]:
         """As of ``Shard``, and a checksum of the order."""
         return {**Shard.facts(self, epoch), "loader.order": float(zlib.crc32(self.order(epoch).tobytes()))}
@@ -177,11 +181,10 @@ def _with_weights_of_1(collate: Callable[[list[Any]], Any], samples: list[Any]) 
 
 
 class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
-    """This rank's part of every global batch; a new order in each iteration. Made by ``hvdkit.torch.shard``.
+    """This rank's part of every global batch; a new order in each epoch. Made by ``hvdkit.torch.shard``.
 
     Attributes:
         share: which samples are this rank's.
-        position: how far the training has come in its data, all ranks together.
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset[Any], share: Shard, **options: Any) -> None:
@@ -202,7 +205,8 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
         if self._next.samples:
             raise InvalidArgumentError(
                 f"the data set has {samples} samples now and had {self.share.n_samples} when this epoch began, of "
-                f"which {self._next.samples} were taken; restore the data, too, or begin the epoch anew with set_epoch."
+                f"which {self._next.samples} were taken; restore the data, too, or restore without the loader and call "
+                f"set_epoch({self._next.epoch}), which begins the epoch anew."
             )
         return replace(self.share, n_samples=samples)
 
@@ -222,24 +226,19 @@ class ShardedLoader(InEpochs, torch.utils.data.DataLoader[Any]):
         return torch.utils.data.DataLoader(self.dataset, batch_sampler=batches, **options)
 
     def __len__(self) -> int:
-        return self._next_share().steps_left(self._next.samples)
+        return len(self._next_share())
 
     def __iter__(self) -> Any:
         self._set_share(self._next_share())
-        start = self._batches.position = self._next
+        begun = self._passes.begin(self._next, self.share)
+        self._batches.position = begun.start
         if self._given_generator is None:
-            self.generator = seeds.workers_generator(start.epoch)
+            self.generator = seeds.workers_generator(begun.start.epoch)
         batches: Iterable[Any] = super().__iter__()
-        self._next = Position(start.epoch + 1)
         if self.share.remainder == "exact":
             pairs = zip(batches, self._batches.plan(), strict=True)
             batches = (with_weight(contents, batch.weight, len(batch.indices)) for contents, batch in pairs)
-        return self._counted(batches, start)
-
-    def _counted(self, batches: Iterable[Any], start: Position) -> Iterator[Any]:
-        for taken, contents in enumerate(batches, start=1):
-            self.position = start.after(self.share, taken)
-            yield contents
+        return begun.counting(batches, lambda: not torch.is_grad_enabled())
 
 
 _NO_MARKS = np.zeros((0, 2), dtype=np.int64)

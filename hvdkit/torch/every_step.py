@@ -8,10 +8,13 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hvdkit.steps import passes
 from hvdkit.torch import parting
 from hvdkit.torch.backward import eagerly
 from hvdkit.torch.exchange import Exchange
 from hvdkit.torch.together import exchanges
+
+_COUNTED = "_hvdkit_counted"
 
 
 @functools.cache
@@ -45,5 +48,21 @@ def _averaging(found: list[Exchange], optimizer: Any, closure: Callable[[], Any]
 
 @eagerly
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
-    for one in exchanges():
+    found = exchanges()
+    if any(one.steps_as(optimizer) for one in found):
+        passes.stepped()
+    for one in found:
         one.stepped(optimizer)
+
+
+def count_steps(optimizer: Any) -> None:
+    """Count the steps of an optimizer that may never be distributed, for ``passes``."""
+    passes.expect_steps()
+    if hasattr(optimizer, "_optimizer_step_post_hooks") and not hasattr(optimizer, _COUNTED):
+        optimizer.register_step_post_hook(_count)
+        setattr(optimizer, _COUNTED, True)
+
+
+@eagerly
+def _count(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+    passes.stepped()

@@ -17,11 +17,12 @@ import horovod.torch as hvd
 import torch
 
 from hvdkit.errors import InvalidArgumentError
+from hvdkit.steps import passes
 from hvdkit.steps.gradients import GradientOptions
 from hvdkit.torch.bucket_layout import BucketLayout, Named
 from hvdkit.torch.every_step import look_at_steps
 from hvdkit.torch.exchange import Exchange, named_of
-from hvdkit.torch.state import DISTRIBUTED, parameters_of
+from hvdkit.torch.state import DISTRIBUTED, parameters_of, sample_of
 from hvdkit.torch.together import exchanges
 
 
@@ -64,6 +65,8 @@ def distributed(
         Exchange(optimizer, model, options, layout, ranks)
         look_at_steps()
     setattr(optimizer, DISTRIBUTED, " (distributed)")
+    passes.expect_steps()
+    passes.look_at_weights(model, sample_of)
     return optimizer
 
 
@@ -79,6 +82,7 @@ def _adasum(optimizer: torch.optim.Optimizer, named: Named, options: GradientOpt
     # Horovod makes a new optimizer from the parameter groups alone: defaults and state would be lost.
     made.defaults = optimizer.defaults
     made.state.update(optimizer.state)
+    made.register_step_post_hook(passes.stepped)
     return cast(torch.optim.Optimizer, made)
 
 

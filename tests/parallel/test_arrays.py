@@ -451,6 +451,22 @@ def test_checkpoints_go_on_on_another_number_of_ranks(run_job, n, tmp_path):
 
 
 @on_ranks("arrays", mpi=True)
+def test_a_pass_without_a_step_is_no_epoch(hk, world):
+    loader, reduce = hk.shard(np.arange(24), world, 4, seed=1), hk.distribute(np.zeros(2))
+    order = loader.share.order(0)
+    for epoch in range(2):
+        assert [len(list(loader)), len(next(iter(loader)))] == [3, 1]
+        assert loader.epoch == epoch
+        for step, (batch,) in enumerate(loader):
+            assert epoch or set(batch) <= set(order[step * 8 : step * 8 + 8])
+            reduce(np.ones(2))
+            list(loader)
+            assert loader.state()["samples"] == epoch * 24 + (step + 1) * 8
+    loader.load_state({**loader.state(), "position": 8})
+    assert (len(loader), len(list(loader))) == (3, 2)
+
+
+@on_ranks("arrays", mpi=True)
 def test_a_checkpoint_that_cannot_be_written_fails_on_every_rank(hk, world, tmp_path):
     Path(tmp_path, "file").write_text("not a directory")
     said = message(lambda: hk.Checkpoints(tmp_path / "file" / "run").save({"w": np.zeros(1)}, step=1))

@@ -1,5 +1,7 @@
 """A training that was interrupted, also in mid-epoch, goes on, on as many ranks as before or on others."""
 
+import copy
+import itertools
 import json
 import os
 import random
@@ -130,6 +132,7 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
     newest = run.checkpoints.restore(run.model, run.optimizer, loader=run.loader, schedule=run.schedule)
     assert newest.step == 4 and run.weights() == kept[3]
     expected = {"epoch": 0, "position": 192, "samples": 192, "n_samples": SAMPLES, "seed": 2}
+    expected |= {"sampler": None, "shuffle": True}
     facts = {"framework": hk.__name__.rpartition(".")[2], "size": 2, "seed": 1, "note": "x", "data": expected}
     assert facts.items() <= newest.metadata.items()
     hk.check_agreement(run.model, run.optimizer, world, loader=run.loader)
@@ -161,6 +164,60 @@ def test_best_and_newest_and_what_does_not_fit(hk, on, world, everyone, tmp_path
     ):
         assert told in message(attempt)
     assert len(list(run.loader)) == STEPS - 4
+
+
+@on_ranks("torch", "tensorflow", "keras")
+def test_a_pass_without_a_step_is_no_epoch(hk, on, world, tmp_path):
+    """Looks, train accuracy and a search for a learning rate, also where the training goes on in mid-epoch."""
+    data, _ = digits()
+    run, again = on.Resumable(data, BATCH, tmp_path / "run"), on.Resumable(data, BATCH, tmp_path / "run")
+    if hasattr(run, "begin_loop"):
+        run.begin_loop()
+        again.begin_loop()
+    plan = [batch.indices.tolist() for batch in run.loader.share.batches(0)]
+
+    def indices(batch: Any) -> list[int]:
+        numbers = batch[1][:, 1] if "keras" in hk.__name__ else batch[2]
+        return np.asarray(numbers).tolist()
+
+    def look(loader: Any) -> list[int]:
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+        list(loader)
+        kept = iter(loader)
+        return indices(next(kept))
+
+    assert look(run.loader) == look(run.loader) == plan[0] and run.loader.epoch == 0
+    if "keras" not in hk.__name__:
+        before = run.model.get_weights() if hasattr(run.model, "get_weights") else copy.deepcopy(run.model.state_dict())
+        for _, batch in zip(range(STEPS + 5), itertools.chain(run.loader, run.loader), strict=False):
+            run.train_step(*batch)
+        assert run.loader.epoch == 2
+        put_back = run.model.set_weights if hasattr(run.model, "set_weights") else run.model.load_state_dict
+        put_back(before)
+        assert run.loader.epoch == 0
+    for step, batch in enumerate(run.loader):
+        assert indices(batch) == plan[step] and run.loader.epoch == (step > 0)
+        if step == 3:  # before this batch is trained on
+            run.checkpoints.save(run.model, run.optimizer, step=step, loader=run.loader)
+            break
+        run.train_step(*batch)
+        look(run.loader)
+
+    again.checkpoints.restore(again.model, again.optimizer, loader=again.loader)
+    assert look(again.loader) == plan[3]
+    again.loader.set_epoch(0)  # as programs for DDP do in each epoch
+    assert len(again.loader) == STEPS
+    rest = []
+    for batch in again.loader:
+        rest.append(indices(batch))
+        again.train_step(*batch)
+    look(again.loader)
+    again.checkpoints.save(again.model, again.optimizer, step=STEPS, loader=again.loader)
+    expected = plan[3:-1]
+    assert rest[:-1] == expected and again.loader.epoch == 1
+    assert again.loader.state()["samples"] == SAMPLES
 
 
 HOLDER = """
@@ -233,12 +290,13 @@ def test_a_position_that_nobody_can_know_is_no_checkpoint(hk, on, world, tmp_pat
     data = on.numbered(*digits()[0])
     run = on.Resumable(digits()[0], BATCH, tmp_path / "run")
     mapped = hk.shard(data, world, BATCH)
-    next(iter(mapped.map(lambda *parts: parts)))
+    weights = tf.ones(BATCH)
+    run.train_step(*next(iter(mapped.map(lambda *parts: parts))), weights)
     error = message(lambda: run.checkpoints.save(run.model, step=9, loader=mapped))
     assert "the position in this data set is unknown" in error
     other = hk.shard(data, world, BATCH, seed=3)
     handed = iter(other)
-    next(handed)
+    run.train_step(*next(handed), weights)
     assert other.position.samples == 2 * BATCH
     tf.function(lambda batches: next(batches), autograph=False)(handed)
     assert "the position in this data set is unknown" in message(other.state)

@@ -194,11 +194,16 @@ def test_a_position_counts_the_steps_of_another_size():
 def test_a_position_is_kept_as_plain_values_and_belongs_to_its_data():
     share, other_seed = Shard(100, Topology(0, 2), 5, seed=1), Shard(100, Topology(0, 2), 5, seed=2)
     state = Position(2, 60).state(share)
-    assert state == {"epoch": 2, "position": 60, "samples": 260, "n_samples": 100, "seed": 1}
+    older = {"epoch": 2, "position": 60, "samples": 260, "n_samples": 100, "seed": 1}
+    assert state == {**older, "sampler": None, "shuffle": True}
     assert Position.of(state, share) == Position(2, 60)
     assert Position.of({**state, "position": 100}, share) == Position(3, 0)
     with pytest.raises(CheckpointError, match="data had seed=1, this loader has 2"):
         Position.of(state, other_seed)
+    sequential = Shard(100, Topology(0, 2), 5, shuffle=False, seed=1)
+    with pytest.raises(CheckpointError, match="data had shuffle=True, this loader has False"):
+        Position.of(state, sequential)
+    assert Position.of(older, sequential) == Position(2, 60)  # written before the order was
     for bad in ({**state, "epoch": -1}, {**state, "position": "x"}, {"n_samples": 100, "seed": 1}):
         with pytest.raises(CheckpointError, match="position in the data is none"):
             Position.of(bad, share)

@@ -185,7 +185,7 @@ def go_on_in_mid_epoch(plain: Callable[..., Any]) -> Callable[..., Any]:
                     return
                 yield step, step + self.steps_per_execution - 1, batches
         data = getattr(self.data_adapter, "py_dataset", None)
-        if not isinstance(data, ShardedData) or self.steps_per_epoch:
+        if not isinstance(data, ShardedData) or not data.in_fit or self.steps_per_epoch:
             yield from plain(self)
             return
         done, self._num_batches = data.steps_done, len(data)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hvdkit.common.keras_optimizer import Reduce
 from hvdkit.errors import InvalidArgumentError
 from hvdkit.keras.transport.interface import Ranks, Transport
-from hvdkit.steps import starting, step_times, torch_tensors
+from hvdkit.steps import passes, starting, step_times, torch_tensors
 from hvdkit.steps.allreduce_counts import COUNTS
 from hvdkit.steps.collectives import OverHorovod, Words
 from hvdkit.steps.gradients import GradientOptions, refuse_clipped
@@ -114,6 +114,7 @@ class OverTensorflow(HorovodTransport):
 
         among = self.hvd.global_process_set if process_set is None else process_set
         marks.mark()
+        optimizer.expect_steps()
         reduction, ranks = optimizer.Reduction(options, 1, True, among), self.ranks(process_set)
 
         def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -121,6 +122,7 @@ class OverTensorflow(HorovodTransport):
             # of the same index, so that a training on one process would differ from the same on two.
             dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
             if is_alone(ranks, self.hvd.size()):
+                optimizer.steps().count()
                 if os.environ.get(step_times.VARIABLE):
                     present = [one for one in dense if one is not None]
                     optimizer.say_ready(present, ["optimizer"] * len(present))
@@ -159,6 +161,7 @@ class OverTorch(HorovodTransport):
         from hvdkit.keras.transport import torch_clips
 
         torch_clips.mark()
+        passes.expect_steps()
         name, ranks = naming(), self.ranks(process_set)
 
         def norm_of(gradient: Any) -> Any:
@@ -184,6 +187,7 @@ class OverTorch(HorovodTransport):
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
             step_times.ready()
+            passes.stepped()
             look_at(gradients)
             if is_alone(ranks, self.hvd.size()):
                 return told(gradients)

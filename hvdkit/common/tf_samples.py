@@ -170,12 +170,12 @@ class CountedIterator(OwnedIterator):  # type: ignore[misc]
     Args:
         dataset: what to iterate.
         one: the pass that takes them.
-        begin: called before the first batch.
+        begin: called before the first batch; None where nothing else begins a pass that a function takes from.
         is_counted: False: somebody else counts.
     """
 
     def __init__(
-        self, dataset: Any, one: Pass, begin: Callable[[], None] = lambda: None, *, is_counted: bool = True
+        self, dataset: Any, one: Pass, begin: Callable[[], None] | None = None, *, is_counted: bool = True
     ) -> None:
         super().__init__(dataset)
         self._pass, self._begin, self._is_counted = one, begin, is_counted
@@ -185,7 +185,7 @@ class CountedIterator(OwnedIterator):  # type: ignore[misc]
         if not tf.executing_eagerly():
             self._lose_count()
             return super()._next_internal()
-        if self._taken == 0:
+        if self._taken == 0 and self._begin is not None:
             self._begin()
         try:
             contents = super()._next_internal()
@@ -209,7 +209,9 @@ class CountedIterator(OwnedIterator):  # type: ignore[misc]
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _lose_count(self) -> None:
         """It goes into a ``tf.function``, where nobody counts."""
-        if self._is_counted:
+        if self._taken == 0 and self._begin is not None:
+            self._pass.close()
+        elif self._is_counted:
             self._pass.lose_count()
 
     def __del__(self) -> None:

@@ -50,16 +50,16 @@ def _weights() -> list[bytes]:
 def go_on_elsewhere() -> None:
     """State was put back, or comes from another rank: however many steps its counters say, none was taken."""
     _recent.clear()
-    _settled[:] = [_taken()]
+    _settled[:] = [_steps_taken()]
 
 
-def _taken() -> int:
+def _steps_taken() -> int:
     return sum(_steps.values()) + sum(counter() for counter in _counters)
 
 
 def _settle() -> None:
     """Say of the passes that gave the last batches that they train, where a step was taken since."""
-    steps, before = _taken(), sum(_settled)
+    steps, before = _steps_taken(), sum(_settled)
     if steps == before:
         return
     recent = list(_recent)
@@ -122,6 +122,8 @@ class Pass:
 
     def train(self, steps: int) -> None:
         """The loop got so many batches, and trained on them."""
+        if _recent:  # who looked meanwhile did not take these steps
+            go_on_elsewhere()
         self.taken += steps
         self.trained = self.taken
         if self.passes.is_of(self):
@@ -208,4 +210,4 @@ class Passes:
     def current(self) -> Pass | None:
         """The one that says where the training is; where no step was taken yet, a loop that is under way."""
         epoch, last = self.epoch(), self.last
-        return last if last is not None and last.is_open and last.taken > 1 and not _taken() else epoch
+        return last if last is not None and last.is_open and last.taken > 1 and not _steps_taken() else epoch

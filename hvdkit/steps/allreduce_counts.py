@@ -1,13 +1,15 @@
-"""Ranks that have averaged gradients a different number of times, and now wait for one another for ever.
+"""Ranks that have averaged gradients a different number of times, and now wait for one another forever.
 
 One rank skips a step on what it alone sees (a loss that is not finite), leaves the loop by ``break``, or has fewer
 micro-batches. Horovod pairs allreduces by name, so the rank's next one stands in for the one that it left out, and
 nothing is seen until the loop has ended: then a rank waits in an allreduce that another will never make, while that one
-waits in ``check_agreement``, saves, or has ended.
+waits in ``check_agreement``, saves, or has ended. Neither can go on where one rank alone calls what is a collective,
+such as ``shard`` under ``if world.is_root``.
 
 A second thread of each rank shows the others once a second how many allreduces of gradients this one has made, and
 whether its first thread waits in Horovod, and where. All see the same table. Where every rank waits, none has moved for
-some seconds, and their numbers differ, no rank can go on. A rank that computes, reads or saves is never called short.
+some seconds, and their numbers differ, no rank can go on; nor where they have waited longer, in different lines. A rank
+that computes, reads or saves is never called short.
 """
 
 from __future__ import annotations
@@ -32,12 +34,18 @@ from hvdkit.steps.ranks import name_ranks
 Words = npt.NDArray[np.int64]
 
 _PERIOD_S, _LEAVE_S = 1.0, 2.5
-_QUIET = 3
-"""Tables without a change after which ranks that wait will wait for ever."""
+_QUIET, _LONG_QUIET = 3, 7
+"""Tables without a change after which ranks that wait will wait forever: by their numbers, by their lines."""
 _RUNS, _WAITS, _AVERAGES, _LEAVES = range(4)
 """What a rank's first thread does: anything else, waits in Horovod, waits there for gradients, leaves the watch."""
 _PLACE_BYTES = 120
+_SHOWN = 8
+"""Ranks at the most in a sentence."""
 _OWN = str(Path(__file__).parents[1])
+_FIX_CALLS = (
+    "call what all ranks take part in (shard, broadcast_state, average_metrics, check_agreement, Horovod's own) on "
+    "every rank, not under a condition that only some of them meet"
+)
 _FIX = (
     "skip a step, or leave the loop, on every rank or on none: decide by what all ranks see, such as the averaged "
     "gradients or average_metrics of the loss"
@@ -122,7 +130,9 @@ class AllreduceCounts:
                     self._explain(rows)
                     return
                 waiting = all(row.state in (_WAITS, _AVERAGES) for row in rows)
-                if waiting and quiet >= _QUIET and len({row.made for row in rows}) > 1 and self._has_one_process_set():
+                apart = len({row.made for row in rows}) > 1 and quiet >= _QUIET
+                elsewhere = len({row.place for row in rows}) > 1 and quiet >= _LONG_QUIET
+                if waiting and (apart or elsewhere) and self._has_one_process_set():
                     self._explain(rows)
                     time.sleep(_PERIOD_S)  # until the others know it, too: a rank that waits fails at once
                     getattr(self._horovod.shutdown, "hvdkit_plain", self._horovod.shutdown)()
@@ -191,6 +201,9 @@ class _Row:
 
 def _sentence(rows: list[_Row]) -> str:
     fewest, most = min(row.made for row in rows), max(row.made for row in rows)
+    if fewest == most:
+        doing = ", ".join(f"rank {row.rank} {row.doing}" for row in rows[:_SHOWN])
+        return f"the ranks wait for one another in different calls: {doing}; {_FIX_CALLS}."
     short = [row for row in rows if row.made == fewest]
     others = [row for row in rows if row.made == most]
     number = "one allreduce" if most - fewest == 1 else f"{most - fewest} allreduces"

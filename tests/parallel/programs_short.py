@@ -1,8 +1,9 @@
 """Trainings in which the last rank makes one allreduce of gradients fewer than the others.
 
 ``programs_short.py torch|tensorflow|keras HOW [AFTER]``. HOW: "skip" a step, "break" in the last one, one "micro"-batch
-fewer; in TensorFlow also "graph", to skip a step of a ``tf.function``. AFTER the loop: "check" the agreement, average
-"metrics", call "plain" Horovod, "exit"; "slow" skips nothing, and the root comes to its check seconds late.
+fewer; in TensorFlow also "graph", to skip a step of a ``tf.function``; in PyTorch "alone": it skips none, and the root
+shards without the others. AFTER the loop: "check" the agreement, average "metrics", call "plain" Horovod, "exit";
+"slow" skips nothing, and the root comes to its check seconds late.
 """
 
 import importlib
@@ -16,7 +17,7 @@ STEPS = 6
 
 def steps_of(rank: int, size: int, how: str, after: str) -> list[int]:
     """The steps, or micro-batches, that a rank takes."""
-    short = rank == size - 1 and after != "slow"
+    short = rank == size - 1 and after != "slow" and how != "alone"
     kept = {"skip": lambda step: step != 3, "graph": lambda step: step != 3}.get(how, lambda step: step < STEPS - 1)
     return [step for step in range(STEPS) if not short or kept(step)]
 
@@ -56,6 +57,8 @@ def main(framework: str, how: str, after: str = "check") -> None:
     hk.broadcast_state(model, optimizer)
     for _ in steps_of(world.rank, world.size, how, after):
         step()
+    if how == "alone" and world.is_root:
+        hk.shard(range(8), world, 4)
     if after == "slow" and world.is_root:
         time.sleep(9)
     if after == "metrics":

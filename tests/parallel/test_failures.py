@@ -328,6 +328,17 @@ def test_a_rank_that_is_one_allreduce_short_is_named_on_every_rank(tmp_path, fra
     assert [line[:4] for line in sorted(told)] == ["[0] ", "[1] "], errors
 
 
+def test_ranks_that_wait_in_different_calls_are_named_with_their_lines(tmp_path):
+    command = warm("torch").stub("rank_script", str(HERE / "programs_short.py"))
+    status, _, errors, _ = launch(tmp_path, "--", *command, "torch", "alone", "check")
+    said = re.compile(
+        r"\[[01]\] hvdkit\.errors\.AgreementError: the ranks wait for one another in different calls: "
+        r"rank 0 waits in programs_short\.py, line (\d+), rank 1 waits in programs_short\.py, line (\d+); "
+    )
+    found = [match.groups() for line in errors if (match := said.match(line))]
+    assert status == 1 and len(found) == 2 and found[0][0] != found[0][1], errors
+
+
 def test_a_rank_that_is_only_slow_is_not_called_short(tmp_path):
     command = warm("torch").stub("rank_script", str(HERE / "programs_short.py"))
     status, out, errors, _ = launch(tmp_path, "--", *command, "torch", "skip", "slow")

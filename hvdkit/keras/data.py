@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdkit.errors import InvalidArgumentError, MissingFrameworkError
 from hvdkit.keras import state
+from hvdkit.steps import passes
 from hvdkit.steps.shards import Batch, InEpochs, Shard, require_loader
 from hvdkit.steps.streams import StreamInEpochs
 
@@ -135,6 +136,7 @@ class ShardedData(InEpochs, keras.utils.PyDataset):  # type: ignore[misc]
 
     def advance(self, steps: int) -> None:
         """Count steps that were trained in the pass that is under way."""
+        passes.go_on_elsewhere()
         for _ in range(steps):
             under_way = self._passes.in_fit
             if under_way is None or self._reached(under_way).epoch > under_way.start.epoch:

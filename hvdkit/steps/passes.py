@@ -48,7 +48,7 @@ def _weights() -> list[bytes]:
 
 
 def go_on_elsewhere() -> None:
-    """State was put back, or comes from another rank: however many steps its counters say, none was taken."""
+    """What steps there were belong to none of the passes so far: state was put back, or Keras' ``fit`` took them."""
     _recent.clear()
     _settled[:] = [_steps_taken()]
 
@@ -122,8 +122,6 @@ class Pass:
 
     def train(self, steps: int) -> None:
         """The loop got so many batches, and trained on them."""
-        if _recent:  # who looked meanwhile did not take these steps
-            go_on_elsewhere()
         self.taken += steps
         self.trained = self.taken
         if self.passes.is_of(self):

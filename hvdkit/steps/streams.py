@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdkit.errors import AgreementError, CheckpointError, DataError, InvalidArgumentError
+from hvdkit.steps import passes
 from hvdkit.steps.epochs import REMAINDERS
 from hvdkit.steps.numbers import whole
 from hvdkit.steps.passes import Pass, Passes
@@ -331,6 +332,7 @@ class StreamInEpochs(InEpochs):
 
     def advance(self, steps: int) -> None:
         """Count steps that were trained in the pass that is under way."""
+        passes.go_on_elsewhere()
         under_way = self._passes.in_fit
         if under_way is not None:  # several steps in one execution can be more than there were
             under_way.train(min(steps, under_way.exchange.answered - under_way.taken))

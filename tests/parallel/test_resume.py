@@ -218,6 +218,18 @@ def test_a_pass_without_a_step_is_no_epoch(hk, on, world, tmp_path):
     expected = plan[3:-1]
     assert rest[:-1] == expected and again.loader.epoch == 1
     assert again.loader.state()["samples"] == SAMPLES
+    if "keras" in hk.__name__:
+        import keras
+
+        class Looks(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                look(again.loader) if batch == 4 else next(iter(again.loader))
+
+            on_epoch_end = on_train_batch_end
+
+        again.model.evaluate(again.loader, verbose=0)
+        again.model.fit(again.loader, initial_epoch=1, epochs=3, verbose=0, callbacks=[Looks()])
+        assert again.loader.state()["samples"] == 3 * SAMPLES
 
 
 HOLDER = """

@@ -38,7 +38,7 @@ from hvdkit.keras.trainer.metrics import AverageOfFit, States
 from hvdkit.keras.trainer.requirements import UNKNOWN
 from hvdkit.keras.trainer.writers import on_the_root
 from hvdkit.keras.transport import TRANSPORT
-from hvdkit.steps import agreement, parting
+from hvdkit.steps import agreement, parting, passes
 from hvdkit.steps.ranks import name_ranks
 from hvdkit.steps.streams import StreamInEpochs
 from hvdkit.steps.untrained import UntrainedState
@@ -229,6 +229,7 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._first_batch, self._epoch, self._batch = 0, epoch, 0
+        passes.go_on_elsewhere()
         if not self._begun and self._data is not None and self.reader is not None:
             if epoch > self._data.epoch:  # a resumed training goes on with its own epoch's order
                 self._data.set_epoch(epoch)

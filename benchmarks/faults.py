@@ -3,6 +3,7 @@
     python benchmarks/faults.py --faults 30
     python benchmarks/faults.py --minutes 60 --out faults.jsonl
     python benchmarks/faults.py --seed 3 --only 17                    (one fault again)
+    python benchmarks/faults.py --each                                (every kind once)
 
 Each fault hits two ranks of a training at a moment drawn by chance: while they start, between saves or in one. Then
 - every checkpoint that a save reported done, and that keep=2 keeps, is valid and holds the weights it was saved with;
@@ -24,6 +25,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -34,10 +36,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -98,11 +101,53 @@ def say(*words):
         events.write(f"{' '.join(map(str, (time.monotonic(), *words)))}\n".encode())
 
 
+def obey(rank):
+    """Do what the campaign has ordered this rank to do; whether to skip a step."""
+    order = Path(f"{os.environ['FAULTS_EVENTS']}.{rank}")
+    if not order.exists():
+        return False
+    what, _, number = order.read_text().partition(" ")
+    order.unlink()
+    if what == "handle":
+        signal.signal(int(number), lambda *_: None)
+    say("failed")
+    if what == "exit":
+        sys.exit(int(number))
+    if what == "_exit":
+        os._exit(int(number))
+    if what == "sleep":
+        time.sleep(int(number))
+    if what == "raise":
+        raise RuntimeError(
+            "an older job said: Horovod has been shut down. This was caused by an exception on one of the ranks"
+        )
+    if what == "thread":
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        sys.exit(3)
+    if what == "child":
+        child = multiprocessing.get_context("fork").Process(target=hold, args=(int(number),))
+        child.start()
+        child.join()
+        raise RuntimeError("a worker exited unexpectedly")
+    if what == "hold":
+        hold(int(number))
+    return what == "skip"
+
+
+def hold(megabytes):
+    """Use so much memory, where the cgroup may not have it; else be killed."""
+    held = bytearray(megabytes << 20)
+    time.sleep(600 if held else 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def train(framework, directory, audited):
     """Train to the end, saving often; then say what each checkpoint in ``audited`` restores."""
     from hvdkit.steps import launchers
 
-    say("rank", launchers.detect(os.environ).rank, os.getpid())
+    rank = launchers.detect(os.environ).rank
+    say("rank", rank, os.getpid())
+    obey(rank)
     from lean_imports import lean_imports
 
     name, _, asynchronous = framework.partition("-")
@@ -124,6 +169,8 @@ def train(framework, directory, audited):
     def save(self, *state, **given):
         if asynchronous:
             report(self.wait())
+        if self is run.checkpoints:
+            obey(rank)
         digests.append(digest())
         report(plain_save(self, *state, **given))
 
@@ -134,6 +181,8 @@ def train(framework, directory, audited):
     else:
         for _ in range(run.loader.epoch, EPOCHS):
             for batch in run.loader:
+                if obey(rank):
+                    continue
                 run.train_step(*batch)
                 if run.step % EVERY == 0:
                     run.checkpoints.save(run.model, run.optimizer, step=run.step, loader=run.loader)
@@ -170,6 +219,12 @@ class Job:
         lines = [line.split() for line in self._events.read_text().splitlines()]
         return [(float(at), *words) for at, kind, *words in lines if kind == what]
 
+    def order(self, rank, words):
+        """Have a rank obey these words, which it finds whole."""
+        whole = self._events.with_name(f"{self._events.name}.words")
+        whole.write_text(words)
+        whole.rename(f"{self._events}.{rank}")
+
     def digests(self, what):
         return {name: digest for _, name, digest in self.said(what)}
 
@@ -180,7 +235,7 @@ class Job:
         return self._log.read_text(errors="replace")
 
     def cause(self):
-        return (["", *re.findall("^hvdkit launch: (.*)", self.log(), re.MULTILINE)])[-1]
+        return (["", *re.findall("^(?:hvdkit launch|hvdkit|Error): (.*)", self.log(), re.MULTILINE)])[-1]
 
     def wait(self, condition=lambda: False, seconds=HANG_S):
         """Whether it comes true while the job runs."""
@@ -232,7 +287,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is drawn: ``moment`` says where in the training, ``fraction`` when there, or for how long."""
+    """What is drawn or chosen: ``moment`` says where in the training, ``fraction`` when there, or for how long."""
 
     number: int
     kind: str
@@ -251,7 +306,8 @@ OURS, SAVING = ("mpirun", "horovodrun"), ("step", "save", "slow save")
 class Kind:
     """``strike(campaign, fault, job)`` causes it, and returns when the failure was where that is not at once.
 
-    ``cause`` is what `hvdkit launch` says at the end; None: the job goes on.
+    ``cause`` is what `hvdkit launch` says at the end; None: the job goes on. ``options`` and ``variables`` are those of
+    the launch, ``before`` what a rank is ordered to do before ``init``.
     """
 
     strike: Callable
@@ -259,6 +315,10 @@ class Kind:
     launchers: tuple = (*OURS, "torchrun")
     moments: tuple = ("start", *SAVING)
     needs: str = ""
+    frameworks: tuple = FRAMEWORKS
+    options: tuple = ()
+    variables: dict = field(default_factory=dict)
+    before: str = ""
 
 
 def freeze(_, fault, job):
@@ -300,6 +360,46 @@ def jump(campaign, fault, job):  # noqa: ARG001
     campaign.turn(clock_s=(-86400, -3600, -2, 2, 3600, 86400)[int(6 * fault.fraction)])
 
 
+def order(words):
+    """Have the rank obey in its next step or save; when it did."""
+
+    def strike(_, fault, job):
+        job.order(fault.rank, words)
+        return job.said("failed")[0][0] if job.wait(lambda: job.said("failed")) else None
+
+    return strike
+
+
+def starve(words):
+    """Have the rank obey where its cgroup has no more than 64 MB left."""
+
+    def strike(campaign, fault, job):
+        used = int((campaign.memory / "memory.usage_in_bytes").read_text())
+        (campaign.memory / "memory.limit_in_bytes").write_text(str(used + (64 << 20)))
+        return order(words)(campaign, fault, job)
+
+    return strike
+
+
+def nothing(_, __, job):
+    """What was wrong from the start has its consequences."""
+    begun = time.monotonic()
+    job.wait()
+    return (job.said("failed") or [(begun,)])[0][0]
+
+
+def kill_above(levels):
+    """Kill what is so many processes above a rank's command: 1, the process beside it; 2, its launcher."""
+
+    def strike(_, fault, job):
+        pid = job.pid(fault.rank)
+        for _ in range(levels):
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        os.kill(pid, signal.SIGKILL)
+
+    return strike
+
+
 def to_rank(number):
     return lambda _, fault, job: os.kill(job.pid(fault.rank), number)
 
@@ -308,6 +408,20 @@ def to_launcher(number):
     return lambda _, __, job: job.launcher.send_signal(number)
 
 
+EXITED = r"rank {rank} \(pid {pid}\) exited with status \d"
+LOOPS = ("torch", "torch-asynchronous", "tensorflow")
+STALE = {
+    "HOROVOD_RANK": "5",
+    "HOROVOD_SIZE": "1",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "9",
+    "RANK": "7",
+}
+DISCOVERY = {
+    "hosts": "echo localhost:1; echo 127.0.0.1:1",
+    "hangs": "sleep 600",
+    "floods": "exec yes localhost:1",
+}
 KILLED, TOLD = r"rank {rank} \(pid {pid}\) was killed by %s; the job was ended\.", "interrupted by SIGTERM; .*"
 KINDS = {
     "SIGKILL of a rank": Kind(to_rank(signal.SIGKILL), KILLED % "SIGKILL"),
@@ -323,6 +437,43 @@ KINDS = {
     "disk full": Kind(fill, r"rank \d \(pid \d+\) exited with status 1; .*", moments=SAVING, needs="root"),
     "disk slow": Kind(slow_down, None, moments=SAVING, needs="cc"),
     "clock jumps": Kind(jump, None, needs="cc"),
+    "SIGTERM of a rank": Kind(to_rank(signal.SIGTERM), KILLED % "SIGTERM", OURS),
+    "SIGABRT of a rank": Kind(to_rank(signal.SIGABRT), KILLED % "SIGABRT", OURS),
+    "SIGBUS of a rank": Kind(to_rank(signal.SIGBUS), KILLED % "SIGBUS", OURS),
+    "SIGUSR1 of the launcher": Kind(to_launcher(signal.SIGUSR1), None, OURS, SAVING),
+    "SIGUSR2 of the launcher": Kind(to_launcher(signal.SIGUSR2), None, OURS, SAVING),
+    "SIGINT of the launcher": Kind(to_launcher(signal.SIGINT), "interrupted by SIGINT; .*", OURS),
+    "SIGHUP of the launcher": Kind(to_launcher(signal.SIGHUP), "interrupted by SIGHUP; .*", OURS),
+    "SIGKILL of the process beside a rank": Kind(kill_above(1), "mpirun exited with status 137; .*", ("mpirun",)),
+    "SIGKILL of mpirun": Kind(kill_above(2), "mpirun was killed by SIGKILL; .*", ("mpirun",), SAVING),
+    "worker of a rank killed": Kind(order("child 0"), f"{EXITED} after its worker .* by SIGKILL; .*", OURS, SAVING),
+    "worker of a rank out of memory": Kind(
+        starve("child 300"), r"rank \d .* because memory ran out .*", OURS, SAVING, "cgroup"
+    ),
+    "rank out of memory": Kind(starve("hold 300"), r"rank {rank} .* SIGKILL because memory .*", OURS, SAVING, "cgroup"),
+    "rank exits 0 before init": Kind(
+        nothing, r"rank {rank} .* before it called init.*", OURS, ("start",), before="exit 0"
+    ),
+    "rank exits 3 before init": Kind(nothing, f"{EXITED}; .*", OURS, ("start",), before="exit 3"),
+    "rank slow before init": Kind(nothing, None, OURS, ("start",), before="sleep 12"),
+    "rank exits 0": Kind(order("exit 0"), r"rank {rank} .* status 0 before the others were done; .*", OURS, SAVING),
+    "rank exits 3": Kind(order("exit 3"), f"{EXITED}; .*", OURS, SAVING),
+    "rank exits 4 without clean-up": Kind(order("_exit 4"), f"{EXITED}; .*", OURS, SAVING),
+    "rank ends, its thread goes on": Kind(order("thread"), r"rank \d .* exited with status 1; .*", OURS, SAVING),
+    "error that quotes Horovod": Kind(order("raise"), f"{EXITED}; .*", OURS, SAVING),
+    "step skipped by a rank": Kind(
+        order("skip"), r"rank \d .* exited with status [01].*", OURS, SAVING, frameworks=LOOPS
+    ),
+    "variables of another job": Kind(nothing, None, OURS, ("start",), variables=STALE),
+    "elastic, SIGKILL of the launcher": Kind(
+        to_launcher(signal.SIGKILL), "", ("horovodrun",), options=("--host-discovery-script", "{hosts}")
+    ),
+    "host discovery that hangs": Kind(
+        nothing, ".* did not end within .*", ("horovodrun",), ("start",), options=("--host-discovery-script", "{hangs}")
+    ),
+    "host discovery without an end": Kind(
+        nothing, ".* printed more than .*", ("horovodrun",), ("start",), options=("--host-discovery-script", "{floods}")
+    ),
 }
 LIMITS = {
     "horovodrun": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"},
@@ -347,11 +498,28 @@ class Campaign:
         self.ending = contextlib.ExitStack()
         self._here = {"", *(["cc"] if shutil.which("cc") else []), *([] if namespaces.missing() else ["root"])}
         self._dials.write_bytes(bytes(16))
+        self.memory = self._make_cgroup()
+        if self.memory is not None:
+            self._here.add("cgroup")
+        self._scripts = {name: str(place / f"{name}.sh") for name in DISCOVERY}
+        for name, line in DISCOVERY.items():
+            Path(self._scripts[name]).write_text(f"#!/bin/sh\n{line}\n")
+            Path(self._scripts[name]).chmod(0o755)
         if "cc" in self._here:
             shim = str(place / "shim.so")
             build = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-o", shim, "-", "-ldl"]
             subprocess.run(build, input=SHIM.encode(), check=True)
             self._environment.update(LD_PRELOAD=shim, FAULTS_DIALS=str(self._dials))
+
+    def _make_cgroup(self):
+        """One of version 1, None where that cannot be."""
+        place = Path(f"/sys/fs/cgroup/memory/hvdkit-faults-{os.getpid()}")
+        try:
+            place.mkdir()
+            self.ending.callback(place.rmdir)
+        except OSError:
+            return None
+        return place
 
     def turn(self, clock_s=0, flush_s=0.0):
         """How wrong the clock is, and how much longer a flush takes, for every process of a job."""
@@ -370,11 +538,13 @@ class Campaign:
     def can(self, fault):
         return KINDS[fault.kind].needs in self._here
 
-    def draw(self, number):
-        """Depends on the seed and the number alone."""
+    def draw(self, number, *, each):
+        """Depends on the seed and the number alone; ``each``: the kinds in turn."""
         dice = random.Random(f"{self._seed}/{number}")  # noqa: S311
         kind = dice.choice(list(KINDS))
-        drawn = [dice.choice(some) for some in (FRAMEWORKS, KINDS[kind].launchers, KINDS[kind].moments, (0, 1))]
+        kind = list(KINDS)[number % len(KINDS)] if each else kind
+        of = KINDS[kind]
+        drawn = [dice.choice(some) for some in (of.frameworks, of.launchers, of.moments, (0, 1))]
         return Fault(number, kind, *drawn, dice.randint(1, SAVES - 8), dice.random())
 
     def start(self, fault, place, label):
@@ -390,8 +560,17 @@ class Campaign:
                 environment = {**environment, "PATH": f"{self.hosts.bin}{os.pathsep}{environment['PATH']}"}
                 options = ["--hosts", ",".join(f"{name}:1" for name in self.hosts.names[:2])]
                 options += [word for limit in LIMITS[fault.launcher].items() for word in ("--env", "=".join(limit))]
+            if label == "job" and fault.kind:
+                kind = KINDS[fault.kind]
+                environment = {**environment, **kind.variables}
+                options += [word.format(**self._scripts) for word in kind.options]
             words = ["hvdkit.cli", "launch", "-n", "2", "--launcher", fault.launcher, *options, "--", sys.executable]
+        if label == "job" and fault.kind and KINDS[fault.kind].before:
+            (place / f"job.events.{fault.rank}").write_text(KINDS[fault.kind].before)
         inside = self.hosts.inside(0) if "link" in fault.kind else []
+        if label == "job" and fault.kind and KINDS[fault.kind].needs == "cgroup":
+            (self.memory / "memory.limit_in_bytes").write_text("-1")
+            inside = ["sh", "-c", f'echo $$ > {self.memory}/tasks; exec "$@"', "sh"]
         return Job(place, label, [*inside, sys.executable, "-m", *words], fault.framework, environment)
 
     @functools.cache  # noqa: B019
@@ -407,6 +586,8 @@ class Campaign:
 
     def strike(self, fault, job, start_s):
         """Wait for the fault's moment and cause it; when the failure was, None where the job was gone before."""
+        if KINDS[fault.kind].strike is nothing:
+            return nothing(self, fault, job)
         if fault.moment == "start":
             job.wait(seconds=fault.fraction * start_s)
         else:
@@ -445,6 +626,7 @@ class Campaign:
             mending.callback(again.kill)
             again_status, *_ = again.end()
         held = again.digests("holds")
+        right = again.ends() if fault.kind == "step skipped by a rank" else right  # its samples are lost
         went_on = min(again.digests("saved"), default="step-9") > max(saved, default="")
         found = {
             "lost": lost,
@@ -473,7 +655,7 @@ class Campaign:
             return (status, job.ends()) == (0, right)
         if status is None or (fault.kind == "disk full" and "No space left on device" not in job.log()):
             return False
-        if fault.launcher not in OURS or not kind.cause or not job.said("rank"):
+        if fault.launcher not in OURS or not kind.cause or not (job.said("rank") or kind.options):
             return True
         host = self.hosts.names[1] if "{host}" in kind.cause else ""
         pid = job.pid(fault.rank) if "{pid}" in kind.cause else 0
@@ -513,6 +695,7 @@ def main():
     parser.add_argument("--minutes", type=float, help="no new fault after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="the fault of this number alone")
+    parser.add_argument("--each", action="store_true", help="every kind in turn")
     parser.add_argument("--word", action="append", default=[], help="only faults with it, such as keras or SIGKILL")
     parser.add_argument("--out", type=Path, help="add a line of JSON for each fault to this file")
     args = parser.parse_args()
@@ -520,10 +703,11 @@ def main():
     begun, results, bad = time.monotonic(), [], 0
     place = Path(tempfile.mkdtemp(prefix="hvdkit-faults-"))
     campaign = Campaign(place, args.seed)
+    numbers = [args.only] if args.only is not None else range(len(KINDS) if args.each else 10**6)
     with campaign.ending:
-        drawn = (campaign.draw(number) for number in ([args.only] if args.only is not None else range(10**6)))
+        drawn = (campaign.draw(number, each=args.each) for number in numbers)
         wanted = (fault for fault in drawn if campaign.can(fault) and all(word in str(fault) for word in args.word))
-        for fault in itertools.islice(wanted, args.faults or (None if args.minutes else 30)):
+        for fault in itertools.islice(wanted, args.faults or (None if args.minutes or args.each else 30)):
             if args.minutes and time.monotonic() - begun > 60 * args.minutes:
                 break
             one = campaign.run(fault)

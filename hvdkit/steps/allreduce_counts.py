@@ -56,7 +56,7 @@ class AllreduceCounts:
     """This process's part; one for all of its optimizers and tapes."""
 
     def __init__(self) -> None:
-        self._made, self._averaging = 0, 0
+        self._made, self._averaging, self._in_first_thread = 0, 0, True
         self._in_graphs: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._thread: threading.Thread | None = None
 
@@ -90,6 +90,7 @@ class AllreduceCounts:
     def allreduce(self, process_sets: Iterable[Any]) -> Iterator[None]:
         """In here the first thread averages gradients over Horovod's process sets; only that of all ranks counts."""
         counts = any(one.process_set_id == 0 for one in process_sets)
+        self._in_first_thread &= threading.current_thread() is threading.main_thread()
         self._made += counts
         self._averaging += counts
         try:
@@ -152,6 +153,8 @@ class AllreduceCounts:
             file = frame.f_code.co_filename
             if file.startswith(self._library):
                 state = max(state, _WAITS)
+            elif file == threading.__file__ and frame.f_code.co_name == "_shutdown" and self._in_first_thread:
+                state, place = max(state, _WAITS), "threading, its program has ended and a thread of it has not"
             elif not _is_library(frame):
                 place = f"{Path(file).name}, line {frame.f_lineno}"
             frame = frame.f_back

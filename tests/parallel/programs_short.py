@@ -2,12 +2,13 @@
 
 ``programs_short.py torch|tensorflow|keras HOW [AFTER]``. HOW: "skip" a step, "break" in the last one, one "micro"-batch
 fewer; in TensorFlow also "graph", to skip a step of a ``tf.function``; in PyTorch "alone": it skips none, and the root
-shards without the others. AFTER the loop: "check" the agreement, average "metrics", call "plain" Horovod, "exit";
-"slow" skips nothing, and the root comes to its check seconds late.
+shards without the others. AFTER the loop: "check" the agreement, average "metrics", call "plain" Horovod, "exit", leave
+a "thread" behind; "slow" skips nothing, and the root comes to its check seconds late.
 """
 
 import importlib
 import sys
+import threading
 import time
 
 from lean_imports import lean_imports
@@ -61,7 +62,9 @@ def main(framework: str, how: str, after: str = "check") -> None:
         hk.shard(range(8), world, 4)
     if after == "slow" and world.is_root:
         time.sleep(9)
-    if after == "metrics":
+    if after == "thread" and world.rank:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    elif after == "metrics":
         hk.average_metrics({"loss": 1.0}, world)
     elif after == "plain":
         hvd.broadcast_object(1, root_rank=0, name="plain")

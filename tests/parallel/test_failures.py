@@ -304,7 +304,10 @@ def begin(target):
 
 
 SHORT = [
-    *(("torch", how, after) for how, after in (("skip", "check"), ("micro", "metrics"), ("break", "exit"))),
+    *(
+        ("torch", how, after)
+        for how, after in (("skip", "check"), ("micro", "metrics"), ("break", "exit"), ("break", "thread"))
+    ),
     *(("tensorflow", how, after) for how, after in (("skip", "plain"), ("graph", "check"), ("graph", "exit"))),
     ("keras", "skip", "check"),
 ]
@@ -324,8 +327,9 @@ def test_a_rank_that_is_one_allreduce_short_is_named_on_every_rank(tmp_path, fra
             errors
         )
         return
-    told = [line for line in errors if f"AgreementError: {said}waits in programs_short.py, line " in line]
-    assert [line[:4] for line in sorted(told)] == ["[0] ", "[1] "], errors
+    where = "threading, its program has ended" if after == "thread" else "programs_short.py, line "
+    told = [line for line in errors if f"AgreementError: {said}waits in {where}" in line]
+    assert [line[:4] for line in sorted(told)] == (["[0] "] if after == "thread" else ["[0] ", "[1] "]), errors
 
 
 def test_ranks_that_wait_in_different_calls_are_named_with_their_lines(tmp_path):

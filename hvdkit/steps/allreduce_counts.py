@@ -33,7 +33,7 @@ from hvdkit.steps.ranks import name_ranks
 
 Words = npt.NDArray[np.int64]
 
-_PERIOD_S, _LEAVE_S = 1.0, 2.5
+_PERIOD_S, _LEAVE_S = 1.0, 4.0
 _QUIET, _LONG_QUIET = 3, 7
 """Tables without a change after which ranks that wait will wait forever: by their numbers, by their lines."""
 _RUNS, _WAITS, _AVERAGES, _LEAVES = range(4)
@@ -129,6 +129,8 @@ class AllreduceCounts:
                 before = table
                 if any(row.state == _LEAVES for row in rows):
                     self._explain(rows)
+                    if self._leaves and not all(row.state == _LEAVES for row in rows):
+                        time.sleep(_PERIOD_S)  # until the others know it, too: this one's end is Horovod's
                     return
                 waiting = all(row.state in (_WAITS, _AVERAGES) for row in rows)
                 apart = len({row.made for row in rows}) > 1 and quiet >= _QUIET

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet, ref
 
 _steps: dict[str, int] = {}
 _counters: list[Callable[[], int]] = []
-_models: WeakKeyDictionary[Any, Callable[[Any], bytes]] = WeakKeyDictionary()
+_models: dict[int, tuple[ref[Any], Callable[[Any], bytes]]] = {}
 _recent: dict[Pass, None] = {}
 """Passes that gave a batch since the last step, in the order of their last batches."""
 _settled: list[int] = []
@@ -39,12 +39,17 @@ def stepped(*_: Any) -> None:
 
 
 def look_at_weights(model: Any, sample: Callable[[Any], bytes]) -> None:
-    """Steps change what ``sample`` reads of the model; when it is as before the first of them, they were undone."""
-    _models[model] = sample
+    """Steps change what ``sample`` reads of the model; when it is as before the first of them, they were undone.
+
+    A list or dict of models is not looked at: it cannot be referred to weakly.
+    """
+    if hasattr(model, "__weakref__"):
+        _models[id(model)] = ref(model), sample
 
 
 def _weights() -> list[bytes]:
-    return [sample(model) for model, sample in _models.items()]
+    living = [(held(), sample) for held, sample in _models.values()]
+    return [sample(model) for model, sample in living if model is not None]
 
 
 def go_on_elsewhere() -> None:

@@ -219,8 +219,7 @@ def broadcast_state(model: Any, optimizer: Any | None = None, root: int = 0) -> 
     state.broadcast(model, optimizer, root)
     if optimizer is not None:
         state.count_steps(optimizer)
-    if hasattr(model, "__weakref__"):  # no list of variables
-        passes.look_at_weights(model, state.sample_of)
+    passes.look_at_weights(model, state.sample_of)
 
 
 # 6: Checkpoints is in checkpoint ------------------------------------------------------------------------------------

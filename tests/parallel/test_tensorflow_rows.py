@@ -24,7 +24,7 @@ def test_rows_are_those_of_the_arrays(hk, world, everyone, tmp_path, where):
     rows.SMALL = limit if where in ("copied", "mapped") else 0
     try:
         loader = hk.shard((x, np.arange(SAMPLES)), world, 2)
-        copied = isinstance(rows._within_tensorflow(x), tf.Tensor)
+        copied = isinstance(rows.within_tensorflow(x), tf.Tensor)
     finally:
         rows.SMALL = limit
     assert copied == (where in ("copied", "large rows"))

@@ -70,6 +70,7 @@ class Training:
         data = EqualWeights(loader._arrays, loader.share) if equal_weights else loader
         # hvdkit's own fit refuses the mistakes: an optimizer that does not average, and weights that differ.
         fit = keras.Model.fit._hvdkit_plain if equal_weights or self._mistaken else keras.Model.fit
+        data.in_fit = fit is not keras.Model.fit  # which hvdkit's own says to the loader
         fit(self.model, data, epochs=epochs, shuffle=False, verbose=0, callbacks=self._callbacks)
 
     def step_in_parts(self, batches: list[tuple[np.ndarray, np.ndarray, float]]) -> None:

@@ -75,9 +75,18 @@ class Counter:
         return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=self._name)
 
 
-_BEGUN, _ENDED = Counter(), Counter()
-"""Allreduces of gradients in graphs, where Python does not run."""
-COUNTS.in_graphs(lambda: (_BEGUN.in_graphs(), _ENDED.in_graphs()))
+_BEGUN_AND_ENDED: list[Counter] = []
+"""Allreduces begun and ended in graphs, where Python does not run; made with the first, since it starts TensorFlow."""
+
+
+def _counts_in_graphs() -> tuple[int, int]:
+    if not _BEGUN_AND_ENDED:
+        return 0, 0
+    begun, ended = _BEGUN_AND_ENDED
+    return begun.in_graphs(), ended.in_graphs()
+
+
+COUNTS.in_graphs(_counts_in_graphs)
 
 
 @contextlib.contextmanager
@@ -87,12 +96,16 @@ def counted_in_graph(process_set: Any) -> Iterator[Callable[[Any], None]]:
         yield lambda _: None
         return
 
-    def ended(received: Any) -> None:
-        with tf.control_dependencies(tf.nest.flatten(received, expand_composites=True)):
-            _ENDED.count()
+    if not _BEGUN_AND_ENDED:
+        _BEGUN_AND_ENDED.extend((Counter(), Counter()))
+    begun, ended = _BEGUN_AND_ENDED
 
-    with tf.control_dependencies([_BEGUN.count()]):
-        yield ended
+    def received(results: Any) -> None:
+        with tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+            ended.count()
+
+    with tf.control_dependencies([begun.count()]):
+        yield received
 
 
 def forget() -> None:

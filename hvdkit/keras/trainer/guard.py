@@ -353,7 +353,9 @@ class Guard(keras.callbacks.Callback):  # type: ignore[misc]
         if self._alone or not told or agreement.WARNING or taking_part(held_by(self.model)) is not None:
             return
         seen = state.untrained_state(self.model, self._untrained.suspects)
-        if agreement.agree([seen.table()], lambda mine: TRANSPORT.minimum(mine, "hvdkit.untrained")):
+        # Gathered, not reduced: TensorFlow gives eager allreduces one name, and a timeline would take them for steps.
+        mine = np.array([agreement.digest(seen.table())], dtype=np.int64)
+        if len({int(one[0]) for one in TRANSPORT.gather(mine, "hvdkit.untrained_digest")}) == 1:
             self._untrained.suspects.clear()
         else:
             self._untrained.compare(TRANSPORT, seen)

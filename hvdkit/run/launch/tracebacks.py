@@ -8,8 +8,10 @@ from collections.abc import Mapping
 
 from hvdkit.run.launch.output import LineBuffer
 
-HOLD_S = 1.5
-"""Seconds that a traceback is held back to see whether the rank ends by it; one that goes on is shown then."""
+HOLD_S = 4.0
+"""Seconds that a traceback is held back to see whether the rank ends by it; one that goes on is shown then.
+
+A rank that ends takes leave of the watch over allreduces first: two seconds, more on a busy host."""
 KNOCK_ON_HOLD_S = 10.0
 """The same when a rank says that Horovod lost a peer: the job most likely ends, which takes TensorFlow seconds."""
 REPEAT_S = 15.0

@@ -322,8 +322,8 @@ RULES = (
         "download-on-every-rank",
         "every rank downloads here",
         "processes write the same files at the same time, and the server sees n downloads",
-        "download where the local rank is 0, let the others wait at a barrier, then load with download=False; or "
-        "download inside a file lock",
+        "download where the local rank is 0, let the others wait, then load what is there; or download inside a file "
+        "lock",
         find.downloads,
     ),
     Rule(

@@ -54,13 +54,15 @@ FLOORS = {
 }
 """The four floors of the house, and the commands on each."""
 COMMANDS = {name: row for commands in FLOORS.values() for name, row in commands.items()}
+MOVED: dict[str, str] = {}
+"""Commands that are gone, and what does the same now, as it is typed."""
 
 
 _FOR_ALL = {"help_option_names": ["-h", "--help"], "show_default": True}
 """Settings that every command inherits."""
 
 
-@click.group(cls=commands.group_of(COMMANDS, FLOORS), context_settings=_FOR_ALL)
+@click.group(cls=commands.group_of(COMMANDS, FLOORS, MOVED), context_settings=_FOR_ALL)
 @click.version_option(hvdkit.__version__, prog_name="hvdkit")
 def hvdkit_command() -> None:
     """The eight steps of data-parallel training with Horovod, and the tools around them.

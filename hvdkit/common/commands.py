@@ -101,10 +101,12 @@ class LazyGroup(click.Group):
     Attributes:
         table: name to ("module:function", what it does in a sentence).
         sections: for ``--help``, heading to the part of the table below it.
+        moved: name of a command that is gone to what does the same now.
     """
 
     table: Mapping[str, tuple[str, str]] = {}
     sections: Mapping[str, Mapping[str, tuple[str, str]]] = {}
+    moved: Mapping[str, str] = {}
 
     def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         """Read the words of a command line; what is printed here is help."""
@@ -120,8 +122,14 @@ class LazyGroup(click.Group):
         """Names, in the order of the table."""
         return list(self.table)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import a command."""
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command.
+
+        Raises:
+            click.UsageError: it is gone, and another does the same now.
+        """
+        if cmd_name in self.moved:
+            raise click.UsageError(f"'{ctx.command_path} {cmd_name}' is '{self.moved[cmd_name]}' now", ctx)
         if cmd_name not in self.table:
             return None
         module, _, function = self.table[cmd_name][0].partition(":")
@@ -138,10 +146,13 @@ class LazyGroup(click.Group):
 
 
 def group_of(
-    commands: Mapping[str, tuple[str, str]], sections: Mapping[str, Mapping[str, tuple[str, str]]] | None = None
+    commands: Mapping[str, tuple[str, str]],
+    sections: Mapping[str, Mapping[str, tuple[str, str]]] | None = None,
+    moved: Mapping[str, str] | None = None,
 ) -> type[LazyGroup]:
     """A group class, for ``click.group(cls=...)``, of a table, in sections where given: see ``LazyGroup``."""
-    return type("Group", (LazyGroup,), {"table": commands, "sections": sections or {"Commands": commands}})
+    attributes = {"table": commands, "sections": sections or {"Commands": commands}, "moved": moved or {}}
+    return type("Group", (LazyGroup,), attributes)
 
 
 def with_options(options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:

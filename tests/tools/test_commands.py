@@ -312,3 +312,9 @@ def test_help_has_the_four_groups_and_each_command_stands_on_its_floor(capsys):
         part = said.partition(f"{heading}:")[2].partition("\n\n")[0]
         assert [line.split()[0] for line in part.splitlines()[1:] if line[2:3].strip()] == list(table)
         assert {module.split(".")[1] for module, _ in table.values()} == {floor}
+
+
+def test_a_command_that_moved_says_where(monkeypatch, capsys):
+    monkeypatch.setattr(type(cli.hvdkit_command), "moved", {"gone": "hvdkit doctor --job"})
+    assert cli.run(["gone", "--json"]) == 2
+    assert capsys.readouterr().err == "hvdkit: 'hvdkit gone' is 'hvdkit doctor --job' now (see 'hvdkit --help').\n"

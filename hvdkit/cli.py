@@ -44,6 +44,7 @@ FLOORS = {
     },
     "What happened": {
         "explain": ("hvdkit.read.explain.cli:explain", "Name what costs a job most time, from its recordings."),
+        "diff": ("hvdkit.read.diff.cli:diff", "Compare two recordings or results: what changed, and why?"),
         "timeline": ("hvdkit.read.timeline.cli:timeline", "Read Horovod's timeline: what took the time?"),
         "trace": ("hvdkit.read.trace.cli:trace", "Read PyTorch profiler traces: operators, communication."),
         "mpi-profile": (

@@ -46,14 +46,12 @@ READS = {
     "timeline summary": [["timeline", "summary", "BAD"]],
     "timeline report": [["timeline", "report", "BAD", "-o", "r.html"]],
     "timeline slice": [["timeline", "slice", "BAD", "--steps", "1..2", "--output", "o.json"]],
-    "timeline diff": [["timeline", "diff", "BAD", "GOOD"], ["timeline", "diff", "GOOD", "BAD"]],
+    "diff": [["diff", "BAD", "GOOD"], ["diff", "GOOD", "BAD"], ["diff", "BAD", "BAD"]],
     "timeline merge": [["timeline", "merge", place, other, "--output", "m.json"]
                        for place, other in (("BAD", "GOOD"), ("GOOD", "BAD"))],
     "timeline export": [["timeline", "export", "BAD", "--output", "o.csv"]],
     "trace summary": [["trace", "summary", "BAD"]],
-    "trace diff": [["trace", "diff", "BAD", "BAD"]],
     "mpi-profile show": [["mpi-profile", "show", "BAD"]],
-    "mpi-profile compare": [["mpi-profile", "compare", "BAD", "BAD"]],
 }  # fmt: skip
 """Command lines by command; BAD is the file that is none."""
 NOT_READ = {

@@ -109,7 +109,7 @@ def test_what_comes_from_a_file_cannot_steer_the_terminal(capsys, tmp_path):
         (["show"], 2, "PATHS|DIR"), (["show", "nosuch"], 2, "nosuch"), (["show", "."], 2, "holds no MPI profile"),
         (["show", *MPITRACE, "--rank", "2"], 2, "those of 0, 1, 4, 5 of 8 ranks"),
         (["show", *MPITRACE, MPIP], 1, "different"),
-        (["show", *MPITRACE, "--rank", "-1"], 2, "-1"), (["compare", MPIP], 2, "B"), (["look"], 2, "look"),
+        (["show", *MPITRACE, "--rank", "-1"], 2, "-1"), (["look"], 2, "look"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(capsys, tmp_path, monkeypatch, words, status, said):
@@ -119,24 +119,9 @@ def test_a_mistake_is_one_sentence(capsys, tmp_path, monkeypatch, words, status,
     assert re.search(said, err) and err.count("\n") == 1 and err.startswith("hvdkit: ")
 
 
-@pytest.mark.parametrize("command", ["show", "compare"])
-def test_help_teaches(capsys, command):
-    status, out, _ = run(capsys, command, "--help")
-    assert status == 0 and f"hvdkit mpi-profile {command}" in out.split("Options:")[0]
-
-
-# compare
-
-
-def test_compare(capsys, tmp_path):
-    write(tmp_path / "a", record(0, 1))
-    write(tmp_path / "b", record(0, 1, HOROVOD[:1], seconds=30.0))
-    status, out, _ = run(capsys, "compare", tmp_path / "a", tmp_path / "b")
-    assert status == 0 and "A ran for 10.0 s and B for 30.0 s" in out
-    content = json.loads(run(capsys, "compare", tmp_path / "a", tmp_path / "b", "--json")[1])
-    same = next(one for one in content["compared"] if one["purpose"] == "control" and one["routine"] == "MPI_Allreduce")
-    assert (same["ratio"], same["a"]["calls"], same["b"]["bytes"]) == (1, 1000, 8000)
-    assert content["compared"][0]["purpose"] == "payload"
+def test_help_teaches(capsys):
+    status, out, _ = run(capsys, "show", "--help")
+    assert status == 0 and "hvdkit mpi-profile show" in out.split("Options:")[0]
 
 
 # hvdkit launch --mpi-profile

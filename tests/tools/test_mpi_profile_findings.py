@@ -1,13 +1,11 @@
 """What a profile says in numbers and in sentences."""
 
-from dataclasses import replace
-
 import pytest
 from mpi_profile_files import HOROVOD, MPIP, MPITRACE, group, record, write
 
 from hvdkit.cli import run
 from hvdkit.common.causes import dearest_first
-from hvdkit.read.mpi_profile import comparison, measures, reading, traffic
+from hvdkit.read.mpi_profile import measures, reading, traffic
 from hvdkit.read.mpi_profile import show as tables
 from hvdkit.read.mpi_profile.causes import causes, findings, otherwise
 from hvdkit.read.mpi_profile.model import MPITRACE as MPITRACE_FORMAT
@@ -218,34 +216,3 @@ def test_mpip_has_the_same_findings():
     text = found(reading.read([MPIP]))["negotiation"]
     assert "91% of the allreduces (1,000 of 1,100) are 16 bytes: Horovod's negotiation." in text
     assert "75% of the time" in text and "by its size" not in text
-
-
-# Two profiles
-
-
-def test_a_comparison_is_of_medians_over_the_ranks(tmp_path):
-    def job(name, seconds, size=2):
-        calls = [[group("MPI_Allreduce", (10, 1000, each), op="MPI_SUM")] for each in seconds]
-        return reading.read([write(tmp_path / name, *(record(rank, size, one) for rank, one in enumerate(calls)))])
-
-    first, second = job("a", (0.1, 0.3)), job("b", (0.2, 0.2))
-    (one,) = comparison.compare(first, second)
-    assert (one.a.calls, one.a.bytes, one.a.seconds, one.b.seconds) == (10, 10000, pytest.approx(2), pytest.approx(2))
-    assert one.ratio == pytest.approx(1)
-    assert comparison.notes(first, second) == []
-    other = replace(job("c", (0.1,), size=3), library="MPICH 5")
-    words = " ".join(comparison.notes(first, other))
-    for expected in ("A is of 2 ranks and B of 3.", "B: 2 of 3 ranks left no record: 1, 2.", "MPICH 5"):
-        assert expected in words
-
-
-def test_what_differs_most_comes_first_and_what_one_lacks_is_there(tmp_path):
-    first = reading.read([write(tmp_path / "a", record(0, 1, HOROVOD))])
-    second = reading.read([write(tmp_path / "b", record(0, 1, [replace_seconds(HOROVOD[0], 3e-3)]))])
-    compared = comparison.compare(first, second)
-    top = compared[0]
-    assert (top.routine, top.purpose, top.ratio) == ("MPI_Allreduce", "control", pytest.approx(3))
-    gone = next(one for one in compared if one.routine == "MPI_Gatherv")
-    assert (gone.b.calls, gone.b.bytes, gone.ratio) == (0, None, 0)
-    back = next(one for one in comparison.compare(second, first) if one.routine == "MPI_Gatherv")
-    assert back.ratio is None

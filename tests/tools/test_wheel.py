@@ -110,7 +110,7 @@ def test_every_help_of_every_command_works(alone):
     done = alone("-c", EVERY_HELP)
     assert done.returncode == 0, done.stderr
     commands = {line for line in done.stdout.splitlines() if line.count(" ") < 2}
-    assert {"timeline report", "bench synthetic", "emulate sizes", "mpi-profile compare"} <= commands
+    assert {"timeline report", "bench synthetic", "emulate sizes", "mpi-profile show"} <= commands
 
 
 TOOLS = {

@@ -11,11 +11,10 @@ SUBCOMMANDS = {
         "hvdkit.read.mpi_profile.show_cli:show",
         "Print routines, sizes, control and payload, findings.",
     ),
-    "compare": ("hvdkit.read.mpi_profile.show_cli:compare", "Put two profiles side by side."),
 }
 
 
-@click.group(cls=group_of(SUBCOMMANDS))
+@click.group(cls=group_of(SUBCOMMANDS, moved={"compare": "hvdkit diff A B"}))
 def mpi_profile() -> None:
     """Read MPI profiles of every rank: calls, bytes and time by routine and size.
 

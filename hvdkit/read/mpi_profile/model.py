@@ -138,3 +138,11 @@ class Profile:
         """Ranks without a record."""
         there = {rank.rank for rank in self.ranks}
         return tuple(number for number in range(self.size) if number not in there)
+
+    @property
+    def missing_text(self) -> str:
+        """Which ranks these are, a full sentence; "" when all have a record."""
+        if not self.missing:
+            return ""
+        names = ", ".join(map(str, self.missing[:8])) + (", ..." if len(self.missing) > 8 else "")
+        return f"{len(self.missing)} of {self.size} ranks left no record: {names}."

@@ -10,7 +10,6 @@ from hvdkit.common.causes import Cause, dearest_first
 from hvdkit.common.json_files import Document, Part
 from hvdkit.read.mpi_profile import measures
 from hvdkit.read.mpi_profile.causes import NOT_SEEN, ProfileFinding, causes, findings
-from hvdkit.read.mpi_profile.comparison import ComparedRoutine, missing_text
 from hvdkit.read.mpi_profile.model import Calls, Profile
 from hvdkit.read.mpi_profile.traffic import Traffic
 
@@ -22,9 +21,10 @@ _GUESSED = (
 
 def notes(profile: Profile, shown: Traffic) -> list[str]:
     """What a reader should know, full sentences."""
-    missing = missing_text(profile)
-    guessed = shown.horovod and not shown.certain
-    return [*([missing] if missing else []), *([_GUESSED] if guessed else []), *profile.notes, NOT_SEEN]
+    found = [profile.missing_text] if profile.missing else []
+    if shown.horovod and not shown.certain:
+        found.append(_GUESSED)
+    return [*found, *profile.notes, NOT_SEEN]
 
 
 class Purposes(Part, frozen=True):
@@ -106,21 +106,6 @@ class ShownProfile(Document, frozen=True):
     ranks: tuple[OneRank, ...]
     causes: tuple[Cause, ...]
     findings: tuple[ProfileFinding, ...]
-    notes: tuple[str, ...]
-
-
-class ProfileComparison(Document, frozen=True):
-    """Two profiles side by side; A and B are medians over the ranks.
-
-    Attributes:
-        compared: each routine and purpose, those whose time differs most first.
-        notes: what makes them hard to compare, full sentences.
-    """
-
-    kind = "mpi-profile-comparison"
-    written_by = "hvdkit mpi-profile compare --json"
-
-    compared: tuple[ComparedRoutine, ...]
     notes: tuple[str, ...]
 
 

@@ -1,15 +1,12 @@
-"""A profile and a comparison as tables for people."""
+"""A profile as tables for people."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, duration_text, share_text
 from hvdkit.read.mpi_profile import measures, results
-from hvdkit.read.mpi_profile.causes import NOT_SEEN, UNSEEN, causes, findings, otherwise
-from hvdkit.read.mpi_profile.comparison import ComparedRoutine
+from hvdkit.read.mpi_profile.causes import UNSEEN, causes, findings, otherwise
 from hvdkit.read.mpi_profile.model import Profile
 from hvdkit.read.mpi_profile.traffic import CONTROL, Traffic
 
@@ -39,27 +36,6 @@ def page(profile: Profile, traffic: Traffic) -> Page:
         )
     found += [f"- {finding.text}" for finding in findings(traffic)]
     return Page([*found, *(f"Note: {note}" for note in results.notes(profile, traffic))])
-
-
-def compared_page(compared: Sequence[ComparedRoutine], remarks: Sequence[str]) -> Page:
-    """Two profiles side by side."""
-    names = ("routine", "purpose", "A calls", "B calls", "A bytes", "B bytes", "A s", "B s", "B / A")
-    rows = [
-        [
-            one.routine,
-            one.purpose,
-            f"{one.a.calls:g}",
-            f"{one.b.calls:g}",
-            _bytes(one.a.bytes),
-            _bytes(one.b.bytes),
-            f"{one.a.seconds:.3f}",
-            f"{one.b.seconds:.3f}",
-            None if one.ratio is None else f"{one.ratio:.2f}",
-        ]
-        for one in compared
-    ]
-    table = Table("Medians over the ranks, what differs most first", names, rows, left=names[:2])
-    return Page([table, *(f"Note: {remark}" for remark in (*remarks, NOT_SEEN))])
 
 
 def _routines(profile: Profile, traffic: Traffic) -> Table:

@@ -1,4 +1,4 @@
-"""``hvdkit mpi-profile show`` and ``compare``."""
+"""``hvdkit mpi-profile show``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from hvdkit.common.commands import AT_LEAST_0
 from hvdkit.errors import InvalidArgumentError
-from hvdkit.read.mpi_profile import comparison, reading, results
+from hvdkit.read.mpi_profile import reading, results
 from hvdkit.read.mpi_profile import show as tables
 from hvdkit.read.mpi_profile import traffic as purposes
 from hvdkit.read.mpi_profile.model import Profile
@@ -42,27 +42,6 @@ def show(paths: tuple[Path, ...], number: int | None, form: str | None) -> int:
     traffic = purposes.of_profile(profile)
     shown = _shown(profile, traffic, number)
     tables.page(profile, shown).print(form, results.shown_as(profile, traffic, shown))
-    return 0
-
-
-@click.command()
-@click.argument("a", type=_PATH)
-@click.argument("b", type=_PATH)
-@click.option("--json", "form", flag_value="json", help="Print JSON; times in seconds.")
-def compare(a: Path, b: Path, form: str | None) -> int:
-    """Put two profiles side by side: calls, bytes and seconds of each routine and purpose, medians over the ranks.
-
-    \b
-    Example, before and after a longer cycle:
-      hvdkit launch -n 2 --mpi-profile before -- python train.py
-      hvdkit launch -n 2 --mpi-profile after --cycle-time-ms 5 -- python train.py
-      hvdkit mpi-profile compare before after
-
-    Exit status: 0, also when they differ; 1 a profile cannot be used; 2 for bad usage.
-    """
-    first, second = reading.read([a]), reading.read([b])
-    compared, remarks = comparison.compare(first, second), comparison.notes(first, second)
-    tables.compared_page(compared, remarks).print(form, results.ProfileComparison(tuple(compared), tuple(remarks)))
     return 0
 
 

@@ -10,13 +10,12 @@ SUBCOMMANDS = {
     "summary": ("hvdkit.read.timeline.commands:summary", "Where the time went, in numbers, and what to try."),
     "report": ("hvdkit.read.timeline.commands:report", "Write one HTML page, to zoom into."),
     "slice": ("hvdkit.read.timeline.commands:slice_", "Write part of it to its own file."),
-    "diff": ("hvdkit.read.timeline.commands:diff", "Compare two timelines: what takes longer?"),
     "merge": ("hvdkit.read.trace.commands:merge", "Merge it with a trace of torch.profiler."),
     "export": ("hvdkit.read.timeline.commands:export", "Write it for Perfetto, or as a CSV table."),
 }
 
 
-@click.group(cls=group_of(SUBCOMMANDS))
+@click.group(cls=group_of(SUBCOMMANDS, moved={"diff": "hvdkit diff A B"}))
 def timeline() -> None:
     """Read a timeline of Horovod (HOROVOD_TIMELINE): where did the time go, and what to try?
 

@@ -1,4 +1,4 @@
-"""The commands ``hvdkit timeline summary``, ``report``, ``slice``, ``diff`` and ``export``."""
+"""The commands ``hvdkit timeline summary``, ``report``, ``slice`` and ``export``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from msgspec.structs import replace
 
-from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, not_below_0, with_options
+from hvdkit.common.commands import AT_LEAST_0, AT_LEAST_1, PATH, with_options
 from hvdkit.common.table import Page
 from hvdkit.errors import DataError
-from hvdkit.read.timeline import difference, show
+from hvdkit.read.timeline import show
 from hvdkit.read.timeline.export import export as write_export
 from hvdkit.read.timeline.lanes import OPERATIONS, TENSORS
 from hvdkit.read.timeline.reader import read
@@ -147,52 +146,6 @@ def slice_(
     said = f"{written.operations} operations, {written.events} events, from {written.since:g} s to {end}"
     Page([f"{written.path}: {said}"]).print(form, written)
     return 0
-
-
-@click.command()
-@click.argument("a", type=PATH)
-@click.argument("b", type=PATH)
-@click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
-@click.option("--all", "show_all", is_flag=True, help="Also print changes that may be chance.")
-@click.option(
-    "--fail-above",
-    type=float,
-    metavar="RATIO",
-    help="Exit with 1 if a phase became slower by more than this factor, such as 1.2.",
-)
-@click.option(
-    "--at-least-us",
-    type=float,
-    callback=not_below_0,
-    default=10.0,
-    metavar="US",
-    help="Smallest growth of a median that counts for --fail-above.",
-)
-@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
-def diff(
-    a: Path, b: Path, top: int, show_all: bool, fail_above: float | None, at_least_us: float, form: str | None
-) -> int:
-    """Show what takes longer in timeline B than in timeline A: which phase of which tensor, and how sure that is.
-
-    Medians are compared with the Mann-Whitney U test, corrected for the number of comparisons (false discovery rate 5
-    %, Benjamini and Yekutieli). Changes are sorted by the time that they explain: how much longer B takes because of
-    each. Rare long operations count; the first of each tensor (set-up, compilation) is left out. Tensors of one fused
-    exchange each carry all of its time, so these times do not add up.
-
-    \b
-    Examples:
-      hvdkit timeline diff before.json after.json
-      hvdkit timeline diff before.json after.json --fail-above 1.2 --json > diff.json
-
-    Exit status: 0, also when they differ; 1 with --fail-above when a significant change is above it, or when a
-    file cannot be used; 2 for bad usage.
-    """
-    limit = None if fail_above is None else difference.check_ratio(fail_above)
-    found = difference.compare(a, b)
-    above = [] if limit is None else found.slower(limit, at_least_us)
-    page = show.difference_page(found, above, limit, top, show_all=show_all)
-    page.print(form, replace(found, slower_than_limit=tuple(above)))
-    return 1 if above else 0
 
 
 @click.command()

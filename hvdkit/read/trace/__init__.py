@@ -13,11 +13,10 @@ operators, kernels, data loading, and the communication of any library.
 
 What each module is for: ``events`` the file as a stream of events, ``columns`` those that count, as arrays, ``kinds``
 what an event is (computation, communication, data), ``operators`` calls inside
-calls, ``summary`` arrays to numbers, ``difference`` two of them, ``show`` and ``cli`` the command.
+calls, ``summary`` arrays to numbers, ``show`` and ``cli`` the command.
 """
 
-from hvdkit.read.trace.difference import compare
 from hvdkit.read.trace.results import Operator, RankTrace, TraceSummary, TraceTimes
 from hvdkit.read.trace.summary import summarize
 
-__all__ = ["Operator", "RankTrace", "TraceSummary", "TraceTimes", "compare", "summarize"]
+__all__ = ["Operator", "RankTrace", "TraceSummary", "TraceTimes", "summarize"]

@@ -8,11 +8,10 @@ from hvdkit.common.commands import group_of, print_any_name
 
 SUBCOMMANDS = {
     "summary": ("hvdkit.read.trace.commands:summary", "Operators, communication, data loading, memory, rank by rank."),
-    "diff": ("hvdkit.read.trace.commands:diff", "Compare two traces: what takes longer?"),
 }
 
 
-@click.group(cls=group_of(SUBCOMMANDS))
+@click.group(cls=group_of(SUBCOMMANDS, moved={"diff": "hvdkit diff A B"}))
 def trace() -> None:
     """Read traces of PyTorch's profiler: what is a step spent on, and what does communication cost?
 

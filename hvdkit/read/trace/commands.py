@@ -1,4 +1,4 @@
-"""The commands ``hvdkit trace summary`` and ``diff``, and ``hvdkit timeline merge``, which stands on both."""
+"""The commands ``hvdkit trace summary`` and ``hvdkit timeline merge``, which stands on both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hvdkit.common.commands import AT_LEAST_0, PATH
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import share_text
 from hvdkit.read.trace import show
-from hvdkit.read.trace.difference import compare
 from hvdkit.read.trace.merging import merge as merge_files
 from hvdkit.read.trace.summary import summarize
 
@@ -35,27 +34,6 @@ def summary(traces: tuple[Path, ...], top: int, form: str | None) -> int:
     """
     found = summarize(traces)
     show.summary_page(found, top).print(form, found)
-    return 0
-
-
-@click.command()
-@click.argument("a", type=PATH)
-@click.argument("b", type=PATH)
-@click.option("--top", type=AT_LEAST_0, default=20, metavar="N", help="Lines to print.")
-@click.option("--json", "form", flag_value="json", help="Print one JSON object; times in seconds.")
-def diff(a: Path, b: Path, top: int, form: str | None) -> int:
-    """Say what takes longer in a step of trace B than in one of trace A, such as rank 0 before and after a change.
-
-    A change is clear when every step of one is longer than any step of the other, with at least 4 steps each.
-
-    \b
-    Example:
-      hvdkit trace diff before/trace-0-of-2.json.gz after/trace-0-of-2.json.gz
-
-    Exit status: 0, also when they differ; 1 a file is no whole trace; 2 for bad usage or a missing file.
-    """
-    found = compare(a, b)
-    show.difference_page(found, top).print(form, found)
     return 0
 
 

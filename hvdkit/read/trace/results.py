@@ -190,7 +190,7 @@ class TraceSkew:
 
 _TIMES = (
     "self_ms total_ms gpu_self_ms gpu_total_ms covered_ms exposed_ms window computation communication overlapped "
-    "exposed data exposed_data copies other begin duration late waiting cost median largest mean_a mean_b explains"
+    "exposed data exposed_data copies other begin duration late waiting cost median largest"
 )
 TIMES = frozenset(_TIMES.split())
 """Names of the fields that are milliseconds."""

@@ -1,4 +1,4 @@
-"""A summary or a difference as text for people."""
+"""A summary as text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hvdkit.common.causes import verdict
 from hvdkit.common.table import Page, Table
 from hvdkit.common.units import bytes_text, count_text, printable, share_text, shortened
 from hvdkit.read.trace.causes import otherwise
-from hvdkit.read.trace.difference import ENOUGH, OperatorChange, TraceDifference
 from hvdkit.read.trace.results import Operator, RankTrace, TraceSkew, TraceSummary
 
 _NAME_WIDTH = 40
@@ -159,28 +158,3 @@ def _operators(ranks: Sequence[RankTrace], top: int) -> Table:
 def _values(calls: Sequence[Operator | None], *fields: str) -> list[float]:
     """Of each rank the sum of the fields; 0 where it has no such call."""
     return [sum(float(getattr(one, field)) for field in fields) if one is not None else 0.0 for one in calls]
-
-
-def difference_page(found: TraceDifference, top: int) -> Page:
-    """What is said of a difference; of the operators, the ``top`` first."""
-    parts: list[Table | str] = [f"{name}  {_headline(rank)}" for name, rank in (("A", found.a), ("B", found.b))]
-    parts.append(_changes("ms per step", found.parts))
-    shown = [change for change in found.operators if change.explains][:top]
-    if shown:
-        parts.append(_changes(f"self time ({len(shown)} of {len(found.operators)})", shown))
-    if found.operators:
-        unclear = sum(not change.clear for change in found.operators)
-        few = min(found.steps_a, found.steps_b) < ENOUGH
-        why = f"fewer than {ENOUGH} steps on a side" if few else "the steps of A and B overlap"
-        parts.append(f"{unclear} of {len(found.operators)} names without a clear change (?): {why}")
-    return Page(parts)
-
-
-def _changes(title: str, changes: Sequence[OperatorChange]) -> Table:
-    rows = []
-    for change in changes:
-        calls = ["" if count is None else f"{count:.4g}" for count in (change.calls_a, change.calls_b)]
-        times = [f"{change.mean_a:.3f}", f"{change.mean_b:.3f}", f"{change.explains:+.3f}"]
-        kind = "" if change.kind == "part" else change.kind
-        rows.append([shortened(change.name, _NAME_WIDTH), kind, *calls, *times, "" if change.clear else "?"])
-    return _table((title, "kind", "calls A", "calls B", "A ms", "B ms", "B - A", ""), rows)

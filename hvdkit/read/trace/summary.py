@@ -234,7 +234,7 @@ def _require_one_run(ranks: Sequence[RankTrace]) -> None:
     if len(sizes) > 1:
         told = " and ".join(f"{one.path!r} of {size} ranks" for size, one in list(sizes.items())[:2])
         raise InvalidArgumentError(
-            f"not of one run: {told}; give the traces of one run, or compare two runs with `hvdkit trace diff`."
+            f"not of one run: {told}; give the traces of one run, or compare two runs with `hvdkit diff`."
         )
     seen: dict[int, RankTrace] = {}
     for one in ranks:
@@ -243,7 +243,7 @@ def _require_one_run(ranks: Sequence[RankTrace]) -> None:
         if one.rank in seen:
             raise InvalidArgumentError(
                 f"{seen[one.rank].path!r} and {one.path!r} are both of rank {one.rank}; give one trace of each rank of "
-                "one run, or compare two runs with `hvdkit trace diff`."
+                "one run, or compare two runs with `hvdkit diff`."
             )
         seen[one.rank] = one
 
@@ -251,7 +251,7 @@ def _require_one_run(ranks: Sequence[RankTrace]) -> None:
 def self_times_by_step(
     columns: TraceColumns, calls: EventCalls
 ) -> tuple[dict[tuple[str, str], NDArray[np.float64]], int]:
-    """For ``difference``: by name and kind, the milliseconds in each step, or in the window where there are none.
+    """For ``hvdkit diff``: by name and kind, the milliseconds in each step, or in the window where there are none.
 
     Returns:
         The self times (with GPUs of the kernels, too), each (steps,), and the number of steps.

@@ -156,13 +156,12 @@ def mpi_outcome(directory: Path, files: Sequence[Path]) -> str:
             "than the launcher's."
         )
     from hvdkit.read.mpi_profile import reading  # not at the top: every launch would pay for it
-    from hvdkit.read.mpi_profile.comparison import missing_text
 
     try:
         profile = reading.read(files)
     except HvdkitError as error:
         return f"the MPI profile cannot be read: {error}"
-    missing = f" {missing_text(profile)}" if profile.missing else ""
+    missing = f" {profile.missing_text}" if profile.missing else ""
     ranks = ranks_text(len(profile.ranks))
     return f"MPI profile of {ranks}; look at it with 'hvdkit mpi-profile show {directory}'.{missing}"
 

@@ -1,0 +1,8 @@
+"""Two recordings or results of one kind side by side: what a step took before and after, and what explains the change.
+
+Why this room exists: timelines, traces, profiles, times of steps and results of measurements answer the same question,
+"what changed?", with the same arithmetic and in the same table.
+
+What each module is for: ``sides`` which file is what, and recordings to times; ``measured`` results of bench and
+emulate to times; ``comparison`` two of these to changes; ``cli`` the command and what it prints.
+"""

@@ -1,0 +1,299 @@
+"""Two recordings to changes: by how much each thing takes longer, how sure that is, and what explains the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from hvdkit.common import files, intervals
+from hvdkit.common.extras import require_scipy
+from hvdkit.common.intervals import Estimate
+from hvdkit.common.json_files import Document, Part
+from hvdkit.common.units import change_text, duration_text, printable
+from hvdkit.errors import DataNotFoundError, InvalidArgumentError
+from hvdkit.read.diff import measured, sides
+from hvdkit.read.diff.sides import Side, Timings
+from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STEPS, TIMELINE, TRACE, find
+from hvdkit.steps import history
+
+EMULATE, MONITOR = "emulate results", "monitor history"
+READERS: dict[str, Callable[[Path, Mapping[str, Sequence[Path]]], Side]] = {
+    STEPS: sides.of_steps,
+    MONITOR: lambda path, found: sides.of_monitor(path, found[MONITOR][0]),
+    TIMELINE: lambda path, found: sides.of_timeline(path, found[TIMELINE][0]),
+    TRACE: lambda path, found: sides.of_traces(path, found[TRACE]),
+    MPI: lambda path, found: sides.of_mpi(path, found[MPI]),
+    BENCH: lambda _, found: measured.of_bench(found[BENCH][0]),
+    EMULATE: lambda _, found: measured.of_emulation(found[EMULATE][0]),
+}
+"""How each kind is read; of directories that hold several the first kind that both have counts."""
+SIGNIFICANCE = 0.05
+"""Share of false changes that is accepted among the parts, and among the details, that are called sure."""
+_EXPLAINS = 0.25
+"""Part of the whole change from which on a part explains it."""
+_HEAD = 4096
+"""Bytes by which a file is known."""
+_SIGNS = {EMULATE: re.compile(rb'"kind"\s*:\s*"emulate-results"'), MONITOR: re.compile(rb'^{"kind"\s*:\s*"start"')}
+
+
+class Change(Part, frozen=True, rename={"before": "before_s", "after": "after_s"}):
+    """One thing in both recordings.
+
+    Attributes:
+        what: its name.
+        level: "whole" (what a user waits for), "part" (of the last of these) or "detail".
+        before, after: medians in seconds; None where the recording does not have it.
+        explains_s: seconds by which a step (what is recorded, where there are no steps) is longer in B on account of
+            it, by the means; parts add up to the whole.
+        speed: of B compared with A, above 1 it is faster, with its interval; of details and of those that take no time
+            it is None.
+        sure: whether the change is more than chance; None where it was measured once.
+        p_value: of details and parts, that B is neither slower nor faster as a rule, corrected for their number; None
+            where it cannot be told.
+        calls_before, calls_after: of a step, or in all; None where they are not counted.
+        bytes_before, bytes_after: likewise.
+    """
+
+    what: str
+    level: str
+    before: Estimate | None
+    after: Estimate | None
+    explains_s: float
+    speed: Estimate | None = None
+    sure: bool | None = None
+    p_value: float | None = None
+    calls_before: float | None = None
+    calls_after: float | None = None
+    bytes_before: float | None = None
+    bytes_after: float | None = None
+
+
+class ComparedSide(Part, frozen=True):
+    """One of the two.
+
+    Attributes:
+        path: the file or directory.
+        says: what is in it, a few words.
+    """
+
+    path: str
+    says: str
+
+
+class Difference(Document, frozen=True):
+    """Two recordings or results of one kind: what changed, and what explains it.
+
+    Attributes:
+        of: what they are: "step times", "monitor history", "timeline", "trace", "mpi profile", "bench results" or
+            "emulate results".
+        a, b: what was before, and what is now.
+        verdict: one sentence: what the step took before and takes now, and what explains the change.
+        changes: the whole first, then its parts, then details; of the latter two the sure ones, and those that explain
+            most, first.
+        notes: what else is different, and what a reader should know, full sentences.
+        fail_below: the limit that was given; None without one.
+        below: what of the whole is slower than that with its whole interval, or was not measured any more.
+        confidence: of the intervals.
+    """
+
+    kind = "diff"
+    written_by = "hvdkit diff --json"
+
+    of: str
+    a: ComparedSide
+    b: ComparedSide
+    verdict: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+    fail_below: float | None = None
+    below: tuple[str, ...] = ()
+    confidence: float = intervals.CONFIDENCE
+
+
+def diff(a: Path, b: Path, fail_below: float | None = None) -> Difference:
+    """Compare two recordings, or results, of one kind.
+
+    Whole things are compared by the ratio of medians with its bootstrap interval. Parts and details are compared by the
+    Mann-Whitney U test, which asks nothing of the distribution of times; their p-values are corrected for their number,
+    also where they depend on each other. Samples of one run count as independent: what disturbs several steps in a row
+    makes changes seem surer than they are.
+
+    Args:
+        a, b: files or directories; what was before, and what is now.
+        fail_below: the speed below which ``below`` names what is slower.
+    Raises:
+        InvalidArgumentError: they are of different kinds, or have nothing in common.
+        DataNotFoundError, DataError: one is missing, no recording, or cannot be read.
+        MissingFrameworkError: SciPy is not installed.
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; Mann and Whitney, Annals of
+        Mathematical Statistics 18 (1947); Benjamini and Yekutieli, Annals of Statistics 29 (2001), theorem 1.3.
+    """
+    require_scipy("two recordings are compared")
+    found = [_sources(path) for path in (a, b)]
+    common = [kind for kind in READERS if all(kind in one for one in found)]
+    if not common:
+        held = [" and ".join(kind for kind in (*READERS, LAUNCH) if kind in one) or "no times" for one in found]
+        raise InvalidArgumentError(
+            f"Two kinds do not compare: {printable(str(a))} ({held[0]}) and {printable(str(b))} ({held[1]}); give two "
+            f"of one kind: {', '.join(READERS)}."
+        )
+    first, second = (READERS[common[0]](path, one) for path, one in zip((a, b), found, strict=True))
+    if not (first.whole.keys() & second.whole.keys() or first.details.keys() & second.details.keys()):
+        names = [", ".join(list(side.whole or side.details)[:4]) for side in (first, second)]
+        raise InvalidArgumentError(
+            f"The two {common[0]} have nothing in common that can be compared: {printable(names[0])} in A and "
+            f"{printable(names[1])} in B; give two that were recorded alike."
+        )
+    whole = _whole(first.whole, second.whole)
+    parts = _tested("part", first.parts, second.parts, whole)
+    details = _tested("detail", first.details, second.details, whole)
+    notes = _differences(first, second) + list(dict.fromkeys((*first.notes, *second.notes)))
+    if common[1:]:
+        notes.append(f"Both hold more, of which name the files to compare them: {', '.join(common[1:])}.")
+    gone = [name for name in first.whole if name in second.missing]
+    if fail_below is not None and not whole:
+        raise InvalidArgumentError("Nothing can be held against --fail-below: the two have no step in common.")
+    return Difference(
+        of=common[0],
+        a=ComparedSide(str(first.path), first.says),
+        b=ComparedSide(str(second.path), second.says),
+        verdict=printable(_verdict(whole, parts, details)),
+        changes=(*whole, *parts, *details),
+        notes=tuple(notes),
+        fail_below=fail_below,
+        below=() if fail_below is None else (*(one.what for one in whole if _below(one, fail_below)), *gone),
+    )
+
+
+def _sources(path: Path) -> dict[str, list[Path]]:
+    """The files of a recording, by kind."""
+    if files.is_directory(path) and files.is_file(path / history.NAME):
+        return {MONITOR: [path / history.NAME]}
+    if files.is_file(path):
+        head = b""
+        with contextlib.suppress(OSError), files.opened(path) as stream:  # find says what is wrong
+            head = stream.read(_HEAD)
+        for kind, sign in _SIGNS.items():
+            if sign.search(head):
+                return {kind: [path]}
+    if not files.exists(path):
+        raise DataNotFoundError(f"No file or directory at {str(path)!r}; give two recordings of one kind.")
+    return find([path])
+
+
+def _whole(a: Mapping[str, Timings], b: Mapping[str, Timings]) -> list[Change]:
+    """What both sides have as a whole, with the interval of its speed."""
+    rng = np.random.default_rng(0)
+    found = []
+    for name in a:
+        if name not in b:
+            continue
+        before, after = a[name].samples, b[name].samples
+        speed = None
+        if np.median(before) > 0 and np.median(after) > 0:
+            speed = intervals.ratio(before, after, rng)
+        sure = None
+        if speed is not None and speed.low is not None and speed.high is not None:
+            sure = not speed.low <= 1 <= speed.high
+        found.append(
+            Change(
+                name, "whole", intervals.median(before, rng), intervals.median(after, rng),
+                float(after.mean() * b[name].often - before.mean() * a[name].often), speed, sure,
+                calls_before=a[name].calls, calls_after=b[name].calls,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _tested(level: str, a: Mapping[str, Timings], b: Mapping[str, Timings], whole: Sequence[Change]) -> list[Change]:
+    """Parts or details of either side, with one test each; the sure ones, and those that explain most, first."""
+    from scipy.stats import false_discovery_control, mannwhitneyu
+
+    nothing = Timings(np.zeros(0))
+    changes, p_values = [], {}
+    for at, name in enumerate(dict.fromkeys([*a, *b])):
+        before, after = a.get(name, nothing), b.get(name, nothing)
+        often = before.often, after.often
+        if not whole and name in a and name in b:  # without steps the recordings may differ in length
+            often = after.often, after.often
+        costs = [
+            float(one.samples.mean()) * count if len(one.samples) else 0.0
+            for one, count in zip((before, after), often, strict=True)
+        ]
+        if min(len(before.samples), len(after.samples)) > 1:
+            p_value = float(mannwhitneyu(before.samples, after.samples).pvalue)
+            p_values[at] = 1.0 if np.isnan(p_value) else p_value
+        changes.append(
+            Change(
+                name, level, _median(before), _median(after), costs[1] - costs[0], calls_before=before.calls,
+                calls_after=after.calls, bytes_before=before.bytes, bytes_after=after.bytes,
+            )
+        )  # fmt: skip
+    if p_values:
+        corrected = false_discovery_control(list(p_values.values()), method="by")
+        for at, p_value in zip(p_values, corrected.tolist(), strict=True):
+            changes[at] = msgspec.structs.replace(changes[at], p_value=p_value, sure=p_value < SIGNIFICANCE)
+    return sorted(changes, key=lambda one: (one.sure is False, -abs(one.explains_s)))
+
+
+def _median(times: Timings) -> Estimate | None:
+    return Estimate(float(np.median(times.samples))) if len(times.samples) else None
+
+
+def _verdict(whole: Sequence[Change], parts: Sequence[Change], details: Sequence[Change]) -> str:
+    """What the last of the whole took and takes, and what of its change which part explains."""
+    if not whole:
+        sure = next((one for one in details if one.sure), None)
+        if sure is None:
+            return "Nothing that both have differs by more than chance."
+        return f"Most of what differs is the {sure.what}: {signed(sure.explains_s)} in all."
+    last = whole[-1]
+    before, after = (one.value for one in (last.before, last.after) if one is not None)
+    said = f"The {last.what} takes {duration_text(1e6 * before)} in A and {duration_text(1e6 * after)} in B"
+    if before > 0:
+        said += f" ({change_text(after / before - 1)})"
+    if last.sure is False:
+        return f"{said}, which may be chance."
+    if not last.explains_s:
+        return f"{said}."
+
+    def largest(among: Sequence[Change]) -> Change | None:
+        same = [one for one in among if one.sure is not False and one.explains_s * last.explains_s > 0]
+        most = max(same, key=lambda one: abs(one.explains_s), default=None)
+        return most if most is not None and abs(most.explains_s) >= _EXPLAINS * abs(last.explains_s) else None
+
+    part, detail = largest(parts), largest(details)
+    if part is None and detail is None:
+        return f"{said}; no part of it that is recorded explains that." if parts else f"{said}."
+    explained = [f"{one.what} ({signed(one.explains_s)})" for one in (part, detail) if one is not None]
+    return f"{said}: {', most of all '.join(explained)}."
+
+
+def signed(seconds: float) -> str:
+    """A change in seconds with its sign and unit."""
+    return ("-" if seconds < 0 else "+") + duration_text(abs(1e6 * seconds))
+
+
+def _differences(a: Side, b: Side) -> list[str]:
+    """What else is different: a reason not to take the change for one cause's alone."""
+    notes = []
+    for side, other, which in ((a, b, "A"), (b, a, "B")):
+        if only := [name for name in side.whole if name not in other.whole]:
+            notes.append(f"Only in {which}: {printable(', '.join(only))}.")
+    for name in dict.fromkeys([*a.settings, *b.settings]):
+        was, is_ = a.settings.get(name, "none"), b.settings.get(name, "none")
+        if was != is_:
+            notes.append(printable(f"Different {name}: {was} before, {is_} after."))
+    return notes
+
+
+def _below(change: Change, limit: float) -> bool:
+    """Whether the whole interval (without one, the value) is below the limit."""
+    if change.speed is None:
+        return False
+    return (change.speed.value if change.speed.high is None else change.speed.high) < limit

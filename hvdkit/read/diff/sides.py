@@ -1,0 +1,311 @@
+"""A recording of a job as times that can be compared with those of another one, whatever recorded it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdkit.common import files, json_files
+from hvdkit.common.units import bytes_text, count_text, printable, ranks_text
+from hvdkit.errors import CorruptDataError, DataError
+from hvdkit.read.explain.results import JobLaunch
+from hvdkit.read.explain.sources import LAUNCH, STEPS
+from hvdkit.read.mpi_profile import measures as mpi_measures
+from hvdkit.read.mpi_profile import reading as mpi_reading
+from hvdkit.read.mpi_profile import traffic as mpi_traffic
+from hvdkit.read.timeline import columns as timeline_columns
+from hvdkit.read.timeline.measures import covered, union
+from hvdkit.read.timeline.model import GROUPS
+from hvdkit.read.timeline.reader import read as read_timeline
+from hvdkit.read.timeline.summary import REDUCTIONS, find_steps
+from hvdkit.read.trace.columns import collect as collect_trace
+from hvdkit.read.trace.operators import nest
+from hvdkit.read.trace.summary import files_of, one_rank, self_times_by_step
+from hvdkit.steps import step_files
+
+Floats = NDArray[np.float64]
+STEP = "step"
+_WARMUP = 5
+"""First steps that are left out where there are four times as many; else the first one alone is."""
+_MONITORED = ("step", "input", "compute", "wait")
+_US = 1e-6
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long one thing takes in a recording.
+
+    Attributes:
+        samples: seconds, one for each time that it was measured.
+        often: how many of them a step has; where there are no steps, how many there are in all.
+        calls, bytes: of a step (in all); None where a recording does not count them.
+    """
+
+    samples: Floats
+    often: float = 1.0
+    calls: float | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two recordings.
+
+    Attributes:
+        path: the file or directory.
+        says: what is in it, a few words.
+        whole: what a user waits for; the first line is about the last one that both sides have.
+        parts: what that one consists of.
+        details: what the parts consist of: tensors, operators, routines, ranks.
+        settings: what else can differ, by name.
+        notes: what a reader should know, full sentences.
+        missing: names of ``whole`` that were to be measured and were not.
+    """
+
+    path: Path
+    says: str
+    whole: Mapping[str, Timings]
+    parts: Mapping[str, Timings] = field(default_factory=dict)
+    details: Mapping[str, Timings] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def of_steps(path: Path, sources: Mapping[str, Sequence[Path]]) -> Side:
+    """The times of the steps, and how the job was launched where that was recorded with them.
+
+    Raises:
+        DataError: a file that is not what a rank writes, or fewer than three steps.
+    """
+    ranks = step_files.read(sources[STEPS][0].parent)
+    count = min(len(rank.steps) for rank in ranks)
+    if count < 3:
+        raise DataError(f"{printable(str(path))} holds the times of {count} steps of a rank; record at least 3.")
+    kept = slice(_WARMUP if count >= 4 * _WARMUP else 1, count)
+    moments = np.array(
+        [
+            [(one.asked, one.given, np.nan if one.ready is None else one.ready, one.ended) for one in rank.steps[kept]]
+            for rank in ranks
+        ]
+    )
+    asked, given, ready, ended = np.moveaxis(moments, 2, 0)
+    known = not np.isnan(ready).any()
+    input_, computing = given - asked, (ready if known else ended) - given
+    own = input_ + computing
+    last = own.max(axis=0)
+    step = (ended - asked).max(axis=0)
+    parts = {"input": input_.mean(axis=0), "computation": computing.mean(axis=0)}
+    if known:
+        parts |= {"wait for slower ranks": (last - own).mean(axis=0), "allreduce and update": step - last}
+    settings = {"ranks": str(len(ranks))}
+    if launched := sources.get(LAUNCH):
+        job = json_files.read(launched[0], JobLaunch)
+        settings |= {name: str(getattr(job, name)) for name in ("ranks", "launcher", "threads", "cores")} | job.settings
+    return Side(
+        path,
+        f"{count_text(count, 'step')} of {ranks_text(len(ranks))}",
+        {STEP: Timings(step)},
+        {name: Timings(samples) for name, samples in parts.items()},
+        {f"own time of rank {rank.rank}": Timings(own[row]) for row, rank in enumerate(ranks)} if known else {},
+        settings,
+    )
+
+
+class _Ranks(msgspec.Struct):
+    step: list[_Seconds | None]
+    input: list[_Seconds | None]
+    compute: list[_Seconds | None]
+    wait: list[_Seconds | None]
+
+
+class _Line(msgspec.Struct):
+    kind: str
+    world_size: int | None = None
+    ranks: _Ranks | None = None
+
+
+def of_monitor(path: Path, file: Path) -> Side:
+    """The windows of a monitor's ``metrics.jsonl``, without the first.
+
+    Raises:
+        DataError: it cannot be read, or has fewer than two windows with times.
+    """
+    lines: list[_Line] = []
+    try:
+        for text in files.content(file).splitlines():
+            try:
+                lines.append(msgspec.json.decode(text, type=_Line))
+            except (msgspec.MsgspecError, ValueError, RecursionError):
+                continue  # a job that is killed leaves part of a line
+    except OSError as error:
+        raise DataError(f"{printable(str(file))} cannot be read: {error.strerror}.") from error
+    windows = [
+        {name: [value for value in getattr(line.ranks, name) if value is not None] for name in _MONITORED}
+        for line in lines
+        if line.kind == "window" and line.ranks is not None
+    ]
+    windows = [window for window in windows if window["step"]][1:]
+    if not windows:
+        raise CorruptDataError(
+            f"{printable(str(file))} holds fewer than two windows with times of steps; expected a history that "
+            "'hvdkit launch --monitor' or a Monitor wrote."
+        )
+    names = {"input": "input", "compute": "computation", "wait": "wait for slower ranks, and allreduce"}
+    parts = {
+        named: Timings(np.array([statistics.fmean(window[name]) for window in windows]))
+        for name, named in names.items()
+        if all(window[name] for window in windows)
+    }
+    sizes = [line.world_size for line in lines if line.world_size is not None]
+    return Side(
+        path,
+        f"{count_text(len(windows), 'window')} after the first, {ranks_text(sizes[-1]) if sizes else 'unknown ranks'}",
+        {STEP: Timings(np.array([max(window["step"]) for window in windows]))},
+        parts,
+        settings={"ranks": str(sizes[-1]) if sizes else "unknown"},
+    )
+
+
+def of_timeline(path: Path, file: Path) -> Side:
+    """Horovod's timeline: its steps, what they consist of, and each phase of each tensor.
+
+    Raises:
+        DataError: it cannot be read, or holds no complete operation.
+    """
+    found = timeline_columns.collect(read_timeline(file))
+    if not len(found.tensor):
+        raise CorruptDataError(
+            f"no complete operation in {str(file)!r}; give a file that Horovod wrote with HOROVOD_TIMELINE."
+        )
+    numbers, in_steps = find_steps(found)
+    begins = found.begin[in_steps][np.unique(numbers[in_steps], return_index=True)[1]]
+    steps = max(0, len(begins) - 1)
+    whole, parts = {}, {}
+    if steps > 1:
+        since, until = begins[1:-1], begins[2:]  # the first one compiles and allocates, the last one has no end
+        nested = [until - since]
+        for starts, ends in ((found.begin, found.end), (found.start, found.end), found.exchange.T):
+            nested.append(covered(union(starts, ends), since, until))
+        names = ("no operation (input, computation)", "negotiation", "copies and queue", "collectives")
+        inner = [*nested[1:], np.zeros(len(since))]
+        parts = {name: Timings((outer - one) * _US) for name, outer, one in zip(names, nested, inner, strict=True)}
+        whole = {STEP: Timings(nested[0] * _US)}
+    ranks = int(found.tick_rank.max()) + 1 if len(found.tick_rank) else None
+    sums = np.bincount(numbers[in_steps], found.bytes[in_steps]) if in_steps.any() else np.array([np.nan])
+    size = "unknown" if np.isnan(sums).all() else bytes_text(float(np.nanmedian(sums)))
+    reduced = len(np.unique(found.tensor[in_steps]))
+    tensors = f"{count_text(reduced, 'tensor')} of {size} a step" if reduced else "no steps"
+    notes = () if steps > 1 else (f"No steps are found in {printable(path.name)}: no tensor is reduced three times.",)
+    return Side(
+        path,
+        f"{count_text(len(found.tensor), 'operation')}, {tensors}",
+        whole,
+        parts,
+        _phases(found, steps if steps > 1 else None),
+        {"ranks": "unknown" if ranks is None else str(ranks), "tensors": tensors},
+        (*notes, "Tensors of one fused exchange each carry all of its time: their phases do not add up."),
+    )
+
+
+def _phases(found: timeline_columns.TimelineColumns, steps: int | None) -> dict[str, Timings]:
+    """The phases of each tensor, without its first operation, which sets up and compiles."""
+    named = {}
+    for tensor, rows in zip(found.tensors, found.rows_by_tensor(), strict=True):
+        name = tensor.name if tensor.kind in REDUCTIONS else f"{tensor.kind.lower()} {tensor.name}"
+        for number, phase in enumerate(GROUPS):
+            samples = found.durations[rows[1:], number].astype(np.float64) * _US
+            samples = samples[~np.isnan(samples)]
+            if len(samples):
+                often = len(samples) / (steps or 1)
+                named[f"{phase} of {name}"] = Timings(samples, often, often)
+    return named
+
+
+def of_traces(path: Path, traces: Sequence[Path]) -> Side:
+    """A trace of PyTorch's profiler, of several ranks that of the first: its steps, their parts and operators.
+
+    Raises:
+        DataError: it is no whole trace.
+    """
+    traces = files_of(list(traces))
+    columns = collect_trace(traces[0])
+    rank = one_rank(columns)
+    self_times, count = self_times_by_step(columns, nest(columns))
+    calls = {(one.name, one.kind): one.calls / count for one in rank.operators}
+    notes = []
+    if len(traces) > 1:
+        notes.append(f"Of {len(traces)} traces in {printable(str(path))}, {traces[0].name} is compared; name another.")
+    if rank.steps:
+        rows = [(one.duration, one.computation, one.exposed, one.data) for one in rank.steps]
+    else:
+        rows = [(rank.times.window, rank.times.computation, rank.times.exposed, rank.times.data)]
+        notes.append(f"No steps in {printable(traces[0].name)} (no profiler.step()): all of it counts as one.")
+    step, *parts = np.array(rows).T / 1e3
+    names = ("computation", "exposed communication", "data loading")
+    return Side(
+        path,
+        f"{count_text(len(rank.steps), 'step')}, {count_text(rank.events, 'event')} of {traces[0].name}",
+        {STEP if rank.steps else "whole trace": Timings(step)},
+        {name: Timings(part) for name, part in zip(names, parts, strict=True)},
+        {
+            f"{kind} {name}": Timings(samples / 1e3, calls=calls.get((name, kind), 0.0))
+            for (name, kind), samples in self_times.items()
+        },
+        {"ranks": "unknown" if rank.size is None else str(rank.size), "computed by": rank.computed_by},
+        tuple(notes),
+    )
+
+
+def of_mpi(path: Path, profiles: Sequence[Path]) -> Side:
+    """An MPI profile: the job, what its calls were for, and each routine; medians over the ranks.
+
+    Raises:
+        DataError: a profile cannot be used.
+    """
+    profile = mpi_reading.read(profiles)
+    traffic = mpi_traffic.of_profile(profile)
+    seconds = [rank.seconds for rank in profile.ranks if rank.seconds]
+    whole = {"time in MPI": _median([rank.mpi_seconds for rank in profile.ranks])}
+    if seconds:
+        whole["job"] = _median(seconds)
+    parts, details = {}, {}
+    for purpose in mpi_traffic.PURPOSES:
+        parts[f"{purpose} in MPI"] = _median_calls([mpi_measures.total(one.of(purpose)) for one in traffic])
+        for routine in {row.routine for one in traffic for row in one.of(purpose)}:
+            sums = [mpi_measures.total(one.of(purpose, routine)) for one in traffic]
+            details[f"{routine}, {purpose}"] = _median_calls(sums)
+    return Side(
+        path,
+        f"{len(profile.ranks)} of {ranks_text(profile.size)}, recorded by {profile.source}",
+        whole,
+        parts,
+        details,
+        {"ranks": str(profile.size), "recorder": profile.source, "MPI": profile.library or "unknown"},
+        (
+            *([f"{printable(path.name)}: {profile.missing_text}"] if profile.missing else ()),
+            "Of a job that runs longer, compare shares rather than sums.",
+        ),
+    )
+
+
+def _median(values: Sequence[float]) -> Timings:
+    return Timings(np.array([statistics.median(values)]))
+
+
+def _median_calls(sums: Sequence[mpi_measures.Sums]) -> Timings:
+    """Over the ranks, those that never called it with 0."""
+    sizes = [one.bytes for one in sums if one.bytes is not None]
+    return Timings(
+        np.array([statistics.median(one.seconds for one in sums)]),
+        calls=statistics.median(one.calls for one in sums),
+        bytes=statistics.median(sizes) if sizes else None,
+    )

@@ -13,7 +13,7 @@ from hvdkit.common.units import duration_text, share_text
 
 WORTH_SAYING = 0.02
 """Share of the step's time (of the job's, for what happens once) below which a cause gets no advice."""
-_ONCE = frozenset({"setup", "first-step"})
+_ONCE = frozenset({"setup", "first-step", "first-steps"})
 """Kinds that happen once in a job, however long it is."""
 _MOST = 0.7
 """Share of the time lost to late ranks that the ranks to blame cause."""
@@ -32,6 +32,8 @@ class Cause:
         advice: what to do, an imperative sentence.
         per_step: whether ``lost_s`` is of each step; else it is of the whole job.
         ranks: those that cause it; empty where it is all of them or none in particular.
+        alone_s: what it saves to mend this one alone, where that is much less than ``lost_s``, its saving once the
+            causes before it are mended: a slow rank that a slower one hides.
     """
 
     kind: str
@@ -42,21 +44,31 @@ class Cause:
     advice: str
     per_step: bool = True
     ranks: tuple[int, ...] = ()
+    alone_s: float | None = None
 
     @property
     def recurs(self) -> bool:
         """Whether it costs a longer job more."""
         return self.kind not in _ONCE
 
+    @property
+    def alone_share(self) -> float:
+        """The share that it saves to mend this one alone."""
+        return self.share if self.alone_s is None or not self.lost_s else self.share * self.alone_s / self.lost_s
+
     def sentence(self) -> str:
         """The cause and its cost in a line."""
         often = " per step" if self.per_step else " in all" if self.recurs else " once"
-        return f"{self.what} It costs {duration_text(1e6 * self.lost_s)}{often} ({share_text(self.share)})."
+        before = ""
+        if self.alone_s is not None:
+            alone = duration_text(1e6 * self.alone_s) if self.alone_s >= 0.05 * self.lost_s else "nothing"
+            before = f" once what comes before it is mended, and {alone} until then"
+        return f"{self.what} It costs {duration_text(1e6 * self.lost_s)}{often} ({share_text(self.share)}){before}."
 
 
 def dearest_first(causes: Iterable[Cause]) -> list[Cause]:
-    """The causes that are worth a sentence, the one that costs the largest share first."""
-    return sorted((cause for cause in causes if cause.share >= WORTH_SAYING), key=lambda cause: -cause.share)
+    """The causes that are worth a sentence, the one that saves most by itself first."""
+    return sorted((cause for cause in causes if cause.share >= WORTH_SAYING), key=lambda cause: -cause.alone_share)
 
 
 def verdict(causes: Iterable[Cause], otherwise: str) -> list[str]:

@@ -23,12 +23,32 @@ class Step:
         given: the batch was there.
         ready: the gradients were there, and the rank began to wait for the others; None where nobody said so.
         ended: the step was complete.
+        arrived: the gradients of all ranks were there: the one moment that all ranks share; None where nobody said so.
+        used: seconds from ``asked`` to ``ready`` (to ``ended`` without it) in which the thread that trains ran, in
+            which others had its core, and which all threads of the process ran; None where the kernel does not say it.
     """
 
     asked: float
     given: float
     ready: float | None
     ended: float
+    arrived: float | None = None
+    used: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """Something of this process that took time within the steps.
+
+    Attributes:
+        name: "gc" (garbage collection) or "fsync" (the disk has it).
+        at: when it began, on the clock of the steps.
+        seconds: how long it took.
+    """
+
+    name: str
+    at: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +77,16 @@ class RankTimes:
         steps: in order.
         host: a number that ranks of one host share; None in older files.
         cores: None where the kernel does not say it.
+        cpus: cores to which the thread that trains is bound; None in older files.
+        events: in order of time.
     """
 
     rank: int
     steps: tuple[Step, ...]
     host: int | None = None
     cores: Cores | None = None
+    cpus: frozenset[int] | None = None
+    events: tuple[StepEvent, ...] = ()
 
 
 def read(directory: Path) -> list[RankTimes]:
@@ -75,6 +99,7 @@ def read(directory: Path) -> list[RankTimes]:
 
 
 def _read(path: Path) -> RankTimes:
+    """The file of one rank, as ``step_times.Recorder`` writes it; DataError where it is damaged."""
     try:
         text = path.read_text(encoding="utf-8")
         if "\n" in text:  # a rank that is killed as it writes leaves part of a line
@@ -82,17 +107,29 @@ def _read(path: Path) -> RankTimes:
         header, *lines = [json.loads(line) for line in text.splitlines()]
         if header["hvdkit"] != MARK or header["version"] != VERSION:
             raise ValueError(f"the first line is {header!r}")
-        host, cores = header.get("host"), [line for line in lines if isinstance(line, dict)]
-        steps = tuple(
-            Step(_seconds(line[0]), _seconds(line[1]), _ready(line[2]), _seconds(line[3]))
-            for line in lines
-            if not isinstance(line, dict)
-        )
+        host, cpus = header.get("host"), header.get("cpus")
+        events = [line for line in lines if isinstance(line, dict) and "event" in line]
+        cores = [line for line in lines if isinstance(line, dict) and "event" not in line]
         return RankTimes(
-            int(header["rank"]), steps, None if host is None else int(host), _cores(cores[-1]) if cores else None
+            int(header["rank"]),
+            tuple(_step(line) for line in lines if not isinstance(line, dict)),
+            None if host is None else int(host),
+            _cores(cores[-1]) if cores else None,
+            None if cpus is None else frozenset(map(int, cpus)),
+            tuple(StepEvent(str(one["event"]), _seconds(one["at"]), _seconds(one["seconds"])) for one in events),
         )
     except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} is not a file of step times (version {VERSION}) or not complete: {error}.") from error
+
+
+def _step(line: list[Any]) -> Step:
+    asked, given, ready, ended, *more = line
+    arrived, *used = more if len(more) == 4 else (None,)
+    ran = tuple(map(_seconds, used)) if used and None not in used else None
+    return Step(
+        _seconds(asked), _seconds(given), _optional(ready), _seconds(ended), _optional(arrived),
+        None if ran is None else (ran[0], ran[1], ran[2]),
+    )  # fmt: skip
 
 
 def _seconds(value: Any) -> float:
@@ -108,5 +145,5 @@ def _cores(line: dict[str, Any]) -> Cores:
     return Cores(steps, _seconds(line["ran"]), _seconds(line["queued"]), _seconds(line["of_all"]))
 
 
-def _ready(value: Any) -> float | None:
+def _optional(value: Any) -> float | None:
     return None if value is None else _seconds(value)

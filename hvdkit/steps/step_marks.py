@@ -14,6 +14,8 @@ import contextlib
 import functools
 import os
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -143,13 +145,17 @@ def _in_process_group() -> bool:
 
 
 def horovod_waits(module: ModuleType) -> None:
-    """Who synchronizes has its own gradients; ``horovod.torch.mpi_ops`` has just been imported."""
+    """``synchronize()`` means that local gradients are ready; ``horovod.torch.mpi_ops`` has just been imported."""
 
     def synchronize(original: Any, *arguments: Any, **options: Any) -> Any:
         recorder = _recorder()
-        if recorder is not None:
-            recorder.ready()
-        return original(*arguments, **options)
+        if recorder is None:
+            return original(*arguments, **options)
+        recorder.ready()
+        try:
+            return original(*arguments, **options)
+        finally:
+            recorder.arrived()
 
     wrap(module, "synchronize", synchronize)
 
@@ -230,9 +236,25 @@ def _recorder() -> Any:
         return None
     if found is not None:
         atexit.register(found.finished)
+        _time_fsync(found)
         if os.environ.get(VARIABLE, "1") != "1":
             found.on_step = _timeline
     return found
+
+
+def _time_fsync(recorder: Any) -> None:
+    """Have the recorder see how long a disk is waited for: nothing else says it of a thread that is blocked."""
+
+    def timed(original: Callable[[Any], None], descriptor: Any) -> None:
+        begun = time.perf_counter()
+        try:
+            original(descriptor)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                recorder.event("fsync", begun, time.perf_counter() - begun)
+
+    for name in ("fsync", "fdatasync"):
+        wrap(os, name, timed)
 
 
 def _timeline(steps: int) -> None:

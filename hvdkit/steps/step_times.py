@@ -5,12 +5,15 @@ Listeners are the recorder of ``hvdkit bench`` and ``explain``, and monitors (``
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import os
+import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +29,9 @@ _SETTLED = 5
 """First steps that say nothing of the cores: what is built in them does not recur."""
 _KEPT, _KEPT_S = 512, (2.0, 60.0)
 """Steps, and the least and most seconds, that are kept in memory, so that a job that is killed leaves most of them."""
+_UNKNOWN = (math.nan, math.nan, math.nan)
+_LEAST_EVENT_S, _MOST_EVENTS = 5e-4, 4096
+"""Events that are shorter are left out, and so are those beyond so many between two writes."""
 _T = TypeVar("_T")
 
 
@@ -45,8 +51,12 @@ class Recorder:
         self._offset = time.time() - time.perf_counter()
         self._asked = self._given = 0.0
         self._ready: float | None = None
+        self._arrived: float | None = None
         self._open = False
-        self._steps: list[tuple[float, float, float | None, float]] = []
+        self._processor: _Processor | None = None
+        self._before = self._used = _UNKNOWN
+        self._events: list[tuple[str, float, float]] = []
+        self._steps: list[tuple[float | None, ...]] = []
         self._begun = False
         self._started = time.perf_counter()
         self._due = self._started + _KEPT_S[0]
@@ -67,22 +77,31 @@ class Recorder:
         now = time.perf_counter()
         self._end(now)
         self._asked = now
+        self._before = self._spent()
 
     def given(self, batch: Any = None, *, by_hand: bool = True) -> None:  # noqa: ARG002
         """The batch is there: the step begins to work."""
         if self._ignored(by_hand):
             return
         self._given = time.perf_counter()
-        self._ready = None
+        self._ready = self._arrived = None
         self._open = True
 
     def ready(self) -> None:
         """This rank's part of the step is computed; the first call in a step counts."""
         if self._open and self._ready is None:
             self._ready = time.perf_counter()
+            self._used = self._spent()
 
     def arrived(self) -> None:
-        """The gradients of all ranks are there; what comes then counts as waiting, too."""
+        """The gradients of all ranks are there; the last call in a step counts."""
+        if self._open and self._ready is not None:
+            self._arrived = time.perf_counter()
+
+    def event(self, name: str, at: float, seconds: float) -> None:
+        """Something took time: ``name`` and when it began, by ``time.perf_counter``."""
+        if seconds >= _LEAST_EVENT_S and len(self._events) < _MOST_EVENTS:
+            self._events.append((name, at, seconds))
 
     def finished(self) -> None:
         """No further batch for now (the end of an epoch): write what there is."""
@@ -102,13 +121,14 @@ class Recorder:
         self._loading = time.perf_counter()
         if not self._open and not self._by_hand:
             self._open, self._asked, self._input = True, self._loading, 0.0
+            self._ready, self._before = None, self._spent()
 
     def loaded(self, more: bool) -> None:
         """It gave one, or has no more: then what follows belongs to no step."""
         if self._by_hand:
             return
         self._input += time.perf_counter() - self._loading
-        self._ready = None
+        self._ready = self._arrived = None
         self._open = more
 
     def stepped(self) -> None:
@@ -118,7 +138,8 @@ class Recorder:
         now = time.perf_counter()
         self._given = self._asked + self._input
         self._end(now)
-        self._open, self._asked, self._input, self._ready = True, now, 0.0, None
+        self._open, self._asked, self._input, self._ready, self._arrived = True, now, 0.0, None, None
+        self._before = self._spent()
 
     def _ignored(self, by_hand: bool) -> bool:
         if by_hand and not self._by_hand:
@@ -127,16 +148,25 @@ class Recorder:
 
     def _end(self, now: float) -> None:
         if self._open:
-            self._steps.append((self._asked, self._given, self._ready, now))
+            used = self._spent() if self._ready is None else self._used
+            spent = [max(0.0, end - begin) for begin, end in zip(self._before, used, strict=True)]
+            moments = [self._asked, self._given, self._ready, now, self._arrived]
+            self._steps.append((*[None if at is None else round(self._offset + at, 7) for at in moments], *spent))
             self._open = False
             self._ended += 1
             if self._ended == _SETTLED:
-                self._cores = _cores_now()
+                self._cores = self._spent()
             if len(self._steps) >= _KEPT or now >= self._due:
                 self._write()
                 self._due = now + min(max(now - self._started, _KEPT_S[0]), _KEPT_S[1])  # as long again as it has run
             if self.on_step is not None:
                 self.on_step(self._ended)
+
+    def _spent(self) -> tuple[float, float, float]:
+        """What the thread that trains has had of the processor so far: this thread, the first that says something."""
+        if self._processor is None:
+            self._processor = _Processor()
+        return self._processor.spent()
 
     def _write(self) -> None:
         """Append the collected steps, and the cores' times so far, to this rank's file; a warning where it cannot."""
@@ -145,13 +175,17 @@ class Recorder:
             "version": VERSION,
             "rank": self._rank,
             "host": zlib.crc32(os.uname().nodename.encode()),  # no name: such files are shown to others
+            "cpus": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         }
         lines = [] if self._begun else [json.dumps(head)]
         for times in self._steps:
-            lines.append(json.dumps([None if at is None else round(self._offset + at, 7) for at in times]))
-        self._steps = []
-        before, now = self._cores, _cores_now()
-        if before is not None and now is not None and self._ended > _SETTLED:
+            known = [None if value is None or math.isnan(value) else round(value, 7) for value in times]
+            lines.append(json.dumps(known))
+        for name, at, seconds in self._events:
+            lines.append(json.dumps({"event": name, "at": round(self._offset + at, 7), "seconds": round(seconds, 7)}))
+        self._steps, self._events = [], []
+        before, now = self._cores, self._spent()
+        if before is not None and not math.isnan(before[0] + now[0]) and self._ended > _SETTLED:
             ran, queued, of_all = (max(0.0, end - begin) for begin, end in zip(before, now, strict=True))
             lines.append(json.dumps({"steps": self._ended - _SETTLED, "ran": ran, "queued": queued, "of_all": of_all}))
         again = os.environ.get("HVDKIT_RESTART", "0") != "0"
@@ -216,7 +250,22 @@ def recorder() -> Recorder | None:
     if _recorder is None:
         launched = launchers.detect(os.environ)
         _recorder = Recorder(directory, 0 if launched is None else launched.rank)
+        gc.callbacks.append(_collections(_recorder))
     return _recorder
+
+
+def _collections(found: Recorder) -> Callable[[str, Mapping[str, int]], None]:
+    """For ``gc.callbacks``: tells the recorder of every collection that takes a while."""
+    begun = 0.0
+
+    def call(phase: str, _: Mapping[str, int]) -> None:
+        nonlocal begun
+        now = time.perf_counter()
+        if phase == "stop":
+            found.event("gc", begun, now - begun)
+        begun = now
+
+    return call
 
 
 def record_steps(batches: Iterable[_T]) -> Iterable[_T]:
@@ -255,6 +304,8 @@ def ready() -> None:
 
 def arrived() -> None:
     """Say that the gradients of all ranks are there, and the wait for them is over."""
+    if _recorder is not None:
+        _recorder.arrived()
     for monitor in MONITORS:
         monitor.arrived()
 
@@ -313,16 +364,30 @@ def follow(world: Topology) -> None:
         monitor.follow(world)
 
 
-def _cores_now() -> tuple[float, float, float] | None:
-    """Seconds that this thread ran, that it waited for a core, and that all threads of the process ran.
+class _Processor:
+    """Seconds that a thread ran, that it waited for a core, and that all threads of the process ran.
 
-    This thread alone, since another one that waits for messages may well run all the time, and lose nothing by waiting.
-    None where the kernel does not say it.
+    It is of the thread that makes it, whichever thread asks: TensorFlow says from others that it is ready. That one
+    alone, since a thread that waits for messages may well run all the time, and lose nothing by waiting.
 
     Source: Linux, Documentation/scheduler/sched-stats.rst.
     """
-    try:
-        ran, queued = Path("/proc/thread-self/schedstat").read_bytes().split()[:2]
-        return int(ran) / 1e9, int(queued) / 1e9, time.process_time()
-    except (OSError, ValueError):
-        return None
+
+    def __init__(self) -> None:
+        self._clock: int | None = None
+        try:
+            self._queue = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+            self.spent()
+        except (OSError, ValueError, AttributeError):  # no Linux, or one that does not say it
+            self._clock = None
+
+    def spent(self) -> tuple[float, float, float]:
+        """So far; NaN where the kernel does not say it."""
+        if self._clock is None:
+            return _UNKNOWN
+        try:
+            queued = int(os.pread(self._queue, 100, 0).split()[1]) / 1e9
+            return time.clock_gettime(self._clock), queued, time.process_time()
+        except (OSError, LookupError):  # a thread that has ended
+            return _UNKNOWN

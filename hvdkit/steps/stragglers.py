@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.steps.lateness import Floats, lower_median
 from hvdkit.steps.ranks import name_ranks
-
-Floats = npt.NDArray[np.float64]
 
 LASTING = 3
 """Windows in a row after which something is taken to last."""
@@ -270,11 +269,6 @@ def own_work(ranks: Mapping[str, Floats]) -> Floats:
     """Seconds per step that each rank does not wait for others; NaN where that is not known."""
     total: Floats = np.nan_to_num(ranks["input"]) + ranks["compute"]
     return total
-
-
-def lower_median(values: Floats) -> Any:
-    """Over the ranks, which are the first axis: of two the faster one is the measure."""
-    return np.sort(values, axis=0)[(len(values) - 1) // 2]
 
 
 def _typical(values: list[float]) -> float:

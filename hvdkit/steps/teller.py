@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdkit.steps.lateness import Floats
 from hvdkit.steps.outlets import Outlets
-from hvdkit.steps.stragglers import Floats, Report, Scores, summary
+from hvdkit.steps.stragglers import Report, Scores, summary
 from hvdkit.steps.windows import FACTS, WORDS, BadGradients, Window, number_of, row_of
 
 Words = npt.NDArray[np.int64]

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdkit.steps.stragglers import LASTING, Floats
+from hvdkit.steps.lateness import Floats
+from hvdkit.steps.stragglers import LASTING
 
 WORDS = 32
 """Numbers that a rank tells in a window: 256 bytes."""

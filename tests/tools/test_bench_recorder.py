@@ -1,7 +1,9 @@
 """The recorder of steps: nothing without the variable, every step with it, never an error for the training."""
 
+import gc
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -142,7 +144,7 @@ def test_the_file_is_json_lines(clock, directory):
     list(step_times.record_steps([1]))
     header, step = [json.loads(line) for line in (directory / "rank-1.jsonl").read_text().splitlines()]
     assert header.items() >= {"hvdkit": "step times", "version": 1, "rank": 1}.items()
-    assert len(step) == 4 and step[2] is None
+    assert len(step) == 8 and step[2] is None and step[4] is None
 
 
 def test_a_host_is_a_number_and_no_name(clock, directory):
@@ -158,6 +160,32 @@ def test_what_the_processor_gave_is_written_where_the_kernel_says_it(clock, dire
         assert times.cores.steps == 4 and times.cores.ran >= 0 and times.cores.queued >= 0
     else:
         assert times.cores is None
+
+
+def test_of_each_step_it_is_written_what_the_thread_got_until_its_gradients_were_there(clock, directory):
+    for _ in step_times.record_steps(range(3)):
+        begun = time.thread_time()
+        while time.thread_time() < begun + 0.02:
+            pass
+        step_times.ready()
+        while time.thread_time() < begun + 0.05:
+            pass
+        step_times.arrived()
+    (times,) = step_files.read(directory)
+    assert times.cpus == os.sched_getaffinity(0)
+    for step in times.steps:
+        ran, queued, of_all = step.used
+        assert 0.02 <= ran < 0.045 and queued >= 0 and of_all >= 0.9 * ran
+        assert step.arrived is not None
+
+
+def test_garbage_collection_that_takes_a_while_is_written(directory):
+    for _ in step_times.record_steps([1]):
+        held = [[number] for number in range(200_000)]
+        gc.collect()
+        del held
+    (times,) = step_files.read(directory)
+    assert any(one.name == "gc" and one.seconds >= 5e-4 and one.at >= times.steps[0].asked for one in times.events)
 
 
 def test_many_steps_are_written_before_the_end(clock, directory):

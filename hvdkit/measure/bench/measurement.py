@@ -8,12 +8,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from hvdkit.common import lateness
 from hvdkit.common.causes import to_blame
 from hvdkit.common.json_files import Part, Positive, Seconds
 from hvdkit.errors import DataError
+from hvdkit.steps import lateness
+from hvdkit.steps.lateness import Floats, lower_median
 from hvdkit.steps.step_files import RankTimes
-from hvdkit.steps.stragglers import Floats, lower_median
 
 
 class Parts(Part, frozen=True):

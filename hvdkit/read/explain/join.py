@@ -10,15 +10,17 @@ import msgspec
 
 from hvdkit.common import files, json_files
 from hvdkit.common.causes import Cause, dearest_first
-from hvdkit.common.units import printable, share_text
+from hvdkit.common.units import printable
 from hvdkit.errors import DataError, HvdkitError
 from hvdkit.read.explain import exchange, step_causes
 from hvdkit.read.explain.results import Explanation, JobLaunch, Read
 from hvdkit.read.explain.sources import BENCH, LAUNCH, MPI, STALL, STEPS, TIMELINE, TRACE, find
-from hvdkit.read.explain.step_causes import EXCHANGE, StepCauses
+from hvdkit.read.explain.step_causes import StepCauses
 from hvdkit.steps import step_files
 
-LATE = frozenset({"input", "compute", "host", "late", "random-late"})
+LATE = frozenset(
+    {"input", "compute", "host", "late", "random-late", "blocked", "affinity", "pause", "gc", "growth", "first-steps"}
+)
 """Causes by which a rank comes late; the times of the steps tell them apart, a timeline often cannot."""
 _LONGEST = 300
 """Characters of a stall report that are shown."""
@@ -68,7 +70,7 @@ class _Joined:
         """The times of the steps, whose causes stand as they are: no other recording was looked at before."""
         directory = paths[0].parent
         self._steps = told = step_causes.look(step_files.read(directory), directory, self._launched)
-        self._settled = LATE if told.waits is not None else frozenset()
+        self._settled = LATE if told.exchange is not None else frozenset()
         self._causes += told.causes
         self._untold += told.untold
         return [], f"{told.steps} steps of {told.ranks} ranks"
@@ -91,7 +93,17 @@ class _Joined:
         if exact is not None:
             self._settled |= exchange.KINDS
             self._causes += exact
+            self._split_exchange(sum(cause.lost_s for cause in exact))
         return found, f"{summary.operations} operations"
+
+    def _split_exchange(self, explained_s: float) -> None:
+        """What a timeline explains of the exchange is no longer said of the whole of it."""
+        for at, cause in enumerate(self._causes):
+            if cause.kind == "exchange" and cause.per_step:
+                left = max(0.0, cause.lost_s - explained_s)
+                rest = replace(cause, lost_s=left, share=cause.share * left / cause.lost_s)
+                self._causes[at : at + 1] = [rest] if left > 0.5 * cause.lost_s else []
+                return
 
     def add_tool(self, what: str, look: Callable[[list[Path]], tuple[list[Cause], str]]) -> None:
         """What another tool finds in its own recording."""
@@ -151,16 +163,11 @@ class _Joined:
                 "Without the times of the steps nothing is known of each rank's input and computation: start the job "
                 "with 'hvdkit launch --explain-job'."
             )
-        elif (left := told.exchange or 0.0) >= EXCHANGE and not any(one.kind in exchange.KINDS for one in self._causes):
-            self._untold.append(
-                f"{share_text(left)} of a step come after the last rank was ready: the exchange and the "
-                "update; "
-                + ("nothing is wrong with how it is done." if TIMELINE in self._sources else "record --timeline FILE.")
-            )
         return Explanation(
             ranks=told.ranks if told else self._launched.ranks if self._launched else None,
             steps=told.steps if told else None,
             step_s=told.step_s if told else None,
+            accounts=told.accounts if told else {},
             causes=tuple(causes),
             untold=tuple([*self._untold, *self._errors]),
             read=tuple(self._read),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvdkit.common.causes import Cause
 from hvdkit.common.json_files import Document, Part, Positive
-from hvdkit.common.units import duration_text, printable
+from hvdkit.common.units import duration_text, printable, share_text
 
 LAUNCHED = "launch.json"
 """The file in the directory of a job that says how it was started."""
@@ -58,6 +58,8 @@ class Explanation(Document, frozen=True):
         ranks: of the job; None where no recording says it.
         steps: that count in the times of the steps; None without these.
         step_s: seconds of one, the mean; None without these.
+        accounts: where the whole recorded time went, seconds by name, which add up to it; empty without the times of
+            the steps.
         causes: what recurs in every step first, then what happens once.
         untold: what could not be told and what to record for it, full sentences.
         read: the recordings.
@@ -70,6 +72,7 @@ class Explanation(Document, frozen=True):
     ranks: int | None
     steps: int | None
     step_s: float | None
+    accounts: dict[str, float]
     causes: tuple[Cause, ...]
     untold: tuple[str, ...]
     read: tuple[Read, ...]
@@ -90,6 +93,17 @@ def lines(found: Explanation) -> list[str]:
     more = [f"{left} smaller causes are in --json."] if left > 0 else []
     read = ", ".join(f"{one.what} ({one.says})" for one in found.read)
     step = "" if found.step_s is None else f"; a step takes {duration_text(1e6 * found.step_s)}"
-    room = LINES - len(first) - len(further) - len(more) - 1
-    said = [*first, *further, *more, *untold[:room], f"Read: {read}{step}."]
+    accounts = [_accounts_text(found)] if found.accounts else []
+    room = LINES - len(first) - len(further) - len(more) - len(accounts) - 1
+    said = [*first, *further, *more, *accounts, *untold[:room], f"Read: {read}{step}."]
     return [printable(line) for line in said]
+
+
+def _accounts_text(found: Explanation) -> str:
+    """Where the whole recorded time went, and how much of it the causes explain."""
+    whole = sum(found.accounts.values()) or 1.0
+    parts = sorted(found.accounts.items(), key=lambda part: -part[1])
+    words = ", ".join(f"{name} {share_text(seconds / whole)}" for name, seconds in parts if seconds >= 0.01 * whole)
+    explained = sum((found.steps or 0) * cause.lost_s if cause.per_step else cause.lost_s for cause in found.causes)
+    named = f"the causes above explain {share_text(min(1.0, explained / whole))}" if found.causes else "no cause named"
+    return f"Of {duration_text(1e6 * whole)}: {words}; {named}."

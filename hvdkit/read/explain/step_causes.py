@@ -1,43 +1,45 @@
-"""What the times of the steps say: which rank the others wait for, and whether in its input or in its computation.
+"""The one set of causes: what the times of the steps say costs a job time, and what is saved if it were gone.
 
-The ranks end a step together, when they have exchanged gradients. So a step is as long as its slowest rank makes it,
-and what it loses is what that rank took longer than the middle one. Clocks are compared within a host only.
+A cause is a change of the recorded steps: the seconds that some ranks, in some part of some steps, would not need
+without it. Its cost is what the job saves then, by the same sum that gives its length. The cause that saves most
+comes first, and the next one is looked for in the job without it: two slow ranks are two causes, and the second one
+says that it costs nothing before the first is mended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
-from hvdkit.errors import DataError
 from hvdkit.read.explain.results import JobLaunch
-from hvdkit.steps.ranks import name_ranks
-from hvdkit.steps.step_files import RankTimes, Step
-from hvdkit.steps.stragglers import lower_median
+from hvdkit.read.explain.step_table import PARTS, StepTable, table
+from hvdkit.steps import lateness
+from hvdkit.steps.lateness import Floats, When, doing, lower_median, named
+from hvdkit.steps.step_files import RankTimes
 
-WARMUP = 5
-"""First steps that are left out, of long enough recordings."""
-LEAST = 10
-"""Steps that are enough to tell a cause."""
-STEADY = 0.4
-"""Part of the mean loss by a rank that half of its steps must reach, else it is late now and then."""
-OTHERS = 1 / 3
-"""Part of a slow rank's wait for its input from which on the others' wait is no accident."""
-LEAST_LATE, LEAST_RANDOM, LEAST_CORES, LEAST_INPUT = 0.04, 0.1, 0.08, 0.1
+_LEAST = {
+    "late": 0.04, "rare": 0.1, "input-everywhere": 0.1, "cores": 0.08, "stall": 0.05, "growth": 0.1, "first": 0.05,
+    "event": 0.04, "exchange": 0.2,
+}  # fmt: skip
 """Shares of a step from which on a cause is believed; what is below, jobs with nothing wrong reach by chance."""
-OWN_USE = 0.6
-"""Part of the cores that the ranks use, below which it is others who keep them from them."""
-FIRST_STEP_S, FIRST_STEP = 1.0, 0.1
+_MOST_CAUSES = 8
+_OTHERS = 1 / 3
+"""Part of a slow rank's wait for its input from which on the others' wait is no accident."""
+_OWN_USE, _WHOLE_CORES = 0.6, 0.07
+"""Part of the cores that the ranks use below which it is others who keep them from them, and how near a whole number of
+cores their use is where they are bound to so many."""
+_FIRST_STEP_S, _FIRST_STEP = 1.0, 0.1
 """Seconds, and share of what was recorded, from which on the first step is a cause: a graph is traced in less."""
-EXCHANGE = 0.2
-"""Share of a step after the last rank was ready from which on it is said that this recording does not explain it."""
-_Floats = NDArray[np.float64]
+_STALL = 0.5
+"""Of a step: what is longer than the usual one by so much is a stall."""
+_RECORDED = 1.3
+"""How much more may be saved by what is only inferred."""
+_CHECKED = "saving, evaluation, logging"
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class StepCauses:
     Attributes:
         ranks, steps: how many; those steps that count.
         step_s: mean seconds of one.
-        causes: in no order.
+        causes: the one that saves most first.
         untold: what these times do not say, full sentences.
         exchange: share of a step after its last rank was ready; None where that is not known.
-        waits: (steps, 3), when each began, when its last rank was ready and when it was complete, by the clock of the
-            one host; None where there are several hosts, or it is not known.
+        waits: see ``StepTable``.
+        accounts: where the whole recorded time went, seconds by name.
     """
 
     ranks: int
@@ -60,23 +62,31 @@ class StepCauses:
     causes: list[Cause]
     untold: list[str]
     exchange: float | None
-    waits: _Floats | None = None
+    waits: Floats | None
+    accounts: dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Seconds, (ranks, steps) each, without the warm-up; ``own`` is until the gradients were there."""
+@dataclass
+class _Candidate:
+    """What may be a cause: ``less`` and ``exchange`` are what ``StepTable.without`` takes.
 
-    numbers: list[int]
-    whole: _Floats
-    input: _Floats
-    own: _Floats | None
-    where: str
-    waits: _Floats | None
+    ``recorded``: it was recorded by its name, and goes before what is inferred.
+    """
 
-    @property
-    def step_s(self) -> float:
-        return float(self.whole.max(axis=0).mean())
+    kind: str
+    what: str
+    evidence: str
+    advice: str
+    least: float
+    less: dict[str, Floats] = field(default_factory=dict)
+    exchange: Floats | float = 0.0
+    ranks: tuple[int, ...] = ()
+    once: bool = False
+    recorded: bool = False
+
+    def saves(self, job: StepTable) -> float:
+        """Seconds in all of the steps."""
+        return job.total_s - job.without(self.less, self.exchange).total_s
 
 
 def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = None) -> StepCauses:
@@ -89,288 +99,433 @@ def look(times: Sequence[RankTimes], where: Path, launched: JobLaunch | None = N
     Raises:
         DataError: too few steps to tell anything.
     """
-    count = min(len(rank.steps) for rank in times)
-    if count < LEAST:
-        raise DataError(
-            f"{where} holds the times of {count} steps of a rank, too few to tell what is usual; record at "
-            f"least {LEAST}."
+    job = table(times, where)
+    untold = []
+    if not job.ready and len(times) > 1:
+        untold.append(
+            "The ranks did not say when their gradients were there (hvdkit's distribute does), so that a rank that "
+            "computes slower cannot be told from the exchange; record --timeline FILE --skew."
         )
-    table = _table(times, count, where)
-    causes, untold = _late(table, times)
-    causes += _few_cores(table, times, launched)
-    if any(
-        cause.kind in ("few-cores", "host") and not cause.ranks for cause in causes
-    ):  # who gets no core is late, now this rank, now that one
-        causes = [cause for cause in causes if cause.kind != "random-late"]
-    causes += _first_step(times, table)
-    exchange = None
-    if table.own is not None:
-        exchange = float((table.whole.max(axis=0) - table.own.max(axis=0)).mean()) / table.step_s
     expected = len(times) if launched is None else launched.ranks
     if len(times) < expected:
         untold.append(f"{expected - len(times)} of {expected} ranks recorded no steps; of these nothing is known.")
     if len(times) == 1:
         untold.append("One rank alone waits for nobody, and exchanges nothing.")
-    return StepCauses(expected, table.whole.shape[1], table.step_s, causes, untold, exchange, table.waits)
-
-
-def _table(times: Sequence[RankTimes], count: int, where: Path) -> _Table:
-    """Where most steps say when their gradients were there, those that do not are no training but a validation."""
-    first = WARMUP if count >= 2 * WARMUP + LEAST else 1
-
-    said = [all(rank.steps[at].ready is not None for rank in times) for at in range(first, count)]
-    training = [at for at, one in enumerate(said, start=first) if one or sum(said) < 0.5 * len(said)]
-
-    def of(value: Callable[[Step], float]) -> _Floats:
-        return np.array([[value(rank.steps[at]) for at in training] for rank in times])
-
-    own = of(lambda step: np.nan if step.ready is None else step.ready - step.asked)
-    waits = None
-    if None not in (hosts := {rank.host for rank in times}) and len(hosts) == 1:  # one clock: what ranks do between
-        asked = of(lambda step: step.asked)  # the exchange and the next batch (writing, callbacks) makes them late, too
-        own = own + asked - asked.min(axis=0)
-        if not np.isnan(own).any():
-            ended = of(lambda step: step.ended)
-            waits = np.stack([asked.min(axis=0), (own + asked.min(axis=0)).max(axis=0), ended[0]], axis=1)
-    table = _Table(
-        [rank.rank for rank in times],
-        of(lambda step: step.ended - step.asked),
-        of(lambda step: step.given - step.asked),
-        None if np.isnan(own).any() else own,
-        where.name or str(where),
-        waits,
+    return StepCauses(
+        ranks=expected,
+        steps=job.steps,
+        step_s=job.step_s,
+        causes=[*_by_saving(job, launched), *_first_step(job)],
+        untold=untold,
+        exchange=float(job.exchange.sum()) / job.total_s if job.ready else None,
+        waits=job.waits,
+        accounts=job.accounts(),
     )
-    if table.step_s <= 0:
-        raise DataError(f"{where} holds steps that take no time; do the work of a step inside of the loop.")
-    return table
 
 
-def _late(table: _Table, times: Sequence[RankTimes]) -> tuple[list[Cause], list[str]]:
-    """Ranks for which the others wait."""
-    if len(table.numbers) == 1:
-        return _input_everywhere(table, 0.0), []
-    own = table.input if table.own is None else table.own
-    untold = []
-    if table.own is None:
-        untold.append(
-            "The ranks did not say when their gradients were there (hvdkit's distribute does), so that a rank that "
-            "computes slower cannot be told from the exchange; record --timeline FILE --skew."
-        )
-    last = own.argmax(axis=0)
-    lost = own.max(axis=0) - lower_median(own)
-    at_last = np.take_along_axis(table.input, last[None], 0)[0]
-    by_input = np.clip(at_last - lower_median(table.input), 0.0, lost)
-    return [*_late_by_input(table, by_input, last), *_late_by_work(table, times, lost - by_input, last, own)], untold
+def _by_saving(whole: StepTable, launched: JobLaunch | None) -> list[Cause]:
+    """Causes, each the one that saves most in the job without those before it."""
+    job, found = whole, list[Cause]()
+    while len(found) < _MOST_CAUSES and job.total_s > 0.05 * whole.total_s:
+        told = {cause.what for cause in found}
+        candidates = [one for one in _candidates(job, launched) if one.saves(job) >= one.least * job.total_s]
+        candidates = [one for one in candidates if one.what not in told]
+        if not candidates and (both := _joined(list(_slow(job)))) is not None:
+            candidates = [both] if both.saves(job) >= both.least * job.total_s else []
+        if not candidates:
+            candidates = [one for one in _irregular(job) if one.saves(job) >= one.least * job.total_s]
+        if not candidates:
+            break
+        best = max(candidates, key=lambda one: one.saves(job) * (_RECORDED if one.recorded else 1.0))
+        found.append(_cause(best, best.saves(job), best.saves(whole) if found else None, whole))
+        job = job.without(best.less, best.exchange)
+    return found
 
 
-def _to_blame(lost: _Floats, last: NDArray[np.intp], ranks: int) -> list[int]:
-    """Rows of the ranks that cost the steps that, few or none."""
-    return list(to_blame(dict(enumerate(np.bincount(last, lost, minlength=ranks).tolist())), one_in=2))
-
-
-def _seen(slow: list[int], lost: _Floats, part: _Floats) -> str:
-    usual = np.median(np.delete(part, slow, axis=0), axis=0).mean()
-    longer = share_text((lost > 0.5 * lost.mean()).mean())
-    return f"{_ms(part[slow].mean())} a step there, the others {_ms(usual)}; longer in {longer} of {len(lost)} steps"
-
-
-def _late_by_input(table: _Table, lost: _Floats, last: NDArray[np.intp]) -> list[Cause]:
-    """What the steps lost by batches that came late, on some ranks or everywhere."""
-    cost = float(lost.mean())
-    share = cost / table.step_s
-    slow = _to_blame(lost, last, len(table.input))
-    if not slow or _others_wait(table.input, slow):
-        return _input_everywhere(table, cost)
-    found = _input_everywhere(table, 0.0)
-    if share < LEAST_LATE:
-        return found
-    ranks = tuple(table.numbers[row] for row in slow)
-    who, verb = name_ranks(ranks), "s" if len(ranks) == 1 else ""
-    one = Cause(
-        "input", cost, share, f"{who.capitalize()} wait{verb} for {'its' if verb else 'their'} input.",
-        f"{table.where}: {_seen(slow, lost, table.input)}.",
-        f"Look at how {who} read{verb}: file system, size of the shard, number of workers, prefetching. "
-        "Reading ahead can hide that other ranks are as slow.",
-        ranks=ranks,
+def _cause(one: _Candidate, saved: float, alone: float | None, whole: StepTable) -> Cause:
+    per = 1 if one.once else whole.steps
+    return Cause(
+        one.kind, saved / per, saved / whole.total_s, one.what, f"{whole.where}: {one.evidence}.", one.advice,
+        per_step=not one.once, ranks=one.ranks,
+        alone_s=None if alone is None or alone >= 0.7 * saved else max(0.0, alone) / per,
     )  # fmt: skip
-    return [one, *found]
 
 
-def _others_wait(waits: _Floats, slow: list[int]) -> bool:
+def _candidates(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candidate]:
+    yield from _events(job)
+    yield from _slow(job)
+    yield from _few_cores(job, launched)
+    yield from _everywhere(job)
+    if job.ready and len(job.numbers) > 1:
+        share = job.exchange.sum() / job.total_s
+        yield _Candidate(
+            "exchange", "The allreduce of gradients, and the update, come after the last rank is ready.",
+            f"{share_text(share)} of {_ms(job.step_s)} a step, on average",
+            "Send less or less often (fp16 compression, backward_passes_per_step, a larger batch), or over a faster "
+            "network; hvdkit launch --timeline FILE says what the time goes to.",
+            _LEAST["exchange"], exchange=job.exchange,
+        )  # fmt: skip
+
+
+# Some ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _slow(job: StepTable) -> Iterator[_Candidate]:
+    """Ranks that are apart from the others in a part of their steps, each blamed by its own excess."""
+    for part in PARTS if len(job.numbers) > 1 else ():
+        values = job.parts[part]
+        rows = lateness.slow_ranks((values - lower_median(values)).mean(axis=1), 0.5 * _LEAST["late"] * job.step_s)
+        if not rows or (part == "input" and _others_wait(values, rows)):
+            continue
+        usual = lower_median(np.delete(values, rows, axis=0))
+        less = np.zeros(values.shape)
+        less[rows] = np.maximum(0.0, values[rows] - usual)
+        yield _late(job, part, rows, less, usual)
+
+
+def _others_wait(waits: Floats, slow: list[int]) -> bool:
     """Whether the other ranks' batches come late, too: where all read ahead, one of them hides another for a while."""
     over = (waits - np.quantile(waits, 0.1, axis=1).min()).mean(axis=1)
-    return bool(np.median(np.delete(over, slow)) > OTHERS * over[slow].mean())
+    return bool(lower_median(np.delete(over, slow)) > _OTHERS * over[slow].mean())
 
 
-def _late_by_work(
-    table: _Table, times: Sequence[RankTimes], lost: _Floats, last: NDArray[np.intp], own: _Floats
-) -> list[Cause]:
-    """What the steps lost by computation, and by what ranks do between two steps."""
-    part = own - table.input
-    cost = float(lost.mean())
-    share = cost / table.step_s
-    if share < LEAST_LATE:
-        return []
-    slow = _to_blame(lost, last, len(part))
-    if not slow:
-        return _late_anywhere(table, lost)
-    ranks = tuple(table.numbers[row] for row in slow)
-    who, verb, seen = name_ranks(ranks), "s" if len(ranks) == 1 else "", _seen(slow, lost, part)
-    excess = part[slow].mean(axis=0) - lower_median(part)
-    if float(np.median(excess)) < STEADY * float(excess.mean()):
-        if share < LEAST_RANDOM:
-            return []
-        return [
-            Cause(
-                "random-late", cost, share, f"{who.capitalize()} {'is' if verb else 'are'} late now and then.",
-                f"{table.where}: {seen}.",
-                f"Look for what runs now and then on {who} alone: {'' if table.input.any() else 'reading its input, '}"
-                "logging, saving, evaluation, garbage collection, or another job on the host.",
-                ranks=ranks,
-            )
-        ]  # fmt: skip
-    return [_slow(table, times, slow, cost, share, seen)]
+def _late(job: StepTable, part: str, rows: list[int], less: Floats, usual: Floats) -> _Candidate:
+    """Slow ranks as a cause: who, what they do meanwhile, in which steps."""
+    host = lateness.one_host(rows, job.hosts) is not None
+    ranks = tuple(job.numbers[row] for row in rows)
+    lost = less[rows].max(axis=0)
+    at = lateness.when(lost)
+    doing_what, kind, seen, advice = _why(job, part, rows, less, at, host)
+    who = named(ranks, len(job.numbers), host=host)
+    words = doing(doing_what, ranks[:1] if host else ranks)
+    if host and kind == "host":
+        words = "computes slower"
+    kinds = {"first": "first-steps", "growing": "growth"}
+    if part == "work" and doing_what == "compute" and at.kind in ("every", "rare"):
+        words = ("is", "are")[len(ranks) > 1 and not host] + " late"
+        kind = "pause" if at.kind == "every" else "random-late"
+    if part == "between" and at.kind in ("every", "rare"):
+        kind = "pause"
+    each = f", {_ms(at.each)} each" if at.kind in ("every", "rare") else ""
+    evidence = (
+        f"{_ms(job.parts[part][rows].mean())} a step there, the others {_ms(usual.mean())}; longer in "
+        f"{share_text(float((lost > 0.5 * lost.mean()).mean()))} of {job.steps} steps{each}{seen}"
+    )
+    rare = at.kind == "rare" and kind == "random-late"
+    return _Candidate(
+        kinds.get(at.kind, kind), f"{who} {words}{at.words()}{' now and then' * rare}.", evidence, advice,
+        _LEAST["rare" if rare else "late"], {part: less}, ranks=ranks, once=at.kind == "first",
+    )  # fmt: skip
 
 
-def _late_anywhere(table: _Table, lost: _Floats) -> list[Cause]:
-    cost = float(lost.mean())
-    share = cost / table.step_s
-    if share < LEAST_RANDOM:
-        return []
-    in_steps = share_text((lost > 0.5 * cost).mean())
-    return [
-        Cause(
-            "random-late", cost, share, "A different rank is late in each step.",
-            f"{table.where}: no rank causes most of it; in {in_steps} of {len(lost)} steps.",
-            "Give the same work to all ranks in a step (samples of one length together), and keep other programs off "
-            "their cores (hvdkit preflight, --bind core).",
-        )
-    ]  # fmt: skip
-
-
-def _slow(table: _Table, times: Sequence[RankTimes], slow: list[int], cost: float, share: float, seen: str) -> Cause:
-    """One rank, or some, compute longer in most steps: by themselves, or by where they run."""
-    ranks = tuple(table.numbers[row] for row in slow)
-    who, verb = name_ranks(ranks), "s" if len(ranks) == 1 else ""
-    queued = [_queued(rank) for rank in times]
-    known = [one for one in queued if one is not None]
-    extra = min((queued[row] or 0.0) for row in slow) - float(np.median(known)) if len(known) == len(times) > 0 else 0.0
-    if len(times) == 2 and len(known) == 2:
-        extra = max(known) - min(known) if queued[slow[0]] == max(known) else 0.0
-    if extra >= 0.5 * cost:
-        return Cause(
-            "host", cost, share, f"{who.capitalize()} share{verb} {'its' if verb else 'their'} cores with others.",
-            f"{table.where}: {seen}; {_ms(extra)} more a step without a core.",
+def _why(job: StepTable, part: str, rows: list[int], less: Floats, at: When, host: bool) -> tuple[str, str, str, str]:
+    """What slow ranks do: a word of ``lateness.DOING``, the kind, further evidence and advice."""
+    ranks = tuple(job.numbers[row] for row in rows)
+    who, has = named(ranks, 0).lower(), "has" if len(ranks) == 1 else "have"
+    reads = "reads" if len(ranks) == 1 else "read"
+    if part == "input":
+        return "input", "input", "", (
+            f"Look at how {who} {reads}: file system, size of the shard, number of workers, prefetching. Reading ahead "
+            "can hide that other ranks are as slow."
+        )  # fmt: skip
+    if part == "between":
+        often = "at the same steps on all ranks, or " if at.kind in ("every", "rare") else ""
+        return "between", "compute", "", (
+            f"Look at what {who} alone does between two steps ({_CHECKED}): do it {often}less often, or in another "
+            "thread or process."
+        )  # fmt: skip
+    compute = (
+        f"See whether {who} {has} more to compute (size of the batch, length of the samples, work that it alone does) "
+        "or a slower core or device (hvdkit preflight)."
+    )
+    lost = float(less[rows].mean())
+    unread = not job.parts["input"].any()
+    if job.used is None:
+        known = "host" if host else "late" if unread else "compute"
+        if known == "late":
+            return "late", "late", "", _unread(who, reads)
+        return "compute", known, "", _compare_host() if host else compute
+    ran, queued, of_all = (_excess(one, rows) for one in job.used)
+    if queued >= 0.5 * lost:
+        shared = _sharing(job, rows)
+        if shared is not None:
+            return "affinity", "affinity", f"; {_ms(queued)} more a step without a core; {shared}", _rebind()
+        return "cores", "host", f"; {_ms(queued)} more a step without a core", (
             "See what else runs on that host and on those cores: another job, more threads than cores, two ranks bound "
-            "to one core (hvdkit preflight; --bind core, --threads).",
-            ranks=ranks,
+            "to one core (hvdkit preflight; --bind core, --threads)."
         )  # fmt: skip
-    hosts = {rank.host for rank, row in zip(times, range(len(times)), strict=True) if row in slow}
-    there = [row for row, rank in enumerate(times) if rank.host in hosts]
-    if len(hosts) == 1 and None not in hosts and len(slow) > 1 and len(there) == len(slow) < len(times):
-        return Cause(
-            "host", cost, share, f"The host of {who} computes slower.", f"{table.where}: {seen}.",
-            "Compare that host with another one (hvdkit preflight there): clock rate, memory, devices, other jobs.",
-            ranks=ranks,
-        )  # fmt: skip
-    if not table.input.any() and (unseen := _input_unseen(table, times, slow, cost, seen)) is not None:
-        return unseen
-    return Cause(
-        "compute", cost, share, f"{who.capitalize()} compute{verb} longer.", f"{table.where}: {seen}.",
-        f"See whether {who} ha{'s' if verb else 've'} more to compute (size of the batch, length of "
-        "the samples, work that it alone does) or a slower core or device (hvdkit preflight).",
-        ranks=ranks,
+    if (ran if _computes_itself(job) else max(ran, of_all)) >= 0.5 * lost:
+        return "compute", "host" if host else "compute", "", _compare_host() if host else compute
+    if unread:
+        return "unread", "late", "; the training thread there runs no longer", _unread(who, reads)
+    return "blocked", "blocked", "; the thread that trains neither runs nor waits for a core meanwhile", (
+        f"Look at what {who} waits for within a step: a lock or the GIL that another thread holds, a disk, a network, "
+        "a device (py-spy dump shows it)."
     )  # fmt: skip
 
 
-def _input_unseen(table: _Table, times: Sequence[RankTimes], slow: list[int], cost: float, seen: str) -> Cause | None:
-    """A late rank whose batches come from no loader that is seen; None where its thread ran so much longer."""
-    known = [rank.cores.ran / rank.cores.steps for rank in times if rank.cores is not None]
-    told = len(known) == len(times)
-    if told and min(known[row] for row in slow) - float(lower_median(np.array(known))) >= 0.5 * cost:
+def _compare_host() -> str:
+    return "Compare that host with another one (hvdkit preflight there): clock rate, memory, devices, other jobs."
+
+
+def _unread(who: str, reads: str) -> str:
+    return (
+        f"Look at how {who} {reads}, and at its device. Batches that come from no DataLoader are not seen: put "
+        "record_steps (hvdkit.torch) around them, and it is told."
+    )
+
+
+def _rebind() -> str:
+    return "Give each rank cores of its own: hvdkit launch --bind core, or --bind none, and no taskset or numactl."
+
+
+def _excess(values: Floats, rows: list[int]) -> float:
+    """By how much these ranks have more of something than the others, seconds a step."""
+    return float((values[rows] - lower_median(np.delete(values, rows, axis=0))).mean())
+
+
+def _computes_itself(job: StepTable) -> bool:
+    """Whether the thread that marks the steps computes, as PyTorch's does; TensorFlow has threads of its own."""
+    ran, _, of_all = job.used if job.used is not None else np.zeros((3, 1, 1))
+    return bool(lower_median(ran.mean(axis=1)) > 0.5 * lower_median(of_all.mean(axis=1)))
+
+
+def _sharing(job: StepTable, rows: Sequence[int]) -> str | None:
+    """Whether these ranks are bound to fewer cores than there are ranks bound to them; None where they are not."""
+    here = {row: job.cpus[row] for row in rows}
+    known = {row: (job.hosts[row], cpus) for row, cpus in enumerate(job.cpus) if cpus is not None}
+    every = set().union(*(cpus for _, cpus in known.values())) if known else set()
+    for row, cpus in here.items():
+        if cpus is None or len(cpus) == len(every) > 1:
+            continue
+        beside = [other for other, (host, of_other) in known.items() if host == job.hosts[row] and of_other <= cpus]
+        if len(beside) > len(cpus):
+            names = ", ".join(map(str, sorted(cpus)[:8]))
+            return f"{len(beside)} ranks are bound to core{'s' * (len(cpus) > 1)} {names}"
+    return None
+
+
+def _joined(late: Sequence[_Candidate]) -> _Candidate | None:
+    """Ranks that hide one another: mending one of them saves nothing, mending all does."""
+    if len(late) < 2:
         return None
-    ranks = tuple(table.numbers[row] for row in slow)
-    who, verb, its = name_ranks(ranks), "s" if len(ranks) == 1 else "", "its" if len(ranks) == 1 else "their"
-    what, ran = f"come{verb} late, by {its} input or computation", ""
-    if told:
-        what, ran = f"wait{verb} for {its} input or {its} device", "; the training thread there runs no longer"
-    return Cause(
-        "late", cost, cost / table.step_s, f"{who.capitalize()} {what}.", f"{table.where}: {seen}{ran}.",
-        f"Look at how {who} read{verb}, and at {its} device. Batches that come from no DataLoader are not seen: "
-        "put record_steps (hvdkit.torch) around them, and it is told.",
-        ranks=ranks,
+    ordered = sorted(late, key=lambda one: -sum(part.sum() for part in one.less.values()))
+    less: dict[str, Floats] = {}
+    for one in ordered:
+        for part, seconds in one.less.items():
+            less[part] = less.get(part, 0.0) + seconds
+    return _Candidate(
+        ordered[0].kind, " ".join(one.what for one in ordered), "; ".join(one.evidence for one in ordered),
+        ordered[0].advice, _LEAST["late"], less, ranks=tuple(sorted({rank for one in late for rank in one.ranks})),
     )  # fmt: skip
 
 
-def _queued(rank: RankTimes) -> float | None:
-    """Seconds a step that the thread that trains waited for a core."""
-    return None if rank.cores is None else rank.cores.queued / rank.cores.steps
+def _irregular(job: StepTable) -> Iterator[_Candidate]:
+    """What is left of the wait for the last rank, when no rank is apart from the others in most steps."""
+    if len(job.numbers) == 1:
+        return
+    own, last = job.own, job.own.argmax(axis=0)
+    lost = own.max(axis=0) - lower_median(own)
+    less = np.maximum(0.0, own - lower_median(own))
+    parts = {name: less * part / np.maximum(own, 1e-12) for name, part in job.parts.items()}
+    rows = to_blame(dict(enumerate(np.bincount(last, lost, minlength=len(own)).tolist())), one_in=2)
+    ranks = tuple(job.numbers[row] for row in rows)
+    if ranks:
+        who = named(ranks, 0)
+        what, advice = f"{who} {'is' if len(ranks) == 1 else 'are'} late now and then.", (
+            f"Look for what runs now and then on {who.lower()} alone: {'' if job.parts['input'].any() else 'input, '}"
+            f"{_CHECKED}, garbage collection, or another job on the host."
+        )  # fmt: skip
+    else:
+        what, advice = "A different rank is late in each step.", (
+            "Give the same work to all ranks in a step (samples of one length together), and keep other programs off "
+            "their cores (hvdkit preflight, --bind core)."
+        )  # fmt: skip
+    in_steps = share_text(float((lost > 0.5 * lost.mean()).mean()))
+    evidence = f"no rank causes most of it in most steps; in {in_steps} of {job.steps} steps"
+    yield _Candidate("random-late", what, evidence, advice, _LEAST["rare"], parts, ranks=ranks)
 
 
-def _input_everywhere(table: _Table, scattered: float) -> list[Cause]:
-    """What the middle rank waits for its batches, and ``scattered``: seconds that a different one waits longer."""
-    middle = float(lower_median(table.input).mean())
-    cost = middle + scattered
-    share = cost / table.step_s
-    if share < LEAST_INPUT:
-        return []
-    what, seen = "The one rank waits for its input.", "it waits"
-    if len(table.numbers) > 1:
-        what, seen = "Every rank waits for its input.", "the middle rank waits"
-    if scattered > 0:
-        seen += f" {_ms(middle)}, the last one"
-    if scattered > middle:
-        what = "A different rank waits for its input in each step."
-    return [
-        Cause(
-            "input-everywhere", cost, share, what,
-            f"{table.where}: {seen} {_ms(cost)} for each batch of {_ms(table.step_s)} a step.",
-            "Load ahead of the computation: more workers, prefetching, a cache, files nearer to the ranks.",
-        )
-    ]  # fmt: skip
+# All ranks ------------------------------------------------------------------------------------------------------------
 
 
-def _few_cores(table: _Table, times: Sequence[RankTimes], launched: JobLaunch | None) -> list[Cause]:
+def _events(job: StepTable) -> Iterator[_Candidate]:
+    """Garbage collection, the disk: what was recorded by name."""
+    advices = {
+        "gc": "Collect less often or between epochs: gc.freeze() after the model is built, a higher gc.set_threshold, "
+        "gc.disable() with gc.collect() once in a while on all ranks at the same step.",
+        "fsync": "Write to a faster or local disk, less often, or in another thread; os.fsync waits until the disk has "
+        "it.",
+    }
+    for name, spent in job.events.items():
+        if name not in advices:
+            continue
+        means = np.asarray(sum(part.mean(axis=1) for part in spent.values()))
+        rows = [row for row, seconds in enumerate(means) if seconds >= 0.2 * means.max() > 0]
+        if not rows:
+            continue
+        ranks = tuple(job.numbers[row] for row in rows)
+        everybody = len(rows) == len(job.numbers) > 1
+        who = "Every rank" if everybody else named(ranks, len(job.numbers))
+        at = lateness.when(np.asarray(sum(part.max(axis=0) for part in spent.values())))
+        yield _Candidate(
+            "gc" if name == "gc" else "blocked", f"{who} {doing(name, ranks[:1] if everybody else ranks)}{at.words()}.",
+            f"{_ms(means.max())} a step, {_ms(at.each)} at a time", advices[name], _LEAST["event"], dict(spent),
+            ranks=() if everybody else ranks, recorded=True,
+        )  # fmt: skip
+
+
+def _everywhere(job: StepTable) -> Iterator[_Candidate]:
+    """What all ranks lose together: their input, stalls, growth over time, the first steps."""
+    yield from _input_everywhere(job)
+    series: dict[str, Floats] = {name: lower_median(part) for name, part in job.parts.items()}
+    series["exchange"] = job.exchange
+    for part, seconds in series.items():
+        trend = _trend(seconds, job.step_s)
+        if trend is not None:
+            words, lost = trend
+            yield _shared(job, part, words, lost)
+            continue
+        usual = float(np.median(seconds))
+        spread = 1.4826 * float(np.median(np.abs(seconds - usual)))
+        heavy = np.where(seconds - usual > max(_STALL * job.step_s_usual, 6 * spread), seconds - usual, 0.0)
+        if heavy.any():
+            yield _shared(job, part, "stall", heavy)
+
+
+def _trend(seconds: Floats, step: float) -> tuple[str, Floats] | None:
+    """What a series loses by growing, or by its first steps: "growth" or "first", seconds of each step."""
+    count = len(seconds)
+    if count < 40:
+        return None
+    tenths = np.array([np.median(part) for part in np.array_split(seconds, 10)])
+    if np.ptp(tenths) < _LEAST["first"] * step:
+        return None
+    if np.corrcoef(np.arange(10), tenths)[0, 1] >= 0.9 and np.diff(tenths).max() < 0.5 * np.ptp(tenths):
+        slope, _ = np.polyfit(np.arange(count), seconds, 1)
+        begin = float(tenths[0] - 0.05 * count * slope)
+        return "growth", np.maximum(0.0, seconds - max(0.0, begin))
+    for at in range(1, 7):  # the first tenths are apart from the later ones
+        low = float(np.median(tenths[at:]))
+        if tenths[:at].min() - tenths[at:].max() >= 0.5 * (tenths[:at].max() - low) > 0:
+            middle = (float(np.median(tenths[:at])) + low) / 2
+            until = int(np.flatnonzero(seconds > middle)[: at * count // 10 + count // 10].max()) + 1
+            return "first", np.where(np.arange(count) < until, np.maximum(0.0, seconds - low), 0.0)
+        if tenths[at:].min() - tenths[:at].max() >= 0.5 * (tenths[at:].max() - tenths[:at].min()):
+            return "growth", np.maximum(0.0, seconds - float(np.median(tenths[:at])))
+    return None
+
+
+def _shared(job: StepTable, part: str, words: str, lost: Floats) -> _Candidate:
+    """A pattern of all ranks in a part of their steps as a cause."""
+    alone = len(job.numbers) == 1
+    who, are = ("The one rank", ("waits", "is", "stops")) if alone else ("All ranks", ("wait", "are", "stop"))
+    less, exchange = ({}, lost) if part == "exchange" else ({part: np.repeat(lost[None], len(job.numbers), 0)}, 0.0)
+    at = lateness.when(lost)
+    rarely = f"{at.words()} for {_ms(at.each)}" if words == "stall" else ""
+    verb = {
+        "between": f"{who} {'pauses' if alone else 'pause'} between two steps{rarely}",
+        "input": f"{who} {are[0]} for {'its' if alone else 'their'} input{rarely}",
+        "work": f"{who} {are[2]} within a step{rarely}" if words == "stall" else f"{who} compute{'s' * alone} longer",
+        "exchange": f"The allreduce takes longer{rarely}",
+    }[part]
+    kind = {"stall": "stall", "growth": "growth", "first": "first-steps"}[words]
+    if words == "stall":
+        kind = {"between": "pause", "input": "input-everywhere", "exchange": "exchange"}.get(part, kind)
+    first, last = (float(np.median(half)) for half in np.array_split(job.own.max(axis=0) + job.exchange, 10)[::9])
+    evidence = {
+        "stall": f"in {int((lost > 0).sum())} of {job.steps} steps, on all ranks in the same ones",
+        "growth": f"a step took {_ms(first)} at first and {_ms(last)} at the end",
+        "first": f"{_ms(float(lost[lost > 0].mean() if lost.any() else 0.0))} longer in the first "
+        f"{int(np.flatnonzero(lost).max(initial=0)) + 1} of {job.steps} steps",
+    }[words]
+    tail = {"growth": ", more with every step", "first": at.words() or " in the first steps", "stall": ""}[words]
+    advice = {
+        "pause": f"Look at what all ranks do there ({_CHECKED}): do it less often, on fewer samples, or in another "
+        "thread.",
+        "stall": "Look for what stops all ranks at once: a shared file system, a checkpoint, a scheduler or a device "
+        "that is shared; compare the host's clock and temperature.",
+        "growth": "Look for what grows with the steps: a list that is never emptied, a graph that is kept (loss "
+        "without float()), new shapes or functions, a log that is read again, memory that is "
+        "swapped, a clock that sinks.",
+        "first-steps": "It weighs less the longer the job: a cache that fills, files that are read for the first time, "
+        "compilation; leave these steps out of measurements.",
+        "input-everywhere": "Load ahead of the computation: more workers, prefetching, a cache, files nearer to the "
+        "ranks.",
+        "exchange": "Look at the network at these times: other jobs, a link that is down, connections made anew.",
+    }[kind]
+    least = {"growth": "growth", "first": "first", "stall": "stall"}[words]
+    return _Candidate(
+        kind, f"{verb}{tail}.", evidence, advice, _LEAST[least], less, exchange, once=kind == "first-steps"
+    )
+
+
+def _input_everywhere(job: StepTable) -> Iterator[_Candidate]:
+    """What the middle rank waits for its batches, and what another rank waits in each step."""
+    values = job.parts["input"]
+    middle = lower_median(values)
+    rows = lateness.slow_ranks((values - middle).mean(axis=1), 0.5 * _LEAST["late"] * job.step_s)
+    apart = bool(rows) and not _others_wait(values, rows)
+    less = np.minimum(values, middle) if apart else values
+    seen, who = float(middle.mean()), "The one rank waits for its input." if len(values) == 1 else ""
+    scattered = 0.0 if apart else float((values.max(axis=0) - middle).mean())
+    who = who or (
+        "A different rank waits for its input in each step." if scattered > seen else "Every rank waits for its input."
+    )
+    if seen + scattered < 0.5 * _LEAST["input-everywhere"] * job.step_s:
+        return
+    at = lateness.when(less.max(axis=0))
+    kind = {"first": "first-steps", "growing": "growth"}.get(at.kind, "input-everywhere")
+    yield _Candidate(
+        kind, f"{who[:-1]}{at.words()}.",
+        f"the middle rank waits {_ms(seen)} for each batch, the last one {_ms(seen + scattered)}, of {_ms(job.step_s)} "
+        "a step",
+        "Load ahead of the computation: more workers, prefetching, a cache, files nearer to the ranks.",
+        _LEAST["input-everywhere"], {"input": less}, once=at.kind == "first",
+    )  # fmt: skip
+
+
+def _few_cores(job: StepTable, launched: JobLaunch | None) -> Iterator[_Candidate]:
     """Cores that the middle rank's thread waits for: the job's own threads have them, or others."""
-    queued = [_queued(rank) for rank in times]
-    known = [one for one in queued if one is not None]
-    if len(known) < len(times):
-        return []
-    cost = float(lower_median(np.array(known)))
-    share = cost / table.step_s
-    if share < LEAST_CORES:
-        return []
-    seen = f"{table.where}: the thread that trains waits {_ms(cost)} a step for a core on the middle rank"
-    if launched is not None and launched.ranks_on_a_host == launched.ranks == len(times):
-        used = sum(rank.cores.of_all / rank.cores.steps for rank in times if rank.cores is not None) / table.step_s
+    if job.used is None:
+        return
+    queued = job.used[1]
+    middle = lower_median(queued.mean(axis=1))
+    if middle < 0.5 * _LEAST["cores"] * job.step_s:
+        return
+    less = np.minimum(queued, job.parts["work"])
+    seen = f"the thread that trains waits {_ms(middle)} a step for a core on the middle rank"
+    kind, what, advice = "few-cores", "There are too few cores for the ranks' threads.", (
+        "Use fewer threads (--threads, fewer loader workers) or fewer ranks, and leave Horovod's own thread room; see "
+        "that nothing else runs there."
+    )  # fmt: skip
+    shared = _sharing(job, range(len(job.numbers)))
+    if launched is not None and launched.ranks_on_a_host == launched.ranks == len(job.numbers):
+        used = float(job.used[2].mean(axis=1).sum()) / job.step_s
         seen += f"; all ranks together use {used:.2g} of {launched.cores} cores"
-        if used < OWN_USE * launched.cores:
-            return [
-                Cause(
-                    "host", cost, share, "Other programs take the cores of the ranks.", f"{seen}.",
-                    "See what else runs there (top, hvdkit preflight), and have the batch system give whole nodes.",
-                )
-            ]  # fmt: skip
-    return [
-        Cause(
-            "few-cores", cost, share, "There are too few cores for the ranks' threads.",
-            f"{seen}.",
-            "Use fewer threads (--threads, fewer loader workers) or fewer ranks, and leave Horovod's own thread room; "
-            "see that nothing else runs there.",
-        )
-    ]  # fmt: skip
+        bound = round(used)
+        if shared is None and 1 <= bound < min(launched.ranks, _OWN_USE * launched.cores):
+            # who could have more cores and uses whole ones is held to these
+            shared = "as many as they seem bound to" if abs(used - bound) <= _WHOLE_CORES * bound else None
+        if shared is None and used < _OWN_USE * launched.cores:
+            kind, what = "host", "Other programs take the cores of the ranks."
+            advice = "See what else runs there (top, hvdkit preflight), and have the batch system give whole nodes."
+    if shared is not None:
+        kind, what, advice = "affinity", "The ranks share cores by their binding.", _rebind()
+        seen += f"; {shared}"
+    yield _Candidate(kind, what, seen, advice, _LEAST["cores"], {"work": less})
 
 
-def _first_step(times: Sequence[RankTimes], table: _Table) -> list[Cause]:
-    first = max(rank.steps[0].ended - rank.steps[0].asked for rank in times)
-    lost = first - float(np.median(table.whole.max(axis=0)))
-    recorded = max(rank.steps[-1].ended - rank.steps[0].asked for rank in times)
-    if lost < FIRST_STEP_S or lost < max(FIRST_STEP, WORTH_SAYING) * recorded:
+def _first_step(job: StepTable) -> list[Cause]:
+    first = job.first[1]
+    lost = first - float(np.median(job.own.max(axis=0) + job.exchange))
+    recorded = job.total_s + job.first[0]
+    if lost < _FIRST_STEP_S or lost < max(_FIRST_STEP, WORTH_SAYING) * recorded:
         return []
     return [
         Cause(
             "first-step", lost, lost / recorded, "The first step takes longer than the others.",
-            f"{table.where}: it took {_ms(first)}.",
+            f"{job.where}: it took {_ms(first)}.",
             "Compilation, allocation and the first read: it weighs less the longer the job; keep shapes the same, and "
             "a cache of what is compiled.",
             per_step=False,

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdkit.common import lateness
 from hvdkit.errors import CorruptDataError, InvalidArgumentError
 from hvdkit.read.timeline import measures
 from hvdkit.read.timeline.columns import Tensor, TimelineColumns, collect, exchanges
@@ -27,6 +26,7 @@ from hvdkit.read.timeline.results import (
     TensorSummary,
     TimelineSummary,
 )
+from hvdkit.steps import lateness
 
 FUSION_THRESHOLD = 128 << 20
 """Bytes of Horovod's fusion buffer when nothing else is said (0.28.1, horovod/common/operations.cc)."""

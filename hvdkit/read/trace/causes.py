@@ -7,8 +7,8 @@ import numpy as np
 from hvdkit.common.causes import WORTH_SAYING, Cause, to_blame
 from hvdkit.common.units import duration_text, share_text
 from hvdkit.read.trace.results import RankTrace, TraceSkew, TraceSummary
+from hvdkit.steps.lateness import lower_median
 from hvdkit.steps.ranks import name_ranks
-from hvdkit.steps.stragglers import lower_median
 
 _MUCH = 0.1
 """Share of a step below which data loading and exchanges of all ranks are as they should be."""

@@ -9,7 +9,6 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from hvdkit.common import lateness
 from hvdkit.common.causes import dearest_first
 from hvdkit.common.files import is_directory
 from hvdkit.errors import DataError, InvalidArgumentError
@@ -28,6 +27,7 @@ from hvdkit.read.trace.results import (
     TraceSummary,
     TraceTimes,
 )
+from hvdkit.steps import lateness
 
 _Waits = dict[tuple[int, str, int], float]
 """Milliseconds that a rank was in each collective: step, name, and the how many-th of this name in the step."""

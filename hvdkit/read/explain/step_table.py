@@ -1,0 +1,218 @@
+"""The steps of all ranks as arrays: what each rank did of its own from one exchange of gradients to the next.
+
+All ranks leave an exchange together. So each rank's own clock counts from there, and clocks of different hosts are
+compared nowhere. A step lasts as long as its slowest rank's own part, and the exchange after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from hvdkit.errors import DataError
+from hvdkit.steps.lateness import Floats, lower_median
+from hvdkit.steps.step_files import RankTimes, Step
+
+WARMUP = 5
+"""First steps that are left out, of long enough recordings."""
+LEAST = 10
+"""Steps that are enough to tell a cause."""
+PARTS = ("between", "input", "work")
+"""What a rank does from one exchange to the next: between two steps, waiting for its batch, computing."""
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Seconds of the steps that count, without the warm-up.
+
+    Attributes:
+        numbers: of the ranks, by row.
+        hosts: a number for each rank's host; None in older files.
+        parts: by name of ``PARTS``, (ranks, steps).
+        exchange: (steps,), from the last rank's gradients until all have them; where the ranks do not say when they
+            were ready, with the computation.
+        ready: whether they say it.
+        used: (3, ranks, steps): the thread that trains ran, others had its core, all threads ran; None where it is not
+            known. Means of a step in older files.
+        events: by name, seconds within each part, (ranks, steps).
+        cpus: of each rank, None in older files.
+        where: for the evidence.
+        waits: (steps, 3), when each began, when its last rank was ready and when it was complete, by the clock of the
+            one host; None where there are several hosts, or it is not known.
+        first: the seconds of the steps before, and of the very first one.
+        validation: seconds of the steps in which nothing is trained.
+    """
+
+    numbers: list[int]
+    hosts: list[int | None]
+    parts: dict[str, Floats]
+    exchange: Floats
+    ready: bool
+    used: Floats | None
+    events: dict[str, dict[str, Floats]]
+    cpus: list[frozenset[int] | None]
+    where: str
+    waits: Floats | None
+    first: tuple[float, float]
+    validation: float
+
+    @cached_property
+    def own(self) -> Floats:
+        """What each rank does of its own, (ranks, steps)."""
+        return np.asarray(sum(self.parts.values()))
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all these steps."""
+        return float((self.own.max(axis=0) + self.exchange).sum())
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return len(self.exchange)
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of one."""
+        return self.total_s / self.steps
+
+    @property
+    def step_s_usual(self) -> float:
+        """Median seconds of one."""
+        return float(np.median(self.own.max(axis=0) + self.exchange))
+
+    def without(self, less: dict[str, Floats], exchange: Floats | float = 0.0) -> StepTable:
+        """The same job without a cause: what it saves is the difference of ``total_s``.
+
+        Args:
+            less: by part, seconds (ranks, steps) that each rank does not need then.
+            exchange: (steps,) that the exchange does not need.
+        """
+        parts = {name: np.maximum(0.0, part - less.get(name, 0.0)) for name, part in self.parts.items()}
+        return replace(self, parts=parts, exchange=np.maximum(0.0, self.exchange - exchange))
+
+    def accounts(self) -> dict[str, float]:
+        """Where the whole time went, from the first step to the last; seconds that add up to it."""
+        order = np.argsort(self.own, axis=0, kind="stable")
+        middle = order[(len(self.numbers) - 1) // 2][None]
+        found = {name: float(np.take_along_axis(part, middle, 0).sum()) for name, part in self.parts.items()}
+        return {
+            "computation": found["work"],
+            "input": found["input"],
+            "between steps": found["between"],
+            "waiting for later ranks": float((self.own.max(axis=0) - lower_median(self.own)).sum()),
+            "exchange and update" if self.ready else "computation and exchange": float(self.exchange.sum()),
+            "first steps": self.first[0],
+            "steps without training": self.validation,
+        }
+
+
+def table(times: Sequence[RankTimes], where: Path) -> StepTable:
+    """The steps of all ranks.
+
+    Where most steps say when their gradients were there, those that do not are no training but a validation.
+
+    Args:
+        times: of each rank, by rank.
+        where: the directory, for the evidence.
+    Raises:
+        DataError: too few steps to tell anything, or steps that take no time.
+    """
+    count = min(len(rank.steps) for rank in times)
+    if count < LEAST:
+        raise DataError(
+            f"{where} holds the times of {count} steps of a rank, too few to tell what is usual; record at "
+            f"least {LEAST}."
+        )
+    first = WARMUP if count >= 2 * WARMUP + LEAST else 1
+    said = np.array([all(rank.steps[at].ready is not None for rank in times) for at in range(count)])
+    ready = bool(said[first:].sum() >= 0.5 * (count - first))
+    counts = np.arange(count) >= first
+    training = counts & said if ready else counts
+
+    def of(value: Callable[[Step], float | None]) -> Floats:
+        return np.array([[value(rank.steps[at]) for at in range(count)] for rank in times], np.float64)
+
+    asked, given, ended = of(lambda one: one.asked), of(lambda one: one.given), of(lambda one: one.ended)
+    left = _left(times, of(lambda one: one.arrived), ended, training)
+    begun = np.concatenate([asked[:, :1], left[:, :-1]], axis=1)
+    done = of(lambda one: one.ready) if ready else given
+    own = np.where(training, done - np.minimum(begun, asked), 0.0)
+    whole = np.median(np.where(training, left - np.minimum(begun, asked), left - begun), axis=0)
+    if (ended - asked)[:, first:].max(axis=0).mean() <= 0:
+        raise DataError(f"{where} holds steps that take no time; do the work of a step inside of the loop.")
+    parts = {"between": np.maximum(0.0, asked - begun), "input": given - asked, "work": done - given}
+    hosts = [rank.host for rank in times]
+    events = {
+        name: _of_events(times, name, (begun, asked, given, done), training)
+        for name in sorted({one.name for rank in times for one in rank.events})
+    }
+    waits = None
+    if ready and None not in hosts and len(set(hosts)) == 1:
+        waits = np.stack([begun.min(axis=0), done.max(axis=0), left.min(axis=0)], axis=1)[training]
+    return StepTable(
+        numbers=[rank.rank for rank in times],
+        hosts=hosts,
+        parts={name: part[:, training] for name, part in parts.items()},
+        exchange=np.maximum(0.0, whole - own.max(axis=0))[training],
+        ready=ready,
+        used=_used(times, of, training),
+        events=events,
+        cpus=[rank.cpus for rank in times],
+        where=where.name or str(where),
+        waits=waits,
+        first=(float(whole[:first].sum()), float(whole[0])),
+        validation=float(whole[counts & ~training].sum()),
+    )
+
+
+def _left(times: Sequence[RankTimes], arrived: Floats, ended: Floats, training: np.ndarray) -> Floats:
+    """When each rank had the gradients of all ranks, each by its own clock, (ranks, steps).
+
+    Where nobody says so, that is when the first rank of its host ended the step: what a rank does after the exchange
+    (writing, callbacks) may belong to the end of the step that it records.
+    """
+    if not np.isnan(arrived[:, training]).any():
+        return np.where(np.isnan(arrived), ended, arrived)
+    left = ended.copy()
+    for host in {rank.host for rank in times} - {None}:
+        there = [row for row, rank in enumerate(times) if rank.host == host]
+        left[there] = ended[there].min(axis=0)
+    return left
+
+
+def _used(times: Sequence[RankTimes], of: Callable[..., Floats], training: np.ndarray) -> Floats | None:
+    """See ``StepTable.used``; of a step where the ranks say it of each, else what they say of all."""
+    if all(step.used is not None for rank in times for step in rank.steps):
+        each = [of(lambda step, at=at: step.used[at])[:, training] for at in range(3)]
+        return np.array(each)
+    if any(rank.cores is None for rank in times):
+        return None
+    means = [
+        [getattr(rank.cores, name) / rank.cores.steps for rank in times if rank.cores is not None]
+        for name in ("ran", "queued", "of_all")
+    ]
+    return np.repeat(np.array(means)[:, :, None], int(training.sum()), axis=2)
+
+
+def _of_events(
+    times: Sequence[RankTimes], name: str, edges: tuple[Floats, ...], training: np.ndarray
+) -> dict[str, Floats]:
+    """Seconds of the events of a name within each part of each step; ``edges``: when the parts begin, and the end."""
+    found = {}
+    for part, begins, ends in zip(PARTS, edges, edges[1:], strict=False):
+        spent = np.zeros(begins.shape)
+        for row, rank in enumerate(times):
+            at = np.array([one.at for one in rank.events if one.name == name])
+            seconds = np.array([one.seconds for one in rank.events if one.name == name])
+            if not len(at):
+                continue
+            step = np.searchsorted(begins[row], at, side="right") - 1
+            inside = (step >= 0) & (at < ends[row][np.maximum(step, 0)])
+            np.add.at(spent[row], step[inside], seconds[inside])
+        found[part] = np.minimum(spent, np.maximum(0.0, ends - begins))[:, training]
+    return found

@@ -1,0 +1,166 @@
+"""Who keeps the others waiting, how regularly, and in which words that is said.
+
+Why this room exists: the monitor within a training and the tools that read its recordings afterwards must name the same
+ranks by the same rules. So one reference (the lower median), one rule of blame and one table of words stand below both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdkit.steps.ranks import name_ranks
+
+Floats = npt.NDArray[np.float64]
+
+STEADY = 0.4
+"""Part of the mean loss that half of the steps must reach, else the loss comes now and then."""
+_MOST_SLOW = 0.75
+"""Share of the ranks that may be slow together: the others are the reference."""
+_GAP = 0.5
+"""Part of the largest excess that must lie between the slow ranks and the others."""
+_ENDS_EARLY = 0.6
+"""Share of the steps before which a loss must have ended to be one of the first steps only."""
+DOING = {
+    "input": ("waits for its input", "wait for their input"),
+    "compute": ("computes longer", "compute longer"),
+    "between": ("is busy between two steps", "are busy between two steps"),
+    "cores": ("shares its cores with others", "share their cores with others"),
+    "affinity": ("shares a core with other ranks by its binding", "share cores by their binding"),
+    "blocked": ("is blocked", "are blocked"),
+    "late": ("comes late, by its input or computation", "come late, by their input or computation"),
+    "unread": ("waits for its input or its device", "wait for their input or their device"),
+    "gc": ("collects garbage", "collect garbage"),
+    "fsync": ("waits for its disk (fsync)", "wait for their disks (fsync)"),
+}
+"""What one rank does that the others wait for, and what several do."""
+
+
+def lower_median(values: Floats) -> Any:
+    """Over the ranks, which are the first axis: of two the faster one is the measure."""
+    return np.sort(values, axis=0)[(len(values) - 1) // 2]
+
+
+def slow_ranks(excess: Floats, least: float) -> list[int]:
+    """Rows of the ranks that are apart from the others, at most three quarters of them; none where nobody is.
+
+    Each rank is blamed by its own excess, not by how often it is the last one: of equally slow ranks all are named.
+
+    Args:
+        excess: (ranks,), how much longer than the typical rank each takes, on average.
+        least: what separates the slow ranks from the others is at least this.
+    """
+    order = np.argsort(-excess, kind="stable")
+    most = min(len(excess) - 1, max(1, int(_MOST_SLOW * len(excess))))
+    gaps = -np.diff(excess[order])[:most]
+    if not len(gaps):
+        return []
+    count = int(gaps.argmax()) + 1
+    if gaps[count - 1] < max(least, _GAP * excess[order[count - 1]]):
+        return []
+    return sorted(order[:count].tolist())
+
+
+def one_host(rows: Sequence[int], hosts: Sequence[Any]) -> Any:
+    """The host whose ranks these are, all of them and several; None where they are others, or there is one host."""
+    named = {hosts[row] for row in rows}
+    there = [row for row, host in enumerate(hosts) if host in named]
+    return named.pop() if len(named) == 1 and 1 < len(rows) == len(there) < len(hosts) else None
+
+
+def costs(own: Floats) -> Floats:
+    """How long each rank keeps the others waiting, per step, in the unit of ``own``.
+
+    A step waits for its last rank, which costs what it is behind the typical one (the lower median).
+
+    Args:
+        own: (ranks, steps), when a rank is ready, counted from any moment that all ranks share in a step.
+    Returns:
+        (ranks,), the mean over the steps.
+    """
+    last = own.argmax(axis=0)
+    behind = own.max(axis=0) - lower_median(own)
+    return np.asarray(np.bincount(last, behind, len(own)) / max(1, own.shape[1]), np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """In which steps a loss occurs.
+
+    Attributes:
+        kind: "steady", "growing", "first" (in the first ``steps``), "every" (every so many ``steps``) or "rare".
+        steps: see ``kind``; of "rare" how many steps it is.
+        of: steps in all.
+        each: what one of these steps loses.
+    """
+
+    kind: str
+    steps: int
+    of: int
+    each: float
+
+    def words(self) -> str:
+        """Such as " every 50 steps"; empty where it is steady."""
+        return {
+            "growing": ", more with every step",
+            "first": f" in the first {self.steps} steps",
+            "every": f" every {self.steps} steps",
+            "rare": f" in {self.steps} of {self.of} steps",
+        }.get(self.kind, "")
+
+
+def when(loss: Floats) -> When:
+    """How a loss is spread over the steps.
+
+    Args:
+        loss: (steps,), >= 0.
+    """
+    count, mean = len(loss), float(loss.mean())
+    if mean <= 0:
+        return When("steady", count, count, 0.0)
+    until = int(np.searchsorted(np.cumsum(loss), 0.95 * loss.sum())) + 1
+    early = loss[:until]
+    if until <= _ENDS_EARLY * count and np.median(early) >= STEADY * early.mean() and until >= 10:
+        until = max(until, int(np.flatnonzero(loss >= 0.5 * np.median(early)).max(initial=0)) + 1)
+        if until <= _ENDS_EARLY * count:
+            return When("first", until, count, float(loss[:until].mean()))
+    if np.median(loss) >= STEADY * mean:
+        return When("growing" if _grows(loss) else "steady", count, count, mean)
+    heavy = np.flatnonzero(loss > max(2 * mean, 0.3 * float(loss.max())))
+    each = float(loss[heavy].mean()) if len(heavy) else mean
+    between = np.diff(heavy)
+    if len(heavy) >= 3 and between.std() <= 0.25 * between.mean() and between.mean() > 1.5:
+        return When("every", round(float(np.median(between))), count, each)
+    return When("rare", max(1, len(heavy)), count, each)
+
+
+def _grows(loss: Floats) -> bool:
+    """Whether every tenth of the steps loses more than the one before it, nearly, and the last much more."""
+    tenths = np.array([np.median(part) for part in np.array_split(loss, 10)]) if len(loss) >= 40 else np.zeros(10)
+    rises = np.corrcoef(np.arange(10), tenths)[0, 1] if tenths.std() > 0 else 0.0
+    return bool(rises >= 0.9 and tenths[0] <= 0.6 * tenths[-1])
+
+
+def named(ranks: Sequence[int], size: int, *, host: bool = False) -> str:
+    """The ranks of a sentence, at its beginning.
+
+    Args:
+        ranks: in increasing order.
+        size: of the job.
+        host: whether they are all ranks of one host.
+    """
+    who = name_ranks(ranks)
+    if host:
+        return f"The host of {who}"
+    if len(ranks) > 3 and 2 * len(ranks) == size:
+        return f"Half of the ranks ({who.partition(' ')[2]})"
+    return who.capitalize()
+
+
+def doing(kind: str, ranks: Sequence[int]) -> str:
+    """What these ranks do that the others wait for; see ``DOING``."""
+    return DOING[kind][len(ranks) > 1]
